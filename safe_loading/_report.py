@@ -1,0 +1,97 @@
+"""What every report shares: findings, sizes for people, and tables as text and as HTML. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+Severity = Literal["error", "warning", "info"]
+
+KiB = 1024
+MiB = 1024 * KiB
+GiB = 1024 * MiB
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing worth knowing, and what to do about it.
+
+    Attributes:
+        code: A stable name in kebab-case, to be matched by programs.
+        severity: ``"error"`` (the result is wrong or nothing was done), ``"warning"`` or ``"info"``.
+        where: The file, tensor or module concerned.
+        message: What was found, with both sides.
+        fix: What to do about it.
+        bytes: The memory or the file bytes concerned; 0 when size is not the matter.
+    """
+
+    code: str
+    severity: Severity
+    where: str
+    message: str
+    fix: str
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        """Return one line: where, what, fix."""
+        return f"{self.where}: {self.message}" + (f" Fix: {self.fix}" if self.fix else "")
+
+
+def format_bytes(size: int) -> str:
+    """Return a size in bytes as people read it, in binary units: ``1536`` gives ``"1.5 KiB"``."""
+    if abs(size) < KiB:
+        return f"{size} B"
+    value = float(size)
+    for unit in ("KiB", "MiB", "GiB"):
+        value /= KiB
+        if abs(value) < KiB:
+            return f"{value:.1f} {unit}"
+    return f"{value / KiB:.1f} TiB"
+
+
+def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return an aligned table of plain text; a column whose cells all start with a digit is aligned to the right."""
+    body = [[str(cell) for cell in row] for row in rows]
+    columns = list(zip(header, *body, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [bool(body) and all(cell[:1].isdigit() for cell in column[1:]) for column in columns]
+
+    def line(cells: Sequence[str]) -> str:
+        parts = (
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(cells, widths, right, strict=True)
+        )
+        return "  ".join(parts).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, body)])
+
+
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return the same table as HTML, every cell escaped."""
+
+    def cells(tag: str, values: Sequence[str]) -> str:
+        return "".join(f"<{tag}>{html.escape(str(value))}</{tag}>" for value in values)
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{cells('th', header)}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def findings_text(findings: Sequence[Finding]) -> str:
+    """Return the findings as text, a line each with its severity and code; empty when there are none."""
+    return "\n".join(f"{finding.severity}[{finding.code}] {finding}" for finding in findings)
+
+
+def findings_html(findings: Sequence[Finding]) -> str:
+    """Return the findings as an HTML table; empty when there are none."""
+    if not findings:
+        return ""
+    header = ("severity", "code", "where", "message", "fix")
+    return html_table(header, [(f.severity, f.code, f.where, f.message, f.fix) for f in findings])
+
+
+def to_json(report: Any) -> str:
+    """Return a frozen dataclass as JSON; what JSON does not know becomes its ``str``."""
+    return json.dumps(dataclasses.asdict(report), default=str, indent=2, sort_keys=True)

@@ -1,0 +1,78 @@
+"""Every exception that this package raises, in one tree.
+
+::
+
+    SafeLoadingError
+    ├── ArgumentError           (ValueError)         arguments that contradict each other or the call
+    ├── CheckpointError         (ValueError)         a folder or file is not whole, or not safe to read
+    │   ├── CheckpointNotFound  (FileNotFoundError)  there is nothing of the kind where it was looked for
+    │   └── PickleRefused                            the weights are a pickle, and nobody asked for one
+    ├── AdapterError            (ValueError)         an adapter does not fit its model
+    │   └── AdapterExists                            another adapter already has that name
+    ├── DeviceError             (RuntimeError)       no device for this rank, or something landed on another one
+    └── RankError               (RuntimeError)       another rank failed, so this one stops too
+        ├── RankTimeout         (TimeoutError)       a rank did not arrive within the limit
+        └── RanksDisagree                            the ranks read different files
+
+Each derives from the builtin that callers expect, so ``except ValueError`` and
+``except SafeLoadingError`` both work. An error that was found in several places
+carries all of them in :attr:`SafeLoadingError.problems`, one line each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class SafeLoadingError(Exception):
+    """The root of every exception of this package.
+
+    Args:
+        message: What happened, with both sides and the fix.
+        problems: The single problems, when there are several; each is a line of the message.
+    """
+
+    def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
+        self.problems: tuple[str, ...] = tuple(problems)
+        lines = [message, *(f"  - {problem}" for problem in self.problems)]
+        super().__init__("\n".join(lines))
+
+
+class ArgumentError(SafeLoadingError, ValueError):
+    """Arguments that contradict each other, or that this call cannot honour."""
+
+
+class CheckpointError(SafeLoadingError, ValueError):
+    """A folder or file is not whole, or not safe to read."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """There is nothing of the kind where it was looked for."""
+
+
+class PickleRefused(CheckpointError):
+    """The weights are a pickle, which can run code when it is read, and nobody asked for one."""
+
+
+class AdapterError(SafeLoadingError, ValueError):
+    """An adapter does not fit the model that it should be attached to."""
+
+
+class AdapterExists(AdapterError):
+    """Another adapter of the model already has that name."""
+
+
+class DeviceError(SafeLoadingError, RuntimeError):
+    """This rank has no device, or something landed on a device that is not its own."""
+
+
+class RankError(SafeLoadingError, RuntimeError):
+    """Another rank failed; its cause is in the text."""
+
+
+class RankTimeout(RankError, TimeoutError):
+    """A rank did not arrive within the limit."""
+
+
+class RanksDisagree(RankError):
+    """The ranks resolved or read different things."""
