@@ -16,12 +16,14 @@
 
 Each derives from the builtin that callers expect, so ``except ValueError`` and
 ``except SafeLoadingError`` both work. An error that was found in several places
-carries all of them in :attr:`SafeLoadingError.problems`, one line each.
+carries all of them in ``problems``, one line each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+SHOWN = 24  # problems in the text; an adapter for another model has hundreds, and the first ones say it
 
 
 class SafeLoadingError(Exception):
@@ -29,12 +31,14 @@ class SafeLoadingError(Exception):
 
     Args:
         message: What happened, with both sides and the fix.
-        problems: The single problems, when there are several; each is a line of the message.
+        problems: The single problems, when there are several; the first 24 are lines of the message.
     """
 
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
         self.problems: tuple[str, ...] = tuple(problems)
-        lines = [message, *(f"  - {problem}" for problem in self.problems)]
+        lines = [message, *(f"  - {problem}" for problem in self.problems[:SHOWN])]
+        if len(self.problems) > SHOWN:
+            lines.append(f"  ... and {len(self.problems) - SHOWN} more, all in `.problems` of this exception")
         super().__init__("\n".join(lines))
 
 

@@ -1,0 +1,213 @@
+"""Four ways to load a base and its adapter onto one device, and load_peft_on_rank, side by side in one run.
+
+``python benchmarks/load_peft.py`` makes its own checkpoint and downloads nothing. With CUDA it measures there; else
+on the simulated devices of tests/simulated_devices (columns that need them are left out where they cannot be built)
+and on the CPU. ``--quick`` runs tiny sizes in a minute, which shows that it works and no more than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from _common import MIB, ROOT, headline, mib, ratio, spawn, table, write_json
+
+ROADS = ("peft default", "two-step", "two-step low_cpu_mem", "transformers", "safe_loading")
+CHILD = (str(ROOT / "benchmarks" / "_peft_child.py"),)
+SIMULATED = ROOT / "tests" / "simulated_devices"
+PROMISED_PRIVATE = 10 * MIB
+PROMISED_MS = 1.0
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the sizes and counts of this run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--rank", type=int, default=16, help="r of the adapter, on every linear layer")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="how many processes load at once")
+    parser.add_argument("--repeats", type=int, default=9, help="timed attachments of each road, after a warm-up")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, two ranks, three repeats")
+    parser.add_argument("--json", metavar="FILE", help="write every figure there")
+    args = parser.parse_args(given)
+    if args.quick:
+        args.hidden, args.layers, args.ranks, args.repeats = 128, 4, [2], 3
+    return args
+
+
+def simulated() -> tuple[dict[str, str], str]:
+    """Return the environment of the simulated devices, or an empty one and the reason why there are none."""
+    built = subprocess.run([sys.executable, str(SIMULATED / "build.py")], capture_output=True, text=True)
+    if built.returncode:
+        return {}, (built.stderr.strip().splitlines() or ["it cannot be built"])[-1]
+    path = os.pathsep.join(filter(None, [str(SIMULATED), os.environ.get("PYTHONPATH", "")]))
+    # see rank() in _peft_child.py for the tunable
+    return {
+        "SIMDEV_LIBRARY": built.stdout.strip(),
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=32768",
+    }, ""
+
+
+def measure_ranks(counts: Sequence[int], target: str, env: dict[str, str], common: dict[str, Any]) -> dict[str, Any]:
+    """Return, for each number of ranks and each road, what every rank measured."""
+    found: dict[str, Any] = {}
+    for count in counts:
+        own = {**env, "SIMDEV_COUNT": str(count)} if target == "npu" else env
+        for road in ROADS:
+            say(f"{count} ranks on {target}: {road}")
+            specs = [
+                {**common, "part": "rank", "road": road, "target": target, "rank": rank, "ranks": count}
+                for rank in range(count)
+            ]
+            found.setdefault(str(count), {})[road] = spawn(CHILD, specs, own, 180)
+    return found
+
+
+def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Run every part and return all figures."""
+    say("checkpoints")
+    sizes = {"hidden": args.hidden, "layers": args.layers, "rank": args.rank}
+    made = spawn(CHILD, [{"part": "make", "folder": folder, **sizes}], {}, 300)[0]
+    target, env, absent = "cuda", {}, ""
+    if not made["cuda"]:
+        env, absent = simulated()
+        target = "npu" if env else ""
+    common = {"folder": folder, "adapter_bytes": made["adapter_bytes"]}
+    timed = "cuda" if target == "cuda" else "cpu"
+    say(f"attach and exactness on {timed}")
+    alone = spawn(CHILD, [{**common, "part": "alone", "target": timed, "repeats": args.repeats}], {}, 300)[0]
+    ranks = {}
+    if target:
+        ranks[target] = measure_ranks(args.ranks, target, env, common)
+    if not (target and args.quick):
+        # CUDA hidden, else peft puts the adapter of a CPU model on the GPU
+        counts = args.ranks[-1:] if target else args.ranks  # the number matters less than the minutes
+        ranks["cpu"] = measure_ranks(counts, "cpu", {"CUDA_VISIBLE_DEVICES": ""}, common)
+    return {"made": made, "target": target, "absent": absent, "timed": timed, **alone, "ranks": ranks}
+
+
+def devices_table(found: dict[str, Any]) -> str:
+    """Tell what strayed, and the peak on the own device."""
+    target, adapter = found["target"], found["made"]["adapter_bytes"]
+    if not target:
+        return f"\nStray bytes, contexts and the device's peak: not measured, no simulated devices ({found['absent']})."
+    count = max(found["ranks"][target], key=int)
+    strays = target == "npu" or found["made"]["cuda"] > 1
+    rows = []
+    for road in ROADS:
+        ranks = found["ranks"][target][count][road]
+        row: list[object] = [road]
+        for step, adapters in (("load", 1), ("later", 2), ("swap", 2)):
+            steps = [rank["steps"][step] for rank in ranks]
+            row.append(mib(sum(seen["stray_peak"] for seen in steps)) if strays else "n/a")
+            row.append(sum(seen["stray_contexts"] for seen in steps) if strays else "n/a")
+            over = max(s["peak"] - r["base_bytes"] - adapters * adapter for s, r in zip(steps, ranks, strict=True))
+            row.append(mib(over))
+            if step == "load":
+                row.append(f"{max(s['peak'] / (r['base_bytes'] + adapter) for s, r in zip(steps, ranks)):.4f}x")
+        rows.append(row)
+    header = ("road", "stray MiB", "contexts", "peak +MiB", "peak/floor")
+    more = ("later: stray", "contexts", "peak +MiB", "swap: stray", "contexts", "peak +MiB")
+    notes = [
+        "stray, contexts: on devices that are not the rank's own, the sum over all ranks, at the highest moment",
+        "peak +MiB: on the own device beyond base + adapter (two adapters from the second on), the worst rank",
+    ]
+    return table(f"Devices ({target}, {count} ranks, rank r loads to {target}:r)", header + more, rows, notes)
+
+
+def private_table(found: dict[str, Any], target: str) -> str:
+    """Tell what each rank holds in private host memory."""
+    runs = found["ranks"][target]
+    header, rows = ["road"], []
+    for count in runs:
+        header += [f"{count} ranks: end", "of default", "peak", "once"]
+    for road in ROADS:
+        row = [road]
+        for ranks in runs.values():
+            worst = {key: max(rank[key] for rank in ranks[road]) for key in ("private", "peak", "fixed")}
+            default = max(rank["private"] for rank in ranks[ROADS[0]])
+            row += [mib(worst["private"]), ratio(worst["private"], default), mib(worst["peak"]), mib(worst["fixed"])]
+        rows.append(row)
+    worst_of_all = max(rank["private"] for ranks in runs.values() for rank in ranks["safe_loading"])
+    beyond = "the adapter's bytes" if target == "cpu" else "the bytes that the simulated devices hold"
+    notes = [
+        f"end, peak: MiB of private memory of the worst rank beyond {'none' if target == 'cuda' else beyond}",
+        "once: MiB that the first, tiny load of the process left behind (modules, threads, arenas); not in end and peak",
+        verdict("private memory at the end", worst_of_all / MIB, PROMISED_PRIVATE / MIB, "MiB"),
+    ]
+    return table(f"Private host memory per rank (target {target})", header, rows, notes)
+
+
+def attach_table(found: dict[str, Any]) -> str:
+    """Tell how long the roads take to attach the adapter."""
+    seconds, modules = found["attach"], found["made"]["modules"]
+    rows = []
+    for road in (*ROADS, "floor"):
+        middle, values = seconds[road]["median"], seconds[road]["all"]
+        own = (f"{middle * 1000:.1f}", f"{min(values) * 1000:.1f}", f"{max(values) * 1000:.1f}")
+        own += (f"{middle * 1000 / modules:.3f}",)
+        rows.append((road, *own, ratio(middle, seconds[ROADS[0]]["median"]), ratio(middle, seconds["floor"]["median"])))
+    header = ("road", "median ms", "least", "most", "ms/module", "of default", "of floor")
+    notes = [
+        "floor: read the adapter's file and move each tensor once, with no model; roads take turns in one process",
+        verdict("attach", seconds["safe_loading"]["median"] * 1000 / modules, PROMISED_MS, "ms a module"),
+    ]
+    return table(f"Attach to a loaded base ({found['timed']}, {modules} modules)", header, rows, notes)
+
+
+def exact_table(found: dict[str, Any]) -> str:
+    """Tell which tensors differ from the file."""
+    rows = []
+    for road in ROADS:
+        exact = found["exact"][road]
+        wrong, of = exact["real"]
+        pairs = sum(1 for differ, _ in exact["pairs"].values() if differ)
+        rows.append((road, f"{wrong} of {of}", f"{pairs} of {len(exact['pairs'])}", "yes" if exact["random"] else "no"))
+    header = ("road", "fp32 on bf16: tensors that differ", "dtype pairs with any", "draws random numbers")
+    return table("Exactness: bits and dtype of the adapter against its file", header, rows)
+
+
+def verdict(what: str, value: float, promise: float, unit: str) -> str:
+    """Return one line that says whether a promise was kept."""
+    kept = "kept" if value <= promise else "MISSED"
+    return f"promise for safe_loading: {what} <= {promise:g} {unit}; {value:.2f}: {kept}"
+
+
+def say(text: str) -> None:
+    """Tell what is going on, away from the tables."""
+    print(f"... {text}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    args = arguments()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="load-peft-") as folder:
+        found = measure(args, folder)
+    made = found["made"]
+    found["headline"] = headline(filter(None, [made["accelerator"]]))
+    print(found["headline"])
+    print(
+        f"bf16 Llama, hidden {args.hidden}, {args.layers} layers, {mib(made['base_bytes'])} MiB; fp32 adapter, r="
+        f"{args.rank} on all {made['modules']} linear layers, {mib(made['adapter_bytes'])} MiB"
+    )
+    print(devices_table(found))
+    for target in found["ranks"]:
+        print(private_table(found, target))
+    print(attach_table(found))
+    print(exact_table(found))
+    found["seconds"] = time.monotonic() - start
+    print(f"\n{found['seconds']:.0f} s in all")
+    write_json(args.json, {**found, "arguments": vars(args)})
+
+
+if __name__ == "__main__":
+    main()

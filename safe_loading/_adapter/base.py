@@ -1,0 +1,151 @@
+"""The base model of an adapter: its class, its skeleton on meta, and its weights straight onto one device."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedModel
+
+from safe_loading._adapter.attach import Adapter
+from safe_loading._adapter.facts import AdapterFacts
+from safe_loading._report import Finding
+from safe_loading.errors import AdapterError, ArgumentError
+
+_AUTO_CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+_ADAPTER_PART = re.compile(r"(^|\.)(lora_|modules_to_save\.|trainable_tokens_)")
+# What this call decides itself; a second value for it would contradict the first.
+_DECIDED = {
+    "device_map": "device=",
+    "max_memory": "device= (one device takes everything)",
+    "dtype": "dtype=",
+    "torch_dtype": "dtype=",
+    "revision": "base_revision=",
+    "subfolder": "base_subfolder=",
+    "low_cpu_mem_usage": "nothing: it always is",
+    "output_loading_info": "nothing: the report has it",
+}
+
+
+def check_base_kwargs(base_kwargs: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that this call decides itself.
+
+    Raises:
+        ArgumentError: Some are there; each is named with the argument to use.
+    """
+    problems = [f"base_kwargs[{name!r}]: use {use}" for name, use in _DECIDED.items() if name in base_kwargs]
+    if problems:
+        raise ArgumentError("base_kwargs holds what load_peft_on_rank decides itself:", problems)
+
+
+def auto_class_for(facts: AdapterFacts, folder: Path) -> Any:
+    """Return the class that loads the base: by the adapter's task type, its auto mapping, or the base's architecture.
+
+    Raises:
+        AdapterError: None of the three says it.
+    """
+    task = facts.config.get("task_type")
+    if task in _AUTO_CLASSES:
+        return getattr(transformers, _AUTO_CLASSES[task])
+    mapping = facts.config.get("auto_mapping") or {}
+    name = mapping.get("base_model_class")
+    # The parent library is a module path that a file names: only transformers' own classes are looked up.
+    if name and str(mapping.get("parent_library", "")).split(".")[0] == "transformers" and hasattr(transformers, name):
+        return getattr(transformers, name)
+    architectures = AutoConfig.from_pretrained(folder).architectures or []
+    for architecture in architectures:
+        if hasattr(transformers, architecture):
+            return getattr(transformers, architecture)
+    raise AdapterError(
+        f"{facts.folder}: neither task_type ({task!r}) nor auto_mapping ({mapping!r}) nor the base's architectures "
+        f"({architectures}) say which class loads the base. Pass auto_class=, as transformers.AutoModelForCausalLM."
+    )
+
+
+def skeleton(auto_class: Any, folder: Path, base_kwargs: Mapping[str, Any]) -> torch.nn.Module | None:
+    """Return the base on meta, or None when its class cannot be built without weights."""
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            config, _ = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **base_kwargs)
+            if hasattr(auto_class, "from_config"):
+                trusted = bool(base_kwargs.get("trust_remote_code", False))
+                model: torch.nn.Module = auto_class.from_config(config, trust_remote_code=trusted)
+                return model
+            made: torch.nn.Module = auto_class(config)
+            return made
+    except Exception:  # remote code may do anything on meta; the check then happens when the adapter is attached
+        return None
+
+
+def load_base(
+    auto_class: Any,
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype | str,
+    base_kwargs: Mapping[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load the base onto ``device`` and nowhere else.
+
+    Returns:
+        The model in eval mode, and transformers' loading info (``missing_keys`` and the like).
+    """
+    arguments: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, **base_kwargs}
+    arguments.setdefault("use_safetensors", True)
+    if device.type != "cpu":
+        # With an index, always: transformers' loader threads have lost the current device and read "cuda" as 0.
+        # For the CPU no map at all: peft's own later calls take {"": "cpu"} for offloading and dispatch anew.
+        arguments["device_map"] = {"": device}
+    model, info = auto_class.from_pretrained(folder, **arguments)
+    return model, info
+
+
+def name_base(model: torch.nn.Module, source: str | os.PathLike[str]) -> None:
+    """Let the model bear the name that the user gave, not the path of the cache that it was read from."""
+    config = getattr(model, "config", None)
+    if config is not None:
+        config._name_or_path = os.fspath(source)
+    model.__dict__["name_or_path"] = os.fspath(source)
+
+
+def own_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the tensors of a base model, without those of adapters that were attached to it."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return [tensor for name, tensor in tensors if not _ADAPTER_PART.search(name)]
+
+
+def loading_findings(info: Mapping[str, Any], ready: list[Adapter], source: str) -> list[Finding]:
+    """Return a finding for each weight of the base that its checkpoint did not fill.
+
+    Weights that an adapter's ``modules_to_save`` replaces (a new classification head) are left out.
+    """
+    saved = {name for adapter in ready for name in (getattr(adapter.config, "modules_to_save", None) or ())}
+    saved |= {"score", "classifier"} if any(a.config.task_type in ("SEQ_CLS", "TOKEN_CLS") for a in ready) else set()
+    findings = []
+    for kind, what in (("missing_keys", "is not in the checkpoint"), ("mismatched_keys", "has another shape there")):
+        for entry in sorted(map(str, info.get(kind) or ())):
+            if saved.intersection(entry.split(".")):
+                continue
+            findings.append(
+                Finding(
+                    "base-key-missing",
+                    "error",
+                    f"{source}: {entry}",
+                    f"this weight of the base {what} and was initialised at random.",
+                    "pass the base that the adapter was trained on, or auto_class= for the class that it was saved as.",
+                )
+            )
+    return findings

@@ -1,0 +1,74 @@
+"""The peft config of an adapter, built by peft, with what it would drop without a word reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import peft
+from packaging.version import InvalidVersion, Version
+from peft import PeftConfig
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+from safe_loading._adapter.facts import AdapterFacts
+from safe_loading._report import Finding
+from safe_loading.errors import AdapterError
+
+# Initialisations that subtract something from the base's weights when peft injects the adapter (peft
+# `LoraLayer.pissa_init`, `olora_init`, `corda_init`, `loftq_init`, `lora_ga_init`).
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def build_config(facts: AdapterFacts, *, is_trainable: bool) -> tuple[PeftConfig, list[Finding]]:
+    """Return the config object of an adapter, and a finding for each field that this peft does not know.
+
+    Raises:
+        AdapterError: This peft does not know the method, or refuses the config.
+    """
+    kind = facts.config["peft_type"]
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(kind)
+    if config_class is None:
+        raise AdapterError(
+            f"{facts.folder}: peft_type is {kind!r}, which peft {peft.__version__} does not know (it was written by "
+            f"peft {facts.config.get('peft_version') or 'of an unnamed version'}). It knows "
+            f"{sorted(str(getattr(name, 'value', name)) for name in PEFT_TYPE_TO_CONFIG_MAPPING)}. Upgrade peft."
+        )
+    known = {field.name for field in dataclasses.fields(config_class)} | {"runtime_config"}
+    unknown = {name: value for name, value in facts.config.items() if name not in known}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns of the unknown fields, which are findings here
+        try:
+            config = config_class.from_pretrained(str(facts.folder))
+        except (TypeError, ValueError, KeyError) as error:
+            raise AdapterError(f"{facts.folder}: peft refuses the config: {error}") from error
+    config.inference_mode = not is_trainable
+    return config, [_unknown_field(facts, name, value) for name, value in sorted(unknown.items())]
+
+
+def changes_base(config: PeftConfig) -> bool:
+    """Return whether injecting this adapter changes the base's weights."""
+    return str(getattr(config, "init_lora_weights", "")).lower().startswith(_CHANGES_BASE)
+
+
+def is_lora(config: PeftConfig) -> bool:
+    """Return whether the adapter is one of LoRA (DoRA, rsLoRA and the like included)."""
+    return config.peft_type == peft.PeftType.LORA
+
+
+def _unknown_field(facts: AdapterFacts, name: str, value: Any) -> Finding:
+    written_by = facts.config.get("peft_version")
+    try:
+        newer = written_by is not None and Version(str(written_by).split("@")[0]) > Version(peft.__version__)
+    except InvalidVersion:
+        newer = True
+    inert = value is None or value is False or value in ([], {}, "")
+    return Finding(
+        "config-unknown-field",
+        "info" if inert else "error",
+        f"{facts.folder}/adapter_config.json",
+        f"field {name!r} = {value!r} is not one of peft {peft.__version__}'s {facts.config['peft_type']} config"
+        + (f" (the file was written by peft {written_by})" if written_by else "")
+        + "; peft drops it, and the adapter may then compute something else.",
+        "upgrade peft." if newer or written_by is None else "remove the field if the method does not need it.",
+    )

@@ -1,0 +1,168 @@
+"""The steps of a load after its sources are found: check, load the base, attach, finish, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+
+from safe_loading._adapter import base as bases
+from safe_loading._adapter import verify
+from safe_loading._adapter.attach import Adapter, Attached, attach, check
+from safe_loading._adapter.snapshot import Snapshot
+from safe_loading._adapter.sources import Sources
+from safe_loading._checkpoint.index import read_checkpoint
+from safe_loading._distributed.exchange import Ranks
+from safe_loading._load_report import LoadedPart, LoadReport
+from safe_loading._report import Finding
+from safe_loading.errors import AdapterError
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a base and its adapters are loaded; see ``load_peft_on_rank``."""
+
+    device: torch.device
+    dtype: torch.dtype | Literal["auto"]
+    adapter_dtype: torch.dtype | None
+    is_trainable: bool
+    auto_class: Any
+    active: str
+    strict: bool
+    base_kwargs: Mapping[str, Any]
+
+
+def check_first(sources: Sources, ready: list[Adapter], options: Options) -> Any:
+    """Check all that can be known before a weight of the base is read; return the class that loads the base."""
+    if sources.base is None:
+        return None
+    folder = sources.base.folder
+    chosen = options.auto_class or bases.auto_class_for(ready[0].facts, folder)
+    if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
+        read_checkpoint(folder, variant=options.base_kwargs.get("variant"), kind="model")
+    outline = bases.skeleton(chosen, folder, options.base_kwargs)
+    if outline is not None and options.strict:
+        check(outline, ready)
+    return chosen
+
+
+def load(
+    sources: Sources,
+    ready: list[Adapter],
+    chosen: Any,
+    given: Any,
+    options: Options,
+    group: Ranks,
+    noted: list[Finding],
+) -> tuple[PeftModel, LoadReport]:
+    """Load the base (or take the given one), attach the adapters, and say what was done."""
+    if sources.base is None:
+        model, parts, findings = _onto_given(given, ready, options)
+    else:
+        start = time.perf_counter()
+        base, info = bases.load_base(chosen, sources.base.folder, options.device, options.dtype, options.base_kwargs)
+        bases.name_base(base, sources.base.source)
+        findings = bases.loading_findings(info, ready, sources.base.source)
+        errors = [str(finding) for finding in findings if finding.severity == "error"]
+        if errors and options.strict:
+            raise AdapterError(f"{sources.base.source!r} does not fill {type(base).__name__}:", errors)
+        first = _base_part(base, sources.base.source, sources.base.commit, options, time.perf_counter() - start)
+        model, others, found = _attach_all(base, ready, options)
+        parts, findings = [first, *others], [*findings, *found]
+    _finish(model, options, several=len(ready) > 1)
+    findings += noted
+    warn_once(findings)
+    return model, LoadReport(group.rank, group.size, str(options.device), tuple(parts), tuple(findings))
+
+
+def _onto_given(
+    given: torch.nn.Module, ready: list[Adapter], options: Options
+) -> tuple[PeftModel, list[LoadedPart], list[Finding]]:
+    """Attach to a model that the caller owns, then move it: a refusal finds it where and as it was."""
+    home = verify.one_device(given)
+    snapshot = Snapshot(given)
+    try:
+        model, parts, findings = _attach_all(given, ready, options)
+        start = time.perf_counter()
+        if home != options.device:
+            model.to(options.device)
+        seconds = time.perf_counter() - start
+    except BaseException:
+        snapshot.restore()
+        if home != options.device:
+            given.to(home)
+        raise
+    return model, [_base_part(given, type(given).__name__, None, options, seconds), *parts], findings
+
+
+def _attach_all(
+    base: torch.nn.Module, ready: list[Adapter], options: Options
+) -> tuple[PeftModel, list[LoadedPart], list[Finding]]:
+    model = base
+    parts: list[LoadedPart] = []
+    findings: list[Finding] = []
+    for adapter in ready:
+        model, part, found = _attach_one(model, adapter, options.device, options.adapter_dtype, strict=options.strict)
+        parts.append(part)
+        findings += found
+    if not isinstance(model, PeftModel):
+        raise AdapterError("There is no adapter to attach.")
+    return model, parts, findings
+
+
+def _attach_one(
+    model: torch.nn.Module, adapter: Adapter, device: torch.device, dtype: torch.dtype | None, *, strict: bool
+) -> tuple[PeftModel, LoadedPart, list[Finding]]:
+    """Attach one adapter; return the model, the report's line about it and the findings."""
+    start = time.perf_counter()
+    done = attach(model, adapter, device, dtype=dtype, strict=strict)
+    return done.model, loaded_part(adapter, done, device, time.perf_counter() - start), done.findings
+
+
+def loaded_part(adapter: Adapter, done: Attached, device: torch.device, seconds: float) -> LoadedPart:
+    """Return the report's line about an adapter."""
+    facts = adapter.facts
+    source = (adapter.name, facts.source, facts.commit, str(device))
+    return LoadedPart(*source, done.dtypes, done.tensors, done.bytes, seconds, done.renamed)
+
+
+def _base_part(base: torch.nn.Module, source: str, commit: str | None, options: Options, seconds: float) -> LoadedPart:
+    count, size, dtypes = verify.totals(bases.own_tensors(base))
+    return LoadedPart("base", source, commit, str(options.device), dtypes, count, size, seconds)
+
+
+def _finish(model: PeftModel, options: Options, *, several: bool) -> None:
+    if several:
+        model.set_adapter(options.active, inference_mode=not options.is_trainable)
+    if not options.is_trainable:
+        model.eval()
+
+
+def current_device_findings(device: torch.device) -> list[Finding]:
+    """Return a finding when the process's current device is another one: ``.to("cuda")`` goes there."""
+    if device.type in ("cpu", "mps") or torch.accelerator.current_device_index() == device.index:
+        return []
+    current = f"{device.type}:{torch.accelerator.current_device_index()}"
+    return [
+        Finding(
+            "current-device",
+            "info",
+            str(device),
+            f"the current device of this process is {current}, so inputs sent to {device.type!r} without an index go "
+            f"there.",
+            f"call torch.accelerator.set_device_index({device.index}), or send inputs to model.device.",
+        )
+    ]
+
+
+def warn_once(findings: list[Finding]) -> None:
+    """Warn once of everything that ``strict=False`` let pass."""
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        lines = "\n".join(f"  - {finding}" for finding in errors)
+        warnings.warn(f"safe_loading let pass with strict=False:\n{lines}", UserWarning, stacklevel=4)

@@ -1,0 +1,77 @@
+"""The keys of an adapter file in the form that peft writes, whatever wrapper they were saved through. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+PREFIX = "base_model.model."
+
+# What FullyShardedDataParallel, torch.compile and activation checkpointing insert: names that nobody else uses.
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+_NAMED = re.compile(
+    r"^(?P<head>.+\.(?:lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector))"
+    r"\.(?P<adapter>(?!weight$|bias$)[^.]+)(?P<tail>\.weight|\.bias)?$"
+)
+
+
+def canonical_key(key: str, *, prompt_learning: bool = False, own_module: bool = False) -> str:
+    """Return the key as ``PeftModel.save_pretrained`` writes it.
+
+    Takes off ``_fsdp_wrapped_module.``, ``_orig_mod.``, ``_checkpoint_wrapped_module.`` anywhere and the ``module.``
+    of DistributedDataParallel in front, puts ``base_model.model.`` in front when it lacks, and takes an adapter's
+    name out of ``lora_A.<name>.weight`` (a raw ``state_dict()`` has it).
+
+    Args:
+        key: A key of an adapter file.
+        prompt_learning: Whether the adapter is one of prompt learning, whose keys have no prefix.
+        own_module: Whether the base model has a child called ``module``, which then is no wrapper.
+    """
+    key = _strip_ddp(".".join(part for part in key.split(".") if part not in _WRAPPERS))
+    if prompt_learning:
+        return key
+    if not key.startswith("base_model."):
+        key = PREFIX + key
+    if key.startswith(PREFIX) and not own_module:
+        key = PREFIX + _strip_ddp(key.removeprefix(PREFIX))
+    match = _NAMED.match(key)
+    return match["head"] + (match["tail"] or "") if match else key
+
+
+def _strip_ddp(key: str) -> str:
+    while key.startswith("module."):
+        key = key.removeprefix("module.")
+    return key
+
+
+def renames(
+    keys: Iterable[str], *, prompt_learning: bool = False, own_module: bool = False
+) -> tuple[dict[str, str], list[str]]:
+    """Return the canonical names of the keys that have another one, and the collisions that renaming would make.
+
+    Returns:
+        ``{key on disk: canonical key}`` for those that differ, and a problem for each pair of keys on disk that mean
+        the same tensor.
+    """
+    seen: dict[str, str] = {}
+    changed: dict[str, str] = {}
+    problems = []
+    for key in keys:
+        name = canonical_key(key, prompt_learning=prompt_learning, own_module=own_module)
+        if name in seen:
+            problems.append(f"{seen[name]!r} and {key!r} both mean {name!r}; keep one of them")
+        seen[name] = key
+        if name != key:
+            changed[key] = name
+    return changed, problems
+
+
+def layer_indices(keys: Iterable[str]) -> set[int]:
+    """Return the numbers that stand as a component of the keys: the indices of the layers that they name."""
+    return {int(part) for key in keys for part in key.split(".") if part.isdigit()}
+
+
+def summarise(changed: Mapping[str, str]) -> str:
+    """Return one line that says how many keys were renamed, with the first as the example."""
+    old, new = next(iter(changed.items()))
+    return f"{len(changed)} key(s) renamed, as {old!r} to {new!r}"

@@ -1,0 +1,102 @@
+"""Tensors from the host into their slots on the device, each moved once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from safe_loading._adapter.slots import Slot
+from safe_loading._report import Finding
+
+
+def fill(
+    slots: Mapping[str, Slot], values: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
+) -> None:
+    """Put each value into its slot, on ``device``, in its own dtype or in ``dtype`` when one is given.
+
+    Slots that share storage (adapters tied to one another) share it afterwards as well.
+    """
+    groups: dict[int, list[Slot]] = defaultdict(list)
+    for slot in slots.values():
+        groups[slot.tensor.untyped_storage()._cdata].append(slot)
+    for group in groups.values():
+        held = [slot for slot in group if slot.key in values]
+        if not held:
+            continue
+        if len({id(slot.tensor) for slot in group}) == 1:
+            moved = _moved(values[held[0].key], device, dtype)
+            made = _like(group[0], moved)
+            for slot in group:
+                _set(slot, made)
+        else:
+            _fill_shared(group, values, device, dtype)
+
+
+def _fill_shared(
+    group: list[Slot], values: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
+) -> None:
+    first = next(values[slot.key] for slot in group if slot.key in values)
+    target = dtype or first.dtype
+    elements = max(_end(slot.tensor) for slot in group)
+    storage = torch.empty(elements, dtype=target, device=device)
+    for slot in group:
+        old = slot.tensor
+        view = storage.as_strided(old.shape, old.stride(), old.storage_offset())
+        if slot.key in values:
+            view.copy_(values[slot.key])
+        _set(slot, _like(slot, view))
+
+
+def _end(tensor: torch.Tensor) -> int:
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) + last + 1
+
+
+def _moved(value: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+    if dtype is not None and value.is_floating_point():
+        value = value.to(dtype)
+    if device.type == "cpu":
+        # A copy, and not the file's mapping: whoever saves over the adapter's file would change the model.
+        return value.clone(memory_format=torch.contiguous_format)
+    return value.to(device).contiguous()
+
+
+def _like(slot: Slot, value: torch.Tensor) -> torch.Tensor:
+    if not slot.is_parameter:
+        return value
+    return torch.nn.Parameter(value, requires_grad=slot.tensor.requires_grad and value.is_floating_point())
+
+
+def _set(slot: Slot, value: torch.Tensor) -> None:
+    if isinstance(value, torch.nn.Parameter):
+        slot.owner._parameters[slot.name] = value
+    else:
+        slot.owner._buffers[slot.name] = value
+
+
+def write_base(model: torch.nn.Module, writes: Mapping[str, torch.Tensor], where: str) -> list[Finding]:
+    """Copy the base weights that an adapter file brings along into the base, in place, so that ties stay ties."""
+    if not writes:
+        return []
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    findings = []
+    for key, value in writes.items():
+        moved = value.to(own[key].device)
+        if torch.equal(moved, own[key]):
+            continue
+        with torch.no_grad():
+            own[key].copy_(moved)
+        findings.append(
+            Finding(
+                "base-weight-replaced",
+                "info",
+                f"{where}: {key}",
+                "the file brings this weight of the base along and it differs from the base's own, so the base's was "
+                "overwritten, as peft does (save_embedding_layers, bias).",
+                "",
+                value.nbytes,
+            )
+        )
+    return findings

@@ -1,0 +1,95 @@
+"""Hot swap: another adapter's values into the tensors of one that is loaded, so that compiled graphs stay valid."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft.utils.hotswap import check_hotswap_configs_compatible, hotswap_adapter_from_state_dict
+
+from safe_loading._adapter import values
+from safe_loading._adapter.attach import Adapter, Attached, quiet, title
+from safe_loading._adapter.slots import Slot, adapter_slots, route
+from safe_loading._report import Finding
+from safe_loading.errors import AdapterError
+
+
+def swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None) -> Attached:
+    """Overwrite the loaded adapter ``adapter.name`` with another one, in place.
+
+    Everything is checked and moved to the device before the first value is overwritten, so for a moment the new
+    adapter takes its size in device memory once more.
+
+    Raises:
+        AdapterError: The two adapters differ in more than their values, rank and scaling.
+    """
+    name, config = adapter.name, adapter.config
+    try:
+        check_hotswap_configs_compatible(model.peft_config[name], config)
+    except ValueError as error:
+        raise AdapterError(
+            f"{adapter.facts.source!r} cannot be swapped into adapter {name!r}: {error}. Load it under another name."
+        ) from error
+    if not isinstance(config, LoraConfig):
+        raise AdapterError(f"{adapter.facts.source!r} is {config.peft_type}; peft can hot-swap LoRA only.")
+    tensors, renamed, said = values.rename(adapter.facts, adapter.tensors, prompt_learning=False, own_module=False)
+    with quiet():
+        there = route(model, name, get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
+        new = route(model, name, tensors)
+    slots = adapter_slots(model, there.tensors)
+    findings = [*adapter.findings, *said, *_differences(adapter, slots, new.tensors, dtype)]
+    errors = [str(finding) for finding in findings if finding.severity == "error"]
+    if errors or new.missing:
+        raise AdapterError(title([adapter], f"the loaded adapter {name!r}"), [*errors, *new.missing])
+    staged = {key: value.to(slots[key].tensor) for key, value in new.tensors.items()}
+    lora = {key: value for key, value in staged.items() if ".lora_" in key}
+    hotswap_adapter_from_state_dict(model, lora, name, config)
+    with torch.no_grad():
+        for key in staged.keys() - lora.keys():
+            slots[key].tensor.copy_(staged[key])
+    config.inference_mode = model.peft_config[name].inference_mode
+    model.peft_config[name] = config
+    made = list({id(slot.tensor): slot.tensor for slot in slots.values()}.values())
+    dtypes = dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in made))
+    return Attached(model, findings, dtypes, len(made), sum(tensor.nbytes for tensor in made), renamed)
+
+
+def _differences(
+    adapter: Adapter, slots: dict[str, Slot], new: dict[str, torch.Tensor], dtype: torch.dtype | None
+) -> list[Finding]:
+    findings = []
+    for key in sorted(slots.keys() | new.keys()):
+        where = f"{adapter.where}: {key}"
+        if key not in new:
+            fix = "load it under another name; peft would fill the rest with zeros."
+            findings.append(_error("adapter-key-missing", where, "the loaded adapter has it, the new one not.", fix))
+            continue
+        if key not in slots:
+            fix = "load it under another name."
+            findings.append(_error("adapter-key-unexpected", where, "the loaded adapter has no such tensor.", fix))
+            continue
+        old, value = slots[key].tensor, new[key]
+        if (dtype or value.dtype) != old.dtype:
+            text = f"the new adapter is {dtype or value.dtype}, the loaded one {old.dtype}; writing it would round it."
+            findings.append(
+                _error("dtype", where, text, f"pass adapter_dtype={old.dtype}, or load under another name.")
+            )
+        if not _fits(key, old.shape, value.shape):
+            text = f"the loaded adapter has {list(old.shape)}, the new one {list(value.shape)}."
+            findings.append(_error("shape-mismatch", where, text, "load it under another name."))
+    return findings
+
+
+def _fits(key: str, old: torch.Size, new: torch.Size) -> bool:
+    """Whether peft can copy it: the same shape, or a smaller rank, which it pads with zeros."""
+    if old == new:
+        return True
+    rank = {".lora_A.": 0, ".lora_B.": 1}.get(next((part for part in (".lora_A.", ".lora_B.") if part in key), ""))
+    if rank is None or len(old) != len(new) or new[rank] > old[rank]:
+        return False
+    return all(o == n for index, (o, n) in enumerate(zip(old, new, strict=True)) if index != rank)
+
+
+def _error(code: str, where: str, message: str, fix: str) -> Finding:
+    return Finding(code, "error", where, message, fix)

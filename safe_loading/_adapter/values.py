@@ -1,0 +1,104 @@
+"""The tensors of an adapter file, on the host: read by mmap, renamed, and looked at once for what training leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from safetensors.torch import load_file
+
+from safe_loading._adapter import names
+from safe_loading._adapter.facts import AdapterFacts
+from safe_loading._report import Finding
+from safe_loading.errors import AdapterError, CheckpointError
+
+
+def read_tensors(facts: AdapterFacts) -> dict[str, torch.Tensor]:
+    """Return the adapter's tensors by their key on disk, mapped from the file where the format allows it.
+
+    Raises:
+        CheckpointError: A pickle holds something else than tensors.
+    """
+    if facts.header is not None:
+        return load_file(facts.weights, device="cpu")
+    try:
+        tensors = torch.load(facts.weights, map_location="cpu", weights_only=True)
+    except Exception as error:  # the unpickler raises whatever a damaged or a hostile file makes it raise
+        raise CheckpointError(f"{facts.weights} cannot be read with weights_only=True: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        raise CheckpointError(f"{facts.weights} is no mapping of names to tensors.")
+    return tensors
+
+
+def rename(
+    facts: AdapterFacts, tensors: Mapping[str, torch.Tensor], *, prompt_learning: bool, own_module: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, str], list[Finding]]:
+    """Return the tensors by the names that peft writes, the renames, and a finding that says so.
+
+    Raises:
+        AdapterError: Two keys of the file mean the same tensor.
+    """
+    changed, collisions = names.renames(tensors, prompt_learning=prompt_learning, own_module=own_module)
+    if collisions:
+        raise AdapterError(f"{facts.weights} names the same tensor twice:", collisions)
+    renamed = {changed.get(key, key): tensor for key, tensor in tensors.items()}
+    if not changed:
+        return renamed, changed, []
+    finding = Finding(
+        "adapter-keys-renamed",
+        "info",
+        str(facts.weights),
+        f"saved through a wrapper: {names.summarise(changed)}.",
+        "none needed here; peft's own load would ignore these keys.",
+    )
+    return renamed, changed, [finding]
+
+
+def value_findings(facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
+    """Return findings for tensors with NaN or infinity, and for a ``lora_B`` that is still zero."""
+    findings, zero, candidates = [], [], 0
+    for key, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        low, high = _range(tensor)
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            findings.append(_non_finite(facts, key, tensor))
+        if ".lora_B" in key or ".lora_embedding_B" in key:
+            candidates += 1
+            if low == 0 and high == 0:
+                zero.append(key)
+    if zero:
+        findings.append(
+            Finding(
+                "lora-b-zero",
+                "warning",
+                str(facts.weights),
+                f"{len(zero)} of {candidates} lora_B tensors are all zero, as {zero[0]!r}: "
+                + ("the adapter changes nothing." if len(zero) == candidates else "these layers are unchanged."),
+                "check that the adapter was trained, and that it was gathered before it was saved (ZeRO-3, FSDP).",
+                sum(tensors[key].nbytes for key in zero),
+            )
+        )
+    return findings
+
+
+def _range(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # aminmax carries NaN to both ends and needs no temporary, where isfinite() makes one byte per element.
+    try:
+        low, high = torch.aminmax(tensor)
+    except (RuntimeError, NotImplementedError):  # the 8-bit floats have no kernel
+        low, high = torch.aminmax(tensor.float())
+    return low, high
+
+
+def _non_finite(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Finding:
+    values = tensor.float()
+    nans, infinities = int(values.isnan().sum()), int(values.isinf().sum())
+    return Finding(
+        "non-finite",
+        "error",
+        f"{facts.weights}: {key}",
+        f"{nans} NaN and {infinities} infinite of {tensor.numel()} values ({tensor.dtype}, {list(tensor.shape)}).",
+        "take an earlier checkpoint of the adapter.",
+        tensor.nbytes,
+    )

@@ -1,0 +1,62 @@
+"""From findings to one exception. Imports no torch.
+
+The readers of this package return *a value, or the finding that says why there is none*, so that
+``check_checkpoint`` can list every fault of a folder; the verbs, which want an exception, raise through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from safe_loading._report import Finding, Severity
+from safe_loading.errors import CheckpointError, CheckpointNotFound, PickleRefused
+
+_NOT_FOUND = frozenset({"not-found", "broken-link", "weights-missing"})
+_NAMES_SHOWN = 6
+
+
+def fault(code: str, where: object, message: str, fix: str, size: int = 0) -> Finding:
+    """Return a finding of severity ``"error"``; ``size`` is in bytes."""
+    return note("error", code, where, message, fix, size)
+
+
+def note(severity: Severity, code: str, where: object, message: str, fix: str, size: int = 0) -> Finding:
+    """Return a finding whose message and fix are whole sentences; ``size`` is in bytes."""
+    # A fix of several lines ends with a command, which a period would spoil.
+    return Finding(code, severity, str(where), _sentence(message), fix if "\n" in fix else _sentence(fix), size)
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(".") else f"{text}."
+
+
+def raise_faults(subject: object, findings: Sequence[Finding]) -> NoReturn:
+    """Raise the findings as one exception, whatever their severity.
+
+    Args:
+        subject: The file or folder that was read; it heads the message when there are several findings.
+        findings: What was found, at least one.
+
+    Raises:
+        CheckpointNotFound: Every finding says that something is not there.
+        PickleRefused: One of the findings is weights that exist as pickle only.
+        CheckpointError: Any other finding.
+    """
+    codes = {finding.code for finding in findings}
+    kind = CheckpointError
+    if "pickle-only" in codes:
+        kind = PickleRefused
+    elif codes <= _NOT_FOUND:
+        kind = CheckpointNotFound
+    if len(findings) == 1:
+        raise kind(str(findings[0]))
+    raise kind(f"{subject}: {len(findings)} problems, nothing was loaded", map(str, findings))
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names as a sentence holds them: quoted, the first few in full, then how many more."""
+    every = list(names)
+    text = ", ".join(repr(name) for name in every[:_NAMES_SHOWN])
+    more = len(every) - _NAMES_SHOWN
+    return f"{text} and {more} more" if more > 0 else text

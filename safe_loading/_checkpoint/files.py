@@ -1,0 +1,165 @@
+"""Opening what a checkpoint names, and nothing else: regular files, inside their folder. Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from safe_loading._report import Finding
+from safe_loading.errors import CheckpointError
+
+from .faults import fault, raise_faults
+
+_LFS_HEAD = b"version https://git-lfs.github.com/spec/"
+_OTHER_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO (named pipe)"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+# O_NONBLOCK: should a FIFO take the file's place after it was looked at, open() still returns at once.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+LFS_FIX = "run `git lfs pull` in the folder, or download the file again"
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; never block.
+
+    Symbolic links are followed, since the Hugging Face cache is made of them. What is no regular file is refused
+    before it is opened, so that a FIFO cannot hang the caller and a device is not touched.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The open file, to be closed by the caller.
+
+    Raises:
+        CheckpointNotFound: There is no such file, or it is a link to nothing.
+        CheckpointError: It is no regular file, or may not be read.
+    """
+    opened = try_open(path)
+    if isinstance(opened, Finding):
+        raise_faults(path, [opened])
+    return opened
+
+
+def try_open(path: Path) -> BinaryIO | Finding:
+    """Open a regular file as :func:`open_regular` does; return the file, or the finding that says why not."""
+    try:
+        refused = _not_regular(path, path.stat().st_mode)
+        if refused is not None:
+            return refused
+        descriptor = os.open(path, _FLAGS)
+    except (OSError, ValueError) as error:
+        return unreadable(path, error)
+    # Between stat and open another process may have put something else there.
+    refused = _not_regular(path, os.fstat(descriptor).st_mode)
+    if refused is not None:
+        os.close(descriptor)
+        return refused
+    return os.fdopen(descriptor, "rb")
+
+
+def unreadable(path: Path, error: Exception) -> Finding:
+    """Return the finding for an error of the operating system, or of a path that it cannot even name."""
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        if path.is_symlink():
+            return fault(
+                "broken-link",
+                path,
+                f"is a symbolic link to {str(path.readlink())!r}, and there is nothing",
+                "download the file again (in a Hugging Face cache the blob was deleted), or mend the link",
+            )
+        return fault("not-found", path, "there is no such file", "check the path, or download or copy the file")
+    if isinstance(error, PermissionError):
+        return fault("unreadable", path, "this user may not read it", "run `chmod u+r` on it, or copy it")
+    if isinstance(error, OSError) and error.errno == errno.ELOOP:
+        return fault("broken-link", path, "its symbolic links lead in a circle", "download the file again")
+    # An OSError repeats the path in its text; a ValueError is a NUL or half a surrogate in the name itself.
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return fault("unreadable", repr(str(path)), f"the system cannot read it: {reason}", "check the path and the disk")
+
+
+def _not_regular(path: Path, mode: int) -> Finding | None:
+    if stat.S_ISREG(mode):
+        return None
+    kind = next((name for test, name in _OTHER_KINDS if test(mode)), "no regular file")
+    return fault(
+        "not-regular",
+        path,
+        f"is {kind}, not a regular file; it was not opened",
+        "put the file itself (or a link) there",
+    )
+
+
+def is_lfs_pointer(head: bytes) -> bool:
+    """Return whether a file that begins with ``head`` is a Git LFS pointer and not the file it stands for."""
+    return head.startswith(_LFS_HEAD)
+
+
+def lfs_pointer(path: object) -> Finding:
+    """Return the finding for a Git LFS pointer."""
+    return fault("lfs-pointer", path, "is a Git LFS pointer, not the file", LFS_FIX)
+
+
+def contained(folder: Path, name: str) -> Path:
+    """Return the path of a file that a checkpoint names, which must lie inside the checkpoint's folder.
+
+    The check is of the name alone: a link inside the folder may lead out of it, as in the Hugging Face cache.
+
+    Args:
+        folder: The folder of the checkpoint.
+        name: A relative path with forward slashes, as an index's ``weight_map`` holds it.
+
+    Returns:
+        ``folder / name``.
+
+    Raises:
+        CheckpointError: The name is empty, absolute, leaves the folder or is not portable.
+    """
+    reason = not_contained(folder, name)
+    if reason is not None:
+        raise CheckpointError(reason)
+    return folder / name
+
+
+def not_contained(folder: Path, name: str) -> str | None:
+    """Return why :func:`contained` refuses a name, with the fix, or ``None`` when it does not."""
+    reason = _name_fault(name)
+    if reason is None:
+        return None
+    return (
+        f"{folder}: the file name {name!r} {reason}, so it may not lie inside {str(folder)!r}. "
+        "Fix: name it relative to the folder, with forward slashes, such as 'model-00001-of-00002.safetensors'"
+    )
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a regular file in bytes; 0 where there is none."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return 0
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else 0
+
+
+def _name_fault(name: str) -> str | None:
+    if not name:
+        return "is empty"
+    if "\0" in name:
+        return "holds a NUL"
+    if "\\" in name:
+        return "holds a backslash"
+    if name.startswith("/"):
+        return "is absolute"
+    if re.match("[A-Za-z]:", name):
+        return "begins with a drive"
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return "has an empty, '.' or '..' part"
+    return None

@@ -1,0 +1,193 @@
+"""From what a user wrote (a folder or a hub id) to a folder on this machine, with one hub request at the most.
+
+``from_pretrained`` asks the hub once or twice per file. Here the commit and its file list are asked for once; every
+file is then addressed by that commit, which huggingface_hub answers from its cache without a request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safe_loading.errors import CheckpointError, CheckpointNotFound
+
+from .index import read_index
+from .weights import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_SINGLE
+
+Chooser = Callable[[frozenset[str], Callable[[str], Path]], list[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """Where something that a user named lies on this machine.
+
+    Attributes:
+        source: What the user wrote.
+        folder: The folder that holds the files, the subfolder included.
+        commit: The hub's commit hash; None for a local folder.
+    """
+
+    source: str
+    folder: Path
+    commit: str | None = None
+
+
+def resolve(
+    source: str | os.PathLike[str],
+    choose: Chooser,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    hub: Mapping[str, Any] | None = None,
+) -> Resolved:
+    """Return the folder of ``source``, downloading what is needed when it is a hub id.
+
+    Args:
+        source: A local folder or a hub id ("owner/name").
+        choose: Given the names in the subfolder and a function that fetches one of them, returns the names needed.
+        revision: Branch, tag or commit of a hub id; ignored for a folder.
+        subfolder: Folder inside ``source``.
+        hub: ``token``, ``cache_dir`` and ``local_files_only``, as for ``huggingface_hub.hf_hub_download``.
+
+    Raises:
+        CheckpointNotFound: Neither a folder nor a repository that can be reached or is cached.
+    """
+    text = os.fspath(source)
+    path = Path(text).expanduser()
+    if path.exists():
+        folder = path / subfolder if subfolder else path
+        if not folder.is_dir():
+            raise CheckpointNotFound(f"{folder} is not a folder. Pass the folder that holds the files.")
+        return Resolved(text, folder)
+    if not _is_hub_id(text):
+        raise CheckpointNotFound(
+            f"{text!r} is no folder on this machine (working folder {Path.cwd()}) and cannot be a hub id, which is "
+            f"'name' or 'owner/name'. Check the path; when an adapter names a base that lies elsewhere now, pass "
+            f"`base_model=`."
+        )
+    return _resolve_on_hub(text, choose, revision, subfolder, dict(hub or {}))
+
+
+def adapter_files(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
+    """Choose an adapter's files: its config and its weights, a pickle only when there is nothing else."""
+    weights = ADAPTER_SINGLE if ADAPTER_SINGLE in names else ADAPTER_PICKLE
+    return [name for name in (ADAPTER_CONFIG, weights) if name in names]
+
+
+def base_files(variant: str | None = None, *, code: bool = False) -> Chooser:
+    """Return a chooser of a base model's files: every small JSON file and the safetensors that its index names.
+
+    Args:
+        variant: As in ``from_pretrained``: "fp16" chooses ``model.fp16.safetensors``.
+        code: Whether Python files are wanted too (``trust_remote_code``).
+    """
+    infix = f".{variant}" if variant else ""
+    single, index = f"model{infix}.safetensors", f"model.safetensors.index{infix}.json"
+
+    def choose(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
+        chosen = [name for name in sorted(names) if "/" not in name and name.endswith((".json", ".jinja"))]
+        if code:
+            chosen += [name for name in sorted(names) if name.endswith(".py")]
+        if single in names:
+            return [*chosen, single]
+        if index in names:
+            return [*chosen, *sorted(set(read_index(fetch(index)).weight_map.values()))]
+        return chosen
+
+    return choose
+
+
+def _is_hub_id(text: str) -> bool:
+    parts = text.split("/")
+    return len(parts) <= 2 and all(part and part[0] not in ".~" and "\\" not in part for part in parts)
+
+
+def _resolve_on_hub(
+    repo: str, choose: Chooser, revision: str | None, subfolder: str | None, hub: dict[str, Any]
+) -> Resolved:
+    # Imported here: huggingface_hub brings an HTTP client, which a local folder never needs.
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    prefix = f"{subfolder.strip('/')}/" if subfolder else ""
+    try:
+        if hub.get("local_files_only") or constants.HF_HUB_OFFLINE:
+            folder = _cached_snapshot(repo, revision, hub.get("cache_dir"))
+            commit, names = folder.name, frozenset(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
+        else:
+            commit, names = _ask(repo, revision, hub.get("token"))
+            _remember(repo, revision or "main", commit, hub.get("cache_dir"))
+        inside = frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+        def fetch(name: str) -> Path:
+            return Path(hf_hub_download(repo, prefix + name, revision=commit, **hub))
+
+        wanted = choose(inside, fetch)
+        _fetch_missing(repo, [prefix + name for name in wanted], commit, hub)
+        paths = [fetch(name) for name in wanted]
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+        raise CheckpointNotFound(
+            f"{repo!r} (revision {revision or 'main'}) is no folder here, and the hub did not give it: "
+            f"{type(error).__name__}: {error}. Check the name, the token and the network, or pass a local folder."
+        ) from error
+    if not paths:
+        raise CheckpointError(
+            f"{repo!r} at commit {commit} has no files to load in {subfolder or 'its top folder'}; it holds "
+            f"{sorted(names)[:8]}. Check the subfolder and the revision."
+        )
+    return Resolved(repo, paths[0].parent, commit)
+
+
+def _ask(repo: str, revision: str | None, token: Any) -> tuple[str, frozenset[str]]:
+    from huggingface_hub import HfApi
+
+    info = HfApi(token=token).model_info(repo, revision=revision)
+    if info.sha is None:
+        raise CheckpointError(f"The hub gave no commit for {repo!r} (revision {revision or 'main'}).")
+    return info.sha, frozenset(sibling.rfilename for sibling in info.siblings or ())
+
+
+def _fetch_missing(repo: str, names: list[str], commit: str, hub: dict[str, Any]) -> None:
+    """Download what the cache lacks, several files at a time; costs no request when it lacks nothing."""
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+
+    cache = hub.get("cache_dir")
+    missing = [n for n in names if not isinstance(try_to_load_from_cache(repo, n, cache, commit), str)]
+    if len(missing) > 1:
+        snapshot_download(repo, revision=commit, allow_patterns=[glob.escape(name) for name in missing], **hub)
+
+
+def _remember(repo: str, revision: str, commit: str, cache_dir: str | os.PathLike[str] | None) -> None:
+    """Write down which commit a branch or tag stood for, where every library looks for it when it is offline."""
+    if revision == commit:
+        return
+    reference = _repository_cache(repo, cache_dir) / "refs" / revision
+    if reference.is_file() and reference.read_text() == commit:
+        return
+    reference.parent.mkdir(parents=True, exist_ok=True)
+    scratch = reference.with_name(f"{reference.name}.{os.getpid()}.tmp")
+    scratch.write_text(commit)
+    scratch.replace(reference)
+
+
+def _repository_cache(repo: str, cache_dir: str | os.PathLike[str] | None) -> Path:
+    from huggingface_hub import constants
+
+    return Path(cache_dir or constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+
+
+def _cached_snapshot(repo: str, revision: str | None, cache_dir: str | os.PathLike[str] | None) -> Path:
+    root = _repository_cache(repo, cache_dir)
+    reference = root / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else (revision or "main")
+    folder = root / "snapshots" / commit
+    if not folder.is_dir():
+        raise CheckpointNotFound(
+            f"{repo!r} (revision {revision or 'main'}) is no folder here and not in the cache {root.parent}, and the "
+            f"hub may not be asked (HF_HUB_OFFLINE or local_files_only). Download it first, or pass a local folder."
+        )
+    return folder

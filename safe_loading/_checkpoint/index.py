@@ -1,0 +1,268 @@
+"""A checkpoint in one file or in many, and whether its files agree with one another. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safe_loading._report import Finding
+
+from .faults import fault, listed, note, raise_faults
+from .files import not_contained, size_of
+from .header import Header, TensorInfo, try_header
+from .strict_json import try_json_object
+from .weights import Kind, find_weights, names_in
+
+_SAVE_AGAIN = "index and files are not of one save: download or copy the whole folder again, or save it again"
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a ``*.safetensors.index.json`` says.
+
+    Attributes:
+        path: The index.
+        weight_map: The file of each tensor, relative to the folder of the index.
+        total_size: The bytes of all tensors by the word of the index; ``None`` where it does not say.
+    """
+
+    path: Path
+    weight_map: Mapping[str, str]
+    total_size: int | None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The weight files of one folder, headers only.
+
+    Attributes:
+        folder: The folder.
+        kind: ``"model"`` or ``"adapter"``.
+        index: The index, when there is one.
+        headers: The header of each file by its name relative to the folder, in the order in which they are loaded.
+        tensors: Each tensor of all files by its name.
+        file_of: The file of each tensor.
+        findings: What is worth knowing and no error.
+    """
+
+    folder: Path
+    kind: Kind
+    index: Index | None
+    headers: Mapping[str, Header]
+    tensors: Mapping[str, TensorInfo]
+    file_of: Mapping[str, Path]
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The weight files, in the order in which they are loaded."""
+        return tuple(header.path for header in self.headers.values())
+
+
+def read_index(path: Path) -> Index:
+    """Read and check an index; the files that it names are not looked at.
+
+    Args:
+        path: The ``*.safetensors.index.json``.
+
+    Returns:
+        The index; every file that it names lies inside its folder.
+
+    Raises:
+        CheckpointNotFound: There is no such file.
+        CheckpointError: It is no strict JSON, or no index, or names a file outside its folder.
+    """
+    index, findings = inspect_index(path)
+    if index is None:
+        raise_faults(path, [finding for finding in findings if finding.severity == "error"])
+    return index
+
+
+def read_checkpoint(folder: Path, *, variant: str | None = None, kind: Kind | None = None) -> Checkpoint:
+    """Read the headers of all weight files of a folder, and check that they make one whole.
+
+    Args:
+        folder: The folder of a model or of an adapter.
+        variant: The variant of the files, such as ``"fp16"``.
+        kind: What to read the folder as; by default an adapter when it holds an adapter and no model.
+
+    Returns:
+        The facts; ``findings`` holds what is no error.
+
+    Raises:
+        CheckpointNotFound: There is no such folder, or there are no weights in it.
+        PickleRefused: The weights are there as pickle only; the message holds the command that converts them.
+        CheckpointError: A file is missing, damaged or of another save; all that is wrong is named.
+    """
+    checkpoint, findings = inspect_checkpoint(folder, variant=variant, kind=kind)
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if checkpoint is None or errors:
+        raise_faults(folder, errors)
+    return checkpoint
+
+
+def inspect_checkpoint(
+    folder: Path, *, variant: str | None = None, kind: Kind | None = None
+) -> tuple[Checkpoint | None, list[Finding]]:
+    """Read as :func:`read_checkpoint` does, but raise nothing.
+
+    Returns:
+        What could be read, or ``None`` when there is nothing to read; and everything that was found, of any severity.
+        When the checkpoint is ``None``, at least one finding is an error.
+    """
+    names = names_in(folder)
+    if isinstance(names, Finding):
+        return None, [names]
+    weights, findings = find_weights(folder, names, variant=variant, kind=kind)
+    if weights is None:
+        return None, findings
+    index = None
+    files = {weights.path.relative_to(folder).as_posix(): weights.path}
+    if weights.is_index:
+        index, index_findings = inspect_index(weights.path)
+        findings += index_findings
+        if index is None:
+            return None, findings
+        # In the order of transformers, and relative to the folder even where the index lies deeper.
+        files = {name: folder / name for name in sorted(set(index.weight_map.values()))}
+    headers, missing = _headers(files, index)
+    tensors, file_of, twice = _merged(headers)
+    findings += [*missing, *twice]
+    if index is not None:
+        findings += _index_faults(index, headers)
+    if not tensors and len(headers) == len(files):
+        findings.append(fault("no-tensors", weights.path, "holds no tensor at all", "save or download it again"))
+    if weights.kind == "model":
+        findings += _stray(folder, names, files)
+    notes = tuple(finding for finding in findings if finding.severity != "error")
+    return Checkpoint(folder, weights.kind, index, headers, tensors, file_of, notes), findings
+
+
+def inspect_index(path: Path) -> tuple[Index | None, list[Finding]]:
+    """Read as :func:`read_index` does, but raise nothing; return the index or ``None``, and what was found."""
+    document = try_json_object(path)
+    if isinstance(document, Finding):
+        return None, [document]
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        message = f"weight_map is {_kind(weight_map)}; it must be an object that names the file of each tensor"
+        return None, [fault("index-weight-map", path, message, "save or download the index again")]
+    findings = _weight_map_faults(path, weight_map)
+    total_size, notes = _total_size(path, document)
+    index = None if findings else Index(path, weight_map, total_size)
+    return index, findings + notes
+
+
+def _weight_map_faults(path: Path, weight_map: dict[str, Any]) -> list[Finding]:
+    findings = []
+    wrong = [name for name, file in weight_map.items() if not isinstance(file, str)]
+    if wrong:
+        message = f"weight_map holds {_kind(weight_map[wrong[0]])} for {listed(wrong)}; it must be the name of a file"
+        findings.append(fault("index-weight-map", path, message, "save or download the index again"))
+    for file in sorted({file for file in weight_map.values() if isinstance(file, str)}):
+        reason = not_contained(path.parent, file)
+        if reason is not None:
+            fix = "do not trust this checkpoint before you know why it names such a file"
+            findings.append(fault("index-path", path, reason, fix))
+        elif not file.endswith(".safetensors"):
+            fix = "save the model again with safetensors"
+            findings.append(fault("index-path", path, f"weight_map names {file!r}, which is no safetensors", fix))
+    return findings
+
+
+def _total_size(path: Path, document: dict[str, Any]) -> tuple[int | None, list[Finding]]:
+    metadata = document.get("metadata")
+    fix = 'add "metadata": {"total_size": <bytes of all tensors>} to the index'
+    if not isinstance(metadata, dict):
+        message = f"metadata is {_kind(metadata)}; transformers fails on an index without the object"
+        return None, [note("warning", "index-metadata", path, message, fix)]
+    total_size = metadata.get("total_size")
+    if total_size is None or (type(total_size) is int and total_size >= 0):
+        return total_size, []
+    message = f"metadata.total_size is {total_size!r}, which is no number of bytes"
+    # No error: nothing is loaded by it, and older versions of transformers wrote fractions for packed dtypes.
+    return None, [note("warning", "index-metadata", path, message, fix)]
+
+
+def _headers(files: Mapping[str, Path], index: Index | None) -> tuple[dict[str, Header], list[Finding]]:
+    headers: dict[str, Header] = {}
+    findings: list[Finding] = []
+    for name, path in files.items():
+        header = try_header(path)
+        if isinstance(header, Header):
+            headers[name] = header
+        elif index is not None and header[0].code in ("not-found", "broken-link"):
+            lost = [tensor for tensor, file in index.weight_map.items() if file == name]
+            message = (
+                f"{header[0].message.rstrip('.')}; {index.path.name} places {len(lost)} tensors in it: {listed(lost)}"
+            )
+            findings.append(fault("missing-shard", path, message, header[0].fix))
+        else:
+            findings += header
+    return headers, findings
+
+
+def _merged(headers: Mapping[str, Header]) -> tuple[dict[str, TensorInfo], dict[str, Path], list[Finding]]:
+    tensors: dict[str, TensorInfo] = {}
+    file_of: dict[str, Path] = {}
+    twice: dict[tuple[Path, Path], list[str]] = defaultdict(list)
+    for header in headers.values():
+        for name in header.tensors.keys() & tensors.keys():
+            twice[file_of[name], header.path].append(name)
+        tensors.update(header.tensors)
+        file_of.update(dict.fromkeys(header.tensors, header.path))
+    findings = []
+    for (first, second), names in twice.items():
+        message = f"holds {len(names)} tensors that {str(first)!r} holds as well: {listed(sorted(names))}"
+        findings.append(fault("tensor-twice", second, message, _SAVE_AGAIN))
+    return tensors, file_of, findings
+
+
+def _index_faults(index: Index, headers: Mapping[str, Header]) -> list[Finding]:
+    """Return where the index and the files that could be read say different things."""
+    placed: dict[str, list[str]] = defaultdict(list)
+    for name, file in index.weight_map.items():
+        placed[file].append(name)
+    findings = []
+    for file, header in headers.items():
+        lacking = [name for name in placed[file] if name not in header.tensors]
+        if lacking:
+            message = f"lacks {len(lacking)} tensors that {index.path.name} places in it: {listed(lacking)}"
+            findings.append(fault("tensor-missing", header.path, message, _SAVE_AGAIN))
+        extra = [name for name in header.tensors if name not in index.weight_map]
+        if extra:
+            message = f"holds {len(extra)} tensors that {index.path.name} does not name: {listed(extra)}"
+            size = sum(header.tensors[name].nbytes for name in extra)
+            findings.append(fault("tensor-unindexed", header.path, message, _SAVE_AGAIN, size))
+    there = sum(info.nbytes for header in headers.values() for info in header.tensors.values())
+    whole = len(headers) == len(placed)
+    if whole and index.total_size is not None and index.total_size != there:
+        # No error: transformers counts a tensor that two names share twice, but it is written once.
+        message = f"metadata.total_size is {index.total_size} bytes, the tensors take {there}"
+        fix = f"set it to {there}, unless shared tensors explain the difference"
+        size = abs(there - index.total_size)
+        findings.append(note("warning", "total-size", index.path, message, fix, size))
+    return findings
+
+
+def _stray(folder: Path, names: Sequence[str], files: Mapping[str, Path]) -> list[Finding]:
+    findings = []
+    for name in names:
+        if name.endswith(".safetensors") and name not in files and not name.startswith("adapter_"):
+            path = folder / name
+            message = "is not part of the checkpoint that is read, and its tensors are not loaded"
+            fix = "delete it if it is left over from an earlier save"
+            findings.append(note("warning", "stray-shard", path, message, fix, size_of(path)))
+    return findings
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else "empty" if value == {} else f"of type {type(value).__name__}"

@@ -1,0 +1,145 @@
+"""JSON objects, read as strictly as a file that decides what is loaded deserves. Imports no torch.
+
+Python's own reader keeps the last of two equal keys, takes ``NaN`` and reads half a surrogate; each of these lets
+two programs see two different files, so each is refused here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from safe_loading._report import Finding, format_bytes
+
+from .faults import fault, listed, raise_faults
+from .files import is_lfs_pointer, lfs_pointer, try_open, unreadable
+
+DEFAULT_LIMIT = 64 * 1024 * 1024
+_HALF_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_AGAIN = "write the file again with the program that made it, or download it again"
+
+
+def read_json_object(path: Path, *, limit: int = DEFAULT_LIMIT) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Args:
+        path: The file; it must be a regular file or a link to one.
+        limit: The largest file that is read, in bytes.
+
+    Returns:
+        The object.
+
+    Raises:
+        CheckpointNotFound: There is no such file.
+        CheckpointError: It is no regular file, a Git LFS pointer, too large, or not one strict JSON object in UTF-8.
+    """
+    value = try_json_object(path, limit=limit)
+    if isinstance(value, Finding):
+        raise_faults(path, [value])
+    return value
+
+
+def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
+    """Parse the bytes of one JSON object.
+
+    Args:
+        data: The text in UTF-8, without a byte order mark.
+        where: What the bytes are, for the message of an error.
+
+    Returns:
+        The object.
+
+    Raises:
+        CheckpointError: The bytes are not one strict JSON object in UTF-8.
+    """
+    value = try_parse(data, where)
+    if isinstance(value, Finding):
+        raise_faults(where, [value])
+    return value
+
+
+def try_json_object(path: Path, *, limit: int = DEFAULT_LIMIT) -> dict[str, Any] | Finding:
+    """Read as :func:`read_json_object` does; return the object, or the finding that says why there is none."""
+    file = try_open(path)
+    if isinstance(file, Finding):
+        return file
+    try:
+        with file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        return unreadable(path, error)
+    if len(data) > limit:
+        return fault(
+            "json-too-large",
+            path,
+            f"is larger than {format_bytes(limit)} ({limit} bytes), the limit for a JSON file of a checkpoint",
+            "check that it is the file that its name says",
+        )
+    if is_lfs_pointer(data):
+        return lfs_pointer(path)
+    return try_parse(data, str(path))
+
+
+def try_parse(data: bytes, where: str) -> dict[str, Any] | Finding:
+    """Parse as :func:`parse_json_object` does; return the object, or the finding that says why there is none."""
+    if is_lfs_pointer(data):
+        return lfs_pointer(where)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} is 0x{data[error.start]:02x}"
+        return fault("json-utf8", where, f"the JSON is not valid UTF-8: {byte} ({error.reason})", _AGAIN)
+    try:
+        value, duplicates = _decode(text)
+    except RecursionError:
+        return fault("json-invalid", where, "the JSON is nested too deeply to be read", _AGAIN)
+    except ValueError as error:
+        return fault("json-invalid", where, f"is not valid JSON: {error}", _AGAIN)
+    if duplicates:
+        return fault(
+            "duplicate-key",
+            where,
+            f"the JSON holds the same key twice in one object: {listed(duplicates)}; readers differ in which they take",
+            _AGAIN,
+        )
+    if not isinstance(value, dict):
+        return fault("json-invalid", where, f"the JSON is a {type(value).__name__}, not an object", _AGAIN)
+    return value
+
+
+def _decode(text: str) -> tuple[Any, list[str]]:
+    duplicates: list[str] = []
+
+    def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            duplicates.extend(key for key, count in counts.items() if count > 1)
+        return result
+
+    # A hook per number costs as much as all the rest, so it is there only when the text may need it.
+    parse_int = _zero_keeps_its_sign if "-0" in text else None
+    value = json.loads(text, object_pairs_hook=to_dict, parse_constant=_no_constant, parse_int=parse_int)
+    if _HALF_SURROGATE.search(text):
+        # Two halves that belong together are one character by now; what is left cannot be encoded.
+        _refuse_halves(value)
+    return value, duplicates
+
+
+def _refuse_halves(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError("a \\u escape is half of a surrogate pair, which no UTF-8 text can hold") from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _zero_keeps_its_sign(digits: str) -> int | float:
+    # As in the safetensors reader: -0 is a float, and refused wherever an integer is wanted.
+    return -0.0 if digits == "-0" else int(digits)

@@ -1,0 +1,135 @@
+"""``load_adapter_on_rank``: one more adapter, or another one in an adapter's place, with the same guarantees."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from peft import PeftModel
+
+from . import _progress
+from ._adapter import verify
+from ._adapter.attach import Adapter, attach, check_adapter_name, prepare
+from ._adapter.guard import guarded, own_device
+from ._adapter.loading import current_device_findings, loaded_part, warn_once
+from ._adapter.sources import Request, find_sources
+from ._adapter.swap import swap
+from ._distributed.exchange import Ranks
+from ._load_report import LoadReport
+from .errors import AdapterError, AdapterExists, DeviceError
+
+logger = logging.getLogger("safe_loading")
+
+
+def load_adapter_on_rank(
+    model: PeftModel,
+    adapter: str | os.PathLike[str],
+    adapter_name: str,
+    *,
+    device: torch.device | str | int | None = None,
+    adapter_dtype: torch.dtype | None = None,
+    is_trainable: bool = False,
+    hotswap: bool = False,
+    adapter_revision: str | None = None,
+    adapter_subfolder: str | None = None,
+    strict: bool = True,
+    allow_pickle: bool = False,
+    ranks: Literal["all", "self"] | Sequence[int] = "all",
+    timeout: float = 1800.0,
+) -> LoadReport:
+    """Load one more adapter into a model, on the device that the model is on and on no other.
+
+    The guarantees of :func:`load_peft_on_rank` hold: bit-exact, strict, all or nothing, the same on every rank. The
+    new adapter is not made active (``model.set_adapter`` does that).
+
+    Args:
+        model: A model with adapters, on one device.
+        adapter: A folder or hub id.
+        adapter_name: The name that it gets; with ``hotswap`` the name of the adapter whose place it takes.
+        device: None takes the device that the model is on, which is the only one accepted.
+        adapter_dtype: Dtype of the adapter; None leaves each tensor exactly as it is on disk.
+        is_trainable: Whether its parameters require grad.
+        hotswap: Whether the adapter's values overwrite those of the adapter ``adapter_name`` in place. Tensors,
+            compiled graphs and optimizers stay; rank may shrink, targets may not change (peft ``hotswap_adapter``).
+        adapter_revision: Branch, tag or commit of an adapter on the hub.
+        adapter_subfolder: Folder inside the adapter's repository.
+        strict: As for :func:`load_peft_on_rank`; a hot swap is always strict.
+        allow_pickle: Whether a ``.bin`` adapter may be read, with ``weights_only=True``.
+        ranks: Who loads together, as for :func:`load_peft_on_rank`.
+        timeout: Longest wait for the other ranks, in seconds.
+
+    Returns:
+        What was loaded where, in which dtype and time.
+
+    Raises:
+        AdapterExists: The name is taken, and ``hotswap`` is False.
+        AdapterError: The adapter does not fit; the model is unchanged.
+        CheckpointError: The adapter is not whole or not safe.
+        DeviceError: The model is not on one device, or not on ``device``.
+        RankError: Another rank failed, or the ranks read different files.
+    """
+    group = Ranks.resolve(ranks)
+    with group.together("find the device", timeout=timeout):
+        check_adapter_name(adapter_name)
+        _check_name(model, adapter_name, hotswap=hotswap)
+        own = _own(model, device)
+    contexts = verify.contexts()
+    noted = current_device_findings(own)
+    request = Request(
+        {adapter_name: adapter}, None, False, adapter_revision, adapter_subfolder, None, None, allow_pickle
+    )
+    with guarded(own), _progress.engine_bars(own.index or 0):
+        facts = find_sources(request, group, timeout=timeout).adapters[adapter_name]
+        with group.together("load the adapter", timeout=timeout):
+            start = time.perf_counter()
+            ready = prepare(adapter_name, facts, is_trainable=is_trainable)
+            if hotswap:
+                done = swap(model, ready, dtype=adapter_dtype)
+            else:
+                done = attach(model, ready, own, dtype=adapter_dtype, strict=strict)
+                _train_or_not(model, ready, is_trainable=is_trainable)
+            part = loaded_part(ready, done, own, time.perf_counter() - start)
+            verify.check_devices(model, own)
+            verify.check_contexts(contexts, own)
+    findings = [*done.findings, *noted]
+    warn_once(findings)
+    report = LoadReport(group.rank, group.size, str(own), (part,), tuple(findings))
+    model.__dict__["load_report"] = report
+    logger.info("%s", report)
+    return report
+
+
+def _check_name(model: PeftModel, name: str, *, hotswap: bool) -> None:
+    if not isinstance(model, PeftModel):
+        raise AdapterError(
+            f"load_adapter_on_rank adds to a PeftModel, this is a {type(model).__name__}. Use load_peft_on_rank for "
+            f"the first adapter."
+        )
+    if hotswap and name not in model.peft_config:
+        raise AdapterError(f"There is no adapter {name!r} to swap; the model has {sorted(model.peft_config)}.")
+    if not hotswap and name in model.peft_config:
+        raise AdapterExists(
+            f"The model has an adapter {name!r} already (of {sorted(model.peft_config)}). Choose another name, call "
+            f"model.delete_adapter({name!r}) first, or pass hotswap=True to overwrite its values."
+        )
+
+
+def _own(model: PeftModel, device: torch.device | str | int | None) -> torch.device:
+    where = verify.one_device(model)
+    if device is not None and own_device(device) != where:
+        raise DeviceError(
+            f"The model is on {where}, device is {own_device(device)}. Leave device out, or move the model."
+        )
+    return where
+
+
+def _train_or_not(model: PeftModel, adapter: Adapter, *, is_trainable: bool) -> None:
+    # as peft's load_adapter: what is loaded for inference puts the model in eval mode
+    if is_trainable:
+        model.set_requires_grad(adapter.name)
+    else:
+        model.eval()

@@ -1,0 +1,152 @@
+"""``load_peft_on_rank``: a base model and its adapters on exactly one device, on every rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from . import _progress
+from ._adapter import verify
+from ._adapter.attach import check_adapter_name, prepare
+from ._adapter.base import check_base_kwargs
+from ._adapter.guard import guarded, own_device
+from ._adapter.loading import Options, check_first, current_device_findings, load
+from ._adapter.sources import Request, find_sources
+from ._distributed.exchange import Ranks
+from .errors import AdapterError, ArgumentError, DeviceError
+
+logger = logging.getLogger("safe_loading")
+
+
+def load_peft_on_rank(
+    adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],
+    base_model: str | os.PathLike[str] | PreTrainedModel | None = None,
+    *,
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    adapter_dtype: torch.dtype | None = None,
+    is_trainable: bool = False,
+    auto_class: Any = None,
+    active: str | None = None,
+    adapter_revision: str | None = None,
+    adapter_subfolder: str | None = None,
+    base_revision: str | None = None,
+    base_subfolder: str | None = None,
+    strict: bool = True,
+    allow_pickle: bool = False,
+    ranks: Literal["all", "self"] | Sequence[int] = "all",
+    timeout: float = 1800.0,
+    base_kwargs: Mapping[str, Any] | None = None,
+) -> PeftModel:
+    """Load a base model and its adapter(s) onto this rank's device, and onto no other.
+
+    Adapter tensors keep the dtype that they have on disk, whatever the base's is. Nothing is drawn from the global
+    random generators. Everything that headers and configs can tell is checked before the base is loaded, and when
+    ``torch.distributed`` is initialised all ranks load or all ranks raise. The :class:`LoadReport` is the model's
+    attribute ``load_report`` and is logged at level INFO to the logger ``safe_loading``.
+
+    Args:
+        adapter: A folder or hub id of an adapter, or ``{name: adapter}`` for several on one base.
+        base_model: A folder, a hub id, or a model that is already loaded (moved to ``device`` if it is on the CPU).
+            None takes ``base_model_name_or_path`` of the (first) adapter's config.
+        device: Where everything goes: a device with an index, or an index of the accelerator. None takes
+            :func:`device_for_rank`.
+        dtype: Dtype of the base; "auto" leaves it as the checkpoint has it.
+        adapter_dtype: Dtype of the adapter; None leaves each tensor exactly as it is on disk.
+        is_trainable: Whether the active adapter's parameters require grad (nothing of the base does).
+        auto_class: The class whose ``from_pretrained`` loads the base. None takes it from the adapter's task type.
+        active: The name of the adapter to be active. None takes the first.
+        adapter_revision: Branch, tag or commit of adapters on the hub; never used for the base.
+        adapter_subfolder: Folder inside the adapter's repository; never used for the base.
+        base_revision: Branch, tag or commit of the base; None takes the one in the adapter's config.
+        base_subfolder: Folder inside the base's repository.
+        strict: Whether an adapter that does not fit is refused. With False what does not fit becomes a finding of the
+            report and one warning, and the rest is loaded.
+        allow_pickle: Whether an adapter saved as ``.bin`` may be read, with ``weights_only=True``.
+        ranks: Who loads together: "all" ranks of the default process group, a list of global ranks, or "self" for
+            this one alone, without any communication.
+        timeout: Longest wait for the other ranks, in seconds.
+        base_kwargs: More arguments of the base's ``from_pretrained``, as ``attn_implementation``,
+            ``quantization_config``, ``trust_remote_code``, ``token``.
+
+    Returns:
+        The model, in eval mode (the adapter in train mode with ``is_trainable``), of the class that peft has for the
+        task.
+
+    Raises:
+        AdapterError: An adapter does not fit; every reason is listed, and a model that was passed is unchanged.
+        CheckpointError: A folder or file is not whole or not safe (:class:`CheckpointNotFound`,
+            :class:`PickleRefused`).
+        DeviceError: No device for this rank, or something landed on another one.
+        RankError: Another rank failed, or the ranks read different files.
+        ArgumentError: Arguments contradict each other.
+    """
+    kwargs = dict(base_kwargs or {})
+    check_base_kwargs(kwargs)
+    adapters = _named(adapter)
+    if active is not None and active not in adapters:
+        raise ArgumentError(f"active={active!r} is none of the adapters {sorted(adapters)}.")
+    group = Ranks.resolve(ranks)
+    with group.together("find the device", timeout=timeout):
+        own = own_device(device)
+        _check_base_object(base_model, own)
+    options = Options(
+        own, dtype, adapter_dtype, is_trainable, auto_class, active or next(iter(adapters)), strict, kwargs
+    )
+    contexts = verify.contexts()
+    given = base_model if isinstance(base_model, torch.nn.Module) else None
+    request = Request(
+        adapters,
+        base=None if isinstance(base_model, torch.nn.Module) else base_model,
+        wants_base=given is None,
+        adapter_revision=adapter_revision,
+        adapter_subfolder=adapter_subfolder,
+        base_revision=base_revision,
+        base_subfolder=base_subfolder,
+        allow_pickle=allow_pickle,
+        base_kwargs=kwargs,
+    )
+    noted = current_device_findings(own)
+    with guarded(own), _progress.engine_bars(own.index or 0):
+        sources = find_sources(request, group, timeout=timeout)
+        with group.together("check the adapter against its base", timeout=timeout):
+            ready = [prepare(name, facts, is_trainable=is_trainable) for name, facts in sources.adapters.items()]
+            chosen = check_first(sources, ready, options)
+        with group.together("load", timeout=timeout):
+            model, report = load(sources, ready, chosen, given, options, group, noted)
+            verify.check_devices(model, own)
+            verify.check_contexts(contexts, own)
+    model.__dict__["load_report"] = report
+    logger.info("%s", report)
+    return model
+
+
+def _named(adapter: Any) -> dict[str, str | os.PathLike[str]]:
+    adapters = dict(adapter) if isinstance(adapter, Mapping) else {"default": adapter}
+    if not adapters:
+        raise ArgumentError("adapter is an empty mapping; pass {name: folder or hub id}.")
+    for name in adapters:
+        check_adapter_name(name)
+    return adapters
+
+
+def _check_base_object(base: Any, device: torch.device) -> None:
+    if not isinstance(base, torch.nn.Module):
+        return
+    if isinstance(base, PeftModel) or getattr(base, "_hf_peft_config_loaded", False):
+        raise AdapterError(
+            f"base_model is a {type(base).__name__} that has adapters already. Use load_adapter_on_rank to add one, "
+            f"or pass the plain base."
+        )
+    where = verify.one_device(base)
+    if where.type != "cpu" and where != device:
+        raise DeviceError(
+            f"base_model is on {where}, this rank's device is {device}. Pass device='{where}', or load the base on "
+            f"{device}."
+        )

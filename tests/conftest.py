@@ -1,0 +1,178 @@
+"""What all tests share: a quiet environment, tiny checkpoints, and the simulated accelerator."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+SIMULATED_DEVICES = TESTS / "simulated_devices"
+
+# Before anything imports the engines. No test downloads, and none tells the hub about it.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+}
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+# The tests may themselves run inside a job. The process that they are is no rank of it.
+LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_", "PALS_", "SLURM_", "TORCHELASTIC_")
+for _name in list(os.environ):
+    if _name in LAUNCHER_NAMES or _name.startswith(LAUNCHER_PREFIXES):
+        del os.environ[_name]
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float32 Llama of three tiny layers, in several shards. Do not write to it."""
+    from models import save_llama
+
+    return save_llama(tmp_path_factory.mktemp("tiny_llama"))
+
+
+@pytest.fixture(scope="session")
+def tiny_adapter(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    """A float32 LoRA adapter of `tiny_llama`. Do not write to it."""
+    from models import save_adapter
+
+    return save_adapter(tmp_path_factory.mktemp("tiny_adapter"), tiny_llama)
+
+
+class ScriptFailed(AssertionError):
+    """A script on the simulated accelerator failed; the text holds all that it said."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Runs scripts on the simulated accelerator, each in a process of its own.
+
+    A process that imports torch, transformers and peft costs several seconds before its first line, so let one script
+    do much: it may call ``report({...})`` more than once.
+    """
+
+    library: Path
+
+    def env(self, count: int = 8) -> dict[str, str]:
+        """The environment of a process that has `count` simulated devices once it imports ``torch_npu``."""
+        return {
+            **os.environ,
+            **ENVIRONMENT,
+            "SIMDEV_LIBRARY": str(self.library),
+            "SIMDEV_COUNT": str(count),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(_import_path()),
+        }
+
+    def run(
+        self,
+        script: str,
+        *,
+        count: int = 8,
+        timeout: float = 120,
+        args: Sequence[str | os.PathLike[str]] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Run `script` with `args` in ``sys.argv[1:]``, and return what it reports."""
+        with _script_folder(script) as folder:
+            _launch([sys.executable], folder, args, {**self.env(count), **(env or {})}, timeout)
+            return _reported(folder, 0)
+
+    def run_ranks(
+        self,
+        script: str,
+        *,
+        ranks: int = 2,
+        count: int = 8,
+        timeout: float = 180,
+        args: Sequence[str | os.PathLike[str]] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> list[dict[str, Any]]:
+        """The same in `ranks` processes that torchrun starts, and what each of them reports."""
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        with _script_folder(script) as folder:
+            _launch(torchrun, folder, args, {**self.env(count), **(env or {})}, timeout)
+            return [_reported(folder, rank) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="session")
+def simulated() -> Simulated:
+    """The simulated accelerator, built on first use; skips with the reason where it cannot be built."""
+    from simulated_devices.build import CannotBuildError, build
+
+    try:
+        return Simulated(build())
+    except CannotBuildError as error:
+        pytest.skip(f"no simulated accelerator: {error}")
+
+
+def _import_path() -> list[str]:
+    # The package under test is the one that this process would import: a wheel, an editable install or the folder.
+    package = importlib.util.find_spec("safe_loading")
+    roots = [str(Path(package.origin).parents[1])] if package is not None and package.origin else []
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [str(SIMULATED_DEVICES), str(TESTS), *roots, *filter(None, inherited)]
+
+
+@contextlib.contextmanager
+def _script_folder(script: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="simulated-") as name:
+        (Path(name) / "script.py").write_text(textwrap.dedent(script))
+        yield Path(name)
+
+
+def _launch(
+    launcher: Sequence[str],
+    folder: Path,
+    args: Sequence[str | os.PathLike[str]],
+    env: Mapping[str, str],
+    timeout: float,
+) -> None:
+    """Run the prelude with the script in `folder`; nothing that it starts outlives this call."""
+    command = [
+        *launcher,
+        str(SIMULATED_DEVICES / "prelude.py"),
+        str(folder / "script.py"),
+        *(os.fspath(arg) for arg in args),
+    ]
+    environment = {**env, "SIMDEV_REPORT": str(folder / "report.{rank}.json")}
+    with (folder / "output.txt").open("w+") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        try:
+            code = process.wait(timeout)
+            verdict = None if code == 0 else f"the script ended with code {code}"
+        except subprocess.TimeoutExpired:
+            verdict = f"the script was not done after {timeout} s"
+        finally:
+            process.terminate()  # torchrun puts its ranks in sessions of their own, and ends them when asked to end
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if verdict is not None:
+            output.seek(0)
+            raise ScriptFailed(f"{verdict}:\n{output.read()}")
+
+
+def _reported(folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / f"report.{rank}.json"
+    return json.loads(path.read_text()) if path.is_file() else {}

@@ -1,0 +1,63 @@
+"""Builders of bad adapters: a good one is copied, and one thing about it is changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def edited(
+    adapter: Path,
+    target: Path,
+    *,
+    tensors: Callable[[Tensors], Tensors | None] | None = None,
+    config: Callable[[dict[str, Any]], None] | None = None,
+) -> Path:
+    """Copy `adapter` to `target` and let the functions change its tensors and its config."""
+    shutil.copytree(adapter, target)
+    if tensors is not None:
+        held = {key: value.clone() for key, value in load_file(target / WEIGHTS).items()}
+        save_file(tensors(held) or held, target / WEIGHTS, metadata={"format": "pt"})
+    if config is not None:
+        content = json.loads((target / CONFIG).read_text())
+        config(content)
+        (target / CONFIG).write_text(json.dumps(content))
+    return target
+
+
+def with_prefix(prefix: str) -> Callable[[Tensors], Tensors]:
+    """Put a wrapper's prefix before every key."""
+    return lambda tensors: {prefix + key: value for key, value in tensors.items()}
+
+
+def without(part: str) -> Callable[[Tensors], Tensors]:
+    """Drop every key that contains `part`."""
+    return lambda tensors: {key: value for key, value in tensors.items() if part not in key}
+
+
+def filled(part: str, value: float) -> Callable[[Tensors], None]:
+    """Fill every tensor whose key contains `part`."""
+
+    def fill(tensors: Tensors) -> None:
+        for key, tensor in tensors.items():
+            if part in key:
+                tensor.fill_(value)
+
+    return fill
+
+
+def as_pickle(adapter: Path, target: Path) -> Path:
+    """Copy `adapter` to `target` with its weights as a pickle."""
+    shutil.copytree(adapter, target)
+    torch.save(load_file(target / WEIGHTS), target / "adapter_model.bin")
+    (target / WEIGHTS).unlink()
+    return target

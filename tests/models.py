@@ -1,0 +1,70 @@
+"""Tiny checkpoints of real architectures, saved by the engines themselves, for tests to share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def save_llama(
+    folder: str | os.PathLike[str], dtype: torch.dtype = torch.float32, *, seed: int = 0, **config: Any
+) -> Path:
+    """Save a LlamaForCausalLM with random weights in `folder`, in several safetensors shards, and return the folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 101,
+        "max_position_embeddings": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = LlamaForCausalLM(LlamaConfig(**{**sizes, **config}))
+    model.to(dtype).save_pretrained(folder, max_shard_size="24KB")
+    return Path(folder)
+
+
+def save_adapter(
+    folder: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    auto_class: type | None = None,
+    **lora_config: Any,
+) -> Path:
+    """Save a LoRA adapter of the checkpoint in `base` in `folder`, and return the folder.
+
+    Every tensor of it is random (lora_B too, which peft starts at zero) and has exactly `dtype` in the file, whatever
+    the dtype of the base is. `lora_config` goes to ``peft.LoraConfig``.
+    """
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    loader: Any = auto_class or AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = get_peft_model(loader.from_pretrained(base, dtype="auto"), LoraConfig(**{**config, **lora_config}))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(os.fspath(folder))
+    # Not through model.to(dtype): peft also saves what it did not train (embeddings, say), in the base's dtype.
+    file = Path(folder) / "adapter_model.safetensors"
+    tensors = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    return Path(folder)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from faults.checkpoints import LFS_POINTER
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safe_loading import CheckpointError, CheckpointNotFound
+from safe_loading._checkpoint.strict_json import parse_json_object, read_json_object
+
+FAULTS = [
+    (b'{"a": 1, "b": 2, "a": 3}', ("same key twice", "'a'")),
+    (b'{"x": {"y": [{"deep": 1, "deep": 1}]}}', ("same key twice", "'deep'")),
+    (b'{"a": NaN}', ("NaN",)),
+    (b'{"a": [Infinity]}', ("Infinity",)),
+    (b'{"a": -Infinity}', ("-Infinity",)),
+    (b'{"a": "\xff"}', ("UTF-8", "byte 7 is 0xff")),
+    ('{"a": 1}'.encode("utf-16"), ("UTF-8",)),
+    (b'\xef\xbb\xbf{"a": 1}', ("not valid JSON",)),
+    (b"[1, 2]", ("list, not an object",)),
+    (b"null", ("not an object",)),
+    (b"", ("not valid JSON",)),
+    (b'{"a": 1} x', ("Extra data",)),
+    (b'{"a": "\\udfff"}', ("surrogate",)),
+    (b'{"\\ud800": 1}', ("surrogate",)),
+    (b'{"a": ' + b"[" * 200_000, ("nested too deeply",)),
+    (LFS_POINTER, ("is a Git LFS pointer, not the file", "run `git lfs pull`")),
+]
+
+
+@pytest.mark.parametrize(("data", "words"), FAULTS)
+def test_each_fault_is_named_with_its_place_and_its_fix(data, words):
+    with pytest.raises(CheckpointError) as caught:
+        parse_json_object(data, "folder/config.json")
+    for word in ("folder/config.json", "Fix:", *words):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("data", "words"), FAULTS)
+def test_a_file_is_read_as_strictly_as_bytes(tmp_path, data, words):
+    path = tmp_path / "config.json"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError) as caught:
+        read_json_object(path)
+    assert str(path) in str(caught.value)
+    assert words[0] in str(caught.value)
+
+
+def test_every_duplicate_is_named():
+    with pytest.raises(CheckpointError, match=r"'a', 'c'"):
+        parse_json_object(b'{"a": 1, "a": 2, "b": 1, "c": {}, "c": 0}', "x")
+
+
+def test_what_is_legal_is_read():
+    text = '{"a": [1, -2, 1.5e3, true, null, "\\ud83d\\ude00 \\u00e9"], "é": {"a": {}}, "z": -0, "f": -0.5}'
+    value = parse_json_object(text.encode(), "x")
+    assert value == json.loads(text)
+    assert value["a"][-1] == "😀 é"
+    assert math.copysign(1, value["z"]) == -1
+
+
+def test_a_file_over_the_limit_is_refused_and_one_at_the_limit_is_read(tmp_path):
+    path = tmp_path / "index.json"
+    path.write_bytes(b'{"a": 1}')
+    assert read_json_object(path, limit=8) == {"a": 1}
+    with pytest.raises(CheckpointError, match="larger than 7 B"):
+        read_json_object(path, limit=7)
+
+
+def test_a_missing_file_is_not_found(tmp_path):
+    with pytest.raises(CheckpointNotFound, match="no such file"):
+        read_json_object(tmp_path / "config.json")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.dictionaries(st.text(max_size=5), st.recursive(st.integers() | st.text(max_size=5), st.lists, max_leaves=3)))
+def test_whatever_json_writes_is_read_back(value):
+    for ascii_only in (True, False):
+        text = json.dumps(value, ensure_ascii=ascii_only)
+        try:
+            data = text.encode()
+        except UnicodeEncodeError:
+            continue
+        assert parse_json_object(data, "x") == value
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=50) | st.text().map(str.encode))
+def test_no_bytes_raise_anything_else(data):
+    try:
+        value = parse_json_object(data, "x")
+    except CheckpointError:
+        return
+    assert value == json.loads(data)
+
+
+def test_an_unreadable_file_is_a_checkpoint_error(tmp_path):
+    with pytest.raises(CheckpointError, match="directory"):
+        read_json_object(Path(tmp_path))

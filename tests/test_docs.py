@@ -1,0 +1,256 @@
+"""The documentation is true: its examples run, it builds without a warning, and it leaves nothing out."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import doctest
+import io
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults.adapters import edited
+from models import save_adapter, save_llama
+
+import safe_loading
+
+PACKAGE = Path(safe_loading.__file__).parent
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+if not DOCS.is_dir():
+    pytest.skip("the tests run without the project's docs", allow_module_level=True)
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+MOST_NOT_RUN = 3
+
+# A fenced block with the words of its marker, when it has one: <!-- not-run: the reason -->
+BLOCK = re.compile(
+    r"(?:^<!-- not-run:(?P<reason>.*?)-->\n)?^```(?P<language>[a-z]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+OUTPUT = re.compile(r"\n\s*\n?```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A Python block of a page, and the output that the page shows under it."""
+
+    page: Path
+    line: int
+    code: str
+    expected: str | None
+    not_run: str | None
+
+    def run(self, namespace: dict[str, Any]) -> None:
+        # Empty lines in front, so that a traceback names the line of the page.
+        code = compile("\n" * self.line + self.code, str(self.page), "exec")
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(code, namespace)
+        # The pages show what a machine without an accelerator prints.
+        if self.expected is not None and not torch.accelerator.is_available():
+            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            same = doctest.OutputChecker().check_output(self.expected, said.getvalue(), flags)
+            assert same, f"{self.page.name}:{self.line} shows\n{self.expected}\nand it prints\n{said.getvalue()}"
+
+
+def examples(page: Path, text: str) -> list[Example]:
+    found = []
+    for block in BLOCK.finditer(text):
+        if block["language"] != "python":
+            continue
+        output = OUTPUT.match(text, block.end())
+        line = text[: block.start("code")].count("\n")
+        found.append(Example(page, line, block["code"], output and output["text"], block["reason"]))
+    return found
+
+
+EXAMPLES = {page: examples(page, page.read_text(encoding="utf-8")) for page in PAGES}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the examples name: a base, two adapters of it, and one that does not fit."""
+    folder = tmp_path_factory.mktemp("docs")
+    with _working_in(folder):
+        save_llama("base", torch.bfloat16)
+        save_adapter("adapter", "base")
+        save_adapter("second", "base", seed=2, lora_alpha=3)
+        targets = ["q_proj", "v_proj"]
+        edited(Path("adapter"), Path("broken"), config=lambda config: config.update(target_modules=targets))
+    return folder
+
+
+@contextlib.contextmanager
+def _working_in(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if EXAMPLES[page]], ids=lambda page: page.name)
+def test_the_examples_of_a_page_run_in_order(page: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(prepared)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for example in EXAMPLES[page]:
+        if example.not_run is None:
+            example.run(namespace)
+
+
+def test_few_examples_are_not_run_and_each_says_why() -> None:
+    left_out = [example for found in EXAMPLES.values() for example in found if example.not_run is not None]
+    assert all(example.not_run.strip() for example in left_out)
+    assert len(left_out) <= MOST_NOT_RUN, [f"{e.page.name}:{e.line}:{e.not_run}" for e in left_out]
+
+
+def test_examples_are_found_and_can_fail() -> None:
+    page = "x\n\n```python\nprint(1)\n```\n\n```text\n2\n```\n\n<!-- not-run: no -->\n```python\n1 / 0\n```\n"
+    first, second = examples(Path("page.md"), page)
+    assert (first.line, first.code, first.expected, first.not_run) == (3, "print(1)\n", "2\n", None)
+    assert (second.expected, second.not_run) == (None, " no ")
+    with pytest.raises(AssertionError, match=r"page.md:3 shows"):
+        first.run({})
+    with pytest.raises(ZeroDivisionError):
+        second.run({})
+
+
+def test_every_block_says_what_it_is() -> None:
+    # A python block under another name would not be run.
+    allowed = {"python", "text", "bash"}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        fences = re.findall(r"^[ >]*(?:```|~~~|:::)(.*)$", text, re.MULTILINE)
+        opening = fences[::2]
+        assert {fence for fence in opening if not fence.startswith("{")} <= allowed, page
+        assert {fence.split("}")[0] for fence in opening if fence.startswith("{")} <= {"{toctree", "{eval-rst"}, page
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {page.stem for page in PAGES[1:]}
+    assert pages <= {page.stem for page in tmp_path.glob("*.html")}
+    assert "safe_loading.load_peft_on_rank" in (tmp_path / "api.html").read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------- nothing is left out
+
+
+def table_codes(page: str) -> list[str]:
+    """The first cell of each row of the page's tables of codes: those whose first column is headed so."""
+    codes, inside = [], False
+    for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
+        cell = line.split("|")[1].strip() if line.startswith("|") else None
+        inside = cell == "code" or (inside and cell is not None)
+        if inside and cell is not None and cell.startswith("`"):
+            codes.append(cell.strip("`"))
+    return codes
+
+
+def makers_of_findings(trees: list[ast.Module]) -> dict[str, int]:
+    """The functions with a parameter `code`, and its place among the arguments."""
+    places = {"Finding": 0}
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                names = [argument.arg for argument in node.args.args]
+                if "code" in names:
+                    places[node.name] = names.index("code")
+    return places
+
+
+def codes_in(tree: ast.Module, makers: dict[str, int]) -> set[str]:
+    """The codes of findings that a module makes: given as text, or returned as the first of a pair."""
+    found = set()
+    for node in ast.walk(tree):
+        code: ast.expr | None = None
+        if isinstance(node, ast.Call):
+            called = node.func
+            name = (
+                called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
+            )
+            if name in makers:
+                keywords = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
+                code = (keywords or node.args[makers[name] : makers[name] + 1] or [None])[0]
+        elif isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 2:
+            code = node.value.elts[0]
+        if isinstance(code, ast.Constant) and isinstance(code.value, str) and CODE.fullmatch(code.value):
+            found.add(code.value)
+    return found
+
+
+def test_every_finding_stands_in_a_table_and_no_other() -> None:
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+    makers = makers_of_findings(list(trees.values()))
+    assert {"Finding", "fault", "note"} <= makers.keys()
+    checks, loads = set(), set()
+    for path, tree in trees.items():
+        of_checks = path.parent.name == "_checkpoint" or path.stem == "_check_checkpoint"
+        (checks if of_checks else loads).update(codes_in(tree, makers))
+    for page, codes in (("checkpoints.md", checks), ("loading.md", loads)):
+        rows = table_codes(page)
+        assert len(rows) == len(set(rows)), f"{page}: a code stands twice"
+        assert sorted(rows) == sorted(codes), f"{page}: its tables (left) against the source (right)"
+
+
+def test_codes_are_found_in_every_form() -> None:
+    source = """
+Finding("a-one", "error"); module.fault("b-two", 1); note("warning", "c-three"); _error(code="d-four")
+def f(): return "e-five", "text"
+def _error(code): return other("not-this")
+"""
+    tree = ast.parse(source)
+    makers = {**makers_of_findings([tree]), "fault": 0, "note": 1}
+    assert codes_in(tree, makers) == {"a-one", "b-two", "c-three", "d-four", "e-five"}
+
+
+def test_every_public_name_stands_in_the_api() -> None:
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"auto(?:function|class):: (\w+)$", text, re.MULTILINE))
+    named |= set(re.findall(r"\{py:exc\}`~safe_loading\.(\w+)`", text))
+    assert named == set(safe_loading.__all__)
+    described = set(
+        re.findall(r"autoexception:: (\w+)$", (DOCS / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    assert described == {name for name in named if is_exception(name)}
+
+
+def is_exception(name: str) -> bool:
+    value = getattr(safe_loading, name)
+    return isinstance(value, type) and issubclass(value, Exception)
+
+
+def test_every_file_stands_in_the_tree_of_the_architecture() -> None:
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    tree = next(block["code"] for block in BLOCK.finditer(text) if block["code"].startswith("safe_loading/"))
+    drawn, folder = set(), ""
+    for line in tree.splitlines()[1:]:
+        match = re.match(r"( +)([\w/.]+)", line)
+        if match is None:
+            continue
+        if match[2].endswith("/"):
+            folder = match[2]
+        else:
+            drawn.add(match[2] if len(match[1]) == 2 else folder + match[2])
+    files = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+    assert drawn == {name for name in files if "/" not in name or not name.endswith("__init__.py")}
+
+
+def test_every_benchmark_has_a_heading() -> None:
+    folder = ROOT / "benchmarks"
+    scripts = {path.name for path in folder.glob("*.py") if not path.name.startswith("_")}
+    text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    assert scripts == set(re.findall(r"^python benchmarks/(\w+\.py)", text, re.MULTILINE))

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faults.checkpoints import write_model
+
+from safe_loading import ArgumentError, __version__
+from safe_loading import __main__ as command_line
+
+SHARDS = {"model-1.safetensors": {"a": 4}, "model-2.safetensors": {"b": 2}}
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "safe_loading", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "good", SHARDS)
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    folder = write_model(tmp_path / "bad", SHARDS)
+    (folder / "model-2.safetensors").unlink()
+    return folder
+
+
+def test_check_of_a_good_folder_says_ok_and_leaves_with_0(good):
+    result = run("check", good)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{good}: model, 2 tensors in 2 files, 6 B (U8 6 B): ok\n")
+
+
+def test_check_of_a_bad_folder_lists_the_faults_and_leaves_with_1(bad):
+    result = run("check", bad)
+    assert (result.returncode, result.stderr) == (1, "")
+    assert "NOT OK" in result.stdout
+    assert "error[missing-shard]" in result.stdout
+
+
+def test_a_path_that_is_not_there_is_told_on_stderr_with_2(tmp_path):
+    result = run("check", tmp_path / "none")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"safe_loading: {tmp_path / 'none'}: there is no such file.")
+    assert "Traceback" not in result.stderr
+
+
+def test_json_is_one_object(good, bad, capsys):
+    assert command_line.main(["check", str(good), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+    assert command_line.main(["check", "--json", str(bad)]) == 1
+    assert json.loads(capsys.readouterr().out)["findings"][0]["code"] == "missing-shard"
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["check", "a", "b"], ["no-such-command"], ["--no-such-option"]])
+def test_wrong_usage_is_told_on_stderr_with_2(arguments, capsys):
+    assert command_line.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "usage:" in captured.err
+
+
+def test_without_a_command_help_is_printed(capsys):
+    assert command_line.main([]) == 0
+    out = capsys.readouterr().out
+    assert "python -m safe_loading" in out
+    assert "check" in out
+
+
+def test_help_and_version_leave_with_0(capsys):
+    assert command_line.main(["--help"]) == 0
+    assert command_line.main(["check", "--help"]) == 0
+    assert command_line.main(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+def test_an_error_of_the_package_is_a_message_and_no_traceback(monkeypatch, capsys):
+    def fail(_):
+        raise ArgumentError("this is wrong")
+
+    monkeypatch.setattr(command_line, "_check", fail)
+    assert command_line.main(["check", "x"]) == 1
+    assert capsys.readouterr().err == "safe_loading: this is wrong\n"
+
+
+def test_a_reader_that_stops_early_is_no_traceback(good):
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-m", "safe_loading", "check", str(good)]
+    result = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writing)
+    assert result.stderr == ""
+
+
+def test_check_answers_without_torch_numpy_or_any_other_package(good):
+    code = (
+        "import sys; before = set(sys.modules); from safe_loading.__main__ import main; "
+        f"status = main(['check', {str(good)!r}]); "
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}; "
+        "print(status, sorted(new - sys.stdlib_module_names))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.splitlines()[-1] == "0 ['safe_loading']"

@@ -1,0 +1,165 @@
+"""Real ranks for tests: torchrun, or plain processes that meet on a file, which start sooner.
+
+A script says what it found with ``report(name=value)``, which it has without an import; the values must be JSON. A
+rank costs 2 to 4 seconds before its first line, most of it torch's import, so let one script try many things.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+OUT = "SAFE_LOADING_TEST_OUT"
+TAIL = 6000  # characters of a rank's output in a failure
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+# Ahead of every script. It writes the file anew at each report, so what was found before a crash is kept.
+PRELUDE = """
+def _reporter():
+    import json, os, pathlib
+    folder = os.environ["SAFE_LOADING_TEST_OUT"]
+    found = {}
+    def report(**values):
+        found.update(values)
+        path = pathlib.Path(folder, f"{os.environ.get('RANK', '0')}.json")
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(found))
+        part.replace(path)
+    return report
+report = _reporter()
+"""
+
+
+class RanksFailed(AssertionError):
+    """The ranks did not all end well; the text holds all that they said."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of some ranks.
+
+    Attributes:
+        code: The exit status of torchrun, or the first that is not 0 of the ranks.
+        output: All that they wrote to stdout and stderr.
+        found: What each rank reported, by rank; empty for one that reported nothing.
+        seconds: From the start of the first process to the end of the last.
+    """
+
+    code: int
+    output: str
+    found: list[dict[str, Any]]
+    seconds: float
+
+
+def run_ranks(
+    script: str | Path,
+    nproc: int,
+    *,
+    env: Mapping[str, str | None] | None = None,
+    args: Sequence[str | os.PathLike[str]] = (),
+    timeout: float = 120,
+    check: bool = True,
+) -> Run:
+    """Run a script, or a file, in `nproc` ranks of torchrun on this machine.
+
+    Nothing that it starts outlives the call. An `env` value of None removes the variable. With `check`, an exit
+    status other than 0 is a RanksFailed; being late always is.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    with _folder(script) as folder:
+        command = [*torchrun, str(folder / "script.py"), *map(os.fspath, args)]
+        return _run([(command, _environment(folder, env))], folder, nproc, timeout, check)
+
+
+def spawn_ranks(
+    script: str | Path,
+    nproc: int,
+    *,
+    env: Mapping[str, str | None] | None = None,
+    args: Sequence[str | os.PathLike[str]] = (),
+    timeout: float = 120,
+    check: bool = True,
+) -> Run:
+    """The same in plain processes that no launcher watches, so that one may end and leave the others alone.
+
+    They have ``RANK``, ``WORLD_SIZE`` and ``MEETING``, a path for ``init_method=f"file://{os.environ['MEETING']}"``.
+    """
+    with _folder(script) as folder:
+        command = [sys.executable, str(folder / "script.py"), *map(os.fspath, args)]
+        ranks = []
+        for rank in range(nproc):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(nproc), "MEETING": str(folder / "meeting")}
+            ranks.append((command, {**_environment(folder, env), **place}))
+        return _run(ranks, folder, nproc, timeout, check)
+
+
+@contextlib.contextmanager
+def _folder(script: str | Path) -> Iterator[Path]:
+    text = script.read_text() if isinstance(script, Path) else textwrap.dedent(script)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        (folder / "script.py").write_text(PRELUDE + text)
+        yield folder
+
+
+def _environment(folder: Path, env: Mapping[str, str | None] | None) -> dict[str, str]:
+    # Neither a job that the tests run in nor a rank that starts them may lend its place to these ranks.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "SLURM_"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        inherited.pop(name, None)
+    wanted = {**inherited, **ENVIRONMENT, OUT: str(folder), **(env or {})}
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
+def _run(
+    commands: Sequence[tuple[list[str], dict[str, str]]], folder: Path, nproc: int, timeout: float, check: bool
+) -> Run:
+    start = time.monotonic()
+    processes: list[subprocess.Popen[bytes]] = []
+    with (folder / "output.txt").open("w+") as output:
+        try:
+            for command, env in commands:
+                processes.append(
+                    subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
+                )
+            codes = [process.wait(max(0.1, start + timeout - time.monotonic())) for process in processes]
+        except subprocess.TimeoutExpired as late:
+            raise RanksFailed(f"the ranks were not done after {timeout:g} s:\n{_text(output)}") from late
+        finally:
+            for process in processes:
+                # A group of its own: torchrun's workers go with it.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        run = Run(next(filter(None, codes), 0), _text(output), _reports(folder, nproc), time.monotonic() - start)
+    if check and run.code != 0:
+        raise RanksFailed(f"the ranks ended with status {run.code}:\n{run.output[-TAIL:]}")
+    return run
+
+
+def _text(output: IO[str]) -> str:
+    output.seek(0)
+    return output.read()
+
+
+def _reports(folder: Path, nproc: int) -> list[dict[str, Any]]:
+    paths = [folder / f"{rank}.json" for rank in range(nproc)]
+    return [json.loads(path.read_text()) if path.is_file() else {} for path in paths]
