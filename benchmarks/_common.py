@@ -72,10 +72,11 @@ def table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]], n
     """Return a table as text: the first column to the left, the others to the right, notes under it."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths)))
-        for row in cells
-    ]
+    lines = []
+    for row in cells:
+        padded = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        padded[0] = row[0].ljust(widths[0])
+        lines.append("  ".join(padded))
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(["", title, *lines, *(f"  {note}" for note in notes)])
 

@@ -76,7 +76,8 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     say("checkpoints")
     sizes = {"hidden": args.hidden, "layers": args.layers, "rank": args.rank}
     made = spawn(CHILD, [{"part": "make", "folder": folder, **sizes}], {}, 300)[0]
-    target, env, absent = "cuda", {}, ""
+    target, absent = "cuda", ""
+    env: dict[str, str] = {}
     if not made["cuda"]:
         env, absent = simulated()
         target = "npu" if env else ""
@@ -89,7 +90,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         ranks[target] = measure_ranks(args.ranks, target, env, common)
     if not (target and args.quick):
         # CUDA hidden, else peft puts the adapter of a CPU model on the GPU
-        counts = args.ranks[-1:] if target else args.ranks  # the number matters less than the minutes
+        counts = args.ranks[:1] if target else args.ranks  # each process imports the engines for seconds
         ranks["cpu"] = measure_ranks(counts, "cpu", {"CUDA_VISIBLE_DEVICES": ""}, common)
     return {"made": made, "target": target, "absent": absent, "timed": timed, **alone, "ranks": ranks}
 
@@ -112,7 +113,9 @@ def devices_table(found: dict[str, Any]) -> str:
             over = max(s["peak"] - r["base_bytes"] - adapters * adapter for s, r in zip(steps, ranks, strict=True))
             row.append(mib(over))
             if step == "load":
-                row.append(f"{max(s['peak'] / (r['base_bytes'] + adapter) for s, r in zip(steps, ranks)):.4f}x")
+                floors = [rank["base_bytes"] + adapter for rank in ranks]
+                worst = max(seen["peak"] / floor for seen, floor in zip(steps, floors, strict=True))
+                row.append(f"{worst:.4f}x")
         rows.append(row)
     header = ("road", "stray MiB", "contexts", "peak +MiB", "peak/floor")
     more = ("later: stray", "contexts", "peak +MiB", "swap: stray", "contexts", "peak +MiB")
@@ -140,7 +143,7 @@ def private_table(found: dict[str, Any], target: str) -> str:
     beyond = "the adapter's bytes" if target == "cpu" else "the bytes that the simulated devices hold"
     notes = [
         f"end, peak: MiB of private memory of the worst rank beyond {'none' if target == 'cuda' else beyond}",
-        "once: MiB that the first, tiny load of the process left behind (modules, threads, arenas); not in end and peak",
+        "once: MiB that the process's first, tiny load left behind (modules, threads, arenas); not in end and peak",
         verdict("private memory at the end", worst_of_all / MIB, PROMISED_PRIVATE / MIB, "MiB"),
     ]
     return table(f"Private host memory per rank (target {target})", header, rows, notes)
@@ -152,8 +155,8 @@ def attach_table(found: dict[str, Any]) -> str:
     rows = []
     for road in (*ROADS, "floor"):
         middle, values = seconds[road]["median"], seconds[road]["all"]
-        own = (f"{middle * 1000:.1f}", f"{min(values) * 1000:.1f}", f"{max(values) * 1000:.1f}")
-        own += (f"{middle * 1000 / modules:.3f}",)
+        own = [f"{value * 1000:.1f}" for value in (middle, min(values), max(values))]
+        own.append(f"{middle * 1000 / modules:.3f}")
         rows.append((road, *own, ratio(middle, seconds[ROADS[0]]["median"]), ratio(middle, seconds["floor"]["median"])))
     header = ("road", "median ms", "least", "most", "ms/module", "of default", "of floor")
     notes = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from ._checkpoint.header import Header, try_header
 from ._checkpoint.index import inspect_checkpoint
 from ._checkpoint.strict_json import try_json_object
 from ._checkpoint.weights import ADAPTER_CONFIG, PICKLE_SUFFIXES, conversion_command, names_in
-from ._report import Finding, findings_html, findings_text, format_bytes, html_table, text_table
+from ._report import Finding, findings_html, findings_text, format_bytes, html_table, text_table, to_json
 
 _LORA_NUMBERS = ("r", "lora_alpha")
 _SAVE_ADAPTER = "save the adapter again with `save_pretrained` of peft"
@@ -83,11 +82,12 @@ class CheckpointReport:
 
     def to_json(self) -> str:
         """Return the report, with its verdict as ``ok``, as a JSON object."""
-        return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, indent=2, sort_keys=True)
+        return to_json({"ok": self.ok, **dataclasses.asdict(self)})
 
     def _headline(self) -> str:
         dtypes = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in self.dtypes.items())
-        weights = f"{self.tensors} tensors in {len(self.files)} files, {format_bytes(self.bytes)}"
+        files = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
+        weights = f"{self.tensors} tensors in {files}, {format_bytes(self.bytes)}"
         return f"{self.path}: {self.kind}, {weights}{f' ({dtypes})' if dtypes else ''}: {self._verdict()}"
 
     def _verdict(self) -> str:
@@ -108,7 +108,7 @@ def check_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
         path: The folder of a model or of an adapter, or one ``.safetensors`` file.
 
     Returns:
-        The report. A bad checkpoint raises nothing: its faults are findings of severity ``"error"``.
+        The report. A bad checkpoint raises nothing; its faults are findings of severity ``"error"``.
 
     Raises:
         CheckpointNotFound: There is nothing at ``path``.

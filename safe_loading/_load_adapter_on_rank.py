@@ -5,22 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel
 
 from . import _progress
 from ._adapter import verify
-from ._adapter.attach import Adapter, attach, check_adapter_name, prepare
+from ._adapter.attach import Adapter, Attached, attach, check_adapter_name, prepare
+from ._adapter.base import check_dtypes
 from ._adapter.guard import guarded, own_device
-from ._adapter.loading import current_device_findings, loaded_part, warn_once
-from ._adapter.sources import Request, find_sources
-from ._adapter.swap import swap
+from ._adapter.loading import current_device_findings, loaded_part, untouched, warn_once
+from ._adapter.sources import HUB_OPTIONS, Request, find_sources
+from ._adapter.swap import Staged, commit, stage
 from ._distributed.exchange import Ranks
 from ._load_report import LoadReport
-from .errors import AdapterError, AdapterExists, DeviceError
+from .errors import AdapterError, AdapterExists, ArgumentError, DeviceError
 
 logger = logging.getLogger("safe_loading")
 
@@ -40,6 +41,7 @@ def load_adapter_on_rank(
     allow_pickle: bool = False,
     ranks: Literal["all", "self"] | Sequence[int] = "all",
     timeout: float = 1800.0,
+    hub_kwargs: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     """Load one more adapter into a model, on the device that the model is on and on no other.
 
@@ -52,7 +54,8 @@ def load_adapter_on_rank(
         adapter_name: The name that it gets; with ``hotswap`` the name of the adapter whose place it takes.
         device: None takes the device that the model is on, which is the only one accepted.
         adapter_dtype: Dtype of the adapter; None leaves each tensor exactly as it is on disk.
-        is_trainable: Whether its parameters require grad.
+        is_trainable: Whether its parameters require grad. False puts the whole model in eval mode, as peft's
+            ``load_adapter`` does.
         hotswap: Whether the adapter's values overwrite those of the adapter ``adapter_name`` in place. Tensors,
             compiled graphs and optimizers stay; rank may shrink, targets may not change (peft ``hotswap_adapter``).
         adapter_revision: Branch, tag or commit of an adapter on the hub.
@@ -61,6 +64,7 @@ def load_adapter_on_rank(
         allow_pickle: Whether a ``.bin`` adapter may be read, with ``weights_only=True``.
         ranks: Who loads together, as for :func:`load_peft_on_rank`.
         timeout: Longest wait for the other ranks, in seconds.
+        hub_kwargs: ``token``, ``cache_dir`` and ``local_files_only`` for an adapter on the hub.
 
     Returns:
         What was loaded where, in which dtype and time.
@@ -73,28 +77,42 @@ def load_adapter_on_rank(
         RankError: Another rank failed, or the ranks read different files.
     """
     group = Ranks.resolve(ranks)
-    with group.together("find the device", timeout=timeout):
+    with group.together("check the arguments", timeout=timeout):
         check_adapter_name(adapter_name)
+        check_dtypes("auto", adapter_dtype)
         _check_name(model, adapter_name, hotswap=hotswap)
+        if hotswap and (is_trainable or not strict):
+            raise ArgumentError("A hot swap is always strict and leaves requires_grad alone; leave both arguments out.")
+        if unknown := sorted((hub_kwargs or {}).keys() - HUB_OPTIONS):
+            raise ArgumentError(f"hub_kwargs has {unknown}; it takes {sorted(HUB_OPTIONS)}.")
         own = _own(model, device)
     contexts = verify.contexts()
     noted = current_device_findings(own)
     request = Request(
-        {adapter_name: adapter}, None, False, adapter_revision, adapter_subfolder, None, None, allow_pickle
+        {adapter_name: adapter},
+        base=None,
+        wants_base=False,
+        adapter_revision=adapter_revision,
+        adapter_subfolder=adapter_subfolder,
+        allow_pickle=allow_pickle,
+        base_kwargs=hub_kwargs or {},
     )
     with guarded(own), _progress.engine_bars(own.index or 0):
         facts = find_sources(request, group, timeout=timeout).adapters[adapter_name]
-        with group.together("load the adapter", timeout=timeout):
-            start = time.perf_counter()
+        start = time.perf_counter()
+        with untouched(model), group.together("load the adapter", timeout=timeout):
             ready = prepare(adapter_name, facts, is_trainable=is_trainable)
+            outcome: Staged | Attached
             if hotswap:
-                done = swap(model, ready, dtype=adapter_dtype)
+                outcome = stage(model, ready, dtype=adapter_dtype)
             else:
-                done = attach(model, ready, own, dtype=adapter_dtype, strict=strict)
+                outcome = attach(model, ready, own, dtype=adapter_dtype, strict=strict)
                 _train_or_not(model, ready, is_trainable=is_trainable)
-            part = loaded_part(ready, done, own, time.perf_counter() - start)
             verify.check_devices(model, own)
             verify.check_contexts(contexts, own)
+        # a swap overwrites values, so it waits until all ranks can
+        done = commit(model, outcome) if isinstance(outcome, Staged) else outcome
+    part = loaded_part(ready, done, own, time.perf_counter() - start)
     findings = [*done.findings, *noted]
     warn_once(findings)
     report = LoadReport(group.rank, group.size, str(own), (part,), tuple(findings))

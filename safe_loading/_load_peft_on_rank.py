@@ -9,16 +9,17 @@ from typing import Any, Literal
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
 from . import _progress
 from ._adapter import verify
 from ._adapter.attach import check_adapter_name, prepare
-from ._adapter.base import check_base_kwargs
-from ._adapter.guard import guarded, own_device
-from ._adapter.loading import Options, check_first, current_device_findings, load
-from ._adapter.sources import Request, find_sources
-from ._distributed.exchange import Ranks
+from ._adapter.base import check_base_kwargs, check_dtypes
+from ._adapter.guard import check_not_shared, device_identity, guarded, own_device
+from ._adapter.loading import Options, check_first, current_device_findings, load, untouched
+from ._adapter.sources import HUB_OPTIONS, Request, find_sources
+from ._distributed.exchange import Ranks, host_identity
 from .errors import AdapterError, ArgumentError, DeviceError
 
 logger = logging.getLogger("safe_loading")
@@ -55,8 +56,8 @@ def load_peft_on_rank(
         adapter: A folder or hub id of an adapter, or ``{name: adapter}`` for several on one base.
         base_model: A folder, a hub id, or a model that is already loaded (moved to ``device`` if it is on the CPU).
             None takes ``base_model_name_or_path`` of the (first) adapter's config.
-        device: Where everything goes: a device with an index, or an index of the accelerator. None takes
-            :func:`device_for_rank`.
+        device: Where everything goes: a device, its name, or an index of the accelerator. None, or an accelerator
+            without an index, takes :func:`device_for_rank`.
         dtype: Dtype of the base; "auto" leaves it as the checkpoint has it.
         adapter_dtype: Dtype of the adapter; None leaves each tensor exactly as it is on disk.
         is_trainable: Whether the active adapter's parameters require grad (nothing of the base does).
@@ -64,7 +65,8 @@ def load_peft_on_rank(
         active: The name of the adapter to be active. None takes the first.
         adapter_revision: Branch, tag or commit of adapters on the hub; never used for the base.
         adapter_subfolder: Folder inside the adapter's repository; never used for the base.
-        base_revision: Branch, tag or commit of the base; None takes the one in the adapter's config.
+        base_revision: Branch, tag or commit of the base. None takes the one in the adapter's config, when the base
+            is the one that it names.
         base_subfolder: Folder inside the base's repository.
         strict: Whether an adapter that does not fit is refused. With False what does not fit becomes a finding of the
             report and one warning, and the rest is loaded.
@@ -73,7 +75,8 @@ def load_peft_on_rank(
             this one alone, without any communication.
         timeout: Longest wait for the other ranks, in seconds.
         base_kwargs: More arguments of the base's ``from_pretrained``, as ``attn_implementation``,
-            ``quantization_config``, ``trust_remote_code``, ``token``.
+            ``quantization_config``, ``trust_remote_code``. ``token``, ``cache_dir`` and ``local_files_only`` are used
+            for the adapters too.
 
     Returns:
         The model, in eval mode (the adapter in train mode with ``is_trainable``), of the class that peft has for the
@@ -87,15 +90,23 @@ def load_peft_on_rank(
         RankError: Another rank failed, or the ranks read different files.
         ArgumentError: Arguments contradict each other.
     """
-    kwargs = dict(base_kwargs or {})
-    check_base_kwargs(kwargs)
-    adapters = _named(adapter)
-    if active is not None and active not in adapters:
-        raise ArgumentError(f"active={active!r} is none of the adapters {sorted(adapters)}.")
     group = Ranks.resolve(ranks)
-    with group.together("find the device", timeout=timeout):
+    with group.together("check the arguments", timeout=timeout) as phase:
+        kwargs = dict(base_kwargs or {})
+        check_base_kwargs(kwargs)
+        check_dtypes(dtype, adapter_dtype)
+        adapters = _named(adapter)
+        if active is not None and active not in adapters:
+            raise ArgumentError(f"active={active!r} is none of the adapters {sorted(adapters)}.")
         own = own_device(device)
-        _check_base_object(base_model, own)
+        if device is None and own.type != "cpu":
+            phase.payload = [host_identity(), *device_identity(own)]
+        if isinstance(base_model, torch.nn.Module):
+            ignored = {"auto_class": auto_class, "base_revision": base_revision, "base_subfolder": base_subfolder}
+            ignored |= {"dtype": None if dtype == "auto" else dtype}
+            ignored |= {f"base_kwargs[{name!r}]": 1 for name in kwargs.keys() - HUB_OPTIONS}
+            _check_base_object(base_model, own, [name for name, value in ignored.items() if value is not None])
+    check_not_shared(group.ranks, phase.results)
     options = Options(
         own, dtype, adapter_dtype, is_trainable, auto_class, active or next(iter(adapters)), strict, kwargs
     )
@@ -118,8 +129,8 @@ def load_peft_on_rank(
         with group.together("check the adapter against its base", timeout=timeout):
             ready = [prepare(name, facts, is_trainable=is_trainable) for name, facts in sources.adapters.items()]
             chosen = check_first(sources, ready, options)
-        with group.together("load", timeout=timeout):
-            model, report = load(sources, ready, chosen, given, options, group, noted)
+        with untouched(given) as undo, group.together("load", timeout=timeout):
+            model, report = load(sources, ready, chosen, given, options, group, noted, undo)
             verify.check_devices(model, own)
             verify.check_contexts(contexts, own)
     model.__dict__["load_report"] = report
@@ -136,10 +147,10 @@ def _named(adapter: Any) -> dict[str, str | os.PathLike[str]]:
     return adapters
 
 
-def _check_base_object(base: Any, device: torch.device) -> None:
-    if not isinstance(base, torch.nn.Module):
-        return
-    if isinstance(base, PeftModel) or getattr(base, "_hf_peft_config_loaded", False):
+def _check_base_object(base: torch.nn.Module, device: torch.device, ignored: list[str]) -> None:
+    if ignored:
+        raise ArgumentError(f"base_model is loaded already, so {', '.join(ignored)} cannot be honoured; leave it out.")
+    if isinstance(base, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in base.modules()):
         raise AdapterError(
             f"base_model is a {type(base).__name__} that has adapters already. Use load_adapter_on_rank to add one, "
             f"or pass the plain base."

@@ -88,5 +88,5 @@ class LoadReport:
         return html_table(_HEADER, self._rows()) + findings_html(self.findings)
 
     def to_json(self) -> str:
-        """Return the report as JSON."""
-        return to_json(self)
+        """Return the report, with its verdict as ``ok`` and its ``bytes``, as a JSON object."""
+        return to_json({"ok": self.ok, "bytes": self.bytes, **dataclasses.asdict(self)})

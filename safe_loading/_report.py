@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 Severity = Literal["error", "warning", "info"]
@@ -92,6 +92,6 @@ def findings_html(findings: Sequence[Finding]) -> str:
     return html_table(header, [(f.severity, f.code, f.where, f.message, f.fix) for f in findings])
 
 
-def to_json(report: Any) -> str:
-    """Return a frozen dataclass as JSON; what JSON does not know becomes its ``str``."""
-    return json.dumps(dataclasses.asdict(report), default=str, indent=2, sort_keys=True)
+def to_json(facts: Mapping[str, Any]) -> str:
+    """Return facts as a JSON object, its keys sorted."""
+    return json.dumps(facts, indent=2, sort_keys=True)

@@ -12,7 +12,7 @@
     ├── DeviceError             (RuntimeError)       no device for this rank, or something landed on another one
     └── RankError               (RuntimeError)       another rank failed, so this one stops too
         ├── RankTimeout         (TimeoutError)       a rank did not arrive within the limit
-        └── RanksDisagree                            the ranks read different files
+        └── RanksDisagree                            the ranks would load different things
 
 Each derives from the builtin that callers expect, so ``except ValueError`` and
 ``except SafeLoadingError`` both work. An error that was found in several places

@@ -203,7 +203,7 @@ def test_the_report_as_text_html_and_json(tmp_path):
     (folder / TWO).unlink()
     report = check_checkpoint(folder)
     text = str(report)
-    assert "model, 2 tensors in 1 files, 6 B (U8 6 B): NOT OK" in text
+    assert "model, 2 tensors in 1 file, 6 B (U8 6 B): NOT OK" in text
     assert f"{ONE}        2    6 B" in text
     assert "error[missing-shard]" in text
     page = report._repr_html_()

@@ -15,7 +15,7 @@ from faults import adapters as faults
 from models import save_adapter, save_llama
 
 from safe_loading._checkpoint.hub import adapter_files, base_files, resolve
-from safe_loading.errors import CheckpointNotFound
+from safe_loading.errors import ArgumentError, CheckpointNotFound, PickleRefused
 
 SCRIPT = """
     import json, sys
@@ -114,15 +114,25 @@ def test_what_can_be_neither_folder_nor_id_is_refused_without_asking(source: str
         resolve(source, adapter_files)
 
 
+def test_a_revision_of_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="'v2' is for hub ids"):
+        resolve(tmp_path, adapter_files, revision="v2")
+
+
 def test_files_are_chosen_as_transformers_would() -> None:
     def never(name: str) -> Path:
         raise AssertionError(name)
 
     names = frozenset({"config.json", "model.safetensors", "model.safetensors.index.json", "model.fp16.safetensors"})
-    assert base_files()(names, never) == ["config.json", "model.safetensors.index.json", "model.safetensors"]
-    assert base_files("fp16")(names, never)[-1] == "model.fp16.safetensors"
+    assert base_files({})(names, never) == ["config.json", "model.safetensors.index.json", "model.safetensors"]
+    assert base_files({"variant": "fp16"})(names, never)[-1] == "model.fp16.safetensors"
     code = names | {"modeling_x.py"}
-    assert "modeling_x.py" not in base_files()(code, never)
-    assert "modeling_x.py" in base_files(code=True)(code, never)
+    assert "modeling_x.py" not in base_files({})(code, never)
+    assert "modeling_x.py" in base_files({"trust_remote_code": True})(code, never)
+    pickles = frozenset({"config.json", "pytorch_model.bin", "x.gguf"})
+    assert base_files({"use_safetensors": False})(pickles, never) == ["config.json", "pytorch_model.bin"]
+    assert base_files({"gguf_file": "x.gguf"})(pickles, never) == ["config.json", "x.gguf"]
+    with pytest.raises(PickleRefused, match="use_safetensors=False"):
+        base_files({})(pickles, never)
     both = frozenset({"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"})
     assert adapter_files(both, never) == ["adapter_config.json", "adapter_model.safetensors"]

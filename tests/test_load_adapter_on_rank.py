@@ -13,7 +13,14 @@ from safetensors.torch import load_file
 from test_load_peft_on_rank import TOKENS, adapter_tensors, logits, state, transpose, two_steps
 from transformers import AutoModelForCausalLM
 
-from safe_loading import AdapterError, AdapterExists, DeviceError, load_adapter_on_rank, load_peft_on_rank
+from safe_loading import (
+    AdapterError,
+    AdapterExists,
+    ArgumentError,
+    DeviceError,
+    load_adapter_on_rank,
+    load_peft_on_rank,
+)
 
 
 @pytest.fixture
@@ -129,6 +136,12 @@ def test_a_swap_that_does_not_fit_changes_nothing(
         load_adapter_on_rank(model, bad, "default", hotswap=True)
     assert state(model) == before
     assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("argument", [{"strict": False}, {"is_trainable": True}, {"hub_kwargs": {"proxy": "x"}}])
+def test_arguments_without_effect_are_refused(model: PeftModel, other: Path, argument: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError):
+        load_adapter_on_rank(model, other, "default", hotswap=True, **argument)
 
 
 def test_a_swap_needs_an_adapter_of_that_name(model: PeftModel, other: Path) -> None:

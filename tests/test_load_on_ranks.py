@@ -53,6 +53,15 @@ SCRIPT = """
     report({"after": tried(lambda: load_adapter_on_rank(model, second, "fourth"))})
     report({"hub": tried(lambda: load_peft_on_rank("org/adapter", base_kwargs={"cache_dir": cache}))})
     report({"alone": tried(lambda: load_peft_on_rank(adapter, base, ranks="self")) if rank == 0 else {}})
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "0"
+    own = os.environ["LOCAL_RANK"]
+    from safe_loading import _device_for_rank
+    seen = _device_for_rank._visible_devices
+    _device_for_rank._visible_devices = lambda: ("npu", 1)
+    report({"one device for all": tried(lambda: load_peft_on_rank(adapter, base))})
+    report({"shared by name": tried(lambda: load_peft_on_rank(adapter, base, device="npu:0"))})
+    _device_for_rank._visible_devices = seen
+    del os.environ["ASCEND_RT_VISIBLE_DEVICES"]
     report({"two": tried(lambda: load_peft_on_rank(adapter, base, ranks=[0, 2])) if rank != 1 else {}})
     report({"told differently": tried(lambda: load_peft_on_rank(second if rank == 1 else adapter, base))})
 
@@ -154,6 +163,13 @@ def test_one_rank_asks_the_hub(found: dict[str, Any]) -> None:
 def test_some_ranks_or_one_can_load_without_the_others(found: dict[str, Any]) -> None:
     assert each(found, "alone")[0]["ranks"] == 1
     assert [facts.get("ranks") for facts in each(found, "two")] == [2, None, 2]
+
+
+def test_one_device_for_all_ranks_is_refused_unless_it_is_named(found: dict[str, Any]) -> None:
+    for facts in each(found, "one device for all"):
+        assert facts["error"] == "DeviceError"
+        assert "ranks [0, 1, 2] own npu:0" in facts["text"]
+    assert all(facts["contexts"] == [0] for facts in each(found, "shared by name"))
 
 
 def test_a_rank_that_does_not_come_is_named(found: dict[str, Any]) -> None:

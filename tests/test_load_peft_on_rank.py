@@ -466,6 +466,66 @@ def test_the_second_of_two_adapters_refused_leaves_the_base_as_it_was(
     assert state(base) == before
 
 
+def test_base_weights_that_one_adapter_wrote_come_back_when_the_next_is_refused(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    embedding = save_adapter(tmp_path / "embedding", tiny_llama, target_modules=["embed_tokens"])
+
+    def change(tensors: faults.Tensors) -> None:
+        tensors["base_model.model.model.embed_tokens.base_layer.weight"].add_(1)
+
+    writes = faults.edited(embedding, tmp_path / "writes", tensors=change)
+    bad = faults.edited(tiny_adapter, tmp_path / "bad", tensors=transpose)
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    bits = base.model.embed_tokens.weight.clone()
+    with pytest.raises(AdapterError):
+        load_peft_on_rank({"a": writes, "b": bad}, base)
+    assert torch.equal(base.model.embed_tokens.weight, bits)
+    model = load_peft_on_rank({"a": writes}, base)
+    assert torch.equal(model.get_base_model().model.embed_tokens.base_layer.weight, bits + 1)
+
+
+def test_layers_of_another_adapter_inside_the_base_are_refused(tiny_llama: Path, tiny_adapter: Path) -> None:
+    inside = load_peft_on_rank(tiny_adapter, tiny_llama).get_base_model()
+    with pytest.raises(AdapterError, match="has adapters already"):
+        load_peft_on_rank(tiny_adapter, inside)
+
+
+def test_the_check_before_the_load_knows_the_dtype(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", torch.bfloat16)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["embed_tokens"], dtype=torch.float32)
+    with pytest.raises(AdapterError, match=r"load the base with dtype=torch\.float32"):
+        load_peft_on_rank(adapter, base)
+    assert load_peft_on_rank(adapter, base, dtype=torch.float32).load_report.ok
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_what_no_file_fills_can_run_and_is_the_same_whatever_the_seed(tmp_path: Path, seed: int) -> None:
+    base = save_llama(tmp_path / "base", torch.bfloat16)
+    adapter = save_adapter(tmp_path / "adapter", base, dtype=torch.float32)
+    bad = faults.edited(adapter, tmp_path / "bad", tensors=faults.without("layers.1.self_attn.q_proj.lora_A"))
+    torch.manual_seed(seed)
+    with pytest.warns(UserWarning, match="strict=False"):
+        model = load_peft_on_rank(bad, base, strict=False)
+    assert logits(model).isfinite().all()
+    start = adapter_tensors(model)["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"]
+    assert start.dtype == torch.float32
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="strict=False"):
+        again = load_peft_on_rank(bad, base, strict=False)
+    assert torch.equal(adapter_tensors(again)["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"], start)
+
+
+@pytest.mark.parametrize(
+    "ignored", [{"dtype": torch.float16}, {"auto_class": object}, {"base_subfolder": "x"}, {"base_kwargs": {"x": 1}}]
+)
+def test_arguments_for_a_base_that_is_loaded_already_are_refused(
+    tiny_llama: Path, tiny_adapter: Path, ignored: dict[str, Any]
+) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(ignored))):
+        load_peft_on_rank(tiny_adapter, AutoModelForCausalLM.from_pretrained(tiny_llama), **ignored)
+
+
 @pytest.mark.parametrize(
     "prefix", ["_fsdp_wrapped_module.", "module.", "_orig_mod.", "module._orig_mod._fsdp_wrapped_module."]
 )
@@ -555,6 +615,16 @@ def test_a_truncated_base_is_refused_before_it_is_loaded(tmp_path: Path, tiny_ll
         ({"base_kwargs": {"torch_dtype": torch.float16}}, "dtype="),
         ({"active": "other"}, "other"),
         ({"device": "meta"}, "meta"),
+        ({"device": 3}, "no accelerator"),
+        ({"device": "cpu:3"}, "one CPU"),
+        ({"device": True}, "True"),
+        ({"device": "nothing"}, "nothing"),
+        ({"adapter_dtype": torch.int8}, "int8"),
+        ({"adapter_dtype": "bfloat16"}, "adapter_dtype='bfloat16'"),
+        ({"dtype": "float16"}, "dtype='float16'"),
+        ({"ranks": "some"}, "some"),
+        ({"ranks": [0, 1]}, "not initialised"),
+        ({"adapter_revision": "v2"}, "v2"),
     ],
 )
 def test_arguments_that_contradict_are_named(tiny_llama: Path, tiny_adapter: Path, arguments: Any, word: str) -> None:

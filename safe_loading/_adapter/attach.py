@@ -107,6 +107,7 @@ def attach(
     *,
     dtype: torch.dtype | None = None,
     strict: bool = True,
+    undo: Snapshot | None = None,
 ) -> Attached:
     """Attach an adapter to ``model``, a base model or a PeftModel that has other adapters.
 
@@ -116,13 +117,14 @@ def attach(
         device: Where its tensors land.
         dtype: Their dtype; None leaves each as it is on disk.
         strict: Whether a finding of severity "error" refuses the adapter.
+        undo: The caller's snapshot, which is told of base weights that are overwritten.
 
     Raises:
         AdapterError: It does not fit; every reason is in ``problems``.
     """
     snapshot = Snapshot(model)
     try:
-        return _attach(model, adapter, device, dtype, strict, snapshot)
+        return _attach(model, adapter, device, dtype, strict, [snapshot, *([undo] if undo else [])])
     except BaseException:
         snapshot.restore()
         raise
@@ -134,7 +136,7 @@ def _attach(
     device: torch.device,
     dtype: torch.dtype | None,
     strict: bool,
-    snapshot: Snapshot,
+    undo: list[Snapshot],
 ) -> Attached:
     # Other methods compute what they freeze (VeRA's projections, a prompt's start) from values that meta has not.
     hollow = configs.is_lora(adapter.config)
@@ -144,11 +146,11 @@ def _attach(
     if errors and (strict or not (found.values or adapter.config.is_prompt_learning)):
         raise AdapterError(title([adapter], type(_base(model)).__name__), map(str, errors))
     if hollow and _needs_real_start(adapter, found, slots):
-        snapshot.restore()
+        undo[0].restore()
         again = dataclasses.replace(adapter, config=config)
         wrapped, found, slots, renamed = _structure(model, again, hollow=False)
     place.fill(slots, found.values, device, dtype)
-    written = place.write_base(wrapped, found.base_writes, adapter.where)
+    written = place.write_base(wrapped, found.base_writes, adapter.where, undo)
     now = (held(slot.owner, slot.name) for slot in slots.values())
     made = list({id(tensor): tensor for tensor in now if tensor is not None}.values())
     return Attached(
@@ -261,4 +263,4 @@ def _copy(config: PeftConfig) -> PeftConfig:
 
 def title(adapters: list[Adapter], model: str) -> str:
     named = ", ".join(f"{adapter.facts.source!r} (as {adapter.name!r})" for adapter in adapters)
-    return f"{named} does not fit {model}; nothing was changed:"
+    return f"{named} cannot be attached to {model}; nothing was changed:"

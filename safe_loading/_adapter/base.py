@@ -51,6 +51,17 @@ def check_base_kwargs(base_kwargs: Mapping[str, Any]) -> None:
         raise ArgumentError("base_kwargs holds what load_peft_on_rank decides itself:", problems)
 
 
+def check_dtypes(dtype: object, adapter_dtype: object) -> None:
+    """Refuse what is no dtype of weights.
+
+    Raises:
+        ArgumentError: ``dtype`` is neither a floating dtype nor "auto", or ``adapter_dtype`` neither one nor None.
+    """
+    for name, value, other in (("dtype", dtype, "auto"), ("adapter_dtype", adapter_dtype, None)):
+        if value != other and not (isinstance(value, torch.dtype) and value.is_floating_point):
+            raise ArgumentError(f"{name}={value!r}; pass a floating torch.dtype, as torch.bfloat16, or {other!r}.")
+
+
 def auto_class_for(facts: AdapterFacts, folder: Path) -> Any:
     """Return the class that loads the base: by the adapter's task type, its auto mapping, or the base's architecture.
 
@@ -75,8 +86,10 @@ def auto_class_for(facts: AdapterFacts, folder: Path) -> Any:
     )
 
 
-def skeleton(auto_class: Any, folder: Path, base_kwargs: Mapping[str, Any]) -> torch.nn.Module | None:
-    """Return the base on meta, or None when its class cannot be built without weights."""
+def skeleton(
+    auto_class: Any, folder: Path, dtype: torch.dtype | str, base_kwargs: Mapping[str, Any]
+) -> torch.nn.Module | None:
+    """Return the base on meta, in the dtype that it will have, or None when its class cannot be built so."""
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
@@ -84,9 +97,10 @@ def skeleton(auto_class: Any, folder: Path, base_kwargs: Mapping[str, Any]) -> t
             if hasattr(auto_class, "from_config"):
                 trusted = bool(base_kwargs.get("trust_remote_code", False))
                 model: torch.nn.Module = auto_class.from_config(config, trust_remote_code=trusted)
-                return model
-            made: torch.nn.Module = auto_class(config)
-            return made
+            else:
+                model = auto_class(config)
+            wanted = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None)
+            return model.to(wanted) if isinstance(wanted, torch.dtype) else model
     except Exception:  # remote code may do anything on meta; the check then happens when the adapter is attached
         return None
 

@@ -105,4 +105,8 @@ def _near_adapters(folder: Path) -> str:
         near = sorted(path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}"))
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}.") from error
-    return f" Its subfolders {near} are: pass adapter_subfolder=." if near else ""
+    if near:
+        return f" Its subfolders {near} are: pass adapter_subfolder=."
+    return (
+        " Pass the folder that save_pretrained of a PeftModel wrote; the first argument is the adapter, not the base."
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 
 from safe_loading._device_for_rank import device_for_rank
+from safe_loading._distributed.launcher import read_visible_devices
 from safe_loading.errors import ArgumentError, DeviceError
 
 
@@ -28,16 +30,20 @@ def own_device(device: torch.device | str | int | None) -> torch.device:
     if isinstance(device, int):
         if type(device) is bool:  # an int to Python, and a mistake here
             raise ArgumentError(f"device={device!r} is no device; pass a torch.device, a name or an index.")
-        asked = torch.device(accelerator.type if accelerator else "cpu", device)
+        if accelerator is None:
+            raise DeviceError(f"device={device}, but there is no accelerator here. Pass device='cpu' for the CPU.")
+        asked = torch.device(accelerator.type, device)
     else:
         try:
             asked = torch.device(device)
         except RuntimeError as error:
             raise ArgumentError(f"device={device!r} is no device: {error}") from error
     if asked.type == "cpu":
+        if (asked.index or 0) > 0:
+            raise DeviceError(f"device={device!r}: there is one CPU device, 'cpu'.")
         return torch.device("cpu")
     if asked.type == "meta":
-        raise ArgumentError("device='meta' holds no values; wrap_fsdp_meta_safe is for models on meta.")
+        raise ArgumentError("device='meta' holds no values; name a device of this machine, or leave it out.")
     if accelerator is None or asked.type != accelerator.type:
         raise DeviceError(f"device={device!r}, but the accelerator of this machine is {accelerator or 'none'}.")
     if ":" not in str(asked):  # .index is None then, which torch's types deny
@@ -46,6 +52,37 @@ def own_device(device: torch.device | str | int | None) -> torch.device:
     if asked.index >= count:
         raise DeviceError(f"device={device!r}, but {count} {asked.type} device(s) are visible: 0 to {count - 1}.")
     return asked
+
+
+def device_identity(device: torch.device) -> list[str]:
+    """Return what tells one physical device of a machine from another, whatever number each process gives it."""
+    if device.type == "cuda":
+        return [str(getattr(torch.cuda.get_device_properties(device), "uuid", device))]
+    narrowed = [f"{each.variable}={each.value}" for each in read_visible_devices(os.environ, device.type)]
+    return [str(device), *narrowed]
+
+
+def check_not_shared(ranks: Sequence[int], owned: Sequence[Sequence[str] | None]) -> None:
+    """Fail when two ranks own one device.
+
+    Args:
+        ranks: The global ranks.
+        owned: Of each its node and the identity of its device; None for the CPU, or a device that its caller named.
+
+    Raises:
+        DeviceError: The ranks that share.
+    """
+    owners: dict[tuple[str, ...], list[int]] = {}
+    for rank, device in zip(ranks, owned, strict=True):
+        if device is not None:
+            owners.setdefault(tuple(device), []).append(rank)
+    problems = [f"ranks {sharing} own {device[1]} of {device[0]}" for device, sharing in owners.items() if sharing[1:]]
+    if problems:
+        raise DeviceError(
+            "Several ranks were given one device (one entry in CUDA_VISIBLE_DEVICES for all of them?). Start fewer "
+            "ranks, show each its own device, or pass device= if they are to share it:",
+            problems,
+        )
 
 
 @contextmanager
@@ -58,4 +95,8 @@ def guarded(device: torch.device) -> Iterator[None]:
     current = torch.accelerator.device_index(device.index) if accelerator else nullcontext()
     forked = [device] if accelerator else []
     with current, torch.random.fork_rng(forked, device_type=device.type if accelerator else "cuda"):
+        # What no file fills (strict=False, a new head) starts the same on every rank, whatever its seed.
+        torch.default_generator.manual_seed(0)
+        if accelerator:
+            torch.get_device_module(device).manual_seed(0)
         yield

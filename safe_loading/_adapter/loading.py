@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -45,7 +46,7 @@ def check_first(sources: Sources, ready: list[Adapter], options: Options) -> Any
     chosen = options.auto_class or bases.auto_class_for(ready[0].facts, folder)
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
         read_checkpoint(folder, variant=options.base_kwargs.get("variant"), kind="model")
-    outline = bases.skeleton(chosen, folder, options.base_kwargs)
+    outline = bases.skeleton(chosen, folder, options.dtype, options.base_kwargs)
     if outline is not None and options.strict:
         check(outline, ready)
     return chosen
@@ -59,10 +60,11 @@ def load(
     options: Options,
     group: Ranks,
     noted: list[Finding],
+    undo: Snapshot | None,
 ) -> tuple[PeftModel, LoadReport]:
     """Load the base (or take the given one), attach the adapters, and say what was done."""
     if sources.base is None:
-        model, parts, findings = _onto_given(given, ready, options)
+        model, parts, findings = _onto_given(given, ready, options, undo)
     else:
         start = time.perf_counter()
         base, info = bases.load_base(chosen, sources.base.folder, options.device, options.dtype, options.base_kwargs)
@@ -81,47 +83,47 @@ def load(
 
 
 def _onto_given(
-    given: torch.nn.Module, ready: list[Adapter], options: Options
+    given: torch.nn.Module, ready: list[Adapter], options: Options, undo: Snapshot | None
 ) -> tuple[PeftModel, list[LoadedPart], list[Finding]]:
-    """Attach to a model that the caller owns, then move it: a refusal finds it where and as it was."""
-    home = verify.one_device(given)
-    snapshot = Snapshot(given)
+    """Attach to a model that the caller owns, then move it: most refusals come before it is moved."""
+    model, parts, findings = _attach_all(given, ready, options, undo)
+    start = time.perf_counter()
+    model.to(options.device)
+    first = _base_part(given, type(given).__name__, None, options, time.perf_counter() - start)
+    return model, [first, *parts], findings
+
+
+@contextmanager
+def untouched(model: torch.nn.Module | None) -> Iterator[Snapshot | None]:
+    """If the block raises, ``model`` (one that the caller owns; None for none) is put back to where and what it was."""
+    if model is None:
+        yield None
+        return
+    home = verify.one_device(model)
+    snapshot = Snapshot(model)
     try:
-        model, parts, findings = _attach_all(given, ready, options)
-        start = time.perf_counter()
-        if home != options.device:
-            model.to(options.device)
-        seconds = time.perf_counter() - start
+        yield snapshot
     except BaseException:
         snapshot.restore()
-        if home != options.device:
-            given.to(home)
+        model.to(home)
         raise
-    return model, [_base_part(given, type(given).__name__, None, options, seconds), *parts], findings
 
 
 def _attach_all(
-    base: torch.nn.Module, ready: list[Adapter], options: Options
+    base: torch.nn.Module, ready: list[Adapter], options: Options, undo: Snapshot | None = None
 ) -> tuple[PeftModel, list[LoadedPart], list[Finding]]:
     model = base
     parts: list[LoadedPart] = []
     findings: list[Finding] = []
     for adapter in ready:
-        model, part, found = _attach_one(model, adapter, options.device, options.adapter_dtype, strict=options.strict)
-        parts.append(part)
-        findings += found
+        start = time.perf_counter()
+        done = attach(model, adapter, options.device, dtype=options.adapter_dtype, strict=options.strict, undo=undo)
+        model = done.model
+        parts.append(loaded_part(adapter, done, options.device, time.perf_counter() - start))
+        findings += done.findings
     if not isinstance(model, PeftModel):
         raise AdapterError("There is no adapter to attach.")
     return model, parts, findings
-
-
-def _attach_one(
-    model: torch.nn.Module, adapter: Adapter, device: torch.device, dtype: torch.dtype | None, *, strict: bool
-) -> tuple[PeftModel, LoadedPart, list[Finding]]:
-    """Attach one adapter; return the model, the report's line about it and the findings."""
-    start = time.perf_counter()
-    done = attach(model, adapter, device, dtype=dtype, strict=strict)
-    return done.model, loaded_part(adapter, done, device, time.perf_counter() - start), done.findings
 
 
 def loaded_part(adapter: Adapter, done: Attached, device: torch.device, seconds: float) -> LoadedPart:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -33,6 +34,7 @@ class Match:
         return any(finding.code in _LEAVES_A_SLOT for finding in self.findings)
 
 
+_LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 _LEAVES_A_SLOT = frozenset({"adapter-key-missing", "modules-to-save-missing", "shape-mismatch", "vocabulary-resized"})
 
 
@@ -68,8 +70,30 @@ def match(
     if stray:
         _match_base_weights(model, config, where, stray, list(embeddings), result)
     result.findings.extend(_missing(where, slots, routed))
+    result.findings[:] = grouped(result.findings)
     result.findings.extend(_layer_counts(where, model, routed, result.findings))
     return result
+
+
+def grouped(findings: Iterable[Finding]) -> list[Finding]:
+    """Make one finding of those that differ only in the number of their layer: a misfit repeats itself in each."""
+    alike: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        pattern = (finding.code, finding.where, finding.message, finding.fix)
+        alike.setdefault(tuple(_LAYER.sub("N", text) for text in pattern), []).append(finding)
+    return [_one_for_all(group) for group in alike.values()]
+
+
+def _one_for_all(group: list[Finding]) -> Finding:
+    first = group[0]
+    if len(group) == 1:
+        return first
+    layers = sorted({int(number) for finding in group for number in _LAYER.findall(finding.where)})
+    return dataclasses.replace(
+        first,
+        message=f"{first.message} The same in {len(group) - 1} more, of layers {layers}.",
+        bytes=sum(finding.bytes for finding in group),
+    )
 
 
 def _shape_mismatch(
@@ -161,7 +185,7 @@ def _unexpected(where: str, key: str, modules: set[str], model: PeftModel) -> Fi
             "error",
             f"{where}: {key}",
             f"the base has {path.removeprefix('base_model.model.')!r}, but the config's target_modules do not select "
-            f"it; peft would drop the tensor.",
+            f"it; the tensor has no place.",
             "add the module to target_modules in adapter_config.json.",
         )
     return Finding(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from safe_loading._adapter.slots import Slot
+from safe_loading._adapter.snapshot import Snapshot
 from safe_loading._report import Finding
 
 
@@ -16,14 +17,19 @@ def fill(
 ) -> None:
     """Put each value into its slot, on ``device``, in its own dtype or in ``dtype`` when one is given.
 
-    Slots that share storage (adapters tied to one another) share it afterwards as well.
+    Slots that share storage (adapters tied to one another) share it afterwards as well. A slot without a value keeps
+    its start, in the dtype of the others: a layer computes with both of its factors.
     """
+    common = dtype or next((value.dtype for value in values.values() if value.is_floating_point()), None)
     groups: dict[int, list[Slot]] = defaultdict(list)
     for slot in slots.values():
         groups[slot.tensor.untyped_storage()._cdata].append(slot)
     for group in groups.values():
         held = [slot for slot in group if slot.key in values]
         if not held:
+            for slot in group:
+                if common is not None and slot.is_parameter and slot.tensor.is_floating_point():
+                    _set(slot, _like(slot, slot.tensor.detach().to(common)))
             continue
         if len({id(slot.tensor) for slot in group}) == 1:
             moved = _moved(values[held[0].key], device, dtype)
@@ -76,8 +82,13 @@ def _set(slot: Slot, value: torch.Tensor) -> None:
         slot.owner._buffers[slot.name] = value
 
 
-def write_base(model: torch.nn.Module, writes: Mapping[str, torch.Tensor], where: str) -> list[Finding]:
-    """Copy the base weights that an adapter file brings along into the base, in place, so that ties stay ties."""
+def write_base(
+    model: torch.nn.Module, writes: Mapping[str, torch.Tensor], where: str, undo: Iterable[Snapshot]
+) -> list[Finding]:
+    """Copy the base weights that an adapter file brings along into the base, in place, so that ties stay ties.
+
+    What they overwrite is kept in each of ``undo``.
+    """
     if not writes:
         return []
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -86,6 +97,8 @@ def write_base(model: torch.nn.Module, writes: Mapping[str, torch.Tensor], where
         moved = value.to(own[key].device)
         if torch.equal(moved, own[key]):
             continue
+        for snapshot in undo:
+            snapshot.keep(own[key])
         with torch.no_grad():
             own[key].copy_(moved)
         findings.append(

@@ -10,7 +10,7 @@ import torch
 class Snapshot:
     """The attributes of every module of ``model`` and the ``requires_grad`` of every parameter, to be restored.
 
-    Tensors are kept by reference: their data is not copied, so only changes of structure can be undone. Containers
+    Tensors are kept by reference: their data is not copied, but for those that :meth:`keep` is told of. Containers
     among the attributes (``_modules``, ``_parameters``, hooks, LoRA's ``scaling``, ...) are restored in place, since
     others may hold them.
     """
@@ -23,6 +23,11 @@ class Snapshot:
         ]
         self._states = [(item, _copy_one_level(vars(item))) for item in objects if hasattr(item, "__dict__")]
         self._requires_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor's data to the host, since it is about to be overwritten."""
+        self._data.append((tensor, tensor.detach().to("cpu", copy=True)))
 
     def restore(self) -> None:
         """Put every module back to what it was."""
@@ -36,6 +41,9 @@ class Snapshot:
                     _refill(value, content)
         for parameter, requires_grad in self._requires_grad:
             parameter.requires_grad_(requires_grad)
+        with torch.no_grad():
+            for tensor, data in reversed(self._data):
+                tensor.copy_(data)
 
 
 def _copy_one_level(state: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

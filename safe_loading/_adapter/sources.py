@@ -14,6 +14,7 @@ from safe_loading._distributed.exchange import Ranks
 from safe_loading.errors import AdapterError, RanksDisagree
 
 Source = str | os.PathLike[str]
+HUB_OPTIONS = frozenset({"token", "cache_dir", "local_files_only"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ def find_sources(request: Request, ranks: Ranks, *, timeout: float) -> Sources:
 
 
 def _resolve_all(request: Request) -> Sources:
-    hub = {k: request.base_kwargs[k] for k in ("token", "cache_dir", "local_files_only") if k in request.base_kwargs}
+    hub = {name: request.base_kwargs[name] for name in HUB_OPTIONS if name in request.base_kwargs}
     facts = {}
     for name, source in request.adapters.items():
         resolved = resolve(
@@ -96,16 +97,22 @@ def _resolve_all(request: Request) -> Sources:
     base = request.base or first.config.get("base_model_name_or_path")
     if not base:
         raise AdapterError(f"{first.folder}/adapter_config.json names no base model. Pass base_model=.")
-    # the revision in an adapter's config is its base's (peft AutoPeftModel)
-    revision = request.base_revision or (first.config.get("revision") if request.base is None else None)
-    chooser = base_files(request.base_kwargs.get("variant"), code=bool(request.base_kwargs.get("trust_remote_code")))
+    revision = request.base_revision
+    if revision is None and request.base is None and not Path(base).exists():
+        revision = first.config.get("revision")  # the revision in an adapter's config is its base's (AutoPeftModel)
+    chooser = base_files(request.base_kwargs)
     return Sources(facts, resolve(base, chooser, revision=revision, subfolder=request.base_subfolder, hub=hub))
 
 
 def _asked(request: Request) -> dict[str, Any]:
     base = request.base if request.base is None else os.fspath(request.base)
-    adapters = {name: os.fspath(source) for name, source in request.adapters.items()}
-    return {"adapters": adapters, "base": base if request.wants_base else "a model that the caller passed"}
+    return {
+        "adapters": {name: os.fspath(source) for name, source in request.adapters.items()},
+        "base": base if request.wants_base else "a model that the caller passed",
+        "revisions": [request.adapter_revision, request.base_revision],
+        "subfolders": [request.adapter_subfolder, request.base_subfolder],
+        "allow_pickle": request.allow_pickle,
+    }
 
 
 def _to_json(found: Sources) -> dict[str, Any]:

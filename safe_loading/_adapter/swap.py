@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import torch
@@ -15,11 +16,29 @@ from safe_loading._report import Finding
 from safe_loading.errors import AdapterError
 
 
-def swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None) -> Attached:
-    """Overwrite the loaded adapter ``adapter.name`` with another one, in place.
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """A swap that can no longer fail: the new values are on the device, beside the old ones.
 
-    Everything is checked and moved to the device before the first value is overwritten, so for a moment the new
-    adapter takes its size in device memory once more.
+    Attributes:
+        adapter: The new adapter.
+        slots: The loaded adapter's places.
+        values: The new value of each.
+        findings: What is worth knowing.
+        renamed: Keys that were renamed.
+    """
+
+    adapter: Adapter
+    slots: dict[str, Slot]
+    values: dict[str, torch.Tensor]
+    findings: list[Finding]
+    renamed: dict[str, str]
+
+
+def stage(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None) -> Staged:
+    """Check that an adapter can take the place of the loaded ``adapter.name``, and move its values to the device.
+
+    Until the swap is done the new adapter takes its size in device memory once more; nothing of the model changes.
 
     Raises:
         AdapterError: The two adapters differ in more than their values, rank and scaling.
@@ -42,17 +61,26 @@ def swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None) -> At
     errors = [str(finding) for finding in findings if finding.severity == "error"]
     if errors or new.missing:
         raise AdapterError(title([adapter], f"the loaded adapter {name!r}"), [*errors, *new.missing])
-    staged = {key: value.to(slots[key].tensor) for key, value in new.tensors.items()}
-    lora = {key: value for key, value in staged.items() if ".lora_" in key}
+    moved = {key: value.to(slots[key].tensor) for key, value in new.tensors.items()}
+    return Staged(adapter, slots, moved, findings, renamed)
+
+
+def commit(model: PeftModel, staged: Staged) -> Attached:
+    """Overwrite the loaded adapter's values and scaling, in place."""
+    name, config = staged.adapter.name, staged.adapter.config
+    if not isinstance(config, LoraConfig):
+        raise AdapterError(f"{staged.adapter.facts.source!r} is no LoRA adapter.")
+    lora = {key: value for key, value in staged.values.items() if ".lora_" in key}
     hotswap_adapter_from_state_dict(model, lora, name, config)
     with torch.no_grad():
-        for key in staged.keys() - lora.keys():
-            slots[key].tensor.copy_(staged[key])
+        for key in staged.values.keys() - lora.keys():
+            staged.slots[key].tensor.copy_(staged.values[key])
     config.inference_mode = model.peft_config[name].inference_mode
     model.peft_config[name] = config
-    made = list({id(slot.tensor): slot.tensor for slot in slots.values()}.values())
+    made = list({id(slot.tensor): slot.tensor for slot in staged.slots.values()}.values())
     dtypes = dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in made))
-    return Attached(model, findings, dtypes, len(made), sum(tensor.nbytes for tensor in made), renamed)
+    size = sum(tensor.nbytes for tensor in made)
+    return Attached(model, staged.findings, dtypes, len(made), size, staged.renamed)
 
 
 def _differences(
@@ -73,7 +101,7 @@ def _differences(
         if (dtype or value.dtype) != old.dtype:
             text = f"the new adapter is {dtype or value.dtype}, the loaded one {old.dtype}; writing it would round it."
             findings.append(
-                _error("dtype", where, text, f"pass adapter_dtype={old.dtype}, or load under another name.")
+                _error("adapter-dtype", where, text, f"pass adapter_dtype={old.dtype}, or load under another name.")
             )
         if not _fits(key, old.shape, value.shape):
             text = f"the loaded adapter has {list(old.shape)}, the new one {list(value.shape)}."

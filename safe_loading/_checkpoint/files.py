@@ -135,7 +135,7 @@ def not_contained(folder: Path, name: str) -> str | None:
     if reason is None:
         return None
     return (
-        f"{folder}: the file name {name!r} {reason}, so it may not lie inside {str(folder)!r}. "
+        f"{folder}: the file name {name!r} {reason}, so it might lie outside {str(folder)!r}. "
         "Fix: name it relative to the folder, with forward slashes, such as 'model-00001-of-00002.safetensors'"
     )
 

@@ -154,7 +154,7 @@ def _header_bytes(path: Path, file: BinaryIO, size: int) -> bytes | Finding:
 
 
 def _truncated(path: Path, there: int, needed: int, what: str) -> Finding:
-    message = f"is cut short: {there} bytes are there, {needed} are needed {what} ({needed - there} are missing)"
+    message = f"is cut short: {there} bytes are there, {needed} are needed {what} ({needed - there} bytes are missing)"
     fix = "download or copy the file again; the download was probably cut off"
     return fault("truncated", path, message, fix, needed - there)
 

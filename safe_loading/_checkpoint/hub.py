@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safe_loading.errors import CheckpointError, CheckpointNotFound
+from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound, PickleRefused
 
 from .index import read_index
 from .weights import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_SINGLE
@@ -49,16 +49,19 @@ def resolve(
     Args:
         source: A local folder or a hub id ("owner/name").
         choose: Given the names in the subfolder and a function that fetches one of them, returns the names needed.
-        revision: Branch, tag or commit of a hub id; ignored for a folder.
+        revision: Branch, tag or commit of a hub id.
         subfolder: Folder inside ``source``.
         hub: ``token``, ``cache_dir`` and ``local_files_only``, as for ``huggingface_hub.hf_hub_download``.
 
     Raises:
+        ArgumentError: A revision of a local folder.
         CheckpointNotFound: Neither a folder nor a repository that can be reached or is cached.
     """
     text = os.fspath(source)
     path = Path(text).expanduser()
     if path.exists():
+        if revision is not None:
+            raise ArgumentError(f"revision {revision!r} is for hub ids, and {text!r} is a folder. Leave it out.")
         folder = path / subfolder if subfolder else path
         if not folder.is_dir():
             raise CheckpointNotFound(f"{folder} is not a folder. Pass the folder that holds the files.")
@@ -78,24 +81,36 @@ def adapter_files(names: frozenset[str], fetch: Callable[[str], Path]) -> list[s
     return [name for name in (ADAPTER_CONFIG, weights) if name in names]
 
 
-def base_files(variant: str | None = None, *, code: bool = False) -> Chooser:
-    """Return a chooser of a base model's files: every small JSON file and the safetensors that its index names.
+def base_files(options: Mapping[str, Any]) -> Chooser:
+    """Return a chooser of a base model's files: every small JSON file and the weights that are asked for.
 
     Args:
-        variant: As in ``from_pretrained``: "fp16" chooses ``model.fp16.safetensors``.
-        code: Whether Python files are wanted too (``trust_remote_code``).
+        options: Of ``from_pretrained``'s arguments ``variant`` ("fp16" chooses ``model.fp16.safetensors``),
+            ``trust_remote_code`` (Python files too), ``gguf_file``, and ``use_safetensors=False`` (pickles, by name).
     """
+    variant = options.get("variant")
     infix = f".{variant}" if variant else ""
     single, index = f"model{infix}.safetensors", f"model.safetensors.index{infix}.json"
 
     def choose(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
         chosen = [name for name in sorted(names) if "/" not in name and name.endswith((".json", ".jinja"))]
-        if code:
+        if options.get("trust_remote_code"):
             chosen += [name for name in sorted(names) if name.endswith(".py")]
+        if options.get("gguf_file"):
+            return [*chosen, options["gguf_file"]]
+        pickles = [name for name in sorted(names) if name.startswith("pytorch_model") and name.endswith(".bin")]
+        if options.get("use_safetensors") is False:
+            return [*chosen, *pickles]
         if single in names:
             return [*chosen, single]
         if index in names:
             return [*chosen, *sorted(set(read_index(fetch(index)).weight_map.values()))]
+        if pickles:
+            raise PickleRefused(
+                f"The base has only pickles ({pickles[0]}, ...), which can run code when they are read. Convert it "
+                f"once: load it with from_pretrained(..., use_safetensors=False), call save_pretrained, and pass that "
+                f"folder."
+            )
         return chosen
 
     return choose
