@@ -100,13 +100,13 @@ def load_adapter_on_rank(
     with guarded(own), _progress.engine_bars(own.index or 0):
         facts = find_sources(request, group, timeout=timeout).adapters[adapter_name]
         start = time.perf_counter()
-        with untouched(model), group.together("load the adapter", timeout=timeout):
+        with untouched(model) as undo, group.together("load the adapter", timeout=timeout):
             ready = prepare(adapter_name, facts, is_trainable=is_trainable)
             outcome: Staged | Attached
             if hotswap:
                 outcome = stage(model, ready, dtype=adapter_dtype)
             else:
-                outcome = attach(model, ready, own, dtype=adapter_dtype, strict=strict)
+                outcome = attach(model, ready, own, undo=[undo], dtype=adapter_dtype, strict=strict)
                 _train_or_not(model, ready, is_trainable=is_trainable)
             verify.check_devices(model, own)
             verify.check_contexts(contexts, own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -129,7 +130,8 @@ def load_peft_on_rank(
         with group.together("check the adapter against its base", timeout=timeout):
             ready = [prepare(name, facts, is_trainable=is_trainable) for name, facts in sources.adapters.items()]
             chosen = check_first(sources, ready, options)
-        with untouched(given) as undo, group.together("load", timeout=timeout):
+        kept = nullcontext() if given is None else untouched(given)
+        with kept as undo, group.together("load", timeout=timeout):
             model, report = load(sources, ready, chosen, given, options, group, noted, undo)
             verify.check_devices(model, own)
             verify.check_contexts(contexts, own)

@@ -31,7 +31,7 @@ SCRIPT = """
         with torch.no_grad():
             out = model(input_ids=torch.arange(1, 9)[None]).logits
         print("RESULT", json.dumps({"parts": parts, "sum": out.double().sum().item(),
-                                    "name": model.get_base_model().name_or_path}))
+                                    "name": [model.get_base_model().name_or_path, model.config._name_or_path]}))
 """
 
 
@@ -83,7 +83,7 @@ def test_one_request_per_repository_and_none_when_offline(tmp_path: Path, reposi
         "base": ["org/base", commit_of("org/base")],
         "default": ["org/adapter", commit_of("org/adapter")],
     }
-    assert first[0]["name"] == "org/base"
+    assert first[0]["name"] == ["org/base", "org/base"]
     assert first[0]["sum"] == first[1]["sum"]
     assert first[2]["sum"] != first[0]["sum"]
     assert first[2]["parts"]["base"][1] == commit_of("org/base", "v2")

@@ -72,6 +72,10 @@ LOADS = """
     elsewhere = AutoModelForCausalLM.from_pretrained(base, device_map={"": torch.device("npu", 5)})
     report({"elsewhere": tried(base=elsewhere, device=3)})
     del elsewhere
+    spread = AutoModelForCausalLM.from_pretrained(base, device_map={
+        "model.embed_tokens": 1, "model.layers": 1, "model.norm": 2, "model.rotary_emb": 1, "lm_head": 2})
+    report({"spread": tried(base=spread, device=1)})
+    del spread
     report({"ninth": tried(device=9), "cuda": tried(device="cuda:0")})
 
     torch_npu.reset()
@@ -158,6 +162,12 @@ def test_a_base_on_another_device_is_refused(facts: dict[str, Any]) -> None:
     assert facts["elsewhere"]["error"] == "DeviceError"
     assert "npu:5" in facts["elsewhere"]["text"]
     assert "npu:3" in facts["elsewhere"]["text"]
+
+
+def test_a_base_on_several_devices_is_refused(facts: dict[str, Any]) -> None:
+    assert facts["spread"]["error"] == "DeviceError"
+    assert "on npu:1" in facts["spread"]["text"]
+    assert "on npu:2" in facts["spread"]["text"]
 
 
 def test_a_device_too_small_leaves_the_given_base_as_it_was(facts: dict[str, Any]) -> None:

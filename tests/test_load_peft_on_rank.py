@@ -189,6 +189,9 @@ def test_adapters_tied_to_one_another_stay_tied(tmp_path: Path, kind: str) -> No
         return {frozenset(group) for group in groups.values() if len(group) > 1}
 
     assert ties(ours) == ties(plain)
+    if any("lm_head.lora" in key for key in load_file(adapter / faults.WEIGHTS)):
+        once = faults.edited(adapter, tmp_path / "once", tensors=faults.without("lm_head.lora"))
+        assert torch.equal(logits(load_peft_on_rank(once, base)), logits(plain))
 
 
 @pytest.mark.parametrize("layout", ["per expert", "fused"])

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel
 from safe_loading._adapter import config as configs
 from safe_loading._adapter import place, values
 from safe_loading._adapter.facts import AdapterFacts
-from safe_loading._adapter.hollow import Hollow
+from safe_loading._adapter.hollow import Hollow, NoInit
 from safe_loading._adapter.match import Match, match
 from safe_loading._adapter.slots import Routed, Slot, held, new_slots, route
 from safe_loading._adapter.snapshot import Snapshot
@@ -105,39 +105,23 @@ def attach(
     adapter: Adapter,
     device: torch.device,
     *,
+    undo: Sequence[Snapshot],
     dtype: torch.dtype | None = None,
     strict: bool = True,
-    undo: Snapshot | None = None,
 ) -> Attached:
     """Attach an adapter to ``model``, a base model or a PeftModel that has other adapters.
 
     Args:
-        model: Where it goes; left bit-identical when the adapter is refused.
+        model: Where it goes. When this raises, restoring the snapshots makes it what it was.
         adapter: What goes there.
         device: Where its tensors land.
+        undo: A snapshot of ``model`` as it is now, then earlier ones; told of base weights that are overwritten.
         dtype: Their dtype; None leaves each as it is on disk.
         strict: Whether a finding of severity "error" refuses the adapter.
-        undo: The caller's snapshot, which is told of base weights that are overwritten.
 
     Raises:
         AdapterError: It does not fit; every reason is in ``problems``.
     """
-    snapshot = Snapshot(model)
-    try:
-        return _attach(model, adapter, device, dtype, strict, [snapshot, *([undo] if undo else [])])
-    except BaseException:
-        snapshot.restore()
-        raise
-
-
-def _attach(
-    model: torch.nn.Module,
-    adapter: Adapter,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    strict: bool,
-    undo: list[Snapshot],
-) -> Attached:
     # Other methods compute what they freeze (VeRA's projections, a prompt's start) from values that meta has not.
     hollow = configs.is_lora(adapter.config)
     config = _copy(adapter.config)
@@ -179,9 +163,8 @@ def _structure(
     before = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     with quiet(), _initialisation(config, skip=hollow):
         if hollow:
-            with Hollow(model) as emptied, torch.device("meta"):
+            with Hollow(model), torch.device("meta"), NoInit():
                 wrapped = _inject(model, config, adapter.name)
-            before |= emptied.before
         else:
             wrapped = _inject(model, config, adapter.name)
     slots = new_slots(wrapped, before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +25,6 @@ _AUTO_CLASSES = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }
-_ADAPTER_PART = re.compile(r"(^|\.)(lora_|modules_to_save\.|trainable_tokens_)")
 # What this call decides itself; a second value for it would contradict the first.
 _DECIDED = {
     "device_map": "device=",
@@ -133,12 +131,6 @@ def name_base(model: torch.nn.Module, source: str | os.PathLike[str]) -> None:
     if config is not None:
         config._name_or_path = os.fspath(source)
     model.__dict__["name_or_path"] = os.fspath(source)
-
-
-def own_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the tensors of a base model, without those of adapters that were attached to it."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return [tensor for name, tensor in tensors if not _ADAPTER_PART.search(name)]
 
 
 def loading_findings(info: Mapping[str, Any], ready: list[Adapter], source: str) -> list[Finding]:

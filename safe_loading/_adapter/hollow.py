@@ -5,9 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+
+class NoInit(TorchFunctionMode):
+    """Context manager: inside it ``torch.nn.init`` does nothing, since the values come from a file."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return the tensor that an initialiser is given; leave every other call as it is."""
+        if getattr(func, "__module__", "") == "torch.nn.init" and func.__name__.endswith("_"):
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 class Hollow:
@@ -17,17 +30,12 @@ class Hollow:
     costs no memory and touches no device. On exit the modules that were there at entry get their own tensors back,
     with the ``requires_grad`` that their twins were given meanwhile. Tensors of a subclass (quantised weights) stay:
     the engines read their attributes.
-
-    Attributes:
-        before: ``id`` of every tensor that stood in the tree on entry, twins included. A tensor of the tree that is
-            not in it was made inside.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._slots: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._twins: dict[int, torch.Tensor] = {}
-        self.before: set[int] = set()
 
     def __enter__(self) -> Hollow:
         """Put the twins in place; a tensor that stands in several places gets one twin, so ties stay ties."""
@@ -37,11 +45,9 @@ class Hollow:
                 for name, tensor in tensors.items():
                     if tensor is None:
                         continue
-                    self.before.add(id(tensor))
                     if type(tensor) in (torch.nn.Parameter, torch.Tensor):
                         self._slots.append((tensors, name, tensor))
                         tensors[name] = self._twin(tensor)  # pyright: ignore[reportArgumentType]  # like for like
-        self.before.update(map(id, self._twins.values()))
         return self
 
     def __exit__(

@@ -86,19 +86,19 @@ def _onto_given(
     given: torch.nn.Module, ready: list[Adapter], options: Options, undo: Snapshot | None
 ) -> tuple[PeftModel, list[LoadedPart], list[Finding]]:
     """Attach to a model that the caller owns, then move it: most refusals come before it is moved."""
+    moves = verify.one_device(given) != options.device
+    first = _base_part(given, type(given).__name__, None, options, 0.0)
     model, parts, findings = _attach_all(given, ready, options, undo)
     start = time.perf_counter()
-    model.to(options.device)
-    first = _base_part(given, type(given).__name__, None, options, time.perf_counter() - start)
+    if moves:
+        model.to(options.device)
+    first = dataclasses.replace(first, seconds=time.perf_counter() - start)
     return model, [first, *parts], findings
 
 
 @contextmanager
-def untouched(model: torch.nn.Module | None) -> Iterator[Snapshot | None]:
-    """If the block raises, ``model`` (one that the caller owns; None for none) is put back to where and what it was."""
-    if model is None:
-        yield None
-        return
+def untouched(model: torch.nn.Module) -> Iterator[Snapshot]:
+    """If the block raises, ``model``, which the caller owns, is put back to where and what it was."""
     home = verify.one_device(model)
     snapshot = Snapshot(model)
     try:
@@ -115,9 +115,17 @@ def _attach_all(
     model = base
     parts: list[LoadedPart] = []
     findings: list[Finding] = []
-    for adapter in ready:
+    for number, adapter in enumerate(ready):
         start = time.perf_counter()
-        done = attach(model, adapter, options.device, dtype=options.adapter_dtype, strict=options.strict, undo=undo)
+        now = Snapshot(model) if number or undo is None else undo
+        done = attach(
+            model,
+            adapter,
+            options.device,
+            undo=[now] if undo is None or undo is now else [now, undo],
+            dtype=options.adapter_dtype,
+            strict=options.strict,
+        )
         model = done.model
         parts.append(loaded_part(adapter, done, options.device, time.perf_counter() - start))
         findings += done.findings
@@ -134,7 +142,7 @@ def loaded_part(adapter: Adapter, done: Attached, device: torch.device, seconds:
 
 
 def _base_part(base: torch.nn.Module, source: str, commit: str | None, options: Options, seconds: float) -> LoadedPart:
-    count, size, dtypes = verify.totals(bases.own_tensors(base))
+    count, size, dtypes = verify.totals((*base.parameters(), *base.buffers()))
     return LoadedPart("base", source, commit, str(options.device), dtypes, count, size, seconds)
 
 

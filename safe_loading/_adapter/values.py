@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -61,7 +62,7 @@ def value_findings(facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> 
         if not tensor.is_floating_point() or tensor.numel() == 0:
             continue
         low, high = _range(tensor)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
+        if not (math.isfinite(low) and math.isfinite(high)):
             findings.append(_non_finite(facts, key, tensor))
         if ".lora_B" in key or ".lora_embedding_B" in key:
             candidates += 1
@@ -82,13 +83,13 @@ def value_findings(facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> 
     return findings
 
 
-def _range(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _range(tensor: torch.Tensor) -> tuple[float, float]:
     # aminmax carries NaN to both ends and needs no temporary, where isfinite() makes one byte per element.
     try:
         low, high = torch.aminmax(tensor)
     except (RuntimeError, NotImplementedError):  # the 8-bit floats have no kernel
         low, high = torch.aminmax(tensor.float())
-    return low, high
+    return low.item(), high.item()
 
 
 def _non_finite(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Finding:
