@@ -20,6 +20,7 @@ from ._adapter.loading import current_device_findings, loaded_part, untouched, w
 from ._adapter.sources import HUB_OPTIONS, Request, find_sources
 from ._adapter.swap import Staged, commit, stage
 from ._distributed.exchange import Ranks
+from ._distributed.launcher import local_rank
 from ._load_report import LoadReport
 from .errors import AdapterError, AdapterExists, ArgumentError, DeviceError
 
@@ -97,7 +98,7 @@ def load_adapter_on_rank(
         allow_pickle=allow_pickle,
         base_kwargs=hub_kwargs or {},
     )
-    with guarded(own), _progress.engine_bars(own.index or 0):
+    with guarded(own), _progress.engine_bars(local_rank()):
         facts = find_sources(request, group, timeout=timeout).adapters[adapter_name]
         start = time.perf_counter()
         with untouched(model) as undo, group.together("load the adapter", timeout=timeout):

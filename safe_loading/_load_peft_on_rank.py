@@ -21,6 +21,7 @@ from ._adapter.guard import check_not_shared, device_identity, guarded, own_devi
 from ._adapter.loading import Options, check_first, current_device_findings, load, untouched
 from ._adapter.sources import HUB_OPTIONS, Request, find_sources
 from ._distributed.exchange import Ranks, host_identity
+from ._distributed.launcher import local_rank
 from .errors import AdapterError, ArgumentError, DeviceError
 
 logger = logging.getLogger("safe_loading")
@@ -96,17 +97,13 @@ def load_peft_on_rank(
         kwargs = dict(base_kwargs or {})
         check_base_kwargs(kwargs)
         check_dtypes(dtype, adapter_dtype)
-        adapters = _named(adapter)
-        if active is not None and active not in adapters:
-            raise ArgumentError(f"active={active!r} is none of the adapters {sorted(adapters)}.")
+        adapters = _named(adapter, active)
         own = own_device(device)
         if device is None and own.type != "cpu":
             phase.payload = [host_identity(), *device_identity(own)]
         if isinstance(base_model, torch.nn.Module):
-            ignored = {"auto_class": auto_class, "base_revision": base_revision, "base_subfolder": base_subfolder}
-            ignored |= {"dtype": None if dtype == "auto" else dtype}
-            ignored |= {f"base_kwargs[{name!r}]": 1 for name in kwargs.keys() - HUB_OPTIONS}
-            _check_base_object(base_model, own, [name for name, value in ignored.items() if value is not None])
+            told = {"auto_class": auto_class, "base_revision": base_revision, "base_subfolder": base_subfolder}
+            _check_base_object(base_model, own, {**told, "dtype": None if dtype == "auto" else dtype, **kwargs})
     check_not_shared(group.ranks, phase.results)
     options = Options(
         own, dtype, adapter_dtype, is_trainable, auto_class, active or next(iter(adapters)), strict, kwargs
@@ -125,7 +122,7 @@ def load_peft_on_rank(
         base_kwargs=kwargs,
     )
     noted = current_device_findings(own)
-    with guarded(own), _progress.engine_bars(own.index or 0):
+    with guarded(own), _progress.engine_bars(local_rank()):
         sources = find_sources(request, group, timeout=timeout)
         with group.together("check the adapter against its base", timeout=timeout):
             ready = [prepare(name, facts, is_trainable=is_trainable) for name, facts in sources.adapters.items()]
@@ -140,16 +137,19 @@ def load_peft_on_rank(
     return model
 
 
-def _named(adapter: Any) -> dict[str, str | os.PathLike[str]]:
+def _named(adapter: Any, active: str | None) -> dict[str, str | os.PathLike[str]]:
     adapters = dict(adapter) if isinstance(adapter, Mapping) else {"default": adapter}
     if not adapters:
         raise ArgumentError("adapter is an empty mapping; pass {name: folder or hub id}.")
     for name in adapters:
         check_adapter_name(name)
+    if active is not None and active not in adapters:
+        raise ArgumentError(f"active={active!r} is none of the adapters {sorted(adapters)}.")
     return adapters
 
 
-def _check_base_object(base: torch.nn.Module, device: torch.device, ignored: list[str]) -> None:
+def _check_base_object(base: torch.nn.Module, device: torch.device, told: Mapping[str, Any]) -> None:
+    ignored = sorted(name for name in told.keys() - HUB_OPTIONS if told[name] is not None)
     if ignored:
         raise ArgumentError(f"base_model is loaded already, so {', '.join(ignored)} cannot be honoured; leave it out.")
     if isinstance(base, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in base.modules()):

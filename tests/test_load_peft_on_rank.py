@@ -521,12 +521,18 @@ def test_what_no_file_fills_can_run_and_is_the_same_whatever_the_seed(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "ignored", [{"dtype": torch.float16}, {"auto_class": object}, {"base_subfolder": "x"}, {"base_kwargs": {"x": 1}}]
+    ("ignored", "name"),
+    [
+        ({"dtype": torch.float16}, "dtype"),
+        ({"auto_class": object}, "auto_class"),
+        ({"base_subfolder": "x"}, "base_subfolder"),
+        ({"base_kwargs": {"attn_implementation": "eager", "token": "x"}}, "so attn_implementation cannot"),
+    ],
 )
 def test_arguments_for_a_base_that_is_loaded_already_are_refused(
-    tiny_llama: Path, tiny_adapter: Path, ignored: dict[str, Any]
+    tiny_llama: Path, tiny_adapter: Path, ignored: dict[str, Any], name: str
 ) -> None:
-    with pytest.raises(ArgumentError, match=next(iter(ignored))):
+    with pytest.raises(ArgumentError, match=name):
         load_peft_on_rank(tiny_adapter, AutoModelForCausalLM.from_pretrained(tiny_llama), **ignored)
 
 
@@ -584,6 +590,27 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path, tiny_llama: Path, tiny_ad
     with pytest.raises(ValueError, match="weights_only=True"):
         load_peft_on_rank(pickled, tiny_llama, allow_pickle=True)
     assert not (tmp_path / "ran").exists()
+
+
+def test_code_of_the_base_runs_only_when_it_is_trusted(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
+    ran = tmp_path / "ran"
+    (base / "modeling_own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"open({str(ran)!r}, 'w').close()\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((base / "config.json").read_text())
+    config["model_type"] = "own"
+    config["auto_map"] = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_peft_on_rank(tiny_adapter, base)
+    assert not ran.exists()
+    model = load_peft_on_rank(tiny_adapter, base, base_kwargs={"trust_remote_code": True})
+    assert type(model.get_base_model()).__name__ == "OwnModel"
+    assert torch.equal(logits(model), logits(load_peft_on_rank(tiny_adapter, tiny_llama)))
 
 
 def test_paths_that_are_not_there_say_what_to_pass(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:

@@ -74,7 +74,8 @@ def auto_class_for(facts: AdapterFacts, folder: Path) -> Any:
     # The parent library is a module path that a file names: only transformers' own classes are looked up.
     if name and str(mapping.get("parent_library", "")).split(".")[0] == "transformers" and hasattr(transformers, name):
         return getattr(transformers, name)
-    architectures = AutoConfig.from_pretrained(folder).architectures or []
+    # trust_remote_code is said, and not left open: transformers would ask on the terminal and wait
+    architectures = AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures or []
     for architecture in architectures:
         if hasattr(transformers, architecture):
             return getattr(transformers, architecture)
@@ -91,7 +92,8 @@ def skeleton(
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            config, _ = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **base_kwargs)
+            said = {"trust_remote_code": False, **base_kwargs}
+            config, _ = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **said)
             if hasattr(auto_class, "from_config"):
                 trusted = bool(base_kwargs.get("trust_remote_code", False))
                 model: torch.nn.Module = auto_class.from_config(config, trust_remote_code=trusted)
@@ -115,8 +117,8 @@ def load_base(
     Returns:
         The model in eval mode, and transformers' loading info (``missing_keys`` and the like).
     """
-    arguments: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, **base_kwargs}
-    arguments.setdefault("use_safetensors", True)
+    arguments: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    arguments |= {"use_safetensors": True, "trust_remote_code": False, **base_kwargs}
     if device.type != "cpu":
         # With an index, always: transformers' loader threads have lost the current device and read "cuda" as 0.
         # For the CPU no map at all: peft's own later calls take {"": "cpu"} for offloading and dispatch anew.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,6 +65,15 @@ class VisibleDevices:
     variable: str
     value: str
     entries: tuple[str, ...]
+
+
+def local_rank() -> int:
+    """Return this process's rank on its node; 0 for a single process.
+
+    Raises:
+        DeviceError: A variable of the launcher is unreadable.
+    """
+    return read_launcher(os.environ).local_rank or 0
 
 
 def read_launcher(environ: Mapping[str, str]) -> Launcher:

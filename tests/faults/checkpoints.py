@@ -48,7 +48,7 @@ BAD_FILES: dict[str, BadFile] = {
     "pickle": BadFile(b"\x80\x02}q\x00X\x05\x00" + b"\x08" * 60, "header-length", ("pickle",)),
     "web page": BadFile(b"<!DOCTYPE html>" + b" " * 60, "header-length", ("web page",)),
     "header longer than the file": BadFile(
-        safetensors(b"{}", length=1000), "truncated", ("10 bytes are there", "1008 are needed", "998 are missing")
+        safetensors(b"{}", length=1000), "truncated", ("10 bytes are there", "1008 are needed", "998 bytes are missing")
     ),
     "header no object": BadFile(safetensors("[]"), "header-start", ("'['", "'{'")),
     "header with white space in front": BadFile(safetensors(" {}"), "header-start", ("b' '",)),
@@ -135,7 +135,7 @@ BAD_FILES: dict[str, BadFile] = {
     "tensor cut off": BadFile(
         safetensors({"a": entry(), "b": entry(shape=[9], start=1, stop=10)}, bytes(6)),
         "truncated",
-        ("4 are missing", "incomplete: 'b'"),
+        ("4 bytes are missing", "incomplete: 'b'"),
     ),
 }
 
