@@ -245,6 +245,27 @@ def test_other_methods_take_peft_s_road(tmp_path: Path, tiny_llama: Path, method
     assert torch.equal(logits(ours), logits(two_steps(tmp_path / "adapter", tiny_llama)))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", ["all linear", "dora", "modules to save"])
+def test_quantised_bases(tmp_path: Path, bits: int, kind: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="quantised bases need bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    base = save_llama(tmp_path / "base", hidden_size=64, intermediate_size=128)
+    adapter = save_adapter(tmp_path / "adapter", base, **KINDS[kind])
+    quantised = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_compute_dtype=torch.float32)
+    given = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantised)
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, quantization_config=quantised), adapter, autocast_adapter_dtype=False
+    )
+    expected = logits(plain)
+    ours = load_peft_on_rank(adapter, base, base_kwargs={"quantization_config": quantised})
+    assert torch.equal(logits(ours), expected)
+    assert torch.equal(logits(load_peft_on_rank(adapter, given)), expected)
+    kept = type(given.model.layers[0].self_attn.q_proj.base_layer.weight).__name__
+    assert kept == {4: "Params4bit", 8: "Int8Params"}[bits]
+
+
 def test_a_classification_head_comes_from_the_adapter(tmp_path: Path, tiny_llama: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 

@@ -28,8 +28,8 @@ class Hollow:
 
     Whatever an engine does to the tree inside (replace modules, deep-copy them, read a weight to initialise another)
     costs no memory and touches no device. On exit the modules that were there at entry get their own tensors back,
-    with the ``requires_grad`` that their twins were given meanwhile. Tensors of a subclass (quantised weights) stay:
-    the engines read their attributes.
+    with the ``requires_grad`` that their twins were given meanwhile. A weight that bitsandbytes quantised gets a twin
+    of the shape that it stands for, with its attributes, which peft reads; other subclasses of tensors stay.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -45,9 +45,10 @@ class Hollow:
                 for name, tensor in tensors.items():
                     if tensor is None:
                         continue
-                    if type(tensor) in (torch.nn.Parameter, torch.Tensor):
+                    twin = self._twin(module, tensor)
+                    if twin is not tensor:
                         self._slots.append((tensors, name, tensor))
-                        tensors[name] = self._twin(tensor)  # pyright: ignore[reportArgumentType]  # like for like
+                        tensors[name] = twin  # pyright: ignore[reportArgumentType]  # like for like
         return self
 
     def __exit__(
@@ -60,11 +61,19 @@ class Hollow:
                 tensor.requires_grad_(twin.requires_grad)
             tensors[name] = tensor
 
-    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        twin = self._twins.get(id(tensor))
-        if twin is None:
-            twin = torch.empty_like(tensor, device="meta")
-            if isinstance(tensor, torch.nn.Parameter):
-                twin = torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
-            self._twins[id(tensor)] = twin
+    def _twin(self, module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._twins:
+            self._twins[id(tensor)] = _made(module, tensor)
+        return self._twins[id(tensor)]
+
+
+def _made(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor).__name__ in ("Params4bit", "Int8Params"):
+        # packed: the shape of the storage is not the weight's, and DoRA's start would unpack all of it
+        shape = (vars(module)["out_features"], vars(module)["in_features"])
+        twin = torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        vars(twin).update(vars(tensor))
         return twin
+    if type(tensor) is torch.nn.Parameter:
+        return torch.nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+    return torch.empty_like(tensor, device="meta") if type(tensor) is torch.Tensor else tensor
