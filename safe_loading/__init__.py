@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from ._load_adapter_on_rank import load_adapter_on_rank
     from ._load_peft_on_rank import load_peft_on_rank
     from ._load_report import LoadReport
+    from ._merge_checkpoint.report import MergeReport
+    from ._merge_lora_checkpoint import merge_lora_checkpoint
+    from ._merge_lora_inplace import merge_lora_inplace
+    from ._merge_report import InplaceMergeReport
     from ._report import Finding
     from .errors import (
         AdapterError,
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
         CheckpointError,
         CheckpointNotFound,
         DeviceError,
+        MergeError,
+        OutputError,
         PickleRefused,
         RankError,
         RanksDisagree,
@@ -38,7 +44,11 @@ _HOME = {
     "CheckpointReport": "_check_checkpoint",
     "DeviceError": "errors",
     "Finding": "_report",
+    "InplaceMergeReport": "_merge_report",
     "LoadReport": "_load_report",
+    "MergeError": "errors",
+    "MergeReport": "_merge_checkpoint.report",
+    "OutputError": "errors",
     "PickleRefused": "errors",
     "RankError": "errors",
     "RankTimeout": "errors",
@@ -48,6 +58,8 @@ _HOME = {
     "device_for_rank": "_device_for_rank",
     "load_adapter_on_rank": "_load_adapter_on_rank",
     "load_peft_on_rank": "_load_peft_on_rank",
+    "merge_lora_checkpoint": "_merge_lora_checkpoint",
+    "merge_lora_inplace": "_merge_lora_inplace",
 }
 
 __version__ = "0.1.0"
@@ -61,7 +73,11 @@ __all__ = [
     "CheckpointReport",
     "DeviceError",
     "Finding",
+    "InplaceMergeReport",
     "LoadReport",
+    "MergeError",
+    "MergeReport",
+    "OutputError",
     "PickleRefused",
     "RankError",
     "RankTimeout",
@@ -71,6 +87,8 @@ __all__ = [
     "device_for_rank",
     "load_adapter_on_rank",
     "load_peft_on_rank",
+    "merge_lora_checkpoint",
+    "merge_lora_inplace",
 ]
 
 

@@ -104,13 +104,43 @@ def _demo(arguments: argparse.Namespace) -> int:
     return _show(chapters(folder))
 
 
+def _add_merge(commands: Commands) -> None:
+    summary = "merge LoRA adapters into their base from disk to disk, whole or not at all"
+    parser = commands.add_parser("merge", help=summary, description=summary)
+    parser.add_argument("base", metavar="BASE", help="folder or hub id of the base model")
+    parser.add_argument("adapter", metavar="ADAPTER", nargs="+", help="folder or hub id; several are summed")
+    parser.add_argument("output", metavar="OUTPUT", help="the folder to write; a new one, unless --overwrite")
+    parser.add_argument("--overwrite", action="store_true", help="replace the folder that is there, as a whole")
+    parser.add_argument("--no-resume", action="store_true", help="do not go on with what an interrupted call left")
+    parser.add_argument("--no-verify", action="store_true", help="take no hashes: faster, and nothing is resumed")
+    parser.add_argument("--threads", type=int, help="by default one for each core, four at the most")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=_merge)
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from ._merge_lora_checkpoint import merge_lora_checkpoint
+
+    report = merge_lora_checkpoint(
+        arguments.base,
+        arguments.adapter,
+        arguments.output,
+        overwrite=arguments.overwrite,
+        resume=not arguments.no_resume,
+        verify=not arguments.no_verify,
+        threads=arguments.threads,
+    )
+    print(report.to_json() if arguments.json else report)
+    return OK
+
+
 def _show(texts: Iterable[str]) -> int:
     for text in texts:
         print(text, flush=True)
     return OK
 
 
-_COMMANDS: tuple[Callable[[Commands], None], ...] = (_add_demo, _add_check)
+_COMMANDS: tuple[Callable[[Commands], None], ...] = (_add_demo, _add_check, _add_merge)
 
 
 if __name__ == "__main__":

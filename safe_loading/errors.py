@@ -9,6 +9,8 @@
     │   └── PickleRefused                            the weights are a pickle, and nobody asked for one
     ├── AdapterError            (ValueError)         an adapter does not fit its model
     │   └── AdapterExists                            another adapter already has that name
+    ├── OutputError             (OSError)            a folder cannot be written, or not without harm
+    ├── MergeError              (ValueError)         adapters cannot be merged into their base
     ├── DeviceError             (RuntimeError)       no device for this rank, or something landed on another one
     └── RankError               (RuntimeError)       another rank failed, so this one stops too
         ├── RankTimeout         (TimeoutError)       a rank did not arrive within the limit
@@ -64,6 +66,14 @@ class AdapterError(SafeLoadingError, ValueError):
 
 class AdapterExists(AdapterError):
     """Another adapter of the model already has that name."""
+
+
+class OutputError(SafeLoadingError, OSError):
+    """A folder cannot be written, or not without harm to what is there or is read."""
+
+
+class MergeError(SafeLoadingError, ValueError):
+    """Adapters cannot be merged into their base; nothing was changed."""
 
 
 class DeviceError(SafeLoadingError, RuntimeError):

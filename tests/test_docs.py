@@ -196,11 +196,12 @@ def test_every_finding_stands_in_a_table_and_no_other() -> None:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
     makers = makers_of_findings(list(trees.values()))
     assert {"Finding", "fault", "note"} <= makers.keys()
-    checks, loads = set(), set()
+    checks, loads, merges = set(), set(), set()
     for path, tree in trees.items():
         of_checks = path.parent.name == "_checkpoint" or path.stem == "_check_checkpoint"
-        (checks if of_checks else loads).update(codes_in(tree, makers))
-    for page, codes in (("checkpoints.md", checks), ("loading.md", loads)):
+        of_merges = path.parent.name == "_lora" or path.stem == "_merge_lora_inplace"
+        (checks if of_checks else merges if of_merges else loads).update(codes_in(tree, makers))
+    for page, codes in (("checkpoints.md", checks), ("loading.md", loads), ("merging.md", merges)):
         rows = table_codes(page)
         assert len(rows) == len(set(rows)), f"{page}: a code stands twice"
         assert sorted(rows) == sorted(codes), f"{page}: its tables (left) against the source (right)"

@@ -15,6 +15,7 @@ from safe_loading import (
     device_for_rank,
     load_adapter_on_rank,
     load_peft_on_rank,
+    merge_lora_inplace,
 )
 
 assert_type(device_for_rank(), torch.device)
@@ -31,6 +32,9 @@ assert_type(report, LoadReport)
 assert_type(report.findings, tuple[Finding, ...])
 assert_type(report.bytes, int)
 report.device = "cpu"  # expect-error: reports are frozen
+
+merged = merge_lora_inplace(model, adapter_names=["default"], scratch_bytes=1 << 20)
+assert_type(merged, torch.nn.Module)
 
 checked = check_checkpoint("folder")
 assert_type(checked, CheckpointReport)

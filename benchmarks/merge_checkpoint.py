@@ -1,0 +1,186 @@
+"""Merging from disk to disk: time, memory and bytes beside ``cp`` and beside load, merge_and_unload, save_pretrained.
+
+A checkpoint of at least 2 GB (a Llama shape, bfloat16, random) and three adapters are made in a temporary folder. Each
+road runs in a process of its own; every output is synced inside the time that is measured, that of ``cp`` too. The
+files are in the page cache. ``cp`` runs before each round, since a disk is not the same from minute to minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import _common as common
+
+KINDS: dict[str, dict[str, Any]] = {
+    "all linear": {"target_modules": "all-linear"},
+    "q and v": {"target_modules": ["q_proj", "v_proj"]},
+    "DoRA, all linear": {"target_modules": "all-linear", "use_dora": True},
+}
+LAYER_BYTES = 2 * (2048 * 2048 * 2 + 2048 * 512 * 2 + 3 * 2048 * 5632)
+OTHER_BYTES = 2 * 2 * 32000 * 2048
+
+
+def main() -> None:
+    """Make the checkpoint, run the roads, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=float, default=2.1, help="of the checkpoint, in GB")
+    parser.add_argument("--quick", action="store_true", help="0.3 GB, one round: shows that it works and no more")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the median is shown")
+    parser.add_argument("--folder", help="where the files are made, on the disk that is to be measured")
+    parser.add_argument("--json", help="write every figure to this file")
+    arguments = parser.parse_args()
+    size, rounds = (0.3, 1) if arguments.quick else (arguments.size, arguments.rounds)
+    with tempfile.TemporaryDirectory(prefix="merge-", dir=arguments.folder) as temporary:
+        root = Path(temporary)
+        _run({"road": "make", "root": str(root), "layers": max(1, round((size * 1e9 - OTHER_BYTES) / LAYER_BYTES))})
+        figures = _measure(root, rounds)
+        base = sum(path.stat().st_size for path in (root / "base").iterdir())
+    print(common.headline())
+    rows = [row for kind in KINDS for row in _rows(kind, figures)]
+    header = ("road", "seconds", "to cp", "peak private MiB", "MiB written", "MiB read by calls")
+    notes = (
+        "median of the rounds; outputs synced; warm page cache; seconds without imports",
+        "peak: private dirty memory beyond that of the interpreter with its imports, the adapter included",
+        "read by calls: mapped files are not in it, so the road through memory shows little",
+    )
+    print(common.table(f"a checkpoint of {base / 1e9:.2f} GB, {rounds} rounds", header, rows, notes))
+    common.write_json(arguments.json, {"base_bytes": base, "figures": figures})
+
+
+def _measure(root: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
+    figures: dict[str, list[dict[str, float]]] = {"cp": []}
+    for _ in range(rounds):
+        figures["cp"].append({"seconds": _copy(root)})
+        for kind in KINDS:
+            for road, verify in (("ours", True), ("ours, verify=False", False), ("load, merge, save", None)):
+                spec = {"road": "plain" if verify is None else "ours", "root": str(root), "kind": kind}
+                found = _run({**spec, "verify": verify})
+                figures.setdefault(f"{kind}: {road}", []).append(found)
+                shutil.rmtree(root / "out")
+                os.sync()
+    return figures
+
+
+def _rows(kind: str, figures: dict[str, list[dict[str, float]]]) -> list[tuple[str, ...]]:
+    copied = statistics.median(each["seconds"] for each in figures["cp"])
+    rows: list[tuple[str, ...]] = []
+    if kind == next(iter(KINDS)):
+        rows.append(("cp", f"{copied:.2f}", "1.00x", "-", "-", "-"))
+    for name, found in figures.items():
+        if name.startswith(f"{kind}: "):
+            middle = {key: statistics.median(each[key] for each in found) for key in found[0]}
+            memory = (common.mib(middle[key]) for key in ("peak", "written", "read"))
+            rows.append((name, f"{middle['seconds']:.2f}", common.ratio(middle["seconds"], copied), *memory))
+    return rows
+
+
+def _run(spec: dict[str, Any]) -> Any:
+    return common.spawn([__file__], [spec], {}, 1800)[0]
+
+
+def _copy(root: Path) -> float:
+    os.sync()
+    start = time.perf_counter()
+    subprocess.run(["cp", "-r", str(root / "base"), str(root / "out")], check=True)
+    _sync(root / "out")
+    seconds = time.perf_counter() - start
+    shutil.rmtree(root / "out")
+    os.sync()
+    return seconds
+
+
+def _sync(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+# --------------------------------------------------------------------------------------------------- in a child
+
+
+def child(spec: dict[str, Any]) -> dict[str, float]:
+    """Do what the specification says."""
+    root = Path(spec["root"])
+    if spec["road"] == "make":
+        _make(root, spec["layers"])
+        return {}
+    adapter = root / spec["kind"].replace(" ", "_")
+    work = _ours if spec["road"] == "ours" else _plain
+    run = work(root / "base", adapter, root / "out", spec["verify"])
+    before, calls = common.private_bytes()[1], _calls()
+    with common.PeakSampler(lambda: 0) as sampler:
+        start = time.perf_counter()
+        run()
+        seconds = time.perf_counter() - start
+    after = _calls()
+    moved = {"read": float(after["rchar"] - calls["rchar"]), "written": float(after["wchar"] - calls["wchar"])}
+    return {"seconds": seconds, "peak": float(sampler.peak - before), **moved}
+
+
+def _ours(base: Path, adapter: Path, output: Path, verify: bool) -> Any:
+    import torch  # noqa: F401 - the engines are imported before the clock starts, on both roads
+    from peft import PeftModel  # noqa: F401
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+    from safe_loading import merge_lora_checkpoint
+
+    return lambda: merge_lora_checkpoint(base, adapter, output, verify=verify)
+
+
+def _plain(base: Path, adapter: Path, output: Path, _: object) -> Any:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
+
+    def run() -> None:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+        merged: Any = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        merged.save_pretrained(output, max_shard_size="500MB")
+        _sync(output)
+
+    return run
+
+
+def _make(root: Path, layers: int) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 8}
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=32000))  # type: ignore[arg-type]
+    model.save_pretrained(root / "base", max_shard_size="500MB")
+    for kind, config in KINDS.items():
+        adapted: Any = get_peft_model(model, LoraConfig(r=16, task_type="CAUSAL_LM", **config))
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if ".lora_B." in name:
+                    parameter.normal_(std=0.01)
+        adapted.save_pretrained(root / kind.replace(" ", "_"))
+        model = adapted.unload()
+
+
+def _calls() -> dict[str, int]:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
+        SPEC = json.loads(sys.argv[1])
+        Path(SPEC["result"]).write_text(json.dumps(child(SPEC)))
+    else:
+        main()

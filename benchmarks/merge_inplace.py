@@ -1,0 +1,166 @@
+"""Merging adapters in memory: peft's merge_and_unload, plain and safe, and merge_lora_inplace, in one run.
+
+Extra bytes, CPU seconds and wrongly rounded elements, in three dtypes, for LoRA and DoRA. The roads take turns; each
+figure is the median. A wrongly rounded element is one that differs from the float64 sum of weight and delta, rounded
+once. Extra bytes are what the allocator held at most beyond the model and its adapter, from torch's own profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from _common import ENVIRONMENT, headline, median, mib, ratio, table, write_json
+
+os.environ.update(ENVIRONMENT)
+
+PROMISED = {"bfloat16": 3.5, "float16": 3.5, "float32": 2.0, "dora": 6.0}
+ROADS = ("merge_and_unload", "safe_merge=True", "merge_lora_inplace")
+
+
+def make(dtype: torch.dtype, rank: int, *, dora: bool, width: int, layers: int) -> Any:
+    """Return a PeftModel of a Llama's linear layers, with random adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    block = {"q": (width, width), "k": (width, width // 4), "o": (width, width), "up": (width, width * 11 // 4)}
+    names = [f"{name}{layer}" for layer in range(layers) for name in block]
+    modules: dict[str, torch.nn.Module] = {
+        name: torch.nn.Linear(*block[name.rstrip("0123456789")], bias=False, dtype=dtype, device="meta").to_empty(
+            device="cpu"
+        )
+        for name in names
+    }
+    pool = torch.randn(999_983).mul_(0.02).to(dtype)  # drawing every number would take longer than all the merges
+    with torch.no_grad():
+        for module in modules.values():
+            for parameter in module.parameters():
+                parameter.copy_(
+                    pool.repeat(parameter.numel() // pool.numel() + 1)[: parameter.numel()].view_as(parameter)
+                )
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, use_dora=dora)
+    model: Any = get_peft_model(torch.nn.ModuleDict(modules), config, autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.02)
+    return model
+
+
+def merge(road: str, model: Any) -> torch.nn.Module:
+    """Merge by one of the roads."""
+    if road == "merge_lora_inplace":
+        from safe_loading import merge_lora_inplace
+
+        return merge_lora_inplace(model)
+    merged: torch.nn.Module = model.merge_and_unload(safe_merge=road != "merge_and_unload")
+    return merged
+
+
+def extra_bytes(run: Callable[[], Any]) -> int:
+    """Return the most bytes that were allocated at once while ``run`` ran, beyond those at its start."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    total = peak = 0
+    profiler: Any = profile.profiler
+    for event in profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            peak = max(peak, total)
+    return peak
+
+
+def wrong(merged: torch.nn.Module, reference: dict[str, torch.Tensor]) -> float:
+    """Return the fraction of elements that are not the float64 value, rounded once."""
+    bad = count = 0
+    for name, parameter in merged.named_parameters():
+        exact = reference[name]
+        step = torch.nextafter(parameter.data, torch.full_like(parameter.data, torch.inf)).double()
+        back = torch.nextafter(parameter.data, torch.full_like(parameter.data, -torch.inf)).double()
+        off = (parameter.data.double() - exact).abs()
+        bad += int(((step - exact).abs().lt(off) | (back - exact).abs().lt(off)).sum())
+        count += parameter.numel()
+    return bad / count
+
+
+def references(model: Any) -> dict[str, torch.Tensor]:
+    """Return every merged weight in float64."""
+    found = {}
+    for name, layer in model.base_model.model.items():
+        a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+        value = layer.base_layer.weight.double() + layer.scaling["default"] * (b @ a)
+        if layer.use_dora["default"]:
+            value *= (layer.lora_magnitude_vector["default"].weight.double() / value.norm(dim=1)).unsqueeze(1)
+        found[f"{name}.weight"] = value.detach()
+    return found
+
+
+def measure(dtype: torch.dtype, rank: int, *, dora: bool, width: int, layers: int, repeats: int) -> dict[str, Any]:
+    """Return the figures of the three roads for one case."""
+    make_one = functools.partial(make, dtype, rank, dora=dora, width=width, layers=layers)
+    seconds: dict[str, list[float]] = {road: [] for road in ROADS}
+    for _, road in itertools.product(range(repeats), ROADS):
+        model = make_one()
+        started = time.process_time()
+        merge(road, model)
+        seconds[road].append(time.process_time() - started)
+    facts: dict[str, Any] = {}
+    for road in ROADS:
+        model = make_one()
+        facts["largest"] = max(parameter.nbytes for parameter in model.parameters())
+        exact = references(model)
+        merged = merge(road, model)
+        rounding = wrong(merged, exact)
+        del exact, merged
+        model = make_one()
+        peak = extra_bytes(functools.partial(merge, road, model))
+        facts[road] = {"seconds": median(seconds[road]), "extra": peak, "wrong": rounding}
+    return facts
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="small sizes, one repeat")
+    parser.add_argument("--json", metavar="FILE", help="write every figure there")
+    args = parser.parse_args()
+    if args.quick:
+        args.width, args.layers, args.repeats = 512, 1, 1
+    warnings.simplefilter("ignore")
+    every: dict[str, Any] = {}
+    print(headline([f"{torch.get_num_threads()} thread"]))
+    for rank, dora in ((16, False), (64, False), (16, True), (64, True)):
+        rows, notes = [], []
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            name = str(dtype).removeprefix("torch.")
+            facts = measure(dtype, rank, dora=dora, width=args.width, layers=args.layers, repeats=args.repeats)
+            every[f"{name} r={rank} {'dora' if dora else 'lora'}"] = facts
+            ours = facts["merge_lora_inplace"]
+            for road in ROADS:
+                seen = facts[road]
+                faster = ratio(seen["seconds"], ours["seconds"])
+                extra = (mib(seen["extra"]), ratio(seen["extra"], facts["largest"]))
+                rows.append((f"{name} {road}", f"{seen['seconds']:.3f}", faster, *extra, f"{seen['wrong']:.2%}"))
+            promise = PROMISED["dora" if dora else name]
+            kept = facts["merge_and_unload"]["seconds"] / ours["seconds"]
+            notes.append(f"promise for {name}: {promise:g}x; {kept:.1f}x: {'kept' if kept >= promise else 'MISSED'}")
+        title = f"{'DoRA' if dora else 'LoRA'}, r={rank}, width {args.width}, {args.layers} x 4 linear layers"
+        header = ("road", "CPU s", "of ours", "extra MiB", "of largest", "wrongly rounded")
+        print(table(title, header, rows, notes))
+    write_json(args.json, every)
+
+
+if __name__ == "__main__":
+    main()

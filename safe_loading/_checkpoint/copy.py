@@ -1,0 +1,99 @@
+"""Bytes from file to file and between a file and memory, at given offsets, from any thread. Imports no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+
+from safe_loading.errors import CheckpointError
+
+_BLOCK = 1 << 20
+_NOT_HERE = frozenset({errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def copy_range(source: int, source_at: int, target: int, target_at: int, count: int) -> None:
+    """Copy bytes between two files, by the kernel where it can (a reflink where the file system has it).
+
+    Args:
+        source: The descriptor to read.
+        source_at: The first byte there.
+        target: The descriptor to write.
+        target_at: The first byte there.
+        count: How many bytes.
+
+    Raises:
+        CheckpointError: The source ends before that.
+        OSError: The system cannot read or write.
+    """
+    while count:
+        try:
+            done = os.copy_file_range(source, target, count, source_at, target_at)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _NOT_HERE:
+                raise
+            _copy_through_memory(source, source_at, target, target_at, count)
+            return
+        if not done:
+            raise _cut_short(source, count)
+        source_at, target_at, count = source_at + done, target_at + done, count - done
+
+
+def read_into(descriptor: int, buffer: memoryview, at: int) -> None:
+    """Fill a buffer from a file.
+
+    Raises:
+        CheckpointError: The file ends before the buffer is full.
+    """
+    while buffer:
+        done = os.preadv(descriptor, [buffer], at)
+        if not done:
+            raise _cut_short(descriptor, len(buffer))
+        buffer, at = buffer[done:], at + done
+
+
+def write_from(descriptor: int, buffer: memoryview, at: int) -> None:
+    """Write a whole buffer to a file."""
+    while buffer:
+        done = os.pwrite(descriptor, buffer, at)
+        buffer, at = buffer[done:], at + done
+
+
+def start_writing_back(descriptor: int, at: int, count: int) -> None:
+    """Let the kernel begin to bring a range to the disk, so that the sync at the end has less to wait for."""
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, at, count, _SYNC_FILE_RANGE_WRITE)  # a hint: an error of it changes nothing
+
+
+def _copy_through_memory(source: int, source_at: int, target: int, target_at: int, count: int) -> None:
+    buffer = memoryview(bytearray(min(_BLOCK, count)))
+    while count:
+        part = buffer[: min(len(buffer), count)]
+        read_into(source, part, source_at)
+        write_from(target, part, target_at)
+        source_at, target_at, count = source_at + len(part), target_at + len(part), count - len(part)
+
+
+def _cut_short(descriptor: int, lacking: int) -> CheckpointError:
+    try:
+        name = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    except OSError:
+        name = "a file"
+    return CheckpointError(
+        f"{name} became shorter while it was read: {lacking} bytes are missing. Something writes to it; stop that, "
+        f"and download or copy the file again."
+    )
+
+
+def _find_sync_file_range() -> ctypes._NamedFuncPointer | None:
+    try:
+        function = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError, TypeError):  # Linux only
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function
+
+
+_sync_file_range = _find_sync_file_range()

@@ -1,0 +1,213 @@
+"""Which layers of a model are merged how, and everything that forbids it; nothing is written here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from peft.tuners.lora.layer import LoraLayer, MultiheadAttention, ParamWrapper
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+
+from safe_loading._lora.check import why_not_finite
+from safe_loading._lora.layers import CannotMerge, Target, adapters_of, is_blocked, targets
+from safe_loading._lora.tensors import Sharing, check_tensor, same_update, tuner_layers
+from safe_loading._lora.tokens import Tokens, tokens
+
+Road = Literal["blocks", "tokens", "peft"]
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """One outermost tuner layer, and what merging it changes.
+
+    Attributes:
+        path: Its place in the model.
+        layer: The tuner layer, which is a module too.
+        road: Who merges it: row blocks, the replaced tokens, or peft.
+        names: The adapters that are merged; of a nested layer, those of the outermost.
+        targets: The weights that change; empty for peft's road, and for one that a tied layer changes already.
+        marks: The layers whose ``merged_adapters`` grow, with the names.
+        merged_before: The adapters that the layer had merged already.
+    """
+
+    path: str
+    layer: Any
+    road: Road
+    names: tuple[str, ...]
+    targets: list[Target | Tokens]
+    marks: list[tuple[Any, tuple[str, ...]]]
+    merged_before: tuple[str, ...] = ()
+
+    def name_of(self, target: Target | Tokens) -> str:
+        """Return the name of a weight in the unloaded base model."""
+        for path, module in self.layer.named_modules():
+            if module is target.owner:
+                inner = ".".join(p for p in path.split(".") if p not in ("base_layer", ""))
+                outer = ".".join(p for p in self.path.split(".") if p not in ("base_layer", "token_adapter"))
+                return ".".join(filter(None, (outer, inner, target.attribute)))
+        return f"{self.path}.{target.attribute}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """What a merge will do.
+
+    Attributes:
+        groups: Jobs in order; those of one group write the same memory and are finished together.
+        problems: Everything that forbids the merge.
+    """
+
+    groups: list[list[Job]]
+    problems: list[str]
+
+
+def make_plan(model: torch.nn.Module, names: Sequence[str] | None, *, unload: bool) -> Plan:
+    """Look at every tuner layer of ``model``; ``names`` None takes the active adapters of each."""
+    jobs: list[Job] = []
+    problems: list[str] = []
+    for path, layer in tuner_layers(model):
+        try:
+            jobs.append(_job(path, layer, names))
+        except CannotMerge as error:
+            problems.append(f"{path}: {error}.")
+    if not any(job.targets or job.road == "peft" for job in jobs):
+        return Plan([[job] for job in jobs], problems)
+    groups, shared = _grouped(jobs, Sharing(model, _thrown_away(model) if unload else ()))
+    return Plan(groups, problems + shared)
+
+
+def not_finite(job: Job, *, scratch_bytes: int) -> list[str]:
+    """Return the reasons why weights of a job would not be finite."""
+    problems = []
+    for target in job.targets:
+        if isinstance(target, Tokens):
+            reasons = [target.why_not_finite()]
+        else:
+            reasons = [why_not_finite(p.update, p.matrix, scratch_bytes=scratch_bytes) for p in target.pieces]
+        found = sorted({reason for reason in reasons if reason})
+        problems += [f"{job.name_of(target)}: {reason}." for reason in found]
+    return problems
+
+
+def wanted(layer: BaseTunerLayer, names: Sequence[str] | None, there: frozenset[str]) -> tuple[tuple[str, ...], bool]:
+    """Return the adapters to merge into a layer, in order, and whether any of them is merged already."""
+    asked = [name for name in (layer.active_adapters if names is None else names) if name in there]
+    left = tuple(dict.fromkeys(name for name in asked if name not in layer.merged_adapters))
+    return left, len(left) < len(set(asked))
+
+
+def _job(path: str, layer: BaseTunerLayer, names: Sequence[str] | None) -> Job:
+    before = tuple(layer.merged_adapters)
+    if isinstance(layer, TrainableTokensLayer):
+        chosen, _ = wanted(layer, names, frozenset(layer.token_indices))
+        found: list[Target | Tokens] = [tokens(layer, chosen)] if chosen else []
+        return _checked(Job(path, layer, "tokens", chosen, found, [(layer, chosen)], before))
+    if not isinstance(layer, LoraLayer):
+        return Job(path, layer, "peft", tuple(layer.active_adapters if names is None else names), [], [], before)
+    found, marks = [], []
+    first: tuple[str, ...] = ()
+    for part in _chain(layer):
+        chosen, _ = wanted(part, names, adapters_of(part))
+        first = first or chosen
+        if not chosen:
+            continue
+        if not is_blocked(part, chosen):
+            return Job(path, layer, "peft", chosen, [], [], before)
+        if part.merged_adapters and any(part.use_dora.get(name) for name in chosen):
+            raise CannotMerge(
+                f"{list(part.merged_adapters)} are merged already, and DoRA needs the weight without them. Call "
+                f"model.unmerge_adapter() first"
+            )
+        found += targets(part, chosen)
+        marks.append((part, chosen))
+        if isinstance(part, MultiheadAttention):
+            marks.append((part.get_base_layer().out_proj, chosen))
+    return _checked(Job(path, layer, "blocks", first, found, marks, before))
+
+
+def _chain(layer: Any) -> list[Any]:
+    """Return a layer and those nested in it, of which each wraps another parameter of the same module."""
+    chain = [layer]
+    while isinstance(chain[-1], ParamWrapper) and isinstance(chain[-1].base_layer, LoraLayer):
+        chain.append(chain[-1].base_layer)
+    return chain
+
+
+def _checked(job: Job) -> Job:
+    for target in job.targets:
+        check_tensor(target)
+    return job
+
+
+def _thrown_away(model: torch.nn.Module) -> tuple[str, ...]:
+    return tuple(
+        f"{path}.original_module"
+        for path, module in model.named_modules()
+        if isinstance(module, ModulesToSaveWrapper) and module.active_adapters
+    )
+
+
+def _grouped(jobs: list[Job], sharing: Sharing) -> tuple[list[list[Job]], list[str]]:
+    """Join jobs that change the same memory in the same way; anything else that shares memory is a problem."""
+    home = {(id(t.owner), t.attribute): (job, t) for job in jobs for t in job.targets}
+    group_of = {id(job): [job] for job in jobs}
+    problems = []
+    for job in jobs:
+        if job.road == "peft":
+            problems += _foreign(job, sharing)
+        for target in list(job.targets):
+            for path, module, attribute in sharing.others(target):
+                other = home.get((module, attribute))
+                if other is None or not _same(target, other[1]):
+                    problems.append(_tied(job.name_of(target), path, changed=other is not None))
+                elif other[1] in other[0].targets and target in job.targets and other[1] is not target:
+                    other[0].targets.remove(other[1])  # once is enough
+                    _join(group_of, job, other[0])
+    groups = list({id(group): group for group in (group_of[id(job)] for job in jobs)}.values())
+    return groups, problems
+
+
+def _join(group_of: dict[int, list[Job]], one: Job, other: Job) -> None:
+    into, away = group_of[id(one)], group_of[id(other)]
+    if into is not away:
+        into.extend(away)
+        for job in away:
+            group_of[id(job)] = into
+
+
+def _same(one: Target | Tokens, other: Target | Tokens) -> bool:
+    if isinstance(one, Tokens) or isinstance(other, Tokens):
+        return isinstance(one, Tokens) and isinstance(other, Tokens) and one.same(other)
+    return same_update(one, other)
+
+
+def _foreign(job: Job, sharing: Sharing) -> list[str]:
+    """Return a problem for each weight that peft would change and that somebody outside the layer reads."""
+    inside = {id(module) for module in job.layer.modules()}
+    problems = []
+    for module in _base(job.layer).modules():
+        for name, tensor in module._parameters.items():
+            if tensor is None or type(tensor) is not torch.nn.Parameter or tensor.is_meta:
+                continue
+            for path, owner, _ in sharing.others(Target(module, name, tensor.data, ())):
+                if owner not in inside:
+                    problems.append(_tied(f"{job.path}.{name}", path, changed=False))
+    return problems
+
+
+def _base(layer: BaseTunerLayer) -> torch.nn.Module:
+    base = layer.get_base_layer()
+    return base if isinstance(base, torch.nn.Module) else torch.nn.Module()
+
+
+def _tied(name: str, other: str, *, changed: bool) -> str:
+    how = "which the adapters change in another way" if changed else "which the adapters do not change"
+    return (
+        f"{name} shares its memory with {other}, {how}: merging would change what both compute. Untie them first "
+        f"(load the base with tie_word_embeddings=False, or give one a clone of the weight), or train with "
+        f"LoraConfig(ensure_weight_tying=True)."
+    )

@@ -1,0 +1,126 @@
+"""Can this tensor be merged into at all, and who else would see the change?"""
+
+from __future__ import annotations
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.distributed.tensor import DTensor
+
+from safe_loading._lora.layers import CannotMerge, Target
+from safe_loading._lora.rounding import DTYPES
+from safe_loading._lora.tokens import Tokens
+from safe_loading._lora.update import Update
+
+
+def check_tensor(target: Target | Tokens) -> None:
+    """Refuse a weight that is not a plain float tensor in memory.
+
+    Raises:
+        CannotMerge: The reason and the fix.
+    """
+    tensor, what = target.tensor, f"its {target.attribute}"
+    if isinstance(tensor, DTensor):
+        raise CannotMerge(
+            f"{what} is a DTensor (FSDP2 or tensor parallel). Merge before the model is sharded, or save the adapter "
+            f"and merge it on disk"
+        )
+    if tensor.device.type == "meta":
+        offloaded = getattr(getattr(target.owner, "_hf_hook", None), "offload", False)
+        raise CannotMerge(
+            f"{what} is offloaded by accelerate. Load the model without offloading (device_map={{'': 'cpu'}}), or "
+            f"merge on disk"
+            if offloaded
+            else f"{what} is on meta, so it holds no values. Load the weights first"
+        )
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        raise CannotMerge(f"{what} is a {type(tensor).__name__}, not a plain tensor. Dequantise the model first")
+    if tensor.dtype not in DTYPES:
+        raise CannotMerge(
+            f"{what} is {tensor.dtype}. Dequantise the model first: from_pretrained(..., "
+            f"quantization_config=FineGrainedFP8Config(dequantize=True)) for fp8"
+        )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise CannotMerge(f"{what} was made in torch.inference_mode(). Call this in torch.inference_mode() too")
+
+
+class Sharing:
+    """Which parameters of a model lie in the same memory.
+
+    Args:
+        model: The model, adapters included.
+        gone: Prefixes of the modules that unloading throws away, whose tensors nobody will read again.
+    """
+
+    def __init__(self, model: torch.nn.Module, gone: tuple[str, ...] = ()) -> None:
+        self._spans: list[tuple[int, int, str, int, str]] = []
+        for path, module in model.named_modules():
+            if gone and path.startswith(gone):
+                continue
+            # MultiheadAttention's weights may be plain attributes, between merge and unmerge of peft
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None and not tensor.is_meta and type(tensor) in (torch.nn.Parameter, torch.Tensor):
+                    start, end = _span(tensor)
+                    if end > start:
+                        self._spans.append((start, end, f"{path}.{name}".lstrip("."), id(module), name))
+        self._spans.sort()
+
+    def others(self, target: Target | Tokens) -> list[tuple[str, int, str]]:
+        """Return path, id of the module and attribute of every other parameter in the memory of ``target``."""
+        start, end = _span(target.tensor)
+        own = (id(target.owner), target.attribute)
+        return [
+            (path, module, name)
+            for other_start, other_end, path, module, name in self._spans
+            if other_start < end and start < other_end and (module, name) != own
+        ]
+
+
+def same_update(one: Target, other: Target) -> bool:
+    """Return whether two targets are the same memory with the same change, as ensure_weight_tying=True makes them."""
+    first, second = one.tensor, other.tensor
+    if (first.data_ptr(), first.shape, first.stride()) != (second.data_ptr(), second.shape, second.stride()):
+        return False
+    if len(one.pieces) != len(other.pieces):
+        return False
+    return all(_equal(a.update, b.update) for a, b in zip(one.pieces, other.pieces, strict=True))
+
+
+def _equal(one: Update, other: Update) -> bool:
+    if one.shape != other.shape or len(one.terms) != len(other.terms):
+        return False
+    if one.has_magnitude or other.has_magnitude:
+        return False  # the norms of a row and of a column are different things
+    return all(
+        a.scaling == b.scaling
+        and a.left.shape == b.left.shape
+        and torch.equal(a.left, b.left)
+        and torch.equal(a.right, b.right)
+        for a, b in zip(one.terms, other.terms, strict=True)
+    )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def parents_of(model: torch.nn.Module) -> dict[int, list[tuple[torch.nn.Module, str]]]:
+    """Return, for the id of each module, every place where it stands."""
+    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, child in module._modules.items():
+            if child is not None:
+                places.setdefault(id(child), []).append((module, name))
+    return places
+
+
+def tuner_layers(model: torch.nn.Module) -> list[tuple[str, BaseTunerLayer]]:
+    """Return the outermost tuner layers; those inside another one are merged with it."""
+    found: list[tuple[str, BaseTunerLayer]] = []
+    for path, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and not any(path.startswith(f"{outer}.") for outer, _ in found[-1:]):
+            found.append((path, module))
+    return found

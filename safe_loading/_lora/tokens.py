@@ -1,0 +1,68 @@
+"""Trainable tokens: rows of an embedding that an adapter replaces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from safe_loading._lora.layers import CannotMerge, tensor_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokens:
+    """Rows that are replaced.
+
+    Attributes:
+        owner: The base module that holds the weight.
+        attribute: Its name there.
+        tensor: Its data.
+        rows: ``(row numbers, values)`` for each adapter.
+    """
+
+    owner: torch.nn.Module
+    attribute: str
+    tensor: torch.Tensor
+    rows: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+    def why_not_finite(self) -> str | None:
+        """Return why the rows would not be finite in the dtype of the weight, or None."""
+        for _, values in self.rows:
+            if not bool(values.to(self.tensor.dtype).isfinite().all()):
+                return f"a trained token holds NaN, infinity or a number beyond {self.tensor.dtype}"
+        return None
+
+    def write(self) -> None:
+        """Overwrite the rows."""
+        for index, values in self.rows:
+            self.tensor.index_copy_(0, index, values.to(self.tensor))
+
+    def same(self, other: Tokens) -> bool:
+        """Return whether two are the same rows of the same memory with the same values."""
+        return (
+            (self.tensor.data_ptr(), self.tensor.shape) == (other.tensor.data_ptr(), other.tensor.shape)
+            and len(self.rows) == len(other.rows)
+            and all(
+                torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(self.rows, other.rows, strict=True)
+            )
+        )
+
+
+def tokens(layer: Any, names: Sequence[str]) -> Tokens:
+    """Return the rows that the adapters ``names`` of a ``TrainableTokensLayer`` replace.
+
+    Raises:
+        CannotMerge: Two of them train the same token.
+    """
+    try:
+        layer._check_overlapping_tokens(list(names))
+    except ValueError as error:
+        raise CannotMerge(f"two of its adapters train the same token ({error}). Merge one of them") from error
+    weight = tensor_of(layer.base_layer, "weight")
+    rows = tuple(
+        (torch.tensor(layer.token_indices[name], device=weight.device), layer.trainable_tokens_delta[name].data)
+        for name in names
+    )
+    return Tokens(layer.base_layer, "weight", weight, rows)

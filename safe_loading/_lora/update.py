@@ -1,0 +1,224 @@
+"""What is added to one weight, and the arithmetic that adds it: in float64, in row blocks, with one rounding.
+
+No modules here, only tensors: the merge of a model in memory and the merge of files on disk run the same code, so
+their results are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from safe_loading._lora.rounding import bytes_per_element, round_into
+from safe_loading._report import MiB
+
+# Matrix kernels sum in an order that depends on the number of rows (a remainder has a kernel of its own) and on the
+# threads when the inner dimension is long. In groups of eight rows and 128 ranks the order is always the same, so the
+# bytes do not depend on the size of the blocks. tests/test_lora_update.py shows it.
+ROWS = 8
+RANKS = 128
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Term:
+    """One adapter's part: ``scaling * left @ right`` in the shape of the weight.
+
+    Attributes:
+        left: ``(rows, r)``: lora_B of a Linear; lora_A transposed where the weight is stored transposed.
+        right: ``(r, columns)``: lora_A of a Linear; lora_B transposed where the weight is stored transposed.
+        scaling: The factor.
+        magnitude: DoRA's magnitudes, one for each row (``Update.axis`` 0) or column (1); None for a plain LoRA.
+        name: The adapter, for messages.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scaling: float
+    magnitude: torch.Tensor | None = None
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """Everything that is added to one weight, which is seen as a matrix of rows.
+
+    Attributes:
+        shape: Rows and columns.
+        terms: In the order in which the adapters are applied. For plain LoRA the order is of no consequence; a DoRA
+            term scales what the terms before it made, by magnitude / norm(weight before any term + its own delta).
+        axis: Along which dimension DoRA's magnitudes lie: 0, one for each row, or 1, one for each column.
+    """
+
+    shape: tuple[int, int]
+    terms: tuple[Term, ...]
+    axis: int = 0
+
+    @property
+    def has_magnitude(self) -> bool:
+        """Whether any term is a DoRA."""
+        return any(term.magnitude is not None for term in self.terms)
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether :meth:`RowMerger.add_norms` must see the whole weight before a row of it can be merged."""
+        return self.axis == 1 and self.has_magnitude
+
+
+class RowMerger:
+    """Applies an :class:`Update` to rows of its weight, block by block.
+
+    The result of a row is the same bits whatever the blocks, the threads, and the rows that are merged in one call.
+
+    Args:
+        update: What is added.
+        dtype: The dtype of the rows.
+        device: Where the rows are.
+        scratch_bytes: The largest temporary; never less than eight rows.
+
+    Attributes:
+        norms: DoRA's norms by index of the term, float64; for ``axis`` 0 filled with the rows that were merged.
+        rows_per_block: The rows of one block, a multiple of eight.
+    """
+
+    def __init__(
+        self, update: Update, dtype: torch.dtype, device: torch.device, *, scratch_bytes: int = 1 * MiB
+    ) -> None:
+        rows, columns = update.shape
+        self.update = update
+        # Not the first term: then what the terms before made and the weight itself are both needed.
+        late = any(term.magnitude is not None for term in update.terms[1:])
+        per_row = columns * (bytes_per_element(dtype) + (16 if late else 0))
+        wanted = scratch_bytes // max(per_row, 1) // ROWS * ROWS
+        self.rows_per_block = max(ROWS, min(wanted, -(-rows // ROWS) * ROWS))
+        size = (self.rows_per_block, columns)
+        self._values = torch.empty(size, dtype=torch.float64, device=device)
+        self._start = torch.empty_like(self._values) if late else None
+        self._own = torch.empty_like(self._values) if late else None
+        self._sticky = torch.empty(size, dtype=torch.int64, device=device) if bytes_per_element(dtype) > 8 else None
+        ranks = max((term.left.shape[1] for term in update.terms), default=0)
+        self._left = torch.empty(self.rows_per_block * ranks, dtype=torch.float64, device=device)
+        self._factors = [term.left.detach() for term in update.terms]
+        self._right = [term.right.detach().to(device, torch.float64).contiguous() for term in update.terms]
+        self._magnitude = {
+            index: term.magnitude.detach().to(device, torch.float64).reshape(-1)
+            for index, term in enumerate(update.terms)
+            if term.magnitude is not None
+        }
+        self.norms: dict[int, torch.Tensor] = {
+            index: torch.zeros(update.shape[update.axis], dtype=torch.float64, device=device)
+            for index in self._magnitude
+        }
+        self._normed = False
+
+    def add_norms(self, rows: torch.Tensor, start: int) -> None:
+        """See some rows for DoRA's norms of columns; each row exactly once, from first to last, in groups of eight."""
+        for first, block in self._blocks(rows, start):
+            for index in self._magnitude:
+                values, lead = self._load(block, first)
+                self._add(values, index, first - lead)
+                squares = values.square_().view(-1, ROWS, values.shape[1]).sum(1)
+                for group in squares:  # one after the other, so that the order is that of the rows
+                    self.norms[index].add_(group)
+
+    def merge(self, rows: torch.Tensor, start: int) -> None:
+        """Overwrite rows of the weight, the first of which is row ``start``, with their merged values."""
+        for first, block in self._blocks(rows, start):
+            values = self._merged(block, first)
+            round_into(values, block, None if self._sticky is None else self._sticky[: values.shape[0]])
+
+    def finite(self, rows: torch.Tensor, start: int) -> bool:
+        """Return whether the merged values of these rows are finite in the dtype of the rows; nothing is written."""
+        for first, block in self._blocks(rows, start):
+            if not bool(self._merged(block, first).to(block.dtype).isfinite().all()):
+                return False
+        return True
+
+    def _blocks(self, rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:
+        """Cut rows at multiples of the block size, counted from row 0 of the weight."""
+        size = self.rows_per_block
+        cuts = [start, *range((start // size + 1) * size, start + len(rows), size)]
+        ends = [*cuts[1:], start + len(rows)]
+        return [(cut, rows[cut - start : end - start]) for cut, end in zip(cuts, ends, strict=True) if end > cut]
+
+    def _load(self, block: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
+        """Copy rows into the buffer, filled up with zeros to whole groups of eight; returns it, and the rows before."""
+        lead = first % ROWS
+        used = lead + block.shape[0]
+        values = self._values[: -(-used // ROWS) * ROWS]
+        if not lead and used == values.shape[0]:  # by far the most blocks
+            return values.copy_(block), 0
+        values[:lead] = 0
+        values[used:] = 0
+        values[lead:used].copy_(block)
+        return values, lead
+
+    def _add(self, values: torch.Tensor, index: int, first: int) -> None:
+        """Add the delta of one term to whole groups of rows, the first of which is row ``first`` of the weight."""
+        right = self._right[index]
+        rows = values.shape[0]
+        there = self._factors[index][first : first + rows]
+        left = self._left[: rows * there.shape[1]].view(rows, there.shape[1])
+        if there.shape[0] < rows:
+            left[there.shape[0] :] = 0
+        left[: there.shape[0]].copy_(there).mul_(self.update.terms[index].scaling)
+        for rank in range(0, left.shape[1], RANKS):
+            values.addmm_(left[:, rank : rank + RANKS], right[rank : rank + RANKS])
+
+    def _merged(self, block: torch.Tensor, first: int) -> torch.Tensor:
+        values, lead = self._load(block, first)
+        start = None if self._start is None else self._start[: len(values)].copy_(values)
+        own = values if self._own is None else self._own[: len(values)]
+        for index, term in enumerate(self.update.terms):
+            if term.magnitude is None:
+                self._add(values, index, first - lead)
+            elif index == 0 or start is None:
+                self._add(values, index, first - lead)
+                values.mul_(self._factor(index, values, first, lead, len(block)))
+            else:
+                own.copy_(start)
+                self._add(own, index, first - lead)
+                factor = self._factor(index, own, first, lead, len(block))
+                self._add(values, index, first - lead)
+                values.mul_(factor)
+        return values[lead : lead + block.shape[0]]
+
+    def _factor(self, index: int, values: torch.Tensor, first: int, lead: int, count: int) -> torch.Tensor:
+        """Return magnitude / norm, to be multiplied with the buffer."""
+        magnitude = self._magnitude[index]
+        if self.update.axis == 1:
+            if not self._normed:
+                for norm in self.norms.values():
+                    norm.sqrt_()
+                self._normed = True
+            return magnitude / self.norms[index]
+        norms = torch.linalg.vector_norm(values, dim=1)
+        self.norms[index][first : first + count] = norms[lead : lead + count]
+        factor = torch.zeros_like(norms)
+        factor[lead : lead + count] = magnitude[first : first + count] / norms[lead : lead + count]
+        return factor.unsqueeze(1)
+
+
+def merge_rows(update: Update, rows: torch.Tensor, start: int, *, scratch_bytes: int = 1 * MiB) -> None:
+    """Overwrite rows of a weight, the first of which is row ``start``, with ``round(rows + delta)``.
+
+    Args:
+        update: What is added to the whole weight; one whose ``needs_norms`` is true needs a :class:`RowMerger`.
+        rows: Two dimensions, any float dtype of 16 bits or more, any strides.
+        start: The number of the first row in the weight.
+        scratch_bytes: The largest temporary.
+    """
+    RowMerger(update, rows.dtype, rows.device, scratch_bytes=scratch_bytes).merge(rows, start)
+
+
+def merge_matrix(update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 1 * MiB) -> dict[int, torch.Tensor]:
+    """Overwrite a whole weight, seen as a matrix, with its merged values.
+
+    Returns:
+        DoRA's norms by index of the term, for whoever has to undo the merge.
+    """
+    merger = RowMerger(update, matrix.dtype, matrix.device, scratch_bytes=scratch_bytes)
+    if update.needs_norms:
+        merger.add_norms(matrix, 0)
+    merger.merge(matrix, 0)
+    return merger.norms

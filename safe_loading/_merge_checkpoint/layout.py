@@ -1,0 +1,134 @@
+"""Where each parameter of a model lies in its checkpoint, by transformers' own tables of names and conversions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import core_model_loading as loader
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from safe_loading._checkpoint.header import TensorInfo
+from safe_loading._merge_checkpoint import pieces
+from safe_loading._merge_checkpoint.pieces import CannotFollow, Whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A model's parameters, as its checkpoint holds them.
+
+    Attributes:
+        of: What each parameter or buffer is made of, by its name at run time.
+        opaque: Those whose conversion cannot be followed, with the reason; their tensors on disk can only be copied.
+        unknown: Tensors on disk that the class does not know.
+    """
+
+    of: Mapping[str, Whole]
+    opaque: Mapping[str, str]
+    unknown: tuple[str, ...]
+
+
+def read_layout(model: torch.nn.Module, tensors: Mapping[str, TensorInfo]) -> Layout:
+    """Follow each tensor of a checkpoint to its place in ``model`` (on meta), as transformers' loader would.
+
+    Args:
+        model: The model, without an adapter.
+        tensors: The tensors on disk.
+    """
+    state = model.state_dict()
+    rules = get_model_conversion_mapping(model)  # type: ignore[arg-type]  # a PreTrainedModel, by the auto classes
+    renamings = [rule for rule in rules if isinstance(rule, loader.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, loader.WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    prefix = getattr(model, "base_model_prefix", None)
+    plain: dict[str, Whole] = {}
+    groups: dict[str, dict[str, list[Whole]]] = defaultdict(lambda: defaultdict(list))
+    unknown = []
+    # The loader's order decides which expert is which in a stack.
+    for name in sorted(tensors, key=loader.dot_natural_key):
+        key, pattern = loader.rename_source_key(name, renamings, converters, prefix, state)
+        if key not in state and name in state:
+            key, pattern = loader.rename_source_key(name, [], [], prefix, state)
+        if key not in state:
+            unknown.append(name)
+        elif pattern is None:
+            plain.setdefault(key, pieces.on_disk(name, tensors[name].shape))
+        else:
+            groups[key][pattern].append(pieces.on_disk(name, tensors[name].shape))
+    opaque: dict[str, str] = {}
+    of = dict(plain)
+    for key, sources in groups.items():
+        rule = by_pattern[next(iter(sources))]
+        try:
+            of.update(_converted(key, rule, sources, state))
+        except CannotFollow as reason:
+            opaque.update(dict.fromkeys(_targets(key, rule), str(reason)))
+    for key, whole in list(of.items()):
+        if key in state and whole.shape != tuple(state[key].shape):
+            opaque[key] = f"the checkpoint makes {list(whole.shape)} of it, the model has {list(state[key].shape)}"
+            del of[key]
+    return Layout(of, opaque, tuple(unknown))
+
+
+def _converted(
+    key: str, rule: Any, sources: Mapping[str, list[Whole]], state: Mapping[str, torch.Tensor]
+) -> dict[str, Whole]:
+    """Apply the operations of one converter, as ``WeightConverter.convert`` does."""
+    # in the order of the patterns: Concatenate keeps it
+    held: dict[str, list[Whole]] = {pattern: sources[pattern] for pattern in rule.source_patterns if pattern in sources}
+    if len(held) != len(rule.source_patterns):
+        lacking = sorted(set(rule.source_patterns) - held.keys())
+        raise CannotFollow(f"the checkpoint lacks what {lacking} stand for")
+    targets = list(rule.target_patterns)
+    for operation in rule.operations:
+        held = _applied(operation, held, targets, key, state)
+    result = {}
+    for pattern, wholes in held.items():
+        if len(wholes) != 1:
+            raise CannotFollow(f"{len(wholes)} tensors are left after the conversions")
+        result[key if len(held) == 1 else key.replace(targets[0], pattern)] = wholes[0]
+    if set(result) != set(_targets(key, rule)):
+        raise CannotFollow(f"the conversions end in {sorted(result)}")
+    return result
+
+
+def _applied(
+    operation: Any, held: dict[str, list[Whole]], targets: list[str], key: str, state: Mapping[str, torch.Tensor]
+) -> dict[str, list[Whole]]:
+    if type(operation) is loader.MergeModulelist:
+        return {pattern: [pieces.stack(parts, operation.dim)] for pattern, parts in held.items()}
+    if type(operation) is loader.Concatenate and len(targets) == 1:
+        return {targets[0]: [pieces.concatenate([part for parts in held.values() for part in parts], operation.dim)]}
+    single = next(iter(held.values()))
+    if len(held) == 1 and len(single) == 1:
+        only = single[0]
+        if type(operation) is loader.Chunk and operation.num_shards_attribute is None:
+            return dict(zip(targets, ([p] for p in _chunks(only, len(targets), operation.dim)), strict=True))
+        if type(operation) is loader.Split:
+            names = [key.replace(targets[0], target) for target in targets]
+            sizes = [state[name].shape[operation.dim] for name in names if name in state]
+            parts = pieces.split(only, sizes, operation.dim)
+            return dict(zip(targets, ([part] for part in parts), strict=True))
+        if type(operation) is loader.Transpose:
+            as_is = operation.check_dims and key in state and tuple(state[key].shape) == only.shape
+            turned = only if as_is else pieces.transpose(only, operation.dim0, operation.dim1)
+            return {next(iter(held)): [turned]}
+    raise CannotFollow(f"transformers converts it by {type(operation).__name__}, which does more than move elements")
+
+
+def _chunks(whole: Whole, count: int, dim: int) -> list[Whole]:
+    size = math.ceil(whole.shape[dim] / count)
+    sizes = [max(0, min(size, whole.shape[dim] - size * number)) for number in range(count)]
+    if 0 in sizes:
+        raise CannotFollow(f"{whole.shape[dim]} rows cannot be chunked in {count}")
+    return pieces.split(whole, sizes, dim)
+
+
+def _targets(key: str, rule: Any) -> list[str]:
+    """Return the names of all that a converter makes; ``key`` holds the first of its targets."""
+    first = rule.target_patterns[0]
+    return [key.replace(first, target) for target in rule.target_patterns]

@@ -1,0 +1,135 @@
+"""What transformers' conversions do to a tensor of a checkpoint, as arithmetic of places: no tensor is touched.
+
+A ``Whole`` stands for a tensor of the loader: its shape, and the pieces of the checkpoint that it is made of. Each
+conversion that only moves elements (stack, concatenate, chunk, transpose) turns Wholes into Wholes. So the layout on
+disk is derived from what the loader does, and never guessed from shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A block of a tensor on disk, and where it lies in a Whole.
+
+    Attributes:
+        tensor: The name on disk.
+        at: Its first element in the Whole, per dimension of the Whole.
+        dims: For each dimension of the Whole, the dimension of the disk tensor that runs along it; -1 for a dimension
+            that was added by stacking, along which the piece has one element.
+        begin: The block's first element in the disk tensor, per dimension of the disk tensor.
+        size: The block's size, per dimension of the disk tensor.
+    """
+
+    tensor: str
+    at: tuple[int, ...]
+    dims: tuple[int, ...]
+    begin: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def extent(self, dim: int) -> int:
+        """Return how many elements the piece has along a dimension of the Whole."""
+        return 1 if self.dims[dim] < 0 else self.size[self.dims[dim]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A tensor of the loader: its shape and its pieces."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+class CannotFollow(Exception):
+    """A conversion does more than move elements, or is applied in a way that this module does not know.
+
+    It never leaves this package: it becomes a reason in an error's text.
+    """
+
+
+def on_disk(tensor: str, shape: tuple[int, ...]) -> Whole:
+    """Return the Whole that is one disk tensor."""
+    zeros = (0,) * len(shape)
+    return Whole(shape, (Piece(tensor, zeros, tuple(range(len(shape))), zeros, shape),))
+
+
+def stack(parts: Sequence[Whole], dim: int) -> Whole:
+    """Return what ``torch.stack`` makes of equally shaped parts."""
+    _check_alike(parts, None)
+    dim = dim % (len(parts[0].shape) + 1)
+    pieces = tuple(
+        dataclasses.replace(
+            piece,
+            at=(*piece.at[:dim], number, *piece.at[dim:]),
+            dims=(*piece.dims[:dim], -1, *piece.dims[dim:]),
+        )
+        for number, part in enumerate(parts)
+        for piece in part.pieces
+    )
+    shape = parts[0].shape
+    return Whole((*shape[:dim], len(parts), *shape[dim:]), pieces)
+
+
+def concatenate(parts: Sequence[Whole], dim: int) -> Whole:
+    """Return what ``torch.cat`` makes of the parts."""
+    dim = dim % len(parts[0].shape)
+    _check_alike(parts, dim)
+    pieces, offset = [], 0
+    for part in parts:
+        pieces += [dataclasses.replace(piece, at=_moved(piece.at, dim, offset)) for piece in part.pieces]
+        offset += part.shape[dim]
+    shape = parts[0].shape
+    return Whole((*shape[:dim], offset, *shape[dim + 1 :]), tuple(pieces))
+
+
+def split(whole: Whole, sizes: Sequence[int], dim: int) -> list[Whole]:
+    """Return what ``torch.split`` makes of a Whole."""
+    dim = dim % len(whole.shape)
+    if sum(sizes) != whole.shape[dim]:
+        raise CannotFollow(f"a tensor of shape {list(whole.shape)} is split into {list(sizes)} along dimension {dim}")
+    parts, start = [], 0
+    for size in sizes:
+        pieces = [cut for piece in whole.pieces if (cut := _cut(piece, dim, start, start + size)) is not None]
+        shape = (*whole.shape[:dim], size, *whole.shape[dim + 1 :])
+        parts.append(Whole(shape, tuple(pieces)))
+        start += size
+    return parts
+
+
+def transpose(whole: Whole, one: int, other: int) -> Whole:
+    """Return what ``torch.transpose`` makes of a Whole."""
+    order = list(range(len(whole.shape)))
+    order[one], order[other] = order[other], order[one]
+
+    def turned(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(values[dim] for dim in order)
+
+    pieces = tuple(dataclasses.replace(p, at=turned(p.at), dims=turned(p.dims)) for p in whole.pieces)
+    return Whole(turned(whole.shape), pieces)
+
+
+def _cut(piece: Piece, dim: int, start: int, stop: int) -> Piece | None:
+    """Return the part of a piece between two places along a dimension, counted from there."""
+    first, last = max(piece.at[dim], start), min(piece.at[dim] + piece.extent(dim), stop)
+    if first >= last:
+        return None
+    moved = dataclasses.replace(piece, at=_moved(piece.at, dim, first - start - piece.at[dim]))
+    source = piece.dims[dim]
+    if source < 0:
+        return moved
+    begin = _moved(piece.begin, source, first - piece.at[dim])
+    size = (*piece.size[:source], last - first, *piece.size[source + 1 :])
+    return dataclasses.replace(moved, begin=begin, size=size)
+
+
+def _moved(values: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
+    return (*values[:dim], values[dim] + by, *values[dim + 1 :])
+
+
+def _check_alike(parts: Sequence[Whole], free: int | None) -> None:
+    shapes = {tuple(-1 if dim == free else size for dim, size in enumerate(part.shape)) for part in parts}
+    if len(shapes) != 1:
+        raise CannotFollow(f"tensors of shapes {sorted(map(list, {part.shape for part in parts}))} are put together")

@@ -1,0 +1,259 @@
+"""``merge_lora_inplace``: adapters into the weights' own storage, correctly rounded, all or nothing."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTuner
+from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no py.typed
+
+from . import _progress
+from ._lora import apply
+from ._lora.check import delta_rms
+from ._lora.plan import Job, Plan, make_plan, not_finite
+from ._lora.tensors import parents_of
+from ._lora.tokens import Tokens
+from ._merge_report import InplaceMergeReport, MergedWeight
+from ._report import Finding, MiB, format_bytes
+from .errors import ArgumentError, MergeError
+
+logger = logging.getLogger("safe_loading")
+
+
+@torch.no_grad()
+def merge_lora_inplace(
+    model: torch.nn.Module,
+    *,
+    adapter_names: Sequence[str] | None = None,
+    check_finite: bool = True,
+    scratch_bytes: int = 1 * MiB,
+    progress: bool | None = None,
+    unload: bool = True,
+) -> torch.nn.Module:
+    """Merge adapters into the weights of their base model, each weight in its own storage.
+
+    Every merged element is the float64 sum of the weight and all adapters, rounded once. What forbids the merge is
+    found before the first weight is written: a refused model is unchanged to the last bit. The report is the
+    attribute ``merge_report`` of what is returned, and is logged at level INFO to the logger ``safe_loading``.
+
+    Ctrl-C waits until the layer at work is finished. What is left is a model whose merged layers are merged and
+    whose others are not; a second call merges the rest.
+
+    Args:
+        model: A PeftModel (or one of peft's tuners, such as ``LoraModel``).
+        adapter_names: The adapters to merge, in this order. None takes the active ones of each layer.
+        check_finite: Whether adapters and merged weights must be finite in the dtype of the weight.
+        scratch_bytes: The largest temporary, in bytes; never less than eight rows of a weight. The result does not
+            depend on it.
+        progress: Whether a progress bar is shown. None shows it in a terminal.
+        unload: Whether the base model is returned, without any adapter left. With False the adapters stay, marked
+            as merged, so that ``model.unmerge_adapter()`` can take them out again.
+
+    Returns:
+        The base model, as ``merge_and_unload`` returns it; with ``unload=False`` the model itself.
+
+    Raises:
+        MergeError: What forbids the merge, every layer listed. The model is unchanged.
+        ArgumentError: The model has no adapters, or not those that were named.
+    """
+    started = time.perf_counter()
+    tuner = _tuner(model)
+    names = _checked_names(tuner, adapter_names)
+    if scratch_bytes <= 0:
+        raise ArgumentError(f"scratch_bytes={scratch_bytes}: it is a number of bytes, as 1 << 20.")
+    plan = make_plan(tuner.model, names, unload=unload)
+    problems = [*_refused_by_peft(tuner), *plan.problems]
+    jobs = [job for group in plan.groups for job in group]
+    if check_finite:
+        for job in jobs:
+            problems += not_finite(job, scratch_bytes=scratch_bytes)
+    if problems:
+        raise MergeError(
+            f"The adapters of this {type(tuner.model).__name__} cannot be merged:", dict.fromkeys(problems)
+        )
+    weights, findings = [entry for job in jobs for entry in _entries(job, plan)], _findings(jobs)
+    findings += _by_peft([job for job in jobs if job.road == "peft" and job.names], check_finite=check_finite)
+    shown = _progress.wanted(0) if progress is None else progress
+    _carry_out(tuner, plan, scratch_bytes=scratch_bytes, unload=unload, shown=shown)
+    result: torch.nn.Module = model
+    if unload:
+        result, more = _unloaded(tuner)
+        findings += more
+    merged = tuple(dict.fromkeys(name for weight in weights for name in weight.adapters))
+    report = InplaceMergeReport(merged, tuple(weights), time.perf_counter() - started, unload, tuple(findings))
+    result.__dict__["merge_report"] = report
+    logger.info("%s", report)
+    return result
+
+
+def _tuner(model: torch.nn.Module) -> Any:
+    tuner: Any = model.base_model if isinstance(model, PeftModel) else model
+    tuner = tuner if isinstance(tuner, BaseTuner) else getattr(tuner, "base_model", None)  # PeftMixedModel
+    if not isinstance(tuner, BaseTuner):
+        kinds = [str(config.peft_type) for config in getattr(model, "peft_config", {}).values()]
+        raise ArgumentError(
+            f"{type(model).__name__} has no adapter that can be merged"
+            + (f" ({', '.join(kinds)} adds inputs, not weights)" if isinstance(model, PeftModel) else "")
+            + ". Pass a peft.PeftModel with LoRA adapters, as load_peft_on_rank returns it."
+        )
+    return tuner
+
+
+def _checked_names(tuner: Any, names: Sequence[str] | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    there = list(tuner.peft_config)
+    if isinstance(names, str):
+        raise ArgumentError(f"adapter_names={names!r} must be a list: [{names!r}].")
+    unknown = [name for name in names if name not in there]
+    if unknown:
+        raise ArgumentError(f"adapter_names={list(names)}: the model has no {unknown}, it has {there}.")
+    if not names or len(set(names)) < len(names):
+        raise ArgumentError(
+            f"adapter_names={list(names)}: name each adapter once, or leave it out for the active ones; "
+            f"model.unload() takes the adapters off without merging."
+        )
+    return tuple(names)
+
+
+def _refused_by_peft(tuner: Any) -> list[str]:
+    """Return what peft itself says against a merge of this model as a whole."""
+    problems = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of tied weights, which are looked at layer by layer
+        try:
+            tuner._check_merge_allowed()
+        except (ValueError, NotImplementedError) as error:
+            problems.append(f"peft refuses: {error}.")
+    for path, module in tuner.model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            problems.append(
+                f"{path or 'the model'} is wrapped by FSDP1, which keeps the weights flattened and split. Save the "
+                f"adapter, and merge it into the unsharded base."
+            )
+            break
+    return problems
+
+
+def _entries(job: Job, plan: Plan) -> list[MergedWeight]:
+    """Return the lines of the report for one job, before its targets are freed."""
+    kind = type(job.layer).__name__
+    if job.road == "peft":
+        base: Any = job.layer.get_base_layer()
+        size = sum(parameter.nbytes for parameter in base.parameters())
+        dtype = str(next((parameter.dtype for parameter in base.parameters()), "")).removeprefix("torch.")
+        return [MergedWeight(job.path, kind, dtype, job.names, "peft", size)] if job.names else []
+    entries = []
+    for target in job.targets:
+        rms, used = None, job.names
+        if not isinstance(target, Tokens):
+            used = tuple(dict.fromkeys(term.name for term in target.pieces[0].update.terms))
+            squares = [delta_rms(piece.update) ** 2 for piece in target.pieces]
+            rms = (sum(squares) / len(squares)) ** 0.5
+        dtype = str(target.tensor.dtype).removeprefix("torch.")
+        size = target.tensor.nbytes
+        group = next(group for group in plan.groups if job in group)
+        also = tuple(other.path for other in group if other is not job)
+        entries.append(MergedWeight(job.name_of(target), kind, dtype, used, job.road, size, rms, also))
+    return entries
+
+
+def _findings(jobs: list[Job]) -> list[Finding]:
+    findings = []
+    before = sorted({name for job in jobs for name in job.merged_before})
+    if before:
+        count = sum(1 for job in jobs if job.merged_before)
+        findings.append(
+            Finding(
+                "merged-before",
+                "info",
+                f"{count} of {len(jobs)} layers",
+                f"{before} were merged already, and stay so.",
+                "none; call unmerge_adapter() before the merge if they should not be in it.",
+            )
+        )
+    return findings
+
+
+def _by_peft(jobs: list[Job], *, check_finite: bool) -> list[Finding]:
+    """Let peft merge the layers that are not known here, all of them or none."""
+    if not jobs:
+        return []
+    backup, at = apply.Backup(), ""
+    try:
+        for job in jobs:
+            at = job.path
+            backup.keep(job.layer)
+            apply.merge_by_peft(job, check_finite=check_finite)
+    except BaseException as error:
+        backup.restore()
+        if not isinstance(error, Exception):
+            raise
+        raise MergeError(
+            "peft cannot merge a layer; everything is as it was:", [f"{at}: {error or type(error).__name__}."]
+        ) from error
+    size = backup.bytes
+    backup.settle()
+    kinds = sorted({type(job.layer).__name__ for job in jobs})
+    finding = Finding(
+        "merged-by-peft",
+        "warning",
+        f"{len(jobs)} layers, as {jobs[0].path}",
+        f"{kinds} are merged by peft's own code: it rounds more than once, and took {format_bytes(size)} for a while.",
+        "none needed; quantised weights are best merged into the base before it is quantised.",
+        size,
+    )
+    return [finding]
+
+
+def _carry_out(tuner: Any, plan: Plan, *, scratch_bytes: int, unload: bool, shown: bool) -> None:
+    """Write, mark and unload, one group after the other; free what a group held."""
+    places = parents_of(tuner.model) if unload else {}
+    groups, total = plan.groups, len(plan.groups)
+    with apply.interrupts_wait() as came:
+        for _ in tqdm(range(total), desc="Merging", disable=not shown):
+            if came:
+                break
+            group = groups.pop(0)
+            for job in group:
+                if job.road != "peft":
+                    apply.merge_by_blocks(job, scratch_bytes=scratch_bytes, unload=unload)
+            for job in group:
+                if unload:
+                    apply.unload(job, tuner, places)
+    if came:
+        left = [job.path for group in groups for job in group]
+        raise KeyboardInterrupt(
+            f"merge_lora_inplace: {total - len(groups)} of {total} layers are merged, the others are unchanged "
+            f"({', '.join(left[:3])}, ...). Call it again with the same arguments to merge the rest."
+        )
+
+
+def _unloaded(tuner: Any) -> tuple[torch.nn.Module, list[Finding]]:
+    """Take off what is left of the adapters: saved modules, wrappers, configs."""
+    base: torch.nn.Module = tuner.unload()
+    config = getattr(base, "config", None)
+    if not getattr(config, "tie_word_embeddings", False):
+        return base, []
+    try:
+        head, embedding = base.get_output_embeddings(), base.get_input_embeddings()  # type: ignore[operator]  # a model
+    except (NotImplementedError, AttributeError):
+        return base, []
+    one, other = getattr(head, "weight", None), getattr(embedding, "weight", None)
+    if one is None or other is None or one.data_ptr() == other.data_ptr():
+        return base, []
+    config.tie_word_embeddings = False  # type: ignore[union-attr]  # not None, it has the attribute
+    finding = Finding(
+        "no-longer-tied",
+        "info",
+        type(base).__name__,
+        "the adapter brought an embedding or a head of its own, so the two are no longer the same weight.",
+        "none; tie_word_embeddings of the config is now False.",
+    )
+    return base, [finding]

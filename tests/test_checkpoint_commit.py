@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.operations import disk_full, operations
+
+from safe_loading import OutputError
+from safe_loading._checkpoint import commit as commits
+from safe_loading._checkpoint import journal, output
+from safe_loading._checkpoint.commit import Stage
+
+TESTS = Path(__file__).resolve().parent
+FILES = {"one.bin": b"1" * 5000, "two.bin": b"2" * 3000, "deep/three.bin": b"3"}
+OLD = {"old.txt": b"old", "one.bin": b"0"}
+JOB = {"base": "a"}
+
+
+def same(path: Path, facts: Any) -> bool:
+    return hashlib.sha256(path.read_bytes()).hexdigest() == facts["sha256"]
+
+
+def save(target: Path, job: Any = JOB, **options: Any) -> tuple[int, Any]:
+    """What a verb does, in small: returns the number of files that it wrote, and what an earlier call had finished."""
+    written = 0
+    with Stage(output.output_path(target), job, **options) as stage:
+        if stage.finished is not None:
+            return 0, stage.finished
+        for name, data in FILES.items():
+            if stage.held(name, same) is None:
+                stage.write(name, data, {"sha256": hashlib.sha256(data).hexdigest()})
+                written += 1
+        stage.commit({"files": len(FILES)})
+    return written, None
+
+
+def held(folder: Path) -> dict[str, bytes] | None:
+    if not folder.exists():
+        return None
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def fill(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def test_the_output_appears_whole_and_nothing_stays_beside_it(tmp_path: Path) -> None:
+    assert save(tmp_path / "a" / "b" / "out") == (3, None)
+    assert held(tmp_path / "a" / "b" / "out") == FILES
+    assert list((tmp_path / "a" / "b").iterdir()) == [tmp_path / "a" / "b" / "out"]
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "empty")
+    assert held(tmp_path / "empty") == FILES
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_folder_is_replaced_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool) -> None:
+    if not atomic:
+        monkeypatch.setattr(commits, "exchange", lambda one, other: False)
+    folder = fill(tmp_path / "out", OLD)
+    with pytest.raises(OutputError, match=r"holds 2 entries \(old.txt, one.bin\).*overwrite=True"):
+        save(folder)
+    assert held(folder) == OLD
+    assert save(folder, overwrite=True) == (3, None)
+    assert held(folder) == FILES
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert held(tmp_path / "real") == FILES
+
+
+SWEEP = """
+import json, os, sys
+from pathlib import Path
+from faults.operations import disk_full, in_child, kill, operations
+from safe_loading import OutputError
+import safe_loading._checkpoint.commit as commits
+import test_checkpoint_commit as t
+root, replace, atomic = Path(sys.argv[1]), sys.argv[2] == "replace", sys.argv[3] == "atomic"
+if not atomic:
+    commits.exchange = lambda one, other: False
+(root / "count").mkdir()
+counted = t.fill(root / "count" / "out", t.OLD) if replace else root / "count" / "out"
+with operations() as all_of_them:
+    t.save(counted, overwrite=replace)
+problems, resumed, finished = [], 0, 0
+for n in range(1, all_of_them.count + 1):
+    place = root / str(n)
+    place.mkdir()
+    folder = t.fill(place / "out", t.OLD) if replace else place / "out"
+    def killed():
+        with operations(n):
+            t.save(folder, overwrite=replace)
+    status = in_child(killed)
+    before = t.OLD if replace else None
+    gap = (place / ".out.staged" / "before")  # the one moment without an atomic exchange
+    if status != -9:
+        problems.append((n, "not killed", status))
+    now = t.held(folder)
+    absent = now is None and not atomic and t.held(gap) == t.OLD
+    if now not in (before, t.FILES) and not absent:
+        problems.append((n, "neither old nor new", str(now)))
+    if n % 3 == 0:  # and once more, at another place
+        def again():
+            with operations(max(1, n // 2)):
+                t.save(folder, overwrite=replace)
+        in_child(again)
+        if t.held(folder) not in (before, t.FILES) and not (not atomic and t.held(gap) == t.OLD):
+            problems.append((n, "neither old nor new the second time"))
+    now = t.held(folder)
+    staged = (place / ".out.staged" / "journal").exists()
+    try:
+        written, done = t.save(folder, overwrite=replace)
+        resumed += written < 3
+        finished += done is not None
+    except OutputError as error:
+        if staged or now != t.FILES:
+            problems.append((n, "refused", str(error)))
+    if t.held(folder) != t.FILES:
+        problems.append((n, "not the result", str(t.held(folder))))
+    left = [p.name for p in place.iterdir()]
+    if left != ["out"]:
+        problems.append((n, "left behind", left))
+print(json.dumps([all_of_them.count, resumed, finished, problems]))
+"""
+
+
+@pytest.mark.parametrize("case", ["new atomic", "replace atomic", "replace aside"])
+def test_killed_at_every_operation_the_output_is_old_or_new_and_a_second_call_completes(
+    tmp_path: Path, case: str
+) -> None:
+    run = [sys.executable, "-c", textwrap.dedent(SWEEP), str(tmp_path), *case.split()]
+    package = str(Path(commits.__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([package, str(TESTS)])}
+    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    count, resumed, finished, problems = json.loads(done.stdout)
+    assert problems == []
+    assert count > 25
+    assert resumed > 5  # files of the killed call were used
+    assert finished >= 1  # a kill after the rename was understood
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_full_disk_at_every_operation_leaves_what_was_there_and_nothing_else(tmp_path: Path, replace: bool) -> None:
+    with operations() as every:
+        save(tmp_path / "count" / "x" / "out")
+    failed = 0
+    for n in range(1, every.count + 1):
+        place = tmp_path / str(n)
+        place.mkdir()
+        folder = fill(place / "x" / "out", OLD) if replace else place / "x" / "out"
+        before = held(folder)
+        try:
+            with operations(n, disk_full):
+                save(folder, overwrite=replace)
+        except OSError:
+            failed += 1
+        if held(folder) != FILES:  # after the rename, the sync of the folder around it and the tidying can still fail
+            assert held(folder) == before
+            assert [path.name for path in place.rglob(".*")] == [], (n, every.log[n - 1])
+    assert failed > 20
+
+
+def test_files_are_synced_before_they_are_renamed_and_the_folder_after(tmp_path: Path) -> None:
+    with operations() as log:
+        save(tmp_path / "out")
+    names = [line.split()[0] for line in log.log]
+    rename = names.index("rename")
+    assert names[rename - 1] == "fsync"
+    assert "fsync" in names[rename + 1 : rename + 3]
+    # per file: its sync, then the journal's line and its sync; then the folders, then the commit's line
+    assert names[:rename].count("fsync") == 1 + 2 * len(FILES) + 2 + 1
+    assert names[:rename].count("write") == len(FILES)
+
+
+def test_an_interrupted_call_is_continued_and_what_was_damaged_meanwhile_is_written_again(tmp_path: Path) -> None:
+    def interrupted(**options: Any) -> None:
+        with Stage(tmp_path / "out", JOB, **options) as stage:
+            for name in ("one.bin", "two.bin"):
+                stage.write(name, FILES[name], {"sha256": hashlib.sha256(FILES[name]).hexdigest()})
+            raise KeyboardInterrupt
+
+    staged = tmp_path / ".out.staged"
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (staged / "files" / "one.bin").exists()
+    (staged / "files" / "two.bin").write_bytes(b"x" * 3000)
+    assert save(tmp_path / "out")[0] == 2
+    assert held(tmp_path / "out") == FILES
+    assert not staged.exists()
+
+    for options, job in (({"resume": False}, JOB), ({}, {"base": "another"})):
+        (tmp_path / "out").rename(tmp_path / f"done{len(options)}")
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert save(tmp_path / "out", job, **options)[0] == 3
+    (tmp_path / "out").rename(tmp_path / "done")
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(resume=False)
+    assert not staged.exists()
+
+
+def test_the_journal_drops_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(b'{"event":"job"}\n{"event":"fi')
+    assert journal.read_events(path) == [{"event": "job"}]
+    log = journal.Journal(path)
+    log.append({"event": "next"})
+    log.close()
+    assert journal.read_events(path) == [{"event": "job"}, {"event": "next"}]
+    path.write_bytes(b'{"event":"job"}\n\0\0\0\n{"event":"file"}\n[1]\n')
+    assert journal.read_events(path) == [{"event": "job"}]
+
+
+def test_another_writer_is_named_and_a_dead_one_blocks_nobody(tmp_path: Path) -> None:
+    with Stage(tmp_path / "out", JOB) as stage:
+        stage.write("one.bin", b"1")
+        with pytest.raises(OutputError, match=rf"pid {os.getpid()}\) is writing"):
+            save(tmp_path / "out")
+        assert (stage.files / "one.bin").exists()
+        stage.commit()
+    root = tmp_path / ".late.staged"
+    root.mkdir()
+    (root / "lock").write_text("4194305\n")  # a process that is gone
+    save(tmp_path / "late")
+    assert held(tmp_path / "late") == FILES
+    assert not root.exists()
+
+
+def test_a_lock_on_a_file_that_was_just_deleted_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, taken = tmp_path / "root", []
+    flock = fcntl.flock
+
+    def slow(descriptor: int, how: int) -> None:
+        flock(descriptor, how)
+        taken.append(descriptor)
+        if len(taken) == 1:  # the last writer ends between our open and our lock
+            (root / "lock").unlink()
+            root.rmdir()
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    descriptor = journal.take_lock(root, tmp_path / "out")
+    assert len(taken) == 2
+    assert (root / "lock").read_text() == f"{os.getpid()}\n"
+    os.close(descriptor)
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_the_output_must_be_apart_from_what_is_read(tmp_path: Path) -> None:
+    base = fill(tmp_path / "models" / "base", OLD)
+    (tmp_path / "link").symlink_to(base)
+    cases = {
+        base: "is the base itself",
+        tmp_path / "link": "is the base itself",
+        base / "merged": "lies inside the base",
+        tmp_path / "link" / "merged" / "deep": "lies inside the base",
+        tmp_path / "models": "holds the base",
+    }
+    for target, text in cases.items():
+        with pytest.raises(OutputError, match=text) as caught:
+            output.check_apart(output.output_path(target), {"the base": base, "the adapter": tmp_path / "other"})
+        assert str(base) in str(caught.value)
+    output.check_apart(tmp_path / "models" / "base2", {"the base": base})
+    output.check_apart(tmp_path / "out", {"the base": base})
+
+
+def test_a_file_and_a_mount_point_are_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match="is a file; the output is a folder"):
+        save(tmp_path / "file", overwrite=True)
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
+    with pytest.raises(OutputError, match="is a mount point"):
+        save(tmp_path / "disk", overwrite=True)
+
+
+def test_too_little_room_names_both_numbers_and_leaves_nothing(tmp_path: Path) -> None:
+    facts = os.statvfs(tmp_path)
+    needed = 1 << 60
+    with pytest.raises(OutputError, match=r"needs .* \(1152921504606846976 bytes\), and .* bytes\) free") as caught:
+        save(tmp_path / "new" / "out", needed=needed)
+    assert isinstance(caught.value, OSError)
+    assert list(tmp_path.iterdir()) == []
+    assert facts.f_bavail > 0
+    output.check_room(tmp_path / "out", needed, reusable=needed)
+
+
+def test_a_folder_that_comes_to_stand_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    def late() -> None:
+        with Stage(tmp_path / "out", JOB) as stage:
+            stage.write("one.bin", b"1")
+            fill(tmp_path / "out", OLD)
+            stage.commit()
+
+    with pytest.raises(OutputError, match="is not empty"):
+        late()
+    assert held(tmp_path / "out") == OLD
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

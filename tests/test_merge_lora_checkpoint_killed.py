@@ -1,0 +1,210 @@
+"""The whole verb under kill -9, a full disk and Ctrl-C: the output is absent or whole, and a second call completes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.operations import disk_full, operations
+from models import save_adapter, save_llama
+
+import safe_loading
+from safe_loading import CheckpointError, OutputError, merge_lora_checkpoint
+from safe_loading._checkpoint import copy as copies
+from safe_loading._merge_checkpoint import stream as streams
+
+TESTS = Path(__file__).resolve().parent
+
+SWEEP = """
+import json, sys
+from pathlib import Path
+from faults.operations import in_child, operations
+from safe_loading import OutputError, merge_lora_checkpoint
+root = Path(sys.argv[1])
+base, adapter = root / "base", root / "adapter"
+def files(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir()} if folder.exists() else None
+with operations() as every:
+    merge_lora_checkpoint(base, adapter, root / "whole", threads=1)
+whole, problems, resumed = files(root / "whole"), [], []
+step = max(1, every.count // 30)
+for n in [*range(1, every.count + 1, step), *range(every.count - 8, every.count + 1)]:
+    place = root / str(n)
+    place.mkdir(exist_ok=True)
+    def killed():
+        with operations(n):
+            merge_lora_checkpoint(base, adapter, place / "out", threads=1, overwrite=True)
+    status = in_child(killed)
+    if status != -9 and n < every.count - 8:
+        problems.append((n, "not killed", status))
+    if files(place / "out") not in (None, whole):
+        problems.append((n, "neither absent nor whole"))
+    report = merge_lora_checkpoint(base, adapter, place / "out", threads=1 + n % 2, overwrite=True)
+    resumed.append(len(report.resumed))
+    if files(place / "out") != whole or [p.name for p in place.iterdir()] != ["out"]:
+        problems.append((n, "not the result", [p.name for p in place.iterdir()]))
+print(json.dumps([every.count, resumed, problems]))
+"""
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    base = save_llama(tmp_path / "base")
+    return base, save_adapter(tmp_path / "adapter", base)
+
+
+def test_killed_anywhere_a_second_call_gives_the_same_bytes(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    package = str(Path(safe_loading.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([package, str(TESTS)]), "OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-c", SWEEP, str(tmp_path)]
+    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    count, resumed, problems = json.loads(done.stdout.splitlines()[-1])
+    assert problems == []
+    assert count > 60
+    assert max(resumed) > 5  # weight files of the killed call were verified and kept
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_full_disk_leaves_nothing(tmp_path: Path, pair: tuple[Path, Path], threads: int) -> None:
+    with operations() as log:
+        merge_lora_checkpoint(*pair, tmp_path / "out", threads=1)
+    last = next(number for number, line in enumerate(log.log) if line.startswith("rename")) + 1
+    shutil.rmtree(tmp_path / "out")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert last > 50
+    for n in [*range(1, last, 9), last - 1, last]:
+        if log.log[n - 1].startswith("mkdir"):
+            continue  # of a folder that is there: pathlib takes any error for that
+        with pytest.raises(OSError, match="No space left"), operations(n, disk_full):
+            merge_lora_checkpoint(*pair, tmp_path / "out", threads=threads)
+        assert sorted(path.name for path in tmp_path.iterdir()) == before, n
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("merge")]
+
+
+def test_ctrl_c_is_continued_and_a_damaged_file_is_written_again(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = merge_lora_checkpoint(*pair, tmp_path / "whole")
+    done: list[str] = []
+
+    def stop(name: str) -> Any:
+        def keep(stage: Any, file: str, *arguments: Any) -> None:
+            original(stage, file, *arguments)
+            done.append(file)
+            if len(done) == 4:
+                raise KeyboardInterrupt
+
+        return keep
+
+    original = streams.Stage.keep
+    monkeypatch.setattr(streams.Stage, "keep", stop("keep"))
+    with pytest.raises(KeyboardInterrupt):
+        merge_lora_checkpoint(*pair, tmp_path / "out", threads=1)
+    monkeypatch.setattr(streams.Stage, "keep", original)
+    staged = tmp_path / ".out.staged" / "files"
+    assert len(done) == 4
+    damaged = staged / done[0]
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    report = merge_lora_checkpoint(*pair, tmp_path / "out")
+    assert set(report.resumed) == set(done[1:])
+    assert report.tensors == whole.tensors
+    assert report.bytes_written < whole.bytes_written
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_another_adapter_does_not_continue_what_one_began(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = save_adapter(tmp_path / "other", pair[0], seed=9)
+
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safe_loading._merge_lora_checkpoint._report_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        merge_lora_checkpoint(*pair, tmp_path / "out")
+    monkeypatch.undo()
+    assert merge_lora_checkpoint(pair[0], other, tmp_path / "out").resumed == ()
+
+
+def test_too_little_room_is_said_before_the_first_byte(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs(tmp_path)
+
+    class Small:
+        f_bavail, f_frsize = 10, 512
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Small)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(OutputError, match=r"5.0 KiB \(5120 bytes\) free; nothing was written"):
+        merge_lora_checkpoint(*pair, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert real.f_bavail
+
+
+@pytest.mark.parametrize("broken", ["EXDEV", "ENOSYS", "absent"])
+def test_without_the_kernel_s_copy_the_bytes_are_the_same(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    import errno
+
+    merge_lora_checkpoint(*pair, tmp_path / "whole")
+    if broken == "absent":
+        monkeypatch.delattr(os, "copy_file_range")
+    else:
+
+        def refuse(*arguments: Any) -> int:
+            raise OSError(getattr(errno, broken), broken)
+
+        monkeypatch.setattr(os, "copy_file_range", refuse)
+    monkeypatch.setattr(copies, "_BLOCK", 100)
+    monkeypatch.setattr(copies, "_sync_file_range", None)
+    merge_lora_checkpoint(*pair, tmp_path / "out")
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_calls_that_read_or_write_less_than_asked_are_repeated(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merge_lora_checkpoint(*pair, tmp_path / "whole")
+    preadv, pwrite, kernel = os.preadv, os.pwrite, os.copy_file_range
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:777]], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, memoryview(data)[:333], at))
+    monkeypatch.setattr(os, "copy_file_range", lambda s, t, n, a, b: kernel(s, t, min(n, 555), a, b))
+    merge_lora_checkpoint(*pair, tmp_path / "out")
+    monkeypatch.undo()
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_base_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    import unittest.mock
+
+    base, adapter = pair
+    shard = sorted(base.glob("*.safetensors"))[0]
+
+    def cut(*arguments: Any, **options: Any) -> Any:
+        os.truncate(shard, shard.stat().st_size - 64)
+        return original(*arguments, **options)
+
+    original = streams.stream
+    with (
+        unittest.mock.patch("safe_loading._merge_lora_checkpoint.stream", cut),
+        pytest.raises(CheckpointError, match=rf"{shard.name} became shorter while it was read"),
+    ):
+        merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.staged").exists()
