@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safe_loading._demo.load import chapter as load
+from safe_loading._demo.merge import chapter as merge
 
 Chapter = Callable[[Path], str]
-_CHAPTERS: tuple[Chapter, ...] = (load,)
+_CHAPTERS: tuple[Chapter, ...] = (load, merge)
 
 
 def chapters(folder: Path) -> Iterator[str]:
