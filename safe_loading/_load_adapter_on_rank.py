@@ -111,11 +111,11 @@ def load_adapter_on_rank(
                 _train_or_not(model, ready, is_trainable=is_trainable)
             verify.check_devices(model, own)
             verify.check_contexts(contexts, own)
+            findings = [*outcome.findings, *noted]
+            warn_once(findings)
         # a swap overwrites values, so it waits until all ranks can
         done = commit(model, outcome) if isinstance(outcome, Staged) else outcome
     part = loaded_part(ready, done, own, time.perf_counter() - start)
-    findings = [*done.findings, *noted]
-    warn_once(findings)
     report = LoadReport(group.rank, group.size, str(own), (part,), tuple(findings))
     model.__dict__["load_report"] = report
     logger.info("%s", report)

@@ -62,7 +62,8 @@ def load_peft_on_rank(
             without an index, takes :func:`device_for_rank`.
         dtype: Dtype of the base; "auto" leaves it as the checkpoint has it.
         adapter_dtype: Dtype of the adapter; None leaves each tensor exactly as it is on disk.
-        is_trainable: Whether the active adapter's parameters require grad (nothing of the base does).
+        is_trainable: Whether the active adapter's parameters require grad (nothing of the base does). A base that
+            was passed keeps its train or eval mode then.
         auto_class: The class whose ``from_pretrained`` loads the base. None takes it from the adapter's task type.
         active: The name of the adapter to be active. None takes the first.
         adapter_revision: Branch, tag or commit of adapters on the hub; never used for the base.
@@ -141,8 +142,13 @@ def _named(adapter: Any, active: str | None) -> dict[str, str | os.PathLike[str]
     adapters = dict(adapter) if isinstance(adapter, Mapping) else {"default": adapter}
     if not adapters:
         raise ArgumentError("adapter is an empty mapping; pass {name: folder or hub id}.")
-    for name in adapters:
+    for name, source in adapters.items():
         check_adapter_name(name)
+        if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+            raise ArgumentError(
+                f"The first argument is the adapter, a folder or hub id (or a mapping of them), the second the base; "
+                f"as an adapter {source!r:.80} was passed."
+            )
     if active is not None and active not in adapters:
         raise ArgumentError(f"active={active!r} is none of the adapters {sorted(adapters)}.")
     return adapters

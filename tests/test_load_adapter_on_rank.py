@@ -111,10 +111,46 @@ def test_swaps_of_every_kind(tmp_path: Path, tiny_llama: Path, kind: dict[str, A
     assert torch.equal(logits(model), logits(two_steps(two, tiny_llama)))
 
 
-def test_a_smaller_rank_is_swapped_in(tmp_path: Path, model: PeftModel, tiny_llama: Path) -> None:
-    small = save_adapter(tmp_path / "small", tiny_llama, r=2)
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_smaller_rank_is_swapped_in_and_can_be_saved(tmp_path: Path, tiny_llama: Path, rslora: bool) -> None:
+    model = load_peft_on_rank(save_adapter(tmp_path / "large", tiny_llama, use_rslora=rslora), tiny_llama)
+    small = save_adapter(tmp_path / "small", tiny_llama, r=2, use_rslora=rslora)
     load_adapter_on_rank(model, small, "default", hotswap=True)
     assert torch.allclose(logits(model), logits(two_steps(small, tiny_llama)), atol=1e-6)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.allclose(logits(load_peft_on_rank(tmp_path / "saved", tiny_llama)), logits(model), atol=1e-6)
+
+
+def test_an_interrupted_swap_is_undone(model: PeftModel, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safe_loading._adapter import swap
+
+    before, expected = state(model), logits(model)
+    engine = swap.hotswap_adapter_from_state_dict
+
+    def interrupted(*arguments: Any) -> None:
+        engine(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(swap, "hotswap_adapter_from_state_dict", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_adapter_on_rank(model, other, "default", hotswap=True)
+    assert state(model) == before
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_merged_adapter_is_not_swapped(model: PeftModel, other: Path) -> None:
+    model.merge_adapter()
+    with pytest.raises(AdapterError, match="unmerge_adapter"):
+        load_adapter_on_rank(model, other, "default", hotswap=True)
+
+
+@pytest.mark.filterwarnings("error:safe_loading let pass")
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(tmp_path: Path, model: PeftModel, other: Path) -> None:
+    bad = faults.edited(other, tmp_path / "bad", tensors=faults.without("layers.1.self_attn.q_proj.lora_B"))
+    before = state(model)
+    with pytest.raises(UserWarning, match="strict=False"):
+        load_adapter_on_rank(model, bad, "bad", strict=False)
+    assert state(model) == before
 
 
 @pytest.mark.parametrize(

@@ -634,6 +634,89 @@ def test_code_of_the_base_runs_only_when_it_is_trusted(tmp_path: Path, tiny_llam
     assert torch.equal(logits(model), logits(load_peft_on_rank(tiny_adapter, tiny_llama)))
 
 
+def test_an_adapter_inside_the_base_s_folder_is_refused(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    both = Path(shutil.copytree(tiny_llama, tmp_path / "both"))
+    for name in (faults.CONFIG, faults.WEIGHTS):
+        shutil.copy(tiny_adapter / name, both / name)
+    with pytest.raises(AdapterError, match="holds an adapter too"):
+        load_peft_on_rank(tiny_adapter, both)
+
+
+def test_what_is_loaded_in_inference_mode_can_be_trained(tiny_llama: Path, tiny_adapter: Path) -> None:
+    with torch.inference_mode():
+        model = load_peft_on_rank(tiny_adapter, tiny_llama, is_trainable=True)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_a_default_dtype_changes_nothing(tmp_path: Path, tiny_llama: Path) -> None:
+    import peft
+
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama), config).save_pretrained(tmp_path / "prompt")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = load_peft_on_rank(tmp_path / "prompt", tiny_llama)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    (prompt,) = load_file(tmp_path / "prompt" / faults.WEIGHTS).values()
+    assert torch.equal(next(model.prompt_encoder.parameters()), prompt)
+
+
+def test_two_threads_leave_the_generator_as_it_was(tiny_llama: Path, tiny_adapter: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    torch.manual_seed(321)
+    before = torch.get_rng_state()
+    with ThreadPoolExecutor(4) as pool:
+        models = list(pool.map(lambda _: load_peft_on_rank(tiny_adapter, tiny_llama), range(8)))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(logits(model), logits(models[0])) for model in models)
+
+
+def test_replicated_layers(tmp_path: Path, tiny_llama: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", tiny_llama, layer_replication=[[0, 2], [1, 3]])
+    ours, plain = load_peft_on_rank(adapter, tiny_llama), two_steps(adapter, tiny_llama)
+    assert torch.equal(logits(ours), logits(plain))
+
+
+def test_a_model_without_embeddings_of_its_own(tmp_path: Path) -> None:
+    import peft
+    from transformers import CLIPConfig, CLIPModel
+
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 99,
+    }
+    vision = {**text, "image_size": 8, "patch_size": 4}
+    vision.pop("vocab_size")
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision)).save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(
+        CLIPModel.from_pretrained(tmp_path / "base"), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = load_peft_on_rank(tmp_path / "adapter", tmp_path / "base")
+    assert type(loaded.get_base_model()).__name__ == "CLIPModel"
+
+
+def test_embeddings_saved_in_a_narrower_dtype_are_widened(tmp_path: Path, tiny_llama: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", tiny_llama, target_modules=["embed_tokens"], dtype=torch.bfloat16)
+    model = load_peft_on_rank(adapter, tiny_llama)
+    key = "base_model.model.model.embed_tokens.base_layer.weight"
+    expected = load_file(adapter / faults.WEIGHTS)[key].float()
+    assert torch.equal(model.get_base_model().model.embed_tokens.base_layer.weight, expected)
+
+
+@pytest.mark.parametrize("adapter", [None, "", 3, ["a"]])
+def test_what_is_no_adapter_is_named(tiny_llama: Path, adapter: Any) -> None:
+    with pytest.raises(ArgumentError, match="first argument"):
+        load_peft_on_rank(adapter, tiny_llama)
+
+
 def test_paths_that_are_not_there_say_what_to_pass(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="no folder"):
         load_peft_on_rank(tmp_path / "nowhere", tiny_llama)
@@ -684,7 +767,7 @@ def test_arguments_that_contradict_are_named(tiny_llama: Path, tiny_adapter: Pat
         load_peft_on_rank(tiny_adapter, tiny_llama, **arguments)
 
 
-@pytest.mark.parametrize("name", ["a.b", "", "lora_A"])
+@pytest.mark.parametrize("name", ["a.b", "", "lora_A", "keys", "forward"])
 def test_names_that_peft_cannot_keep_are_refused(tiny_llama: Path, tiny_adapter: Path, name: str) -> None:
     with pytest.raises(ArgumentError):
         load_peft_on_rank({name: tiny_adapter}, tiny_llama)

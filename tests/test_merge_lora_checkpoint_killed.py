@@ -83,8 +83,14 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, pair: tuple[Path, Path], thr
     for n in [*range(1, last, 9), last - 1, last]:
         if log.log[n - 1].startswith("mkdir"):
             continue  # of a folder that is there: pathlib takes any error for that
-        with pytest.raises(OSError, match="No space left"), operations(n, disk_full):
-            merge_lora_checkpoint(*pair, tmp_path / "out", threads=threads)
+        try:
+            with operations(n, disk_full):
+                merge_lora_checkpoint(*pair, tmp_path / "out", threads=threads)
+        except OSError as error:
+            assert "No space left" in str(error)  # noqa: PT017 - with threads the n-th may be such a mkdir after all
+        else:
+            assert threads > 1
+            shutil.rmtree(tmp_path / "out")
         assert sorted(path.name for path in tmp_path.iterdir()) == before, n
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("merge")]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -74,8 +75,9 @@ def check_adapter_name(name: str) -> None:
     """
     if not isinstance(name, str) or not name or "." in name:
         raise ArgumentError(f"{name!r} is no adapter name: it must be a string without dots.")
-    if name in ("lora_", "lora", "lora_A", "lora_B", "base_layer", "weight"):
-        raise ArgumentError(f"{name!r} is part of the names that peft gives to parameters; choose another.")
+    taken = name in ("lora_", "lora", "lora_A", "lora_B", "base_layer", "weight")
+    if taken or hasattr(torch.nn.ModuleDict(), name):
+        raise ArgumentError(f"{name!r} is a name that peft or torch gives to a part of a module; choose another.")
 
 
 def check(skeleton: torch.nn.Module, adapters: list[Adapter]) -> None:
@@ -87,7 +89,7 @@ def check(skeleton: torch.nn.Module, adapters: list[Adapter]) -> None:
     problems: list[str] = []
     model = skeleton
     for adapter in adapters:
-        if not configs.is_lora(adapter.config):
+        if not configs.can_start_empty(adapter.config):
             continue  # needs the base's values; checked when it is attached
         fresh = dataclasses.replace(adapter, config=_copy(adapter.config))
         try:
@@ -123,7 +125,7 @@ def attach(
         AdapterError: It does not fit; every reason is in ``problems``.
     """
     # Other methods compute what they freeze (VeRA's projections, a prompt's start) from values that meta has not.
-    hollow = configs.is_lora(adapter.config)
+    hollow = configs.can_start_empty(adapter.config)
     config = _copy(adapter.config)
     wrapped, found, slots, renamed = _structure(model, adapter, hollow=hollow)
     errors = [finding for finding in (*adapter.findings, *found.findings) if finding.severity == "error"]
@@ -184,8 +186,8 @@ def _inject(model: torch.nn.Module, config: PeftConfig, name: str) -> PeftModel:
             return model
         peft_class = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(str(config.task_type), PeftModel)
         return peft_class(model, config, adapter_name=name, autocast_adapter_dtype=False)
-    except (ValueError, TypeError, NotImplementedError, AttributeError, KeyError) as error:
-        raise AdapterError(f"peft cannot put this adapter on {type(_base(model)).__name__}: {error}") from error
+    except (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, re.error) as error:
+        raise AdapterError(f"peft cannot put {name!r} on {type(_base(model)).__name__}: {error}") from error
 
 
 def _route(model: PeftModel, adapter: Adapter, tensors: dict[str, torch.Tensor]) -> Routed:
@@ -232,7 +234,10 @@ def _base(model: torch.nn.Module) -> torch.nn.Module:
 def _embeddings(base: torch.nn.Module) -> list[torch.Tensor]:
     found = []
     for get in ("get_input_embeddings", "get_output_embeddings"):
-        module = getattr(base, get, lambda: None)()
+        try:
+            module = getattr(base, get, lambda: None)()
+        except (NotImplementedError, AttributeError):  # transformers raises where a model has none (CLIP, Wav2Vec2)
+            continue
         weight = getattr(module, "weight", None)
         if isinstance(weight, torch.Tensor):
             found.append(weight)

@@ -60,22 +60,27 @@ def check_dtypes(dtype: object, adapter_dtype: object) -> None:
             raise ArgumentError(f"{name}={value!r}; pass a floating torch.dtype, as torch.bfloat16, or {other!r}.")
 
 
-def auto_class_for(facts: AdapterFacts, folder: Path) -> Any:
+def auto_class_for(facts: AdapterFacts, folder: Path, base_kwargs: Mapping[str, Any]) -> Any:
     """Return the class that loads the base: by the adapter's task type, its auto mapping, or the base's architecture.
 
     Raises:
         AdapterError: None of the three says it.
     """
     task = facts.config.get("task_type")
+    # trust_remote_code is said, and not left open: transformers would ask on the terminal and wait
+    trusted = bool(base_kwargs.get("trust_remote_code", False))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
     if task in _AUTO_CLASSES:
-        return getattr(transformers, _AUTO_CLASSES[task])
+        auto = getattr(transformers, _AUTO_CLASSES[task])
+        # adapters of image-text models say CAUSAL_LM too, and that auto class does not know them
+        if type(config) in auto._model_mapping or auto.__name__ in (getattr(config, "auto_map", None) or {}):
+            return auto
     mapping = facts.config.get("auto_mapping") or {}
     name = mapping.get("base_model_class")
     # The parent library is a module path that a file names: only transformers' own classes are looked up.
     if name and str(mapping.get("parent_library", "")).split(".")[0] == "transformers" and hasattr(transformers, name):
         return getattr(transformers, name)
-    # trust_remote_code is said, and not left open: transformers would ask on the terminal and wait
-    architectures = AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures or []
+    architectures = config.architectures or []
     for architecture in architectures:
         if hasattr(transformers, architecture):
             return getattr(transformers, architecture)

@@ -56,6 +56,14 @@ def is_lora(config: PeftConfig) -> bool:
     return config.peft_type == peft.PeftType.LORA
 
 
+def can_start_empty(config: PeftConfig) -> bool:
+    """Return whether peft can build the adapter's modules on a model without values: LoRA, DoRA, rsLoRA and the like.
+
+    Layer replication cannot: it copies layers of the base.
+    """
+    return is_lora(config) and not getattr(config, "layer_replication", None)
+
+
 def _unknown_field(facts: AdapterFacts, name: str, value: Any) -> Finding:
     written_by = facts.config.get("peft_version")
     try:
@@ -70,5 +78,5 @@ def _unknown_field(facts: AdapterFacts, name: str, value: Any) -> Finding:
         f"field {name!r} = {value!r} is not one of peft {peft.__version__}'s {facts.config['peft_type']} config"
         + (f" (the file was written by peft {written_by})" if written_by else "")
         + "; peft drops it, and the adapter may then compute something else.",
-        "upgrade peft." if newer or written_by is None else "remove the field if the method does not need it.",
+        "upgrade peft." if newer else "upgrade peft if a newer one wrote it; remove the field if an older one did.",
     )

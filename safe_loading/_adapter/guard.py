@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -36,7 +37,7 @@ def own_device(device: torch.device | str | int | None) -> torch.device:
     else:
         try:
             asked = torch.device(device)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             raise ArgumentError(f"device={device!r} is no device: {error}") from error
     if asked.type == "cpu":
         if (asked.index or 0) > 0:
@@ -85,6 +86,10 @@ def check_not_shared(ranks: Sequence[int], owned: Sequence[Sequence[str] | None]
         )
 
 
+# The generators, the progress bars and the warning filters belong to the process: one load at a time.
+_LOCK = threading.RLock()
+
+
 @contextmanager
 def guarded(device: torch.device) -> Iterator[None]:
     """Inside, ``device`` is the current device; afterwards it and the random generators are as they were.
@@ -94,9 +99,21 @@ def guarded(device: torch.device) -> Iterator[None]:
     accelerator = device.type not in ("cpu", "mps")
     current = torch.accelerator.device_index(device.index) if accelerator else nullcontext()
     forked = [device] if accelerator else []
-    with current, torch.random.fork_rng(forked, device_type=device.type if accelerator else "cuda"):
+    # What is made in inference mode can never be trained, and a default dtype would round what a file holds in float32.
+    kind, dtype = device.type if accelerator else "cuda", torch.get_default_dtype()
+    with (
+        _LOCK,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        current,
+        torch.random.fork_rng(forked, device_type=kind),
+    ):
         # What no file fills (strict=False, a new head) starts the same on every rank, whatever its seed.
         torch.default_generator.manual_seed(0)
         if accelerator:
             torch.get_device_module(device).manual_seed(0)
-        yield
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)

@@ -18,6 +18,7 @@ from safe_loading._adapter.attach import Adapter, Attached, attach, check
 from safe_loading._adapter.snapshot import Snapshot
 from safe_loading._adapter.sources import Sources
 from safe_loading._checkpoint.index import read_checkpoint
+from safe_loading._checkpoint.weights import ADAPTER_CONFIG
 from safe_loading._distributed.exchange import Ranks
 from safe_loading._load_report import LoadedPart, LoadReport
 from safe_loading._report import Finding
@@ -43,7 +44,12 @@ def check_first(sources: Sources, ready: list[Adapter], options: Options) -> Any
     if sources.base is None:
         return None
     folder = sources.base.folder
-    chosen = options.auto_class or bases.auto_class_for(ready[0].facts, folder)
+    if (folder / ADAPTER_CONFIG).exists():
+        raise AdapterError(
+            f"The base folder {folder} holds an adapter too ({ADAPTER_CONFIG}), which transformers would load into the "
+            f"base unasked. Move the adapter's files to a folder of their own."
+        )
+    chosen = options.auto_class or bases.auto_class_for(ready[0].facts, folder, options.base_kwargs)
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
         read_checkpoint(folder, variant=options.base_kwargs.get("variant"), kind="model")
     outline = bases.skeleton(chosen, folder, options.dtype, options.base_kwargs)

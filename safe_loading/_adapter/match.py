@@ -146,7 +146,7 @@ def _match_base_weights(
         elif tensor.shape != value.shape:
             rows = {each.shape[0] for each in embeddings}
             result.findings.append(_shape_mismatch(where, config, key, tensor, value, rows))
-        elif tensor.dtype != value.dtype:
+        elif torch.promote_types(tensor.dtype, value.dtype) != tensor.dtype:
             result.findings.append(_base_dtype(where, key, tensor, value))
         else:
             result.base_writes[key] = value

@@ -94,7 +94,7 @@ def write_base(
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     findings = []
     for key, value in writes.items():
-        moved = value.to(own[key].device)
+        moved = value.to(own[key])  # into a wider dtype at most
         if torch.equal(moved, own[key]):
             continue
         for snapshot in undo:

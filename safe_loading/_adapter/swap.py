@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from peft.utils.hotswap import check_hotswap_configs_compatible, hotswap_adapter_from_state_dict
 
 from safe_loading._adapter import values
@@ -59,8 +62,10 @@ def stage(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None) -> S
     slots = adapter_slots(model, there.tensors)
     findings = [*adapter.findings, *said, *_differences(adapter, slots, new.tensors, dtype)]
     errors = [str(finding) for finding in findings if finding.severity == "error"]
-    if errors or new.missing:
-        raise AdapterError(title([adapter], f"the loaded adapter {name!r}"), [*errors, *new.missing])
+    padded = any(key in slots and slots[key].tensor.shape != value.shape for key, value in new.tensors.items())
+    errors += [*new.missing, *_refused(model, adapter, config, padded)]
+    if errors:
+        raise AdapterError(title([adapter], f"the loaded adapter {name!r}"), errors)
     moved = {key: value.to(slots[key].tensor) for key, value in new.tensors.items()}
     return Staged(adapter, slots, moved, findings, renamed)
 
@@ -71,16 +76,52 @@ def commit(model: PeftModel, staged: Staged) -> Attached:
     if not isinstance(config, LoraConfig):
         raise AdapterError(f"{staged.adapter.facts.source!r} is no LoRA adapter.")
     lora = {key: value for key, value in staged.values.items() if ".lora_" in key}
-    hotswap_adapter_from_state_dict(model, lora, name, config)
-    with torch.no_grad():
-        for key in staged.values.keys() - lora.keys():
-            staged.slots[key].tensor.copy_(staged.values[key])
-    config.inference_mode = model.peft_config[name].inference_mode
+    before = model.peft_config[name]
+    values = {key: slot.tensor.detach().to("cpu", copy=True) for key, slot in staged.slots.items()}
+    scalings = [(layer, layer.scaling[name]) for layer in _layers(model) if name in layer.scaling]
+    try:
+        hotswap_adapter_from_state_dict(model, lora, name, config)
+        with torch.no_grad():
+            for key in staged.values.keys() - lora.keys():
+                staged.slots[key].tensor.copy_(staged.values[key])
+    except BaseException:  # Ctrl-C: half of one adapter and half of another would be left
+        with torch.no_grad():
+            for key, value in values.items():
+                staged.slots[key].tensor.copy_(value)
+        for layer, scaling in scalings:
+            layer.scaling[name] = scaling
+        raise
+    config.inference_mode = before.inference_mode
+    if any(slot.tensor.shape != staged.values[key].shape for key, slot in staged.slots.items()):
+        _as_padded(config, before)
     model.peft_config[name] = config
     made = list({id(slot.tensor): slot.tensor for slot in staged.slots.values()}.values())
     dtypes = dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in made))
     size = sum(tensor.nbytes for tensor in made)
     return Attached(model, staged.findings, dtypes, len(made), size, staged.renamed)
+
+
+def _layers(model: PeftModel) -> list[LoraLayer]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _as_padded(config: LoraConfig, loaded: Any) -> None:
+    """Say in the config what the tensors are now: the loaded adapter's rank, and the same scaling."""
+    ratio = loaded.r / config.r
+    settings = vars(config)  # lora_alpha is declared an int, and may be any number
+    settings["lora_alpha"] = config.lora_alpha * (math.sqrt(ratio) if config.use_rslora else ratio)
+    settings["r"] = loaded.r
+
+
+def _refused(model: PeftModel, adapter: Adapter, config: LoraConfig, padded: bool) -> list[str]:
+    problems = []
+    if any(adapter.name in layer.merged_adapters for layer in _layers(model)):
+        problems.append(f"adapter {adapter.name!r} is merged into the base. Call model.unmerge_adapter() first.")
+    old = model.peft_config[adapter.name]
+    patterns = any(getattr(each, name, None) for each in (config, old) for name in ("rank_pattern", "alpha_pattern"))
+    if padded and patterns:
+        problems.append("the ranks differ and one of the configs has patterns. Load it under another name.")
+    return problems
 
 
 def _differences(

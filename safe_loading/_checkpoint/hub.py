@@ -93,7 +93,8 @@ def base_files(options: Mapping[str, Any]) -> Chooser:
     single, index = f"model{infix}.safetensors", f"model.safetensors.index{infix}.json"
 
     def choose(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
-        chosen = [name for name in sorted(names) if "/" not in name and name.endswith((".json", ".jinja"))]
+        small = [name for name in sorted(names) if "/" not in name and name.endswith((".json", ".jinja"))]
+        chosen = [name for name in small if name != ADAPTER_CONFIG]  # transformers would load that adapter unasked
         if options.get("trust_remote_code"):
             chosen += [name for name in sorted(names) if name.endswith(".py")]
         if options.get("gguf_file"):

@@ -33,7 +33,7 @@ def find_changes(sources: Sources) -> Changes:
     if problems:
         raise MergeError("These adapters cannot be merged on disk; nothing was written:", problems)
     folder = sources.base.folder
-    chosen = bases.auto_class_for(adapters[0].facts, folder)
+    chosen = bases.auto_class_for(adapters[0].facts, folder, {})
     skeleton = bases.skeleton(chosen, folder, "auto", {})
     if skeleton is None:
         raise MergeError(
@@ -61,6 +61,8 @@ def _attach_all(skeleton: torch.nn.Module, adapters: Sequence[Adapter]) -> Any:
 def _refused(adapter: Adapter) -> list[str]:
     if not configs.is_lora(adapter.config):
         return [f"{adapter.facts.folder}: its method is {adapter.config.peft_type}, and only LoRA is merged"]
+    if not configs.can_start_empty(adapter.config):
+        return [f"{adapter.facts.folder}: layer_replication makes layers that the base on disk does not have"]
     if configs.changes_base(adapter.config):
         start = getattr(adapter.config, "init_lora_weights", None)
         return [
