@@ -192,9 +192,7 @@ def _model_config(folder: Path, names: Sequence[str]) -> list[Finding]:
         fix = 'set "model_type" to the architecture, such as "llama"'
         findings.append(note("warning", "config-model-type", path, message, fix))
     if ADAPTER_CONFIG in names:
-        message = (
-            f"holds a model and {ADAPTER_CONFIG!r}; transformers loads the adapter's base model instead of this one"
-        )
+        message = f"holds a model and {ADAPTER_CONFIG!r}; transformers loads that adapter into the model unasked"
         fix = "keep the adapter in a folder of its own"
         findings.append(note("warning", "adapter-beside", folder, message, fix))
     return findings
