@@ -223,12 +223,15 @@ def test_experts_of_transformers_4_on_a_fused_model(tmp_path: Path, layout: str)
     assert not torch.equal(logits(ours), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
 
 
-@pytest.mark.parametrize("method", ["IA3Config", "VeraConfig", "OFTConfig", "PromptTuningConfig", "PrefixTuningConfig"])
+@pytest.mark.parametrize(
+    "method", ["AdaLoraConfig", "IA3Config", "VeraConfig", "OFTConfig", "PromptTuningConfig", "PrefixTuningConfig"]
+)
 def test_other_methods_take_peft_s_road(tmp_path: Path, tiny_llama: Path, method: str) -> None:
     import peft
 
     prompt = method.startswith("Pr")
     targets = {} if prompt else {"target_modules": ["k_proj", "v_proj", "down_proj"]}
+    targets |= {"total_step": 10} if method == "AdaLoraConfig" else {}
     targets |= {"feedforward_modules": ["down_proj"]} if method == "IA3Config" else {}
     targets |= {"target_modules": ["q_proj", "o_proj"]} if method == "VeraConfig" else {}
     targets |= {"num_virtual_tokens": 3} if prompt else {}

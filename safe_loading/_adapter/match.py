@@ -34,6 +34,8 @@ class Match:
         return any(finding.code in _LEAVES_A_SLOT for finding in self.findings)
 
 
+# The first two are asked for by the wrappers (Routed.missing); AdaLoRA counts its ranks anew and peft never saves it.
+_TOLD_ELSEWHERE = (".modules_to_save.", "trainable_tokens", ".ranknum.")
 _LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 _LEAVES_A_SLOT = frozenset({"adapter-key-missing", "modules-to-save-missing", "shape-mismatch", "vocabulary-resized"})
 
@@ -211,8 +213,9 @@ def _missing(where: str, slots: Mapping[str, Slot], routed: Routed) -> list[Find
     # tied slots share one storage: one tensor of the file fills all of them
     filled = {slots[key].tensor.untyped_storage()._cdata for key in routed.tensors if key in slots}
     for key, slot in slots.items():
-        wanted = slot.is_parameter and key not in routed.tensors and ".modules_to_save." not in key
-        if wanted and "trainable_tokens" not in key and slot.tensor.untyped_storage()._cdata not in filled:
+        wanted = slot.is_parameter and key not in routed.tensors
+        elsewhere = any(part in key for part in _TOLD_ELSEWHERE)
+        if wanted and not elsewhere and slot.tensor.untyped_storage()._cdata not in filled:
             findings.append(
                 Finding(
                     "adapter-key-missing",
