@@ -7,7 +7,7 @@ import dataclasses
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -58,6 +58,15 @@ class Attached:
     tensors: int
     bytes: int
     renamed: dict[str, str]
+
+    @classmethod
+    def of(
+        cls, model: PeftModel, findings: list[Finding], tensors: Iterable[torch.Tensor], renamed: dict[str, str]
+    ) -> Attached:
+        """Count the adapter's tensors, one that stands in several places once."""
+        made = {id(tensor): tensor for tensor in tensors}.values()
+        dtypes = dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in made))
+        return cls(model, findings, dtypes, len(made), sum(tensor.nbytes for tensor in made), renamed)
 
 
 def prepare(name: str, facts: AdapterFacts, *, is_trainable: bool) -> Adapter:
@@ -138,15 +147,8 @@ def attach(
     place.fill(slots, found.values, device, dtype)
     written = place.write_base(wrapped, found.base_writes, adapter.where, undo)
     now = (held(slot.owner, slot.name) for slot in slots.values())
-    made = list({id(tensor): tensor for tensor in now if tensor is not None}.values())
-    return Attached(
-        model=wrapped,
-        findings=[*adapter.findings, *found.findings, *written],
-        dtypes=dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in made)),
-        tensors=len(made),
-        bytes=sum(tensor.nbytes for tensor in made),
-        renamed=renamed,
-    )
+    made = [tensor for tensor in now if tensor is not None]
+    return Attached.of(wrapped, [*adapter.findings, *found.findings, *written], made, renamed)
 
 
 def _structure(

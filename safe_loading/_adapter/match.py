@@ -10,7 +10,7 @@ import torch
 from peft import PeftConfig, PeftModel
 
 from safe_loading._adapter.names import layer_indices
-from safe_loading._adapter.slots import Routed, Slot
+from safe_loading._adapter.slots import Routed, Slot, named_tensors
 from safe_loading._report import Finding
 
 
@@ -131,7 +131,7 @@ def _match_base_weights(
     embeddings: list[torch.Tensor],
     result: Match,
 ) -> None:
-    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    own = named_tensors(model)
     embedding_ids = {id(tensor) for tensor in embeddings}
     # peft saves the input and the output embedding together (save_embedding_layers); one alone was a module to save
     whole_set = embedding_ids <= {id(own[key]) for key in stray if key in own}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from safe_loading._adapter.slots import Slot
+from safe_loading._adapter.slots import Slot, named_tensors
 from safe_loading._adapter.snapshot import Snapshot
 from safe_loading._report import Finding
 
@@ -91,7 +91,7 @@ def write_base(
     """
     if not writes:
         return []
-    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    own = named_tensors(model)
     findings = []
     for key, value in writes.items():
         moved = value.to(own[key])  # into a wider dtype at most

@@ -46,6 +46,14 @@ def held(owner: torch.nn.Module, name: str) -> torch.Tensor | None:
     return owner._buffers.get(name) if parameter is None else parameter
 
 
+def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a model under each of their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
 def new_slots(model: torch.nn.Module, before: set[int]) -> dict[str, Slot]:
     """Return the slots whose tensor is not one of ``before`` (ids), by key."""
     slots = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from typing import Any
 
 import torch
@@ -95,10 +94,7 @@ def commit(model: PeftModel, staged: Staged) -> Attached:
     if any(slot.tensor.shape != staged.values[key].shape for key, slot in staged.slots.items()):
         _as_padded(config, before)
     model.peft_config[name] = config
-    made = list({id(slot.tensor): slot.tensor for slot in staged.slots.values()}.values())
-    dtypes = dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in made))
-    size = sum(tensor.nbytes for tensor in made)
-    return Attached(model, staged.findings, dtypes, len(made), size, staged.renamed)
+    return Attached.of(model, staged.findings, [slot.tensor for slot in staged.slots.values()], staged.renamed)
 
 
 def _layers(model: PeftModel) -> list[LoraLayer]:
