@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub.serialization._base import parse_size_to_int
+
 from . import _progress
+from ._adapter.guard import guarded, own_device
+from ._adapter.sources import Source
 from ._checkpoint.commit import Stage
-from ._checkpoint.files import open_regular
 from ._checkpoint.output import check_apart, output_path
-from ._checkpoint.strict_json import read_json_object
 from ._merge_checkpoint.attached import find_changes
-from ._merge_checkpoint.plan import FilePlan, plan_file
-from ._merge_checkpoint.report import MergedTensor, MergeReport
-from ._merge_checkpoint.sources import REPORT, Source, Sources, find
-from ._merge_checkpoint.stream import is_whole, stream
+from ._merge_checkpoint.changes import FLOATS, NAMES
+from ._merge_checkpoint.files import small_files
+from ._merge_checkpoint.plan import FilePlan, plan_files
+from ._merge_checkpoint.record import Outcome, job, report, report_file
+from ._merge_checkpoint.report import MergeReport
+from ._merge_checkpoint.sources import REPORT, ask, find
+from ._merge_checkpoint.stream import Facts, Work, Written, facts_of, is_whole, stream
 from .errors import ArgumentError
 
 logger = logging.getLogger("safe_loading")
@@ -32,11 +35,19 @@ def merge_lora_checkpoint(
     adapter: Source | Sequence[Source],
     output: Source,
     *,
+    device: torch.device | str | int = "cpu",
+    max_shard_size: int | str | None = None,
+    dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
     resume: bool = True,
     verify: bool = True,
     threads: int | None = None,
     progress: bool | None = None,
+    adapter_revision: str | None = None,
+    adapter_subfolder: str | None = None,
+    base_revision: str | None = None,
+    base_subfolder: str | None = None,
+    base_kwargs: Mapping[str, Any] | None = None,
 ) -> MergeReport:
     """Write the base with the adapter merged into it, never holding more than a few blocks of a weight in memory.
 
@@ -47,12 +58,22 @@ def merge_lora_checkpoint(
         base_model: Folder or hub id of the base, with safetensors weights.
         adapter: Folder or hub id of a LoRA adapter, or several, which are summed before the one rounding.
         output: The folder to write. It appears whole, by one rename, when everything is on disk.
+        device: Where blocks are merged: a device, its name, or an index of the accelerator.
+        max_shard_size: The most bytes of tensors in a file, as a number or as "5GB"; the files are named as
+            ``save_pretrained`` names them. None keeps the base's files.
+        dtype: The dtype of all float tensors of the output, rounded once from the exact sum. None keeps the base's.
         overwrite: Whether a folder that is there is replaced, as a whole.
         resume: Whether to go on with what an interrupted call (``kill -9``, a power cut, Ctrl-C) left.
         verify: Whether to hash every tensor on the way. The hashes go to ``merge_report.json``, and without them what
             an interrupted call left is written again.
         threads: How many threads read, compute and write; by default one for each core, four at the most.
         progress: Whether to show a bar; by default in a terminal.
+        adapter_revision: Branch, tag or commit of adapters on the hub; never used for the base.
+        adapter_subfolder: Folder inside the adapter's repository; never used for the base.
+        base_revision: Branch, tag or commit of the base.
+        base_subfolder: Folder inside the base's repository.
+        base_kwargs: More arguments of the base's ``from_pretrained``, as ``trust_remote_code``, ``num_labels``,
+            ``variant``. ``token``, ``cache_dir`` and ``local_files_only`` are used for the adapters too.
 
     Returns:
         What was done with each tensor.
@@ -63,94 +84,94 @@ def merge_lora_checkpoint(
         CheckpointError: A file is missing or damaged, or (:class:`PickleRefused`) a pickle.
         OutputError: The output is or holds what is read, is there already, another process writes it, or the disk has
             too little room.
+        DeviceError: There is no such device.
         ArgumentError: An argument cannot be honoured.
     """
     begin = time.perf_counter()
+    shard_bytes, wanted = _bytes(max_shard_size), _dtype(dtype)
     if threads is not None and threads < 1:
         raise ArgumentError(f"threads={threads}; pass at least 1, or None for one for each core.")
+    own = own_device(device)
     target = output_path(output)
-    with _progress.engine_bars(0):
-        sources = find(base_model, adapter)
+    request = ask(
+        adapter,
+        base=base_model,
+        adapter_revision=adapter_revision,
+        adapter_subfolder=adapter_subfolder,
+        base_revision=base_revision,
+        base_subfolder=base_subfolder,
+        base_kwargs=dict(base_kwargs or {}),
+    )
+    with guarded(own), _progress.engine_bars(0):
+        sources = find(request)
         check_apart(target, sources.folders)
-        changes = find_changes(sources)
-    headers = sources.checkpoint.headers
-    plans = [plan_file(name, header, changes.merges, changes.values) for name, header in headers.items()]
-    small = _small_files(sources, plans)
+        changes, casts = find_changes(sources, wanted)
+    plans = plan_files(sources.checkpoint, changes, casts, shard_bytes)
+    small, findings = small_files(sources, changes, plans, resharded=shard_bytes is not None)
     needed = sum(plan.nbytes for plan in plans) + sum(map(len, small.values())) + 512 * len(sources.checkpoint.tensors)
-    with Stage(target, _job(sources, verify), needed=needed, overwrite=overwrite, resume=resume) as stage:
+    options = {"verify": verify, "dtype": str(wanted), "max_shard_size": shard_bytes, "device": own.type}
+    with Stage(target, job(sources, options), needed=needed, overwrite=overwrite, resume=resume) as stage:
         if stage.finished is None:
-            hashes, fresh = _write_weights(plans, stage, verify, threads or min(4, _cores()), progress)
-            report_file = _report_file(sources, plans, hashes)
-            for name, data in {**small, REPORT: report_file}.items():
+            facts, fresh = _write_weights(plans, stage, own, verify, threads or min(4, _cores()), progress)
+            for name, data in {**small, REPORT: report_file(sources, plans, facts)}.items():
                 stage.write(name, data)
-            summary = {"hashes": hashes}
-            stage.commit(summary)
+            stage.commit({plan.name: {n: [w.sha256, w.largest] for n, w in facts[plan.name].items()} for plan in plans})
         else:
-            hashes, fresh = stage.finished["hashes"], []
-    report = _report(target, sources, plans, hashes, fresh, small, time.perf_counter() - begin)
-    logger.info("%s", report)
-    return report
+            facts = {name: facts_of({"tensors": held}) for name, held in stage.finished.items()}
+            fresh = []
+    outcome = Outcome(sources, plans, facts, fresh, list(small), list(changes.dropped), [*changes.findings, *findings])
+    result = report(target, outcome, time.perf_counter() - begin)
+    logger.info("%s", result)
+    return result
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _job(sources: Sources, verify: bool) -> dict[str, Any]:
-    """Return what decides the bytes of the output: a second call goes on only with the same."""
-    files = {}
-    for name, path in {**{n: h.path for n, h in sources.checkpoint.headers.items()}, **sources.carried}.items():
-        facts = path.stat()
-        files[name] = [facts.st_size, facts.st_mtime_ns, facts.st_ino]
-    return {
-        "versions": _versions(),
-        "base": str(sources.base.folder.resolve()),
-        "files": files,
-        "adapters": dict(sources.digests),
-        "verify": verify,
-    }
+def _bytes(size: int | str | None) -> int | None:
+    """Return a size in bytes, by the rule of save_pretrained ("5GB" is 5 * 10**9)."""
+    if size is None:
+        return None
+    try:
+        found = parse_size_to_int(size) if isinstance(size, str) else int(size)
+    except ValueError as error:
+        raise ArgumentError(f"max_shard_size={size!r}: {error}") from error
+    if found < 1:
+        raise ArgumentError(f"max_shard_size={size!r}; pass a number of bytes, or a text as '5GB'.")
+    return found
 
 
-def _small_files(sources: Sources, plans: Sequence[FilePlan]) -> dict[str, bytes]:
-    """Return the other files of the output: the base's, and the index with its total brought up to date."""
-    small = {}
-    for name, path in sources.carried.items():
-        with open_regular(path) as file:
-            small[name] = file.read()
-    index = sources.checkpoint.index
-    if index is not None:
-        name = index.path.relative_to(sources.base.folder).as_posix()
-        small[name] = index.path.read_bytes()
-        grown = sum(tensor.target.nbytes - tensor.source.nbytes for plan in plans for tensor in plan.tensors)
-        if grown and index.total_size is not None:
-            document = read_json_object(index.path)
-            document["metadata"]["total_size"] = index.total_size + grown
-            small[name] = json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
-    return small
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or dtype == "auto":
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or NAMES.get(found) not in FLOATS:
+        raise ArgumentError(
+            f"dtype={dtype!r}; pass torch.bfloat16, torch.float16, torch.float32 or torch.float64, or None to keep "
+            f"the base's."
+        )
+    return found
 
 
 def _write_weights(
-    plans: Sequence[FilePlan], stage: Stage, verify: bool, threads: int, progress: bool | None
-) -> tuple[dict[str, dict[str, str]], list[FilePlan]]:
-    """Write the weight files that an interrupted call has not left whole; return the hashes of all, and those."""
-    hashes: dict[str, dict[str, str]] = {}
+    plans: Sequence[FilePlan], stage: Stage, device: torch.device, verify: bool, threads: int, progress: bool | None
+) -> tuple[dict[str, Facts], list[FilePlan]]:
+    """Write the weight files that an interrupted call has not left whole; return the facts of all, and those."""
+    facts: dict[str, dict[str, Written]] = {}
     left = []
     for plan in plans:
-        facts = stage.held(plan.name, lambda path, facts, plan=plan: is_whole(plan, path, facts))  # type: ignore[misc]
-        if facts is None:
+        held = stage.held(plan.name, lambda path, facts, plan=plan: is_whole(plan, path, facts))  # type: ignore[misc]
+        if held is None:
             left.append(plan)
         else:
-            hashes[plan.name] = facts["sha256"]
-    guard = threading.Lock()
-
-    def done(plan: FilePlan, own: Mapping[str, str]) -> None:
-        with guard:
-            hashes[plan.name] = dict(own)
-
+            facts[plan.name] = facts_of(held)
     shown = _progress.wanted(0) if progress is None else progress
     with _Bar(sum(plan.nbytes for plan in left), shown) as bar:
-        stream(left, stage, threads=threads, hashes=verify, done=done, advance=bar.advance)
-    return {plan.name: hashes[plan.name] for plan in plans}, left
+        stream(
+            left, Work(stage, device, threads, verify, lambda plan, own: facts.update({plan.name: own}), bar.advance)
+        )
+    return facts, left
 
 
 class _Bar:
@@ -174,68 +195,3 @@ class _Bar:
         """Add a number of bytes."""
         with self._guard:
             self._bar.update(count)
-
-
-def _report_file(sources: Sources, plans: Sequence[FilePlan], hashes: Mapping[str, Mapping[str, str]]) -> bytes:
-    """Return ``merge_report.json``: nothing in it but what follows from the inputs, so that a repeat is the same."""
-    document = {
-        "base": {"source": sources.base.source, "commit": sources.base.commit},
-        "adapters": _adapters(sources),
-        "versions": _versions(),
-        "tensors": {
-            tensor.source.name: {
-                "file": plan.name,
-                "action": tensor.action,
-                "sha256": hashes[plan.name].get(tensor.source.name),
-            }
-            for plan in plans
-            for tensor in plan.tensors
-        },
-    }
-    return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions that decide the bytes, and the names of tensors."""
-    versions = {}
-    for name in ("safe-loading", "torch", "transformers", "peft"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # run from its folder, without an installation
-            versions[name] = "unknown"
-    return versions
-
-
-def _adapters(sources: Sources) -> list[dict[str, str | None]]:
-    return [
-        {"source": facts.source, "commit": facts.commit, "sha256": sources.digests[name]}
-        for name, facts in sources.adapters.items()
-    ]
-
-
-def _report(
-    target: Path,
-    sources: Sources,
-    plans: Sequence[FilePlan],
-    hashes: Mapping[str, Mapping[str, str]],
-    fresh: Sequence[FilePlan],
-    small: Mapping[str, bytes],
-    seconds: float,
-) -> MergeReport:
-    tensors = tuple(
-        MergedTensor(t.source.name, plan.name, t.action, t.target.nbytes, hashes[plan.name].get(t.source.name))
-        for plan in plans
-        for t in plan.tensors
-    )
-    return MergeReport(
-        output=str(target),
-        base={"source": sources.base.source, "commit": sources.base.commit},
-        adapters=tuple(_adapters(sources)),
-        tensors=tensors,
-        carried=tuple(sorted(small)),
-        left_out=sources.left_out,
-        bytes_read=sum(t.source.nbytes for plan in fresh for t in plan.tensors if t.action != "replace"),
-        bytes_written=sum(plan.nbytes for plan in fresh),
-        resumed=tuple(plan.name for plan in plans if plan not in fresh),
-        seconds=seconds,
-    )

@@ -17,6 +17,7 @@ from . import _progress
 from ._lora import apply
 from ._lora.check import delta_rms
 from ._lora.plan import Job, Plan, make_plan, not_finite
+from ._lora.ranks import agreed, reshard
 from ._lora.tensors import parents_of
 from ._lora.tokens import Tokens
 from ._merge_report import InplaceMergeReport, MergedWeight
@@ -67,12 +68,14 @@ def merge_lora_inplace(
     names = _checked_names(tuner, adapter_names)
     if scratch_bytes <= 0:
         raise ArgumentError(f"scratch_bytes={scratch_bytes}: it is a number of bytes, as 1 << 20.")
+    reshard(model)
     plan = make_plan(tuner.model, names, unload=unload)
     problems = [*_refused_by_peft(tuner), *plan.problems]
     jobs = [job for group in plan.groups for job in group]
     if check_finite:
         for job in jobs:
             problems += not_finite(job, scratch_bytes=scratch_bytes)
+    problems = agreed(tuner.model, problems)
     if problems:
         raise MergeError(
             f"The adapters of this {type(tuner.model).__name__} cannot be merged:", dict.fromkeys(problems)

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.operations import disk_full, operations
+from faults.operations import broken_disk, disk_full, operations
 
 from safe_loading import OutputError
 from safe_loading._checkpoint import commit as commits
@@ -157,8 +158,11 @@ def test_killed_at_every_operation_the_output_is_old_or_new_and_a_second_call_co
     assert finished >= 1  # a kill after the rename was understood
 
 
+@pytest.mark.parametrize("fault", [disk_full, broken_disk])
 @pytest.mark.parametrize("replace", [False, True])
-def test_a_full_disk_at_every_operation_leaves_what_was_there_and_nothing_else(tmp_path: Path, replace: bool) -> None:
+def test_a_fault_of_the_disk_at_every_operation_leaves_what_was_there_and_nothing_else(
+    tmp_path: Path, replace: bool, fault: Callable[[], None]
+) -> None:
     with operations() as every:
         save(tmp_path / "count" / "x" / "out")
     failed = 0
@@ -168,7 +172,7 @@ def test_a_full_disk_at_every_operation_leaves_what_was_there_and_nothing_else(t
         folder = fill(place / "x" / "out", OLD) if replace else place / "x" / "out"
         before = held(folder)
         try:
-            with operations(n, disk_full):
+            with operations(n, fault):
                 save(folder, overwrite=replace)
         except OSError:
             failed += 1

@@ -28,7 +28,7 @@ from safe_loading import (
     merge_lora_inplace,
 )
 from safe_loading._checkpoint.index import read_checkpoint
-from safe_loading._merge_checkpoint import stream as streams
+from safe_loading._merge_checkpoint import blocks
 
 TOKENS = torch.arange(1, 25).reshape(2, 12)
 
@@ -68,7 +68,7 @@ def check_same(base: Path, adapter: Path | list[Path], root: Path, auto_class: A
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
     changed = {name for name in found if found[name].dtype != before[name].dtype or not _equal(found, before, name)}
-    assert changed == {tensor.name for tensor in (*report.of("merge"), *report.of("replace"))} - _unmoved(report)
+    assert changed == {tensor.name for tensor in (*report.of("merged"), *report.of("replaced"))} - _unmoved(report)
     assert changed
     loaded(root / "out", auto_class)
     return report
@@ -81,14 +81,14 @@ def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], name: s
 def _unmoved(report: Any) -> set[str]:
     """Tensors that an adapter brings along as they were (save_embedding_layers does that)."""
     before, after = on_disk(Path(report.base["source"])), on_disk(Path(report.output))
-    return {t.name for t in report.of("replace") if _equal(before, after, t.name)}
+    return {t.name for t in report.of("replaced") if _equal(before, after, t.name)}
 
 
 # ---------------------------------------------------------------------------------------------------- every kind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("pissa start", "olora start")])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_bit_for_bit_the_merge_in_memory(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     base = save_llama(tmp_path / "base", dtype, attention_bias=kind == "trained bias")
     adapter = save_adapter(tmp_path / "adapter", base, dtype=dtype, **KINDS[kind])
@@ -123,7 +123,7 @@ def test_odd_shapes_and_blocks_of_a_few_rows(tmp_path: Path, monkeypatch: pytest
     check_same(base, adapter, tmp_path)
     whole = on_disk(tmp_path / "out")
     for number, (size, threads) in enumerate(itertools.product((1, 999, 5000), (1, 3))):
-        monkeypatch.setattr(streams, "BLOCK_BYTES", size)
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", size)
         merge_lora_checkpoint(base, adapter, tmp_path / str(number), threads=threads)
         assert all(torch.equal(tensor, whole[name]) for name, tensor in on_disk(tmp_path / str(number)).items())
 
@@ -181,7 +181,7 @@ def test_a_delta_of_fused_experts_goes_to_the_experts_on_disk(tmp_path: Path, ki
     adapter = save_adapter(tmp_path / "adapter", base, **targets)
     report = check_same(base, adapter, tmp_path)
     experts = {name for name in names if ".experts." in name}
-    assert experts <= {tensor.name for tensor in report.of("merge")}
+    assert experts <= {tensor.name for tensor in report.of("merged")}
 
 
 def test_an_adapter_of_single_experts_goes_to_the_experts_on_disk(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_vision_model_under_other_names(tmp_path: Path, layout: str) -> None:
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     assert set(on_disk(tmp_path / "out")) == names
-    assert len(report.of("merge")) == 2 * 3 + 1  # q_proj of both towers (text: down_proj too), and linear_1
+    assert len(report.of("merged")) == 2 * 3 + 1  # q_proj of both towers (text: down_proj too), and linear_1
 
 
 def test_tensors_that_the_class_does_not_know_pass_through(tmp_path: Path) -> None:
@@ -283,15 +283,6 @@ def test_tied_weights_stay_tied(tmp_path: Path, kind: str) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("kind", ["embedding", "head", "modules to save"])
-def test_an_adapter_of_one_of_two_tied_weights_is_refused(tmp_path: Path, kind: str) -> None:
-    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
-    adapter = save_adapter(tmp_path / "adapter", base, **KINDS[kind])
-    with pytest.raises(MergeError, match=r"is tied to .*Untie the base first"):
-        merge_lora_checkpoint(base, adapter, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 # ------------------------------------------------------------------------------------------------ files
 
 
@@ -308,7 +299,7 @@ def test_headers_names_and_other_files_are_the_base_s(tmp_path: Path) -> None:
     for name in (*extra, "config.json", "generation_config.json", "additional_chat_templates/a.jinja"):
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
     assert not [name for name in (*left, ".gitattributes") if (tmp_path / "out" / name).exists()]
-    touched = {tensor.file for tensor in report.of("merge")}
+    touched = {tensor.file for tensor in report.of("merged")}
     shards = read_checkpoint(base).headers
     assert 0 < len(touched) < len(shards)
     for name, header in shards.items():
@@ -353,7 +344,7 @@ def test_the_report_names_every_tensor_and_its_hash(tmp_path: Path, caplog: pyte
         assert tensor.bytes == info.nbytes
     assert report.bytes_read == read_checkpoint(base).nbytes
     assert report.bytes_written == sum(header.nbytes for header in out.headers.values())
-    assert len(report.of("merge")) == 9
+    assert len(report.of("merged")) == 9
     assert json.loads(report.to_json())["resumed"] == []
     assert "<table>" in report._repr_html_()
     bare = merge_lora_checkpoint(base, adapter, tmp_path / "bare", verify=False)
@@ -386,11 +377,12 @@ def refused(tmp_path: Path, base: Path, adapter: Path, kind: type[Exception], te
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("start", ["pissa", "olora"])
-def test_a_start_that_changed_the_base_is_refused(tmp_path: Path, start: str) -> None:
-    base = save_llama(tmp_path / "base")
-    adapter = save_adapter(tmp_path / "adapter", base, init_lora_weights=start)
-    refused(tmp_path, base, adapter, MergeError, f"init_lora_weights='{start}'.*load_peft_on_rank")
+@pytest.mark.parametrize("start", ["corda", "lora_ga", "pissa_niter_4"])
+def test_a_start_that_changed_the_base_by_data_or_chance_is_refused(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, start: str
+) -> None:
+    adapter = faults.edited(tiny_adapter, tmp_path / "adapter", config=lambda c: c.update(init_lora_weights=start))
+    refused(tmp_path, tiny_llama, adapter, MergeError, f"init_lora_weights='{start}'.*load_peft_on_rank")
 
 
 def test_what_is_no_safe_or_plain_base_is_refused(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
@@ -423,14 +415,6 @@ def test_an_adapter_of_another_base_is_refused_with_all_its_reasons(tmp_path: Pa
     other = save_llama(tmp_path / "other", hidden_size=16)
     adapter = save_adapter(tmp_path / "adapter", other)
     refused(tmp_path, tiny_llama, adapter, AdapterError, "the file has")
-
-
-def test_a_parameter_that_the_checkpoint_lacks_lists_near_names(tmp_path: Path, tiny_llama: Path) -> None:
-    from transformers import AutoModelForSequenceClassification
-
-    options = {"task_type": "SEQ_CLS", "auto_class": AutoModelForSequenceClassification}
-    adapter = save_adapter(tmp_path / "adapter", tiny_llama, **options)
-    refused(tmp_path, tiny_llama, adapter, MergeError, r"score.weight: the checkpoint has no tensor for it \(nearest: ")
 
 
 def test_codes_of_eight_bits_are_refused(tmp_path: Path) -> None:
@@ -472,4 +456,4 @@ def test_the_command_line(
     assert main(command) == 1
     assert "is not empty" in capsys.readouterr().err
     assert main([*command, "--overwrite", "--no-verify", "--no-resume"]) == 0
-    assert "merge " in capsys.readouterr().out
+    assert "merged " in capsys.readouterr().out

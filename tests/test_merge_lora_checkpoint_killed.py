@@ -81,15 +81,15 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, pair: tuple[Path, Path], thr
     before = sorted(path.name for path in tmp_path.iterdir())
     assert last > 50
     for n in [*range(1, last, 9), last - 1, last]:
-        if log.log[n - 1].startswith("mkdir"):
-            continue  # of a folder that is there: pathlib takes any error for that
         try:
-            with operations(n, disk_full):
+            with operations(n, disk_full) as faulted:
                 merge_lora_checkpoint(*pair, tmp_path / "out", threads=threads)
         except OSError as error:
-            assert "No space left" in str(error)  # noqa: PT017 - with threads the n-th may be such a mkdir after all
+            assert "No space left" in str(error)  # noqa: PT017 - what is raised is not the only thing that may happen
         else:
-            assert threads > 1
+            # Files are synced on a thread of their own, so the n-th operation is not the same in every run. pathlib
+            # takes any error of a mkdir for a folder that is there.
+            assert len(faulted.log) < n or faulted.log[n - 1].startswith("mkdir")
             shutil.rmtree(tmp_path / "out")
         assert sorted(path.name for path in tmp_path.iterdir()) == before, n
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("merge")]
@@ -137,7 +137,7 @@ def test_another_adapter_does_not_continue_what_one_began(
     def interrupt(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("safe_loading._merge_lora_checkpoint._report_file", interrupt)
+    monkeypatch.setattr("safe_loading._merge_lora_checkpoint.report_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         merge_lora_checkpoint(*pair, tmp_path / "out")
     monkeypatch.undo()

@@ -46,7 +46,7 @@ def check_base_kwargs(base_kwargs: Mapping[str, Any]) -> None:
     """
     problems = [f"base_kwargs[{name!r}]: use {use}" for name, use in _DECIDED.items() if name in base_kwargs]
     if problems:
-        raise ArgumentError("base_kwargs holds what load_peft_on_rank decides itself:", problems)
+        raise ArgumentError("base_kwargs holds what this call decides itself:", problems)
 
 
 def check_dtypes(dtype: object, adapter_dtype: object) -> None:

@@ -40,7 +40,7 @@ def build_config(facts: AdapterFacts, *, is_trainable: bool) -> tuple[PeftConfig
         warnings.simplefilter("ignore")  # peft warns of the unknown fields, which are findings here
         try:
             config = config_class.from_pretrained(str(facts.folder))
-        except (TypeError, ValueError, KeyError) as error:
+        except (TypeError, ValueError, KeyError, ImportError) as error:
             raise AdapterError(f"{facts.folder}: peft refuses the config: {error}") from error
     config.inference_mode = not is_trainable
     return config, [_unknown_field(facts, name, value) for name, value in sorted(unknown.items())]

@@ -60,7 +60,8 @@ def new_slots(model: torch.nn.Module, before: set[int]) -> dict[str, Slot]:
     for path, module in model.named_modules(remove_duplicate=False):
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in before:
+                # peft's MultiheadAttention makes new Parameters of its base's; what a base layer holds is the base's
+                if tensor is not None and id(tensor) not in before and not path.endswith("base_layer"):
                     key = f"{path}.{name}" if path else name
                     slots[key] = Slot(key, module, name, tensor)
     return slots

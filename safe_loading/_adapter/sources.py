@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from safe_loading._adapter.facts import AdapterFacts, digest, read_adapter
-from safe_loading._checkpoint.hub import Resolved, adapter_files, base_files, resolve
+from safe_loading._checkpoint.hub import Chooser, Resolved, adapter_files, base_files, resolve
+from safe_loading._checkpoint.paths import is_there
 from safe_loading._distributed.exchange import Ranks
 from safe_loading.errors import AdapterError, RanksDisagree
 
@@ -67,7 +68,7 @@ def find_sources(request: Request, ranks: Ranks, *, timeout: float) -> Sources:
     """
     leader = ranks.leader(timeout=timeout)
     with ranks.together("find the adapter and its base", timeout=timeout) as phase:
-        found = _resolve_all(request) if leader == ranks.rank else None
+        found = resolve_all(request) if leader == ranks.rank else None
         phase.payload = {"leader": leader, "asked": _asked(request)}
         if found is not None and ranks.size > 1:
             phase.payload["found"] = _to_json(found)
@@ -79,13 +80,22 @@ def find_sources(request: Request, ranks: Ranks, *, timeout: float) -> Sources:
         return _from_json(posts[leader]["found"], request) if found is None else found
 
 
-def _resolve_all(request: Request) -> Sources:
+def resolve_all(
+    request: Request, *, choose_adapter: Chooser = adapter_files, choose_base: Chooser | None = None
+) -> Sources:
+    """Find everything that was asked for, on this rank alone.
+
+    Args:
+        request: What was asked for.
+        choose_adapter: Which files of an adapter on the hub are needed.
+        choose_base: Which files of the base; None takes those that loading it needs.
+    """
     hub = {name: request.base_kwargs[name] for name in HUB_OPTIONS if name in request.base_kwargs}
     facts = {}
     for name, source in request.adapters.items():
         resolved = resolve(
             source,
-            adapter_files,
+            choose_adapter,
             revision=request.adapter_revision,
             subfolder=request.adapter_subfolder,
             hub=hub,
@@ -98,9 +108,9 @@ def _resolve_all(request: Request) -> Sources:
     if not base:
         raise AdapterError(f"{first.folder}/adapter_config.json names no base model. Pass base_model=.")
     revision = request.base_revision
-    if revision is None and request.base is None and not Path(base).exists():
+    if revision is None and request.base is None and not is_there(Path(base)):
         revision = first.config.get("revision")  # the revision in an adapter's config is its base's (AutoPeftModel)
-    chooser = base_files(request.base_kwargs)
+    chooser = choose_base or base_files(request.base_kwargs)
     return Sources(facts, resolve(base, chooser, revision=revision, subfolder=request.base_subfolder, hub=hub))
 
 

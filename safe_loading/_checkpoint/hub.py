@@ -16,8 +16,10 @@ from typing import Any
 from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound, PickleRefused
 
 from .index import read_index
+from .paths import is_there, path_text
 from .weights import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_SINGLE
 
+_MOST_CHARACTERS = 96  # of a hub id (huggingface_hub's validate_repo_id)
 Chooser = Callable[[frozenset[str], Callable[[str], Path]], list[str]]
 
 
@@ -57,9 +59,9 @@ def resolve(
         ArgumentError: A revision of a local folder.
         CheckpointNotFound: Neither a folder nor a repository that can be reached or is cached.
     """
-    text = os.fspath(source)
+    text = path_text(source, "source")
     path = Path(text).expanduser()
-    if path.exists():
+    if is_there(path):
         if revision is not None:
             raise ArgumentError(f"revision {revision!r} is for hub ids, and {text!r} is a folder. Leave it out.")
         folder = path / subfolder if subfolder else path
@@ -68,8 +70,8 @@ def resolve(
         return Resolved(text, folder)
     if not _is_hub_id(text):
         raise CheckpointNotFound(
-            f"{text!r} is no folder on this machine (working folder {Path.cwd()}) and cannot be a hub id, which is "
-            f"'name' or 'owner/name'. Check the path; when an adapter names a base that lies elsewhere now, pass "
+            f"{text!r:.300} is no folder on this machine (working folder {Path.cwd()}) and cannot be a hub id, which "
+            f"is 'name' or 'owner/name'. Check the path; when an adapter names a base that lies elsewhere now, pass "
             f"`base_model=`."
         )
     return _resolve_on_hub(text, choose, revision, subfolder, dict(hub or {}))
@@ -119,7 +121,11 @@ def base_files(options: Mapping[str, Any]) -> Chooser:
 
 def _is_hub_id(text: str) -> bool:
     parts = text.split("/")
-    return len(parts) <= 2 and all(part and part[0] not in ".~" and "\\" not in part for part in parts)
+    return (
+        len(text) <= _MOST_CHARACTERS
+        and len(parts) <= 2
+        and all(part and part[0] not in ".~" and "\\" not in part for part in parts)
+    )
 
 
 def _resolve_on_hub(

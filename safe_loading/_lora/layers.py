@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from peft.tuners.lora import layer as lora
 from peft.tuners.lora import variants
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from safe_loading._lora.update import Term, Update
 
@@ -92,7 +94,7 @@ def targets(layer: Any, names: Sequence[str]) -> list[Target]:
 
 
 def _factors(layer: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return layer.lora_A[name].weight.data, layer.lora_B[name].weight.data
+    return whole(layer.lora_A[name].weight.data), whole(layer.lora_B[name].weight.data)
 
 
 def _plain(layer: Any, name: str) -> Term:
@@ -103,7 +105,7 @@ def _plain(layer: Any, name: str) -> Term:
 def _magnitude(layer: Any, name: str) -> torch.Tensor | None:
     if not isinstance(layer.lora_variant.get(name), _DORA):
         return None
-    return layer.lora_magnitude_vector[name].weight.data.reshape(-1)  # type: ignore[no-any-return]  # peft is untyped
+    return whole(layer.lora_magnitude_vector[name].weight.data).reshape(-1)
 
 
 def _linear(layer: Any, names: Sequence[str]) -> list[Target]:
@@ -122,7 +124,7 @@ def _embedding(layer: Any, names: Sequence[str]) -> list[Target]:
         raise CannotMerge("its vocabulary is split over ranks (tensor parallel). Merge before the model is sharded")
     base, terms = layer.get_base_layer(), []
     for name in names:
-        left, right = layer.lora_embedding_A[name].data.T, layer.lora_embedding_B[name].data.T
+        left, right = whole(layer.lora_embedding_A[name].data).T, whole(layer.lora_embedding_B[name].data).T
         terms.append(Term(left, right, layer.scaling[name], _magnitude(layer, name), name))
     return [_whole(base, "weight", tensor_of(base, "weight"), terms, axis=1)]
 
@@ -207,9 +209,12 @@ def _bias(layer: Any, base: Any, names: Sequence[str]) -> list[Target]:
     after = names[names.index(having[0]) + 1 :]
     if any(_magnitude(layer, name) is not None for name in after):
         raise CannotMerge(f"a DoRA adapter follows {having[0]!r}, which has lora_bias=True. Merge that one last")
-    bias = tensor_of(base, "bias")
+    bias, (first,) = shard_of(tensor_of(base, "bias"))
     one = torch.ones((1, 1), dtype=torch.float64)
-    terms = [Term(layer.lora_B[name].bias.data.unsqueeze(1), one, layer.scaling[name], name=name) for name in having]
+    terms = []
+    for name in having:
+        left = whole(layer.lora_B[name].bias.data)[first : first + len(bias)].unsqueeze(1)
+        terms.append(Term(left, one, layer.scaling[name], name=name))
     return [Target(base, "bias", bias, (Piece(bias.unsqueeze(1), Update((len(bias), 1), tuple(terms))),))]
 
 
@@ -217,12 +222,55 @@ def _whole(base: Any, attribute: str, weight: torch.Tensor, terms: list[Term], *
     if weight.dim() != 2:
         raise CannotMerge(f"its {attribute} has the shape {list(weight.shape)}, not two dimensions (ZeRO-3? Gather it)")
     update = Update((weight.shape[0], weight.shape[1]), tuple(terms), axis)
-    return Target(base, attribute, weight, (Piece(weight, update),))
+    target = Target(base, attribute, weight, (Piece(weight, update),))
+    if not isinstance(weight, DTensor):
+        return target
+    _check_shapes(target, target.pieces[0])
+    shard, offsets = shard_of(weight)
+    if update.has_magnitude and shard.shape[1 - axis] < weight.shape[1 - axis]:
+        raise CannotMerge(
+            f"its {attribute} is split along dimension {1 - axis}, along which DoRA takes norms. Save the adapter, and "
+            f"merge it with merge_lora_checkpoint"
+        )
+    rows, columns = (slice(at, at + size) for at, size in zip(offsets, shard.shape, strict=True))
+    parts = tuple(
+        dataclasses.replace(
+            term,
+            left=term.left[rows],
+            right=term.right[:, columns],
+            magnitude=None if term.magnitude is None else term.magnitude[(rows, columns)[axis]],
+        )
+        for term in terms
+    )
+    update = Update((shard.shape[0], shard.shape[1]), parts, axis)
+    return Target(base, attribute, shard, (Piece(shard, update),))
 
 
 def tensor_of(module: Any, attribute: str) -> torch.Tensor:
     """Return the data of a parameter (MultiheadAttention's may be a plain tensor)."""
     return getattr(module, attribute).data  # type: ignore[no-any-return]  # a tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a small tensor of an adapter, gathered where it is spread over ranks (a collective)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_of(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return the part of a weight that this rank holds, in its own storage, and where it begins in each dimension.
+
+    Raises:
+        CannotMerge: It is spread in another way than in one piece for each rank.
+    """
+    if not isinstance(weight, DTensor):
+        return weight, (0,) * weight.dim()
+    if any(type(placement) not in (Shard, Replicate) for placement in weight.placements):
+        raise CannotMerge(
+            f"its weight is a DTensor with the placements {weight.placements}, not Shard or Replicate. Save the "
+            f"adapter, and merge it with merge_lora_checkpoint"
+        )
+    _, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return weight.to_local(), tuple(offsets)
 
 
 def _check_shapes(target: Target, piece: Piece) -> None:

@@ -21,8 +21,8 @@ def check_tensor(target: Target | Tokens) -> None:
     tensor, what = target.tensor, f"its {target.attribute}"
     if isinstance(tensor, DTensor):
         raise CannotMerge(
-            f"{what} is a DTensor (FSDP2 or tensor parallel). Merge before the model is sharded, or save the adapter "
-            f"and merge it on disk"
+            f"{what} is a DTensor (FSDP2 or tensor parallel), which is merged in Linear and Embedding layers only. "
+            f"Merge before the model is sharded, or save the adapter and merge it with merge_lora_checkpoint"
         )
     if tensor.device.type == "meta":
         offloaded = getattr(getattr(target.owner, "_hf_hook", None), "offload", False)
@@ -58,8 +58,11 @@ class Sharing:
                 continue
             # MultiheadAttention's weights may be plain attributes, between merge and unmerge of peft
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None and not tensor.is_meta and type(tensor) in (torch.nn.Parameter, torch.Tensor):
-                    start, end = _span(tensor)
+                if tensor is None or tensor.is_meta:
+                    continue
+                plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                if type(plain) in (torch.nn.Parameter, torch.Tensor):
+                    start, end = _span(plain)
                     if end > start:
                         self._spans.append((start, end, f"{path}.{name}".lstrip("."), id(module), name))
         self._spans.sort()
@@ -82,10 +85,13 @@ def same_update(one: Target, other: Target) -> bool:
         return False
     if len(one.pieces) != len(other.pieces):
         return False
-    return all(_equal(a.update, b.update) for a, b in zip(one.pieces, other.pieces, strict=True))
+    return all(equal_updates(a.update, b.update) for a, b in zip(one.pieces, other.pieces, strict=True))
 
 
-def _equal(one: Update, other: Update) -> bool:
+def equal_updates(one: Update, other: Update) -> bool:
+    """Return whether two updates add the same to the last bit."""
+    if one is other:
+        return True
     if one.shape != other.shape or len(one.terms) != len(other.terms):
         return False
     if one.has_magnitude or other.has_magnitude:

@@ -7,10 +7,11 @@ their results are the same to the last bit.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
-from safe_loading._lora.rounding import bytes_per_element, round_into
+from safe_loading._lora.rounding import Rounder
 from safe_loading._report import MiB
 
 # Matrix kernels sum in an order that depends on the number of rows (a remainder has a kernel of its own) and on the
@@ -18,6 +19,8 @@ from safe_loading._report import MiB
 # bytes do not depend on the size of the blocks. tests/test_lora_update.py shows it.
 ROWS = 8
 RANKS = 128
+# A matrix kernel packs its right factor anew for each block. Blocks that are narrow and high pay for that less often.
+COLUMNS = 1024
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,14 +91,15 @@ class RowMerger:
         self.update = update
         # Not the first term: then what the terms before made and the weight itself are both needed.
         late = any(term.magnitude is not None for term in update.terms[1:])
-        per_row = columns * (bytes_per_element(dtype) + (16 if late else 0))
+        self._width = columns if update.has_magnitude else min(columns, COLUMNS)  # a norm needs the whole row
+        per_row = self._width * (Rounder.bytes_per_element(dtype) + (16 if late else 0))
         wanted = scratch_bytes // max(per_row, 1) // ROWS * ROWS
         self.rows_per_block = max(ROWS, min(wanted, -(-rows // ROWS) * ROWS))
-        size = (self.rows_per_block, columns)
+        size = self.rows_per_block * self._width
         self._values = torch.empty(size, dtype=torch.float64, device=device)
         self._start = torch.empty_like(self._values) if late else None
         self._own = torch.empty_like(self._values) if late else None
-        self._sticky = torch.empty(size, dtype=torch.int64, device=device) if bytes_per_element(dtype) > 8 else None
+        self._rounder = Rounder(dtype, size, device)
         ranks = max((term.left.shape[1] for term in update.terms), default=0)
         self._left = torch.empty(self.rows_per_block * ranks, dtype=torch.float64, device=device)
         self._factors = [term.left.detach() for term in update.terms]
@@ -116,21 +120,20 @@ class RowMerger:
         for first, block in self._blocks(rows, start):
             for index in self._magnitude:
                 values, lead = self._load(block, first)
-                self._add(values, index, first - lead)
+                self._add(values, index, first - lead, 0)
                 squares = values.square_().view(-1, ROWS, values.shape[1]).sum(1)
                 for group in squares:  # one after the other, so that the order is that of the rows
                     self.norms[index].add_(group)
 
     def merge(self, rows: torch.Tensor, start: int) -> None:
         """Overwrite rows of the weight, the first of which is row ``start``, with their merged values."""
-        for first, block in self._blocks(rows, start):
-            values = self._merged(block, first)
-            round_into(values, block, None if self._sticky is None else self._sticky[: values.shape[0]])
+        for first, column, block in self._tiles(rows, start):
+            self._rounder.store(self._merged(block, first, column), block)
 
     def finite(self, rows: torch.Tensor, start: int) -> bool:
         """Return whether the merged values of these rows are finite in the dtype of the rows; nothing is written."""
-        for first, block in self._blocks(rows, start):
-            if not bool(self._merged(block, first).to(block.dtype).isfinite().all()):
+        for first, column, block in self._tiles(rows, start):
+            if not bool(self._merged(block, first, column).to(block.dtype).isfinite().all()):
                 return False
         return True
 
@@ -141,21 +144,30 @@ class RowMerger:
         ends = [*cuts[1:], start + len(rows)]
         return [(cut, rows[cut - start : end - start]) for cut, end in zip(cuts, ends, strict=True) if end > cut]
 
+    def _tiles(self, rows: torch.Tensor, start: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        for first, block in self._blocks(rows, start):
+            for column in range(0, block.shape[1], max(self._width, 1)):
+                yield first, column, block[:, column : column + self._width]
+
     def _load(self, block: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
         """Copy rows into the buffer, filled up with zeros to whole groups of eight; returns it, and the rows before."""
         lead = first % ROWS
         used = lead + block.shape[0]
-        values = self._values[: -(-used // ROWS) * ROWS]
+        values = self._buffer(self._values, -(-used // ROWS) * ROWS, block.shape[1])
         if not lead and used == values.shape[0]:  # by far the most blocks
-            return values.copy_(block), 0
+            return self._rounder.load(block, values), 0
         values[:lead] = 0
         values[used:] = 0
-        values[lead:used].copy_(block)
+        self._rounder.load(block, values[lead:used])
         return values, lead
 
-    def _add(self, values: torch.Tensor, index: int, first: int) -> None:
-        """Add the delta of one term to whole groups of rows, the first of which is row ``first`` of the weight."""
-        right = self._right[index]
+    @staticmethod
+    def _buffer(flat: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        return flat[: rows * columns].view(rows, columns)
+
+    def _add(self, values: torch.Tensor, index: int, first: int, column: int) -> None:
+        """Add the delta of one term to whole groups of rows from row ``first`` of the weight, and from ``column``."""
+        right = self._right[index][:, column : column + values.shape[1]]
         rows = values.shape[0]
         there = self._factors[index][first : first + rows]
         left = self._left[: rows * there.shape[1]].view(rows, there.shape[1])
@@ -165,21 +177,21 @@ class RowMerger:
         for rank in range(0, left.shape[1], RANKS):
             values.addmm_(left[:, rank : rank + RANKS], right[rank : rank + RANKS])
 
-    def _merged(self, block: torch.Tensor, first: int) -> torch.Tensor:
+    def _merged(self, block: torch.Tensor, first: int, column: int) -> torch.Tensor:
         values, lead = self._load(block, first)
-        start = None if self._start is None else self._start[: len(values)].copy_(values)
-        own = values if self._own is None else self._own[: len(values)]
+        start = None if self._start is None else self._buffer(self._start, *values.shape).copy_(values)
+        own = values if self._own is None else self._buffer(self._own, *values.shape)
         for index, term in enumerate(self.update.terms):
             if term.magnitude is None:
-                self._add(values, index, first - lead)
+                self._add(values, index, first - lead, column)
             elif index == 0 or start is None:
-                self._add(values, index, first - lead)
+                self._add(values, index, first - lead, column)
                 values.mul_(self._factor(index, values, first, lead, len(block)))
             else:
                 own.copy_(start)
-                self._add(own, index, first - lead)
+                self._add(own, index, first - lead, column)
                 factor = self._factor(index, own, first, lead, len(block))
-                self._add(values, index, first - lead)
+                self._add(values, index, first - lead, column)
                 values.mul_(factor)
         return values[lead : lead + block.shape[0]]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +14,27 @@ from torch.overrides import TorchFunctionMode
 from safe_loading._adapter import base as bases
 from safe_loading._adapter import config as configs
 from safe_loading._adapter.attach import Adapter, attach, prepare
+from safe_loading._adapter.names import PREFIX, canonical_key
 from safe_loading._adapter.snapshot import Snapshot
+from safe_loading._layout.layout import Layout, read_layout
+from safe_loading._merge_checkpoint import outcome
+from safe_loading._merge_checkpoint.changes import FLOATS, NAMES, Changes
 from safe_loading._merge_checkpoint.edits import Edits, names_of
-from safe_loading._merge_checkpoint.layout import read_layout
-from safe_loading._merge_checkpoint.placing import Changes, place_edits
+from safe_loading._merge_checkpoint.placing import place_edits
 from safe_loading._merge_checkpoint.sources import Sources
+from safe_loading._merge_checkpoint.starts import REPEATABLE, kind_of
 from safe_loading.errors import MergeError
 
 _CPU = torch.device("cpu")
+_HEADS = ("SEQ_CLS", "TOKEN_CLS")
 
 
-def find_changes(sources: Sources) -> Changes:
-    """Return what changes on disk.
+def find_changes(sources: Sources, dtype: torch.dtype | None) -> tuple[Changes, dict[str, str]]:
+    """Return what changes on disk, and the new dtype of each tensor that gets another one.
+
+    Args:
+        sources: What is merged.
+        dtype: The dtype of the output's float tensors; None leaves each as it is.
 
     Raises:
         AdapterError: An adapter does not fit the base.
@@ -32,44 +44,128 @@ def find_changes(sources: Sources) -> Changes:
     problems = [problem for adapter in adapters for problem in _refused(adapter)]
     if problems:
         raise MergeError("These adapters cannot be merged on disk; nothing was written:", problems)
-    folder = sources.base.folder
-    chosen = bases.auto_class_for(adapters[0].facts, folder, {})
-    skeleton = bases.skeleton(chosen, folder, "auto", {})
-    if skeleton is None:
-        raise MergeError(
-            f"{folder}: transformers cannot build this model on meta, so the names of its tensors cannot be told; it "
-            f"may need remote code, or another version. Load it, merge it with merge_lora_inplace and save it."
-        )
-    edits = Edits(names_of(skeleton))
-    layout = read_layout(skeleton, sources.checkpoint.tensors)
-    edits.collect(_attach_all(skeleton, adapters), adapters)
-    changes = place_edits(edits.by_id.values(), layout, sources.checkpoint.tensors)
+    folder, tensors = sources.base.folder, sources.checkpoint.tensors
+    chosen = bases.auto_class_for(adapters[0].facts, folder, sources.base_kwargs)
+    model, options = _skeleton(sources, chosen, adapters)
+    layout = read_layout(model, tensors)
+    rows = _vocabulary(model, adapters)
+    resized = {}
+    if rows is not None:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        own = {name: tuple(tensor.shape) for name, tensor in model.named_parameters(remove_duplicate=False)}
+        resized = {name: rows for name, whole in layout.of.items() if own.get(name, whole.shape) != whole.shape}
+    edits = Edits(model)
+    edits.collect(_attach_all(model, adapters), adapters)
+    changes = place_edits(edits.by_id.values(), layout, tensors)
+    outcome.settle(changes, model, layout, sources, options, resized)
     problems = [*edits.problems, *changes.problems]
     if problems:
         raise MergeError(f"The adapters cannot be merged into {str(folder)!r}; nothing was written:", problems)
-    return changes
+    return changes, {} if dtype is None else _casts(model, layout, sources, changes, dtype)
+
+
+def _skeleton(sources: Sources, chosen: Any, adapters: Sequence[Adapter]) -> tuple[Any, dict[str, Any]]:
+    """Return the base on meta, with a head of the size that the adapters bring, and the options that make it so."""
+    folder, options = sources.base.folder, dict(sources.base_kwargs)
+    model: Any = bases.skeleton(chosen, folder, "auto", options)
+    if model is None:
+        raise MergeError(
+            f"{folder}: transformers cannot build this model on meta, so the names of its tensors cannot be told; it "
+            f"may need remote code (base_kwargs={{'trust_remote_code': True}}), or another version. Load it, merge it "
+            f"with merge_lora_inplace and save it."
+        )
+    labels = getattr(model.config, "num_labels", None)
+    if "num_labels" in options or labels is None or not any(a.config.task_type in _HEADS for a in adapters):
+        return model, options
+    # What depends on the number of labels is seen from a second skeleton, and not guessed from names.
+    other: Any = bases.skeleton(chosen, folder, "auto", {**options, "num_labels": labels + 1})
+    shapes = {name: tensor.shape for name, tensor in other.named_parameters()}
+    heads = [name for name, tensor in model.named_parameters() if shapes[name] != tensor.shape]
+    sizes = {shape[0] for name in heads for shape in _shapes_of(name, adapters)}
+    if len(sizes) != 1 or sizes == {labels}:
+        return model, options
+    options["num_labels"] = sizes.pop()
+    return bases.skeleton(chosen, folder, "auto", options), options
+
+
+def _vocabulary(model: Any, adapters: Sequence[Adapter]) -> int | None:
+    """Return the rows of the adapters' embeddings when they are not the base's."""
+    names = names_of(model)
+    for get in (model.get_input_embeddings, model.get_output_embeddings):
+        try:
+            weight = get().weight
+        except (NotImplementedError, AttributeError):  # a model without one
+            continue
+        for name in names.get(id(weight), ()):
+            for shape in _shapes_of(name, adapters):
+                if len(shape) == weight.dim() and shape[1:] == weight.shape[1:] and shape[0] != weight.shape[0]:
+                    return int(shape[0])
+    return None
+
+
+def _shapes_of(parameter: str, adapters: Sequence[Adapter]) -> Iterator[torch.Size]:
+    """Yield the shapes of the tensors with which adapter files replace a parameter of the base."""
+    for adapter in adapters:
+        for key, tensor in adapter.tensors.items():
+            name = canonical_key(key).removeprefix(PREFIX)
+            if re.sub(r"\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module)(?=\.)", "", name) == parameter:
+                yield tensor.shape
+
+
+def _casts(model: Any, layout: Layout, sources: Sources, changes: Changes, dtype: torch.dtype) -> dict[str, str]:
+    """Return the new dtypes; what transformers would keep in float32 for this class is left as it is."""
+    plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
+    kept = {
+        piece.tensor
+        for name, whole in layout.of.items()
+        if any(re.search(pattern.replace("*", r"\d+"), name) for pattern in plan)
+        for piece in whole.pieces
+    }
+    for name, value in changes.values.items():
+        if value.is_floating_point() and name not in kept:
+            changes.values[name] = outcome.rounded(value, dtype)
+    changes.config["dtype"] = str(dtype).removeprefix("torch.")
+    tensors = sources.checkpoint.tensors
+    held = {**{name: name for name in tensors}, **changes.added}
+    return {
+        name: NAMES[dtype]
+        for name, source in held.items()
+        if source is not None and name not in kept and tensors[source].dtype in FLOATS
+    }
 
 
 def _attach_all(skeleton: torch.nn.Module, adapters: Sequence[Adapter]) -> Any:
     model = skeleton
     for adapter in adapters:
         with _NothingToCompare():
-            model = attach(model, adapter, _CPU, undo=[Snapshot(model)]).model
+            model = attach(model, _without_start(adapter), _CPU, undo=[Snapshot(model)]).model
     return model
+
+
+def _without_start(adapter: Adapter) -> Adapter:
+    """Return the adapter as one that leaves its base alone: a start is repeated where the weights are."""
+    if not configs.changes_base(adapter.config):
+        return adapter
+    config = copy.deepcopy(adapter.config)
+    vars(config)["init_lora_weights"] = True
+    return dataclasses.replace(adapter, config=config)
 
 
 def _refused(adapter: Adapter) -> list[str]:
     if not configs.is_lora(adapter.config):
         return [f"{adapter.facts.folder}: its method is {adapter.config.peft_type}, and only LoRA is merged"]
     if not configs.can_start_empty(adapter.config):
-        return [f"{adapter.facts.folder}: layer_replication makes layers that the base on disk does not have"]
-    if configs.changes_base(adapter.config):
+        return [
+            f"{adapter.facts.folder}: layer_replication makes layers that the base on disk does not have. Load it with "
+            f"load_peft_on_rank, merge it with merge_lora_inplace and save it with save_pretrained"
+        ]
+    if configs.changes_base(adapter.config) and kind_of(adapter.config) not in REPEATABLE:
         start = getattr(adapter.config, "init_lora_weights", None)
         return [
             f"{adapter.facts.folder}: it was trained from init_lora_weights={start!r}, which first takes a part out of "
             f"the base's weights; on the base as it is on disk the result would be wrong. Convert it to a plain LoRA "
             f"where it was trained (save_pretrained(..., path_initial_model_for_weight_conversion=...)), or load it "
-            f"with load_peft_on_rank, which repeats that start, merge it with merge_lora_inplace and save it"
+            f"with load_peft_on_rank, merge it with merge_lora_inplace and save it"
         ]
     return []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,11 @@ from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from safe_loading._adapter.attach import Adapter
 from safe_loading._adapter.slots import route
 from safe_loading._adapter.values import rename
+from safe_loading._lora.layers import adapters_of
+from safe_loading._lora.tensors import equal_updates
 from safe_loading._lora.update import Update
 from safe_loading._merge_checkpoint.layers import inner_layers, layer_updates
+from safe_loading._merge_checkpoint.starts import Start, start_of
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,32 +30,43 @@ class Edit:
         shape: Its shape.
         updates: What is added, to the matrix at each leading index: ``{(): ...}`` for a matrix, ``{(e,): ...}`` for
             the experts of a fused parameter.
+        starts: What adapters first take out of it.
         value: What replaces it whole, before anything is added; None when nothing does.
         rows: Single rows that are replaced after all else, by their number.
-        said: Which names the adapters spoke of.
+        said: The modules that the adapters spoke of.
+        apart: The names under which it does not change, though it is tied to those that do.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     updates: dict[tuple[int, ...], Update] = dataclasses.field(default_factory=dict)
+    starts: list[Start] = dataclasses.field(default_factory=list)
     value: torch.Tensor | None = None
     rows: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     said: set[str] = dataclasses.field(default_factory=set)
+    apart: tuple[str, ...] = ()
 
 
 class Edits:
     """The edits of all parameters, collected from an attached model.
 
     Args:
-        names: The names of each parameter or buffer of the base, by ``id``, as they were before anything was attached.
+        base: The base, before anything is attached to it.
 
     Attributes:
-        by_id: The edits, by the ``id`` of the parameter.
+        by_id: The edits, by the ``id`` that the parameter had then.
         problems: What cannot be merged, a line each.
     """
 
-    def __init__(self, names: Mapping[int, tuple[str, ...]]) -> None:
-        self._names = names
+    def __init__(self, base: torch.nn.Module) -> None:
+        names = names_of(base)
+        # By its place too: peft's MultiheadAttention makes new Parameters of the base's whenever it is walked over.
+        self._places = {
+            (id(module), name): (id(tensor), names[id(tensor)], tensor.shape)
+            for module in base.modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and id(tensor) in names
+        }
         self.by_id: dict[int, Edit] = {}
         self.problems: list[str] = []
 
@@ -69,56 +83,73 @@ class Edits:
             elif isinstance(module, LoraLayer) and id(module) not in inner:
                 inner.update(map(id, inner_layers(module)))
                 self._layer(path, module, order)
-        self._check_ties()
+                self._starts(path, module, adapters)
+        self._find_ties()
 
     def _layer(self, path: str, layer: LoraLayer, order: Sequence[str]) -> None:
         found, problems = layer_updates(path, layer, order)
         self.problems += problems
-        for parameter, index, update in found:
-            edit = self._of(parameter, path)
-            if edit is not None and index in edit.updates:
-                self.problems.append(f"{edit.names[0]}: two layers share this parameter, and both change it")
-            elif edit is not None:
-                edit.updates[index] = update
+        for owner, attribute, index, update in found:
+            edit = self._of(owner, attribute, path)
+            held = None if edit is None else edit.updates.setdefault(index, update)
+            if edit is None or held is None or equal_updates(held, update):
+                continue  # the same twice: ensure_weight_tying=True puts one adapter on both of two tied weights
+            self.problems.append(
+                f"{edit.names[0]}: two layers share this parameter, and the adapter changes it as "
+                f"{', '.join(sorted(edit.said))} in different ways. Untie the base first "
+                f"(config.tie_word_embeddings = False, then save it), or train with ensure_weight_tying=True"
+            )
 
-    def _of(self, parameter: torch.Tensor, path: str) -> Edit | None:
-        names = self._names.get(id(parameter))
-        if names is None:
+    def _starts(self, path: str, layer: Any, adapters: Sequence[Adapter]) -> None:
+        """Note what the adapters took out of the weight before they were trained, one after the other."""
+        for adapter in adapters:
+            start = start_of(layer, adapter.name, adapter.config) if adapter.name in adapters_of(layer) else None
+            edit = None if start is None else self._of(layer.get_base_layer(), "weight", path)
+            if start is None or edit is None:
+                continue
+            if len(edit.names) > 1 or edit.value is not None:
+                self.problems.append(f"{', '.join(edit.names)}: {start.kind} on a weight that is tied or replaced")
+            edit.starts.append(start)
+
+    def _of(self, owner: torch.nn.Module, attribute: str, path: str) -> Edit | None:
+        place = self._places.get((id(owner), attribute))
+        if place is None:
             self.problems.append(f"{path}: the adapter changes a tensor that is no parameter of the base")
             return None
-        edit = self.by_id.setdefault(id(parameter), Edit(names, tuple(parameter.shape)))
+        key, names, shape = place
+        edit = self.by_id.setdefault(key, Edit(names, tuple(shape)))
         edit.said.add(_plain(path))
         return edit
 
     def _base_writes(self, model: PeftModel, adapters: Sequence[Adapter]) -> None:
         """Take the weights of the base that the files bring along (trained biases, saved embeddings)."""
-        own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        modules = dict(model.named_modules(remove_duplicate=False))
         base = model.get_base_model()
         own_module = any(name == "module" for name, _ in base.named_children())
         for adapter in adapters:
             renamed, _, _ = rename(adapter.facts, adapter.tensors, prompt_learning=False, own_module=own_module)
             for key, value in route(model, adapter.name, renamed).tensors.items():
-                tensor = own.get(key)
-                if tensor is not None and id(tensor) in self._names:
-                    self._replace(tensor, key.rpartition(".")[0], value)
+                path, _, name = key.rpartition(".")
+                if path in modules and (id(modules[path]), name) in self._places:
+                    self._replace(modules[path], name, path, value)
 
     def _modules_to_save(self, path: str, module: Any, order: Sequence[str]) -> None:
+        originals = dict(module.original_module.named_modules())
         for name in order:
             if name not in module.modules_to_save:
                 continue
-            saved = module.modules_to_save[name]
-            originals = dict(_tensors(module.original_module))
-            for key, value in _tensors(saved):
+            for key, value in _tensors(module.modules_to_save[name]):
                 if value.is_meta:  # what the file need not hold, as a buffer that is computed
                     continue
-                self._replace(originals[key], path, value)
+                where, _, attribute = key.rpartition(".")
+                self._replace(originals[where], attribute, path, value)
 
     def _trainable_tokens(self, path: str, module: Any, order: Sequence[str]) -> None:
         layer = module.token_adapter
         for name in order:
             if name not in layer.trainable_tokens_delta:
                 continue
-            edit = self._of(_weight_below(module), path)
+            edit = self._of(_base_below(module), "weight", path)
             if edit is None:
                 continue
             for row, value in zip(layer.token_indices[name], layer.trainable_tokens_delta[name], strict=True):
@@ -126,26 +157,22 @@ class Edits:
                 if not torch.equal(held, value):
                     self.problems.append(f"{edit.names[0]}: two adapters hold a different row {row}")
 
-    def _replace(self, parameter: torch.Tensor, path: str, value: torch.Tensor) -> None:
-        edit = self._of(parameter, path)
+    def _replace(self, owner: torch.nn.Module, attribute: str, path: str, value: torch.Tensor) -> None:
+        edit = self._of(owner, attribute, path)
         if edit is None:
             return
         if edit.value is not None and not _equal(edit.value, value):
             self.problems.append(f"{edit.names[0]}: it is replaced twice, by different values")
         edit.value = value.detach()
 
-    def _check_ties(self) -> None:
-        """An edit of one of several tied modules would silently change the others."""
+    def _find_ties(self) -> None:
+        """See which names of a tied parameter the adapters left out: those must not change with the others."""
         for edit in self.by_id.values():
-            modules = {name.rpartition(".")[0] for name in edit.names}
-            if len(modules) == 1 or (edit.rows and not edit.updates and edit.value is None):
+            if edit.rows and not edit.updates and edit.value is None:
                 continue  # trainable tokens: peft ties the rows of the output to those of the input itself
-            if modules - edit.said:
-                self.problems.append(
-                    f"{edit.names[0]} is tied to {', '.join(sorted(edit.names[1:]))}, and the adapter changes it as "
-                    f"{', '.join(sorted(edit.said))} alone: merging it would change the other too. Untie the base "
-                    f"first (config.tie_word_embeddings = False, then save it), or train with ensure_weight_tying=True"
-                )
+            modules = {name.rpartition(".")[0] for name in edit.names}
+            if len(modules) > 1 and modules - edit.said:
+                edit.apart = tuple(name for name in edit.names if name.rpartition(".")[0] not in edit.said)
 
 
 def names_of(model: torch.nn.Module) -> dict[int, tuple[str, ...]]:
@@ -164,12 +191,11 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _weight_below(module: Any) -> torch.Tensor:
-    inner = module.original_module
+def _base_below(module: Any) -> torch.nn.Module:
+    inner: torch.nn.Module = module.original_module
     while hasattr(inner, "base_layer"):
-        inner = inner.base_layer
-    weight: torch.Tensor = inner.weight
-    return weight
+        inner = inner.base_layer  # type: ignore[assignment]  # a module
+    return inner
 
 
 def _plain(path: str) -> str:

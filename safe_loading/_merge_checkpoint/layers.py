@@ -12,7 +12,7 @@ from peft.tuners.lora import layer as lora
 from safe_loading._lora.layers import CannotMerge, adapters_of, is_blocked, targets
 from safe_loading._lora.update import Update
 
-Found = list[tuple[torch.Tensor, tuple[int, ...], Update]]
+Found = list[tuple[torch.nn.Module, str, tuple[int, ...], Update]]
 
 
 def layer_updates(path: str, layer: lora.LoraLayer, adapters: Sequence[str]) -> tuple[Found, list[str]]:
@@ -24,7 +24,8 @@ def layer_updates(path: str, layer: lora.LoraLayer, adapters: Sequence[str]) -> 
         adapters: The adapters, in the order in which they are merged.
 
     Returns:
-        The parameter, the leading index of the matrix in it, and what is added to that matrix; and the problems.
+        The module and the name of each parameter in it, the leading index of the matrix in that, and what is added to
+        the matrix; and the problems.
     """
     names = [name for name in adapters if name in adapters_of(layer)]
     if not names:
@@ -41,10 +42,10 @@ def layer_updates(path: str, layer: lora.LoraLayer, adapters: Sequence[str]) -> 
         return [], [f"{path}: {reason}"]
     result: Found = []
     for target in found:
-        parameter = getattr(target.owner, target.attribute)
         fused = type(layer) is lora.ParamWrapper and target.tensor.dim() == 3
         for number, piece in enumerate(target.pieces):
-            result.append((parameter, (number,) if fused else (), _real(piece.update)))
+            index = (number,) if fused else ()
+            result.append((target.owner, target.attribute, index, _real(piece.update)))
     return result, []
 
 

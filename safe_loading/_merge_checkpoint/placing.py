@@ -11,68 +11,104 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from safe_loading._checkpoint.header import TensorInfo
+from safe_loading._layout.layout import Layout
+from safe_loading._layout.pieces import Piece, Whole
 from safe_loading._lora.update import Term, Update, merge_matrix
+from safe_loading._merge_checkpoint.changes import FLOATS, Changes, Part
 from safe_loading._merge_checkpoint.edits import Edit
-from safe_loading._merge_checkpoint.layout import Layout
-from safe_loading._merge_checkpoint.pieces import Piece, Whole
-from safe_loading._merge_checkpoint.plan import DTYPES, Part
+from safe_loading._report import Finding
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-@dataclasses.dataclass
-class Changes:
-    """What changes on disk.
-
-    Attributes:
-        merges: The parts of each tensor, and the columns of the matrix that they are parts of.
-        values: The new content of each tensor that is replaced whole.
-        problems: What has no place, a line each.
-    """
-
-    merges: dict[str, tuple[tuple[Part, ...], int]] = dataclasses.field(default_factory=dict)
-    values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    problems: list[str] = dataclasses.field(default_factory=list)
+_BY_HAND = "Load the model, merge it with merge_lora_inplace and save it with save_pretrained"
+Parts = dict[str, list[Part]]
 
 
 def place_edits(edits: Iterable[Edit], layout: Layout, tensors: Mapping[str, TensorInfo]) -> Changes:
     """Find the tensors on disk that each edit changes."""
     changes = Changes()
-    parts: dict[str, list[Part]] = {}
+    parts: Parts = {}
     for edit in edits:
         found = [name for name in edit.names if name in layout.of]
-        if not found:
-            changes.problems.append(_nowhere(edit, layout, tensors))
-        for name in found:
-            _place(edit, layout.of[name], tensors, parts, changes)
+        if edit.apart:
+            _untie(edit, found, layout, tensors, parts, changes)
+        elif found:
+            for name in found:
+                _place(edit, layout.of[name], tensors, parts, changes)
+            first = layout.of[found[0]].pieces
+            for name in found[1:]:
+                changes.tied |= {p.tensor: first[0].tensor for p in layout.of[name].pieces}
+        elif edit.value is not None and not any(name in layout.opaque for name in edit.names):
+            changes.added[edit.names[0]] = None  # a new head, which the checkpoint cannot have
+            changes.values[edit.names[0]] = _edited_value(edit).contiguous()
+        else:
+            changes.problems.append(_nowhere(edit.names[0], layout, tensors))
+    _settle(parts, tensors, changes)
+    return changes
+
+
+def _settle(parts: Parts, tensors: Mapping[str, TensorInfo], changes: Changes) -> None:
+    """Put the parts of each tensor in order, and refuse those that cannot be."""
     for name, own in parts.items():
-        info = tensors[name]
+        info = tensors[changes.added.get(name) or name]
         own.sort(key=lambda part: part.start)
         if any(one.stop > other.start for one, other in itertools.pairwise(own)):
             changes.problems.append(f"{name}: two changes of the same rows")
-        if info.dtype not in _FLOATS:
+        if info.dtype not in FLOATS:
             changes.problems.append(
                 f"{name}: it is {info.dtype} on disk, to which nothing can be added. Dequantise the base first: load "
                 f"it with from_pretrained, call dequantize(), and save it"
             )
-        changes.merges[name] = (tuple(own), _columns(info))
-    return changes
+        changes.merges[name] = (tuple(own), _columns(info, own))
 
 
-def _nowhere(edit: Edit, layout: Layout, tensors: Mapping[str, TensorInfo]) -> str:
-    name = edit.names[0]
+def _nowhere(name: str, layout: Layout, tensors: Mapping[str, TensorInfo]) -> str:
     if name in layout.opaque:
-        return (
-            f"{name}: {layout.opaque[name]}. Load the model, merge it with merge_lora_inplace and save it with "
-            f"save_pretrained"
-        )
+        return f"{name}: {layout.opaque[name]}. {_BY_HAND}"
     near = difflib.get_close_matches(name, [*layout.of, *tensors], n=3, cutoff=0.5)
     return f"{name}: the checkpoint has no tensor for it (nearest: {', '.join(near) or 'none'})"
 
 
-def _place(
-    edit: Edit, whole: Whole, tensors: Mapping[str, TensorInfo], parts: dict[str, list[Part]], changes: Changes
+def _untie(
+    edit: Edit, found: list[str], layout: Layout, tensors: Mapping[str, TensorInfo], parts: Parts, changes: Changes
 ) -> None:
+    """Change a parameter under some of its names alone: each name gets a tensor of its own."""
+    if not found:
+        changes.problems.append(_nowhere(edit.names[0], layout, tensors))
+        return
+    whole = layout.of[found[0]]
+    if len(whole.pieces) != 1 or whole.pieces[0].size != whole.shape:
+        changes.problems.append(f"{edit.names[0]}: it is tied, and {_BY_HAND[0].lower()}{_BY_HAND[1:]}")
+        return
+    held = whole.pieces[0].tensor
+    for name in edit.names:
+        own = layout.of.get(name)
+        if own is None:
+            changes.added[name] = held
+            own = _renamed(whole, name)
+        if name not in edit.apart:
+            _place(edit, own, {**tensors, name: tensors.get(name, tensors[held])}, parts, changes)
+    changes.config["tie_word_embeddings"] = False
+    changes.findings.append(
+        Finding(
+            "no-longer-tied",
+            "info",
+            ", ".join(edit.names),
+            f"they are one weight in the base, and the adapter changes {', '.join(sorted(edit.said))} alone; in the "
+            f"output each has a tensor of its own, and tie_word_embeddings of its config is false.",
+            "none; an adapter trained with ensure_weight_tying=True leaves them tied.",
+            tensors[held].nbytes,
+        )
+    )
+
+
+def _renamed(whole: Whole, name: str) -> Whole:
+    (piece,) = whole.pieces
+    return Whole(whole.shape, (Piece(name, piece.at, piece.dims, piece.begin, piece.size),))
+
+
+def _place(edit: Edit, whole: Whole, tensors: Mapping[str, TensorInfo], parts: Parts, changes: Changes) -> None:
+    if whole.shape != edit.shape:
+        _resize(edit, whole, tensors, changes)
+        return
     value = None if edit.value is None else _edited_value(edit)
     for piece in whole.pieces:
         info = tensors[piece.tensor]
@@ -87,6 +123,17 @@ def _place(
             parts.setdefault(piece.tensor, []).extend(_parts(edit, piece, info))
         except _CannotPlaceError as reason:
             changes.problems.append(f"{edit.names[0]}: {reason}")
+
+
+def _resize(edit: Edit, whole: Whole, tensors: Mapping[str, TensorInfo], changes: Changes) -> None:
+    """Give a tensor on disk the rows that the adapter's vocabulary has."""
+    piece = whole.pieces[0]
+    if edit.value is None:
+        return  # named with all the others that the adapter lacks, once the vocabulary is known
+    if len(whole.pieces) != 1 or piece.dims != tuple(range(len(tensors[piece.tensor].shape))):
+        changes.problems.append(f"{edit.names[0]}: {piece.tensor} holds it in another layout, and it is resized")
+    else:
+        changes.values[piece.tensor] = _edited_value(edit).contiguous()
 
 
 class _CannotPlaceError(Exception):
@@ -108,6 +155,10 @@ def _parts(edit: Edit, piece: Piece, info: TensorInfo) -> list[Part]:
         if any(not at <= i < at + piece.extent(d) for d, (at, i) in enumerate(zip(piece.at, index, strict=False))):
             continue
         found.append(_part(index, update, piece, info))
+    if edit.starts:
+        if len(found) != 1 or piece.size != edit.shape or piece.dims != (0, 1):
+            raise _CannotPlaceError(f"{edit.starts[0].kind} needs the weight that the disk holds in parts. {_BY_HAND}")
+        found = [dataclasses.replace(found[0], starts=tuple(edit.starts))]
     return found
 
 
@@ -123,6 +174,8 @@ def _part(index: tuple[int, ...], update: Update, piece: Piece, info: TensorInfo
         raise _CannotPlaceError(f"{piece.tensor} holds it in another layout")
     if (left, piece.size[column]) != (0, update.shape[1]):
         update = _narrowed(update, left, piece.size[column])
+    if update.needs_norms and piece.size[row] != update.shape[0]:
+        raise _CannotPlaceError(f"a DoRA needs the norms of columns that the disk holds in parts. {_BY_HAND}")
     start = piece.begin[row]
     stride = info.shape[row]
     for dim, i in zip(reversed(piece.dims[:lead]), reversed(index), strict=True):
@@ -135,8 +188,7 @@ def _part(index: tuple[int, ...], update: Update, piece: Piece, info: TensorInfo
 def _token_parts(edit: Edit, piece: Piece, info: TensorInfo) -> list[Part]:
     if piece.size != info.shape or piece.dims != (0, 1):
         raise _CannotPlaceError(f"{piece.tensor} holds it in another layout")
-    dtype = DTYPES[info.dtype]
-    return [Part(row, row + 1, value=value.to(dtype).unsqueeze(0)) for row, value in sorted(edit.rows.items())]
+    return [Part(row, row + 1, value=value.unsqueeze(0)) for row, value in sorted(edit.rows.items())]
 
 
 def _edited_value(edit: Edit) -> torch.Tensor:
@@ -164,21 +216,18 @@ def _block(value: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _turned(update: Update) -> Update:
-    if update.has_magnitude:
-        raise _CannotPlaceError("a DoRA on a weight that the disk holds transposed")
-    terms = tuple(Term(term.right.T, term.left.T, term.scaling) for term in update.terms)
-    return Update((update.shape[1], update.shape[0]), terms)
+    """Return the update of the transposed weight; DoRA's norms stay those of the weight as the model has it."""
+    terms = tuple(Term(t.right.T, t.left.T, t.scaling, t.magnitude, t.name) for t in update.terms)
+    return Update((update.shape[1], update.shape[0]), terms, 1 - update.axis)
 
 
 def _narrowed(update: Update, left: int, columns: int) -> Update:
     if update.has_magnitude:
-        raise _CannotPlaceError("a DoRA on a weight whose columns the disk holds apart")
-    terms = tuple(Term(term.left, term.right[:, left : left + columns], term.scaling) for term in update.terms)
+        raise _CannotPlaceError(f"a DoRA on a weight whose columns the disk holds apart. {_BY_HAND}")
+    terms = tuple(Term(t.left, t.right[:, left : left + columns], t.scaling, name=t.name) for t in update.terms)
     return Update((update.shape[0], columns), terms)
 
 
-def _columns(info: TensorInfo) -> int:
-    """Return the columns of the matrix that a tensor is seen as: a vector is one column, a filter one row."""
-    if len(info.shape) == 3:
-        return info.shape[-1]
-    return math.prod(info.shape[1:])
+def _columns(info: TensorInfo, parts: Iterable[Part]) -> int:
+    """Return the columns of the matrix that a tensor is seen as: those of its updates (a whole filter is one row)."""
+    return next((part.update.shape[1] for part in parts if part.update is not None), math.prod(info.shape[1:]))

@@ -4,158 +4,196 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from typing import Literal
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from huggingface_hub.serialization._base import split_state_dict_into_shards_factory
 
-from safe_loading._checkpoint.header import Header, TensorInfo
-from safe_loading._lora.update import Update
+from safe_loading._checkpoint.header import BITS, Header, TensorInfo
+from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._checkpoint.strict_json import read_json_object
+from safe_loading._merge_checkpoint.changes import NAMES, Changes, Part
 
-Action = Literal["copy", "merge", "replace"]
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Action = Literal["copied", "cast", "merged", "replaced", "re-tied", "added"]
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
-    """Rows of a disk tensor, seen as a matrix, that change.
-
-    Attributes:
-        start: The first row.
-        stop: The row after the last.
-        update: What is added to them; None when they are replaced.
-        first: The row of ``update`` that the first row is. The rows keep their numbers in the parameter, which decide
-            the grid of the sums: so the bits are those of the merge in memory, wherever the checkpoint cut it.
-        value: What replaces them, ``stop - start`` rows; None when they are updated.
-    """
-
-    start: int
-    stop: int
-    update: Update | None = None
-    first: int = 0
-    value: torch.Tensor | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class TensorPlan:
     """One tensor of the output.
 
     Attributes:
-        source: The tensor in the base.
-        target: Its place in the output.
-        action: What is done.
-        parts: For "merge": the rows that change, in their order, without overlap.
-        columns: For "merge": the elements of a row of the matrix that the parts speak of.
-        value: For "replace": the new content.
+        target: Its name, dtype, shape and place in the output.
+        action: What is done, in the words of the report.
+        source: The tensor of the base that it is made from; None when nothing of the base is in it.
+        path: The file of the base that holds ``source``.
+        parts: The rows that change, in their order, without overlap.
+        columns: The elements of a row of the matrix that the parts speak of.
+        value: The new content of a tensor that is replaced whole.
     """
 
-    source: TensorInfo
     target: TensorInfo
     action: Action
+    source: TensorInfo | None
+    path: Path | None
     parts: tuple[Part, ...] = ()
     columns: int = 1
     value: torch.Tensor | None = None
 
+    @property
+    def as_it_is(self) -> bool:
+        """Whether its bytes are those of ``source``."""
+        alike = self.source is not None and self.source.dtype == self.target.dtype
+        return alike and not self.parts and self.value is None
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class FilePlan:
     """One weight file of the output.
 
     Attributes:
         name: Its name, relative to the folder.
-        header: The header of the base's file.
-        head: The bytes of the output's header, its length in front.
+        head: The bytes of its header, the length in front.
         tensors: Its tensors, in the order of their bytes.
         nbytes: The size of the whole file.
+        same_as: The file of the base that it is byte for byte; None when something changes.
     """
 
     name: str
-    header: Header
     head: bytes
     tensors: tuple[TensorPlan, ...]
     nbytes: int
+    same_as: Path | None
 
 
-def plan_file(
-    name: str,
-    header: Header,
-    merges: Mapping[str, tuple[tuple[Part, ...], int]],
-    values: Mapping[str, torch.Tensor],
-) -> FilePlan:
-    """Plan one file.
+def plan_files(
+    checkpoint: Checkpoint, changes: Changes, casts: Mapping[str, str], max_shard_size: int | None
+) -> list[FilePlan]:
+    """Plan every weight file.
 
     Args:
-        name: Its name in the output.
-        header: The base's header.
-        merges: For each tensor that is merged: the parts that change, and the columns of its matrix.
-        values: The new content of each tensor that is replaced.
+        checkpoint: The base.
+        changes: What changes.
+        casts: The new dtype of each tensor that gets another one, by its name.
+        max_shard_size: The most bytes of tensors in a file; None keeps the base's files.
     """
-    order = sorted(header.tensors.values(), key=lambda info: (info.start, info.stop))
-    changed = [info for info in order if info.name in values and not _fits(info, values[info.name])]
-    if changed:
-        order, targets, head = _new_layout(header, order, values)
+    files: dict[str, list[TensorPlan]] = {}
+    for file, header in checkpoint.headers.items():
+        order = sorted(header.tensors.values(), key=lambda info: (info.start, info.stop))
+        kept = [info for info in order if info.name not in changes.dropped]
+        files[file] = [_planned(info.name, info, header.path, changes, casts) for info in kept]
+    for name, source in changes.added.items():
+        info = None if source is None else checkpoint.tensors[source]
+        path = None if source is None else checkpoint.file_of[source]
+        files[next(reversed(files))].append(_planned(name, info, path, changes, casts))
+    headers = checkpoint.headers
+    if max_shard_size is not None:
+        files = _resharded(files, max_shard_size)
+        headers = {name: headers[name] for name in files if name in headers}
+    metadata = next(iter(checkpoint.headers.values())).metadata
+    return [_laid_out(name, own, headers.get(name), metadata) for name, own in files.items() if own]
+
+
+def plan_index(checkpoint: Checkpoint, plans: Sequence[FilePlan], *, resharded: bool) -> tuple[str, bytes] | None:
+    """Return the name and the content of the index of the output, or None when it has none."""
+    index = checkpoint.index
+    if len(plans) == 1 and (resharded or index is None):
+        return None
+    document: dict[str, Any] = {"metadata": {}}
+    name = INDEX
+    if index is not None:
+        name = INDEX if resharded else index.path.relative_to(checkpoint.folder).as_posix()
+        document = read_json_object(index.path)
+    tensors = {tensor.target.name: (tensor.target, plan.name) for plan in plans for tensor in plan.tensors}
+    same = {info.name: info.nbytes for info in checkpoint.tensors.values()}
+    if index is not None and not resharded and {n: info.nbytes for n, (info, _) in tensors.items()} == same:
+        return name, index.path.read_bytes()
+    metadata = document.get("metadata")
+    document["metadata"] = metadata = metadata if isinstance(metadata, dict) else {}
+    metadata["total_size"] = sum(info.nbytes for info, _ in tensors.values())
+    if "total_parameters" in metadata:
+        metadata["total_parameters"] = sum(math.prod(info.shape) for info, _ in tensors.values())
+    document["weight_map"] = {tensor: file for tensor, (_, file) in sorted(tensors.items())}
+    return name, json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _planned(
+    name: str, source: TensorInfo | None, path: Path | None, changes: Changes, casts: Mapping[str, str]
+) -> TensorPlan:
+    value = changes.values.get(name)
+    if value is not None:
+        dtype, shape = NAMES[value.dtype], tuple(value.shape)
+    elif source is not None:
+        dtype, shape = casts.get(name, source.dtype), source.shape
     else:
-        targets = {info.name: info for info in order}
-        with header.path.open("rb") as file:  # byte for byte: nothing about the tensors changes
+        raise ValueError(f"{name} is made of nothing")
+    nbytes = math.prod(shape) * BITS[dtype] // 8
+    target = TensorInfo(name, dtype, shape, 0, nbytes)
+    parts, columns = changes.merges.get(name, ((), 1))
+    action: Action = "merged" if parts else "copied"
+    if name in changes.added:
+        action = "added"
+    elif name in changes.tied:
+        action = "re-tied"
+    elif value is not None:
+        action = "replaced"
+    elif not parts and source is not None and source.dtype != dtype:
+        action = "cast"
+    return TensorPlan(target, action, source, path, parts, columns, value)
+
+
+def _resharded(files: Mapping[str, Iterable[TensorPlan]], max_shard_size: int) -> dict[str, list[TensorPlan]]:
+    """Cut the tensors into files by the rule of save_pretrained, under its names."""
+    tensors = {tensor.target.name: tensor for own in files.values() for tensor in own}
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.target.nbytes,
+        filename_pattern=SINGLE.replace(".", "{suffix}.", 1),
+        max_shard_size=max_shard_size,
+    )
+    return {file: [tensors[name] for name in names] for file, names in split.filename_to_tensors.items()}
+
+
+def _laid_out(name: str, tensors: Sequence[TensorPlan], header: Header | None, metadata: Mapping[str, str]) -> FilePlan:
+    """Give each tensor its place in the file."""
+    if header is not None and _is_same_layout(header, tensors):
+        with header.path.open("rb") as file:  # byte for byte: nothing that a header says has changed
             head = file.read(header.data_start)
-    tensors = []
-    for info in order:
-        target = targets[info.name]
-        if info.name in values:
-            tensors.append(TensorPlan(info, target, "replace", value=values[info.name]))
-        elif info.name in merges:
-            parts, columns = merges[info.name]
-            tensors.append(TensorPlan(info, target, "merge", parts=parts, columns=columns))
-        else:
-            tensors.append(TensorPlan(info, target, "copy"))
-    end = max((target.stop for target in targets.values()), default=len(head))
-    return FilePlan(name, header, head, tuple(tensors), end)
+        placed = [dataclasses.replace(tensor, target=header.tensors[tensor.target.name]) for tensor in tensors]
+    else:
+        placed, head = _new_layout(tensors, metadata if header is None else header.metadata)
+    end = max((tensor.target.stop for tensor in placed), default=len(head))
+    untouched = all(tensor.as_it_is and tensor.source is tensor.target for tensor in placed)
+    same_as = header.path if header is not None and untouched and end == header.nbytes else None
+    return FilePlan(name, head, tuple(placed), end, same_as)
 
 
-def _fits(info: TensorInfo, value: torch.Tensor) -> bool:
-    return info.shape == tuple(value.shape) and info.dtype == _NAMES[value.dtype]
+def _is_same_layout(header: Header, tensors: Sequence[TensorPlan]) -> bool:
+    def fact(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
+        return info.dtype, info.shape
+
+    ours = {tensor.target.name: fact(tensor.target) for tensor in tensors}
+    return ours == {info.name: fact(info) for info in header.tensors.values()}
 
 
-def _new_layout(
-    header: Header, order: Sequence[TensorInfo], values: Mapping[str, torch.Tensor]
-) -> tuple[list[TensorInfo], dict[str, TensorInfo], bytes]:
+def _new_layout(tensors: Sequence[TensorPlan], metadata: Mapping[str, str]) -> tuple[list[TensorPlan], bytes]:
     """Lay the tensors out anew, the widest dtypes first as safetensors does, so that each lies at its alignment."""
-    facts = {}
-    for info in order:
-        value = values.get(info.name)
-        facts[info.name] = (
-            (info.dtype, info.shape, info.nbytes)
-            if value is None
-            else (_NAMES[value.dtype], tuple(value.shape), value.nbytes)
-        )
-    widths = {info.name: DTYPES[facts[info.name][0]].itemsize if facts[info.name][0] in DTYPES else 1 for info in order}
-    order = sorted(order, key=lambda info: (-widths[info.name], info.start))
-    document: dict[str, object] = {"__metadata__": dict(header.metadata)} if header.metadata else {}
+    order = sorted(tensors, key=lambda tensor: -BITS[tensor.target.dtype])
+    document: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
-    for info in order:
-        dtype, shape, nbytes = facts[info.name]
-        document[info.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
-        at += nbytes
+    for tensor in order:
+        info, end = tensor.target, at + tensor.target.nbytes
+        document[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    targets, start = {}, 8 + len(text)
-    for info in order:
-        dtype, shape, nbytes = facts[info.name]
-        targets[info.name] = TensorInfo(info.name, dtype, shape, start, start + nbytes)
-        start += nbytes
-    return list(order), targets, len(text).to_bytes(8, "little") + text
+    placed, start = [], 8 + len(text)
+    for tensor in order:
+        info, end = tensor.target, start + tensor.target.nbytes
+        place = TensorInfo(info.name, info.dtype, info.shape, start, end)
+        placed.append(dataclasses.replace(tensor, target=place))
+        start = end
+    return placed, len(text).to_bytes(8, "little") + text

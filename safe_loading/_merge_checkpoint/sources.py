@@ -6,21 +6,37 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from safe_loading._adapter.facts import AdapterFacts, digest, read_adapter
-from safe_loading._checkpoint.hub import Resolved, adapter_files, base_files, resolve
+from safe_loading._adapter.base import check_base_kwargs
+from safe_loading._adapter.facts import AdapterFacts, digest
+from safe_loading._adapter.sources import Request, Source, resolve_all
+from safe_loading._checkpoint.hub import Resolved, adapter_files, base_files
 from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._checkpoint.weights import PICKLE_SUFFIXES
 from safe_loading.errors import ArgumentError, MergeError
 
 REPORT = "merge_report.json"
-Source = str | os.PathLike[str]
+TEMPLATES = frozenset({"chat_template.jinja", "chat_template.json"})
+TOKENIZER = TEMPLATES | {
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+}
 
 # Other formats of the same weights, what training left, and what describes an adapter or an earlier merge.
 _WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ot", *PICKLE_SUFFIXES)
 _LEFT_OUT = frozenset({REPORT, "adapter_config.json", "trainer_state.json", "optimizer.pt", "scheduler.pt"})
-_FOLDERS = ("additional_chat_templates",)
+_TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +50,7 @@ class Sources:
         digests: The SHA-256 of each adapter.
         carried: The other files of the base that belong to the output, by their name there.
         left_out: The names of files that do not.
+        base_kwargs: More arguments of the base's ``from_pretrained``.
     """
 
     base: Resolved
@@ -42,6 +59,7 @@ class Sources:
     digests: Mapping[str, str]
     carried: Mapping[str, Path]
     left_out: tuple[str, ...]
+    base_kwargs: Mapping[str, Any]
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -49,38 +67,66 @@ class Sources:
         return {"the base": self.base.folder, **{f"adapter {n!r}": f.folder for n, f in self.adapters.items()}}
 
 
-def find(base_model: Source, adapter: Source | Sequence[Source]) -> Sources:
-    """Find and read everything but tensors.
+def ask(adapter: Source | Sequence[Source], **options: Any) -> Request:
+    """Return what a call asks for; ``options`` are the other fields of the request.
 
     Raises:
-        ArgumentError: No adapter.
-        CheckpointNotFound: Something is not there.
-        CheckpointError: A file is damaged, or (:class:`PickleRefused`) a pickle.
-        MergeError: The base is quantised.
+        ArgumentError: No adapter, or ``base_kwargs`` says what the call decides itself.
     """
     asked: Sequence[Source] = [adapter] if isinstance(adapter, (str, os.PathLike)) else list(adapter)
     if not asked:
         raise ArgumentError("adapter is empty; pass a folder or hub id, or several.")
+    check_base_kwargs(options["base_kwargs"])
     names = ["default"] if len(asked) == 1 else [f"adapter_{number}" for number in range(1, len(asked) + 1)]
-    adapters = {name: read_adapter(resolve(source, adapter_files)) for name, source in zip(names, asked, strict=True)}
-    base = resolve(base_model, _everything)
-    checkpoint = read_checkpoint(base.folder, kind="model")
+    return Request(dict(zip(names, asked, strict=True)), wants_base=True, **options)
+
+
+def find(request: Request) -> Sources:
+    """Find and read everything but tensors.
+
+    Raises:
+        CheckpointNotFound: Something is not there.
+        CheckpointError: A file is damaged, or (:class:`PickleRefused`) a pickle.
+        MergeError: The base is quantised.
+    """
+    options = request.base_kwargs
+    choose = base_files({"variant": options.get("variant")})
+
+    def everything(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
+        chosen = choose(names, fetch)
+        return [*chosen, *sorted(name for name in names if name not in chosen and belongs(name))]
+
+    found = resolve_all(request, choose_adapter=_with_tokenizer, choose_base=everything)
+    base, adapters = found.base, found.adapters
+    if base is None:
+        raise ArgumentError("base_model is missing; pass a folder or a hub id.")
+    checkpoint = read_checkpoint(base.folder, variant=options.get("variant"), kind="model")
     _refuse_quantised(base.folder)
     carried, left_out = _others(base.folder, checkpoint)
     digests = {name: digest(facts) for name, facts in adapters.items()}
-    return Sources(base, checkpoint, adapters, digests, carried, left_out)
+    return Sources(base, checkpoint, adapters, digests, carried, left_out, options)
 
 
-def _everything(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
-    chosen = base_files({})(names, fetch)
-    return [*chosen, *sorted(name for name in names if name not in chosen and _belongs(name))]
+def is_tokenizer(name: str) -> bool:
+    """Return whether a file belongs to a tokenizer, its chat templates included."""
+    return name in TOKENIZER or is_template(name)
 
 
-def _belongs(name: str) -> bool:
+def is_template(name: str) -> bool:
+    """Return whether a file is a chat template."""
+    return name in TEMPLATES or name.startswith(f"{_TEMPLATE_FOLDER}/")
+
+
+def belongs(name: str) -> bool:
+    """Return whether a file of the base that is no weight file belongs to the output."""
     folder, _, file = name.rpartition("/")
-    if folder not in ("", *_FOLDERS) or file.startswith(".") or file in _LEFT_OUT:
+    if folder not in ("", _TEMPLATE_FOLDER) or file.startswith(".") or file in _LEFT_OUT:
         return False
     return not file.endswith((*_WEIGHTS, ".index.json")) and not file.startswith(("rng_state", "adapter_"))
+
+
+def _with_tokenizer(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
+    return [*adapter_files(names, fetch), *sorted(filter(is_tokenizer, names))]
 
 
 def _others(folder: Path, checkpoint: Checkpoint) -> tuple[dict[str, Path], tuple[str, ...]]:
@@ -91,7 +137,7 @@ def _others(folder: Path, checkpoint: Checkpoint) -> tuple[dict[str, Path], tupl
             continue
         if checkpoint.index is not None and path == checkpoint.index.path:
             continue
-        if _belongs(name):
+        if belongs(name):
             carried[name] = path
         else:
             left_out.append(name)

@@ -1,17 +1,19 @@
 """The stream of bytes from the base to the output: each is read once and written once, in little memory.
 
 Each tensor is one task; a few threads take the tasks in the order of the files. A thread copies what does not change
-by the kernel, and reads, changes and writes the rest block by block in one buffer of its own. The thread that ends the
-last task of a file syncs it, while the others are at the next file.
+by the kernel, and reads, changes and writes the rest block by block. Two more threads wait for the disk: one tells the
+kernel to begin with what was just written, one syncs each file that is whole. So the disk works from the first block
+on, and the others never wait for it.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import hashlib
+import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,266 +21,257 @@ from typing import Any
 import torch
 
 from safe_loading._checkpoint.commit import Stage
-from safe_loading._checkpoint.copy import copy_range, read_into, start_writing_back, write_from
-from safe_loading._lora.update import ROWS, RowMerger
-from safe_loading._merge_checkpoint.plan import DTYPES, FilePlan, Part, TensorPlan
-from safe_loading.errors import MergeError
+from safe_loading._checkpoint.copy import clone, start_writing_back, write_from
+from safe_loading._merge_checkpoint.blocks import Buffers, TensorWriter, is_header, is_written
+from safe_loading._merge_checkpoint.plan import FilePlan, TensorPlan
 
-BLOCK_BYTES = 1 << 20  # of a weight: read, merged and written at once
-SCRATCH_BYTES = 4 << 20  # for its float64 copy and the rounding; smaller is slower, larger is not faster
-_COPY_BYTES = 16 << 20
-_HASH_BYTES = 1 << 18
-
-Done = Callable[[FilePlan, dict[str, str]], None]
+WRITE_BACK_BYTES = 16 << 20  # how much is handed to the disk at once
 
 
-def stream(
-    plans: Sequence[FilePlan],
-    stage: Stage,
-    *,
-    threads: int,
-    hashes: bool,
-    done: Done,
-    advance: Callable[[int], None],
-) -> None:
-    """Write files.
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What is known of a tensor that was written.
 
-    Args:
-        plans: The files.
-        stage: Where they are written; each is kept there as soon as it is whole.
+    Attributes:
+        sha256: Its hash; None when none was taken.
+        largest: The largest absolute change of an element; None when nothing was added to it.
+        seconds: The time that a thread spent on it; 0 when an interrupted call wrote it.
+    """
+
+    sha256: str | None
+    largest: float | None
+    seconds: float = 0.0
+
+
+Facts = dict[str, Written]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """How files are written.
+
+    Attributes:
+        stage: Where; each file is kept there as soon as it is whole.
+        device: Where blocks are merged.
         threads: How many threads work.
-        hashes: Whether to take the SHA-256 of each tensor on the way.
-        done: Called with each finished file and the hashes of its tensors, in any thread.
+        hashes: Whether the SHA-256 of each tensor is taken on the way.
+        done: Called with each finished file and what is known of its tensors, in any thread.
         advance: Called with a number of bytes that were written, in any thread.
     """
-    stop = threading.Event()
-    files = [_File(plan, stage, hashes, done, advance, stop) for plan in plans]
+
+    stage: Stage
+    device: torch.device
+    threads: int
+    hashes: bool
+    done: Callable[[FilePlan, Facts], None]
+    advance: Callable[[int], None]
+
+
+def stream(plans: Sequence[FilePlan], work: Work) -> None:
+    """Write files."""
     local = threading.local()
-    with _one_torch_thread_each() as prepare, concurrent.futures.ThreadPoolExecutor(threads, "merge", prepare) as pool:
+    inputs = _Inputs(plans)
+    with (
+        _one_torch_thread_each() as prepare,
+        _Disk() as disk,
+        concurrent.futures.ThreadPoolExecutor(work.threads, "merge", prepare) as pool,
+    ):
+        files = [_File(plan, work, inputs, disk) for plan in plans]
         tasks = [pool.submit(file.run, tensor, local) for file in files for tensor in (file.plan.tensors or (None,))]
         try:
             for task in concurrent.futures.as_completed(tasks):
                 task.result()
+            disk.finish()
         except BaseException:
-            stop.set()
+            disk.stop.set()
             for task in tasks:
                 task.cancel()
             raise
         finally:
             concurrent.futures.wait(tasks)
+            disk.close()
+            inputs.close()
             for file in files:
                 file.close()
 
 
-class _File:
-    """One file of the output: opened by the first task, synced and written down by the last."""
+class _Disk:
+    """Context manager: two threads that wait for the disk in the place of those that compute.
 
-    def __init__(
-        self,
-        plan: FilePlan,
-        stage: Stage,
-        hashes: bool,
-        done: Done,
-        advance: Callable[[int], None],
-        stop: threading.Event,
-    ) -> None:
-        self.plan, self._stage = plan, stage
-        self._done, self._advance, self._stop = done, advance, stop
-        self._digests: dict[str, str] | None = {} if hashes else None
+    Attributes:
+        stop: Set when something failed; nothing more is begun then.
+    """
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self._hints = concurrent.futures.ThreadPoolExecutor(1, "merge-hints")
+        self._syncs = concurrent.futures.ThreadPoolExecutor(1, "merge-syncs")
+        self._wanted: list[concurrent.futures.Future[None]] = []
+
+    def __enter__(self) -> _Disk:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Wait for the threads to end."""
+        self.close()
+
+    def begin(self, descriptor: int, at: int, count: int) -> None:
+        """Let the kernel begin to write a range; of a file that is synced and closed already, it does nothing."""
+        self._hints.submit(self._unless_stopped, start_writing_back, descriptor, at, count)
+
+    def sync(self, work: Callable[[], None]) -> None:
+        """Do something that waits for the disk, after all that was asked for before."""
+        self._wanted.append(self._syncs.submit(self._unless_stopped, work))
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk; raises what a thread raised."""
+        for future in self._wanted:
+            future.result()
+
+    def close(self) -> None:
+        """Begin nothing more, and wait for what has begun."""
+        self._hints.shutdown(cancel_futures=True)
+        self._syncs.shutdown(cancel_futures=True)
+
+    def _unless_stopped(self, work: Callable[..., None], *arguments: Any) -> None:
+        if self.stop.is_set():
+            return
+        try:
+            work(*arguments)
+        except BaseException:
+            self.stop.set()  # at once, before another thread begins another tensor
+            raise
+
+
+class _Inputs:
+    """The base's files: each is opened when a tensor of it is first needed, and closed after the last."""
+
+    def __init__(self, plans: Iterable[FilePlan]) -> None:
+        self._guard = threading.Lock()
+        self._open: dict[Path, int] = {}
+        self._left: dict[Path, int] = {}
+        for plan in plans:
+            for path in (*(tensor.path for tensor in plan.tensors), plan.same_as):
+                if path is not None:
+                    self._left[path] = self._left.get(path, 0) + 1
+
+    @contextmanager
+    def opened(self, path: Path | None) -> Iterator[int]:
+        """Inside, the descriptor of a file may be read; -1 for none."""
+        if path is None:
+            yield -1
+            return
+        with self._guard:
+            descriptor = self._open.get(path, -1)
+            if descriptor < 0:
+                descriptor = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        yield descriptor
+        with self._guard:
+            self._left[path] -= 1
+            if not self._left[path]:
+                os.close(self._open.pop(path))
+
+    def close(self) -> None:
+        """Close what an error left open."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+
+class _File:
+    """One file of the output: opened by the first task, handed to the disk by the last."""
+
+    def __init__(self, plan: FilePlan, work: Work, inputs: _Inputs, disk: _Disk) -> None:
+        self.plan, self._work, self._inputs, self._disk = plan, work, inputs, disk
+        self._facts: Facts = {}
         self._left = max(1, len(plan.tensors))
         self._guard = threading.Lock()
-        self._source = self._target = -1
+        self._target = -1
+        self._cloned = False
 
     def run(self, tensor: TensorPlan | None, local: Any) -> None:
         """Write one tensor; None stands for a file without tensors."""
-        if self._stop.is_set():
+        if self._disk.stop.is_set():
             return
         try:
             self._write(tensor, local)
         except BaseException:
-            self._stop.set()  # at once, before another thread begins another tensor
+            self._disk.stop.set()
             raise
 
     def _write(self, tensor: TensorPlan | None, local: Any) -> None:
         self._open()
         if tensor is not None:
-            digest = hashlib.sha256() if self._digests is not None else None
-            for count in self._blocks(tensor, local, digest):
-                self._advance(count)
-                if self._stop.is_set():
-                    return
-            if digest is not None and self._digests is not None:
-                self._digests[tensor.source.name] = digest.hexdigest()
+            with self._inputs.opened(tensor.path) as source:
+                self._facts[tensor.target.name] = self._tensor(tensor, source, local)
+        if self._disk.stop.is_set():
+            return
         with self._guard:
             self._left -= 1
             last = self._left == 0
         if last:
-            hashes = dict(self._digests or {})
-            self._stage.keep(self.plan.name, self._target, {"bytes": self.plan.nbytes, "sha256": hashes})
-            self.close()
-            self._done(self.plan, hashes)
+            self._disk.sync(self._keep)
+
+    def _tensor(self, tensor: TensorPlan, source: int, local: Any) -> Written:
+        begin = time.perf_counter()
+        buffers = local.__dict__.setdefault("buffers", Buffers())
+        work = self._work
+        writer = TensorWriter(
+            tensor, source, self._target, buffers, work.device, hashed=work.hashes, there=self._cloned
+        )
+        start = pending = 0
+        for place, count in writer.run():
+            work.advance(count)
+            if self._disk.stop.is_set():
+                break
+            start, pending = (start, pending + count) if pending else (place, count)
+            if pending >= WRITE_BACK_BYTES:
+                self._disk.begin(self._target, start, pending)
+                pending = 0
+        if pending:
+            self._disk.begin(self._target, start, pending)
+        return Written(writer.sha256, writer.largest, time.perf_counter() - begin)
+
+    def _keep(self) -> None:
+        """Sync the file, and write down that it is whole."""
+        tensors = {name: [written.sha256, written.largest] for name, written in self._facts.items()}
+        self._work.stage.keep(self.plan.name, self._target, {"bytes": self.plan.nbytes, "tensors": tensors})
+        self.close()
+        self._work.done(self.plan, self._facts)
 
     def close(self) -> None:
-        """Close both files."""
-        with self._guard:
-            for descriptor in (self._source, self._target):
-                if descriptor >= 0:
-                    os.close(descriptor)
-            self._source = self._target = -1
+        """Close the file; only when nobody works on it any more."""
+        if self._target >= 0:
+            os.close(self._target)
+        self._target = -1
 
     def _open(self) -> None:
         with self._guard:
             if self._target >= 0:
                 return
-            self._source = os.open(self.plan.header.path, os.O_RDONLY | os.O_CLOEXEC)
-            self._target = self._stage.create(self.plan.name)
-            os.ftruncate(self._target, self.plan.nbytes)
-            write_from(self._target, memoryview(self.plan.head), 0)
+            self._target = self._work.stage.create(self.plan.name)
+            with self._inputs.opened(self.plan.same_as) as source:
+                self._cloned = source >= 0 and clone(source, self._target)
+            if not self._cloned:
+                os.ftruncate(self._target, self.plan.nbytes)
+                write_from(self._target, memoryview(self.plan.head), 0)
 
-    def _blocks(self, tensor: TensorPlan, local: Any, digest: Any) -> Iterator[int]:
-        """Write a tensor piece by piece; yields the bytes of each."""
-        if tensor.action == "copy":
-            yield from self._copied(tensor, local, digest)
-        elif tensor.action == "replace" and tensor.value is not None:
-            data = as_bytes(tensor.value)
-            write_from(self._target, data, tensor.target.start)
-            if digest is not None:
-                digest.update(data)
-            yield len(data)
-        else:
-            yield from self._merged(tensor, local, digest)
 
-    def _copied(self, tensor: TensorPlan, local: Any, digest: Any) -> Iterator[int]:
-        at, to = tensor.source.start, tensor.target.start
-        while at < tensor.source.stop:
-            count = min(_COPY_BYTES, tensor.source.stop - at)
-            copy_range(self._source, at, self._target, to, count)
-            if digest is not None:
-                buffer = _buffer(local, _HASH_BYTES)
-                for begin in range(at, at + count, _HASH_BYTES):
-                    part = buffer[: min(_HASH_BYTES, at + count - begin)]
-                    read_into(self._source, part, begin)
-                    digest.update(part)
-            start_writing_back(self._target, to, count)
-            at, to = at + count, to + count
-            yield count
-
-    def _merged(self, tensor: TensorPlan, local: Any, digest: Any) -> Iterator[int]:
-        dtype = DTYPES[tensor.source.dtype]
-        width = tensor.columns * dtype.itemsize
-        total = tensor.source.nbytes // width
-        rows = max(ROWS, BLOCK_BYTES // width // ROWS * ROWS)
-        pending = at = 0
-        for begin, end, part in _sections(tensor, total):
-            change = self._change(part, tensor, rows, local)
-            for start in range(begin, end, rows):
-                stop = min(end, start + rows)
-                buffer = self._read_rows(tensor, start, stop, width, local)
-                if part is not None:
-                    change(torch.frombuffer(buffer, dtype=dtype).view(stop - start, tensor.columns), start)
-                write_from(self._target, buffer, tensor.target.start + start * width)
-                if digest is not None:
-                    digest.update(buffer)
-                pending += len(buffer)
-                if pending >= _COPY_BYTES or stop == total:
-                    start_writing_back(self._target, tensor.target.start + at, pending)
-                    at, pending = at + pending, 0
-                yield len(buffer)
-
-    def _change(
-        self, part: Part | None, tensor: TensorPlan, rows: int, local: Any
-    ) -> Callable[[torch.Tensor, int], object]:
-        """Return what changes a block of rows in place, given the number of its first row in the matrix."""
-        if part is None:
-            return lambda block, start: None
-        if part.update is None:
-            value = part.value
-            return lambda block, start: block.copy_(_rows_of(value, start - part.start, len(block)))
-        dtype = DTYPES[tensor.source.dtype]
-        merger = RowMerger(part.update, dtype, torch.device("cpu"), scratch_bytes=SCRATCH_BYTES)
-        if part.update.needs_norms:
-            width = tensor.columns * dtype.itemsize
-            for start in range(part.start, part.stop, rows):
-                stop = min(part.stop, start + rows)
-                buffer = self._read_rows(tensor, start, stop, width, local)
-                block = torch.frombuffer(buffer, dtype=dtype).view(stop - start, tensor.columns)
-                merger.add_norms(block, start - part.start + part.first)
-
-        def merge(block: torch.Tensor, start: int) -> None:
-            merger.merge(block, start - part.start + part.first)
-            low, high = torch.aminmax(block)  # carries NaN to both ends, and makes no temporary
-            if not (low.isfinite() and high.isfinite()):
-                raise MergeError(_not_finite(self.plan.header.path, tensor, start, block))
-
-        return merge
-
-    def _read_rows(self, tensor: TensorPlan, start: int, stop: int, width: int, local: Any) -> memoryview:
-        buffer = _buffer(local, (stop - start) * width)
-        read_into(self._source, buffer, tensor.source.start + start * width)
-        return buffer
+def facts_of(facts: Mapping[str, Any]) -> Facts:
+    """Return what the journal says about the tensors of a file."""
+    return {name: Written(sha256, largest) for name, (sha256, largest) in facts["tensors"].items()}
 
 
 def is_whole(plan: FilePlan, path: Path, facts: Mapping[str, Any]) -> bool:
     """Return whether a file is what a plan says: its header byte for byte, its tensors by their hashes."""
-    hashes = facts.get("sha256") or {}
-    if facts.get("bytes") != plan.nbytes or path.stat().st_size != plan.nbytes or len(hashes) != len(plan.tensors):
+    known = facts_of(facts)
+    if facts.get("bytes") != plan.nbytes or known.keys() != {tensor.target.name for tensor in plan.tensors}:
+        return False
+    if not is_header(path, plan.head, plan.nbytes):
         return False
     with path.open("rb") as file:
-        if file.read(len(plan.head)) != plan.head:
-            return False
-        for tensor in plan.tensors:
-            digest = hashlib.sha256()
-            file.seek(tensor.target.start)
-            left = tensor.target.nbytes
-            while left and (data := file.read(min(left, BLOCK_BYTES))):
-                digest.update(data)
-                left -= len(data)
-            if left or digest.hexdigest() != hashes.get(tensor.source.name):
-                return False
-    return True
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor, without a copy where it is contiguous."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    data: Any = flat.view(torch.uint8).numpy()  # a buffer, which numpy's stubs say only for Python 3.12
-    return memoryview(data)
-
-
-def _sections(tensor: TensorPlan, total: int) -> Iterator[tuple[int, int, Part | None]]:
-    """Yield the rows of each part, and between them those that do not change, with None."""
-    at = 0
-    for part in tensor.parts:
-        if at < part.start:
-            yield at, part.start, None
-        yield part.start, part.stop, part
-        at = part.stop
-    if at < total:
-        yield at, total, None
-
-
-def _not_finite(path: Path, tensor: TensorPlan, start: int, block: torch.Tensor) -> str:
-    largest = f"{torch.finfo(block.dtype).max:g}"
-    return (
-        f"{path}: {tensor.source.name}: in the rows from {start} to {start + len(block) - 1}, a merged element is NaN, "
-        f"infinite or beyond the largest number of {tensor.source.dtype} ({largest}); nothing was written. Look at the "
-        f"base and at the adapter's lora_B (training that diverged), or take a base of a wider dtype (bfloat16 in the "
-        f"place of float16)."
-    )
-
-
-def _rows_of(value: torch.Tensor | None, start: int, count: int) -> torch.Tensor:
-    if value is None:
-        raise ValueError("a part without an update has a value")
-    return value[start : start + count]
-
-
-def _buffer(local: Any, size: int) -> memoryview:
-    """Return this thread's buffer, of that size."""
-    held: bytearray | None = getattr(local, "buffer", None)
-    if held is None or len(held) < size:
-        local.buffer = held = bytearray(max(size, BLOCK_BYTES))
-    return memoryview(held)[:size]
+        return all(is_written(tensor, file, known[tensor.target.name].sha256) for tensor in plan.tensors)
 
 
 @contextmanager

@@ -56,6 +56,10 @@ BAD_FILES: dict[str, BadFile] = {
     "header no JSON": BadFile(safetensors('{"a": }'), "json-invalid", ("column 7",)),
     "header with NaN": BadFile(safetensors('{"a": NaN}'), "json-invalid", ("NaN",)),
     "header with half a surrogate": BadFile(safetensors(f'{{"\\ud800": {U8}}}', b"x"), "json-invalid", ("surrogate",)),
+    "header of too many tensors": BadFile(
+        safetensors("{" + ",".join(f'"{n}":{{}}' for n in range(200_003)) + "}"), "header-bomb", ("200000 tensors",)
+    ),
+    "header of a long list": BadFile(safetensors('{"a":[' + "0," * 3_200_001 + "0]}"), "header-bomb", ("6.1 MiB",)),
     "header nested deeply": BadFile(safetensors('{"a":' + "[" * 200_000), "json-invalid", ("nested too deeply",)),
     "header with a number of 5000 digits": BadFile(safetensors('{"a":' + "1" * 5000 + "}"), "json-invalid", ("4300",)),
     "tensor twice": BadFile(safetensors(f'{{"a": {U8}, "a": {U8}}}', b"x"), "duplicate-key", ("'a'",)),

@@ -13,8 +13,25 @@ from transformers import core_model_loading as loader
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from safe_loading._checkpoint.header import TensorInfo
-from safe_loading._merge_checkpoint import pieces
-from safe_loading._merge_checkpoint.pieces import CannotFollow, Whole
+from safe_loading._layout import pieces
+from safe_loading._layout.pieces import CannotFollow, Whole
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Conversion:
+    """A conversion that cannot be followed: transformers' converter, and the tensors that it is applied to.
+
+    Attributes:
+        key: The name at run time of the first tensor that it makes.
+        rule: The ``WeightConverter``.
+        sources: The tensors on disk for each of its patterns, in the loader's order.
+        targets: The names at run time of all that it makes, by its patterns.
+    """
+
+    key: str
+    rule: Any
+    sources: Mapping[str, tuple[str, ...]]
+    targets: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,58 +42,72 @@ class Layout:
         of: What each parameter or buffer is made of, by its name at run time.
         opaque: Those whose conversion cannot be followed, with the reason; their tensors on disk can only be copied.
         unknown: Tensors on disk that the class does not know.
+        conversions: What makes the opaque ones.
+        mismatched: The shape of those which the checkpoint holds in another shape than the model.
+        key_of: The name at run time that each tensor on disk stands for, those that are unknown included; the first
+            one for a tensor that becomes several.
     """
 
     of: Mapping[str, Whole]
     opaque: Mapping[str, str]
     unknown: tuple[str, ...]
+    conversions: tuple[Conversion, ...] = ()
+    mismatched: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    key_of: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def read_layout(model: torch.nn.Module, tensors: Mapping[str, TensorInfo]) -> Layout:
+def read_layout(
+    model: torch.nn.Module, tensors: Mapping[str, TensorInfo], state: Mapping[str, Any] | None = None
+) -> Layout:
     """Follow each tensor of a checkpoint to its place in ``model`` (on meta), as transformers' loader would.
 
     Args:
         model: The model, without an adapter.
         tensors: The tensors on disk.
+        state: What the model holds by name, anything with a shape; None for its ``state_dict()``. With it the model may
+            be wrapped.
     """
-    state = model.state_dict()
+    state = model.state_dict() if state is None else state
     rules = get_model_conversion_mapping(model)  # type: ignore[arg-type]  # a PreTrainedModel, by the auto classes
     renamings = [rule for rule in rules if isinstance(rule, loader.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loader.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    prefix = getattr(model, "base_model_prefix", None)
+    prefix, known = getattr(model, "base_model_prefix", None), dict(state)
     plain: dict[str, Whole] = {}
     groups: dict[str, dict[str, list[Whole]]] = defaultdict(lambda: defaultdict(list))
-    unknown = []
+    unknown, key_of = [], {}
     # The loader's order decides which expert is which in a stack.
     for name in sorted(tensors, key=loader.dot_natural_key):
-        key, pattern = loader.rename_source_key(name, renamings, converters, prefix, state)
+        key, pattern = loader.rename_source_key(name, renamings, converters, prefix, known)
         if key not in state and name in state:
-            key, pattern = loader.rename_source_key(name, [], [], prefix, state)
+            key, pattern = loader.rename_source_key(name, [], [], prefix, known)
+        key_of[name] = key
         if key not in state:
             unknown.append(name)
         elif pattern is None:
             plain.setdefault(key, pieces.on_disk(name, tensors[name].shape))
         else:
             groups[key][pattern].append(pieces.on_disk(name, tensors[name].shape))
-    opaque: dict[str, str] = {}
-    of = dict(plain)
+    of, opaque = dict(plain), {}
+    conversions = []
     for key, sources in groups.items():
         rule = by_pattern[next(iter(sources))]
         try:
             of.update(_converted(key, rule, sources, state))
         except CannotFollow as reason:
+            names = {pattern: tuple(whole.pieces[0].tensor for whole in parts) for pattern, parts in sources.items()}
+            conversions.append(Conversion(key, rule, names, tuple(_targets(key, rule))))
             opaque.update(dict.fromkeys(_targets(key, rule), str(reason)))
-    for key, whole in list(of.items()):
-        if key in state and whole.shape != tuple(state[key].shape):
-            opaque[key] = f"the checkpoint makes {list(whole.shape)} of it, the model has {list(state[key].shape)}"
-            del of[key]
-    return Layout(of, opaque, tuple(unknown))
+    mismatched = {
+        key: whole.shape for key, whole in of.items() if key in state and whole.shape != tuple(state[key].shape)
+    }
+    for key, shape in mismatched.items():
+        opaque[key] = f"the checkpoint makes {list(shape)} of it, the model has {list(state[key].shape)}"
+        del of[key]
+    return Layout(of, opaque, tuple(unknown), tuple(conversions), mismatched, key_of)
 
 
-def _converted(
-    key: str, rule: Any, sources: Mapping[str, list[Whole]], state: Mapping[str, torch.Tensor]
-) -> dict[str, Whole]:
+def _converted(key: str, rule: Any, sources: Mapping[str, list[Whole]], state: Mapping[str, Any]) -> dict[str, Whole]:
     """Apply the operations of one converter, as ``WeightConverter.convert`` does."""
     # in the order of the patterns: Concatenate keeps it
     held: dict[str, list[Whole]] = {pattern: sources[pattern] for pattern in rule.source_patterns if pattern in sources}
@@ -97,7 +128,7 @@ def _converted(
 
 
 def _applied(
-    operation: Any, held: dict[str, list[Whole]], targets: list[str], key: str, state: Mapping[str, torch.Tensor]
+    operation: Any, held: dict[str, list[Whole]], targets: list[str], key: str, state: Mapping[str, Any]
 ) -> dict[str, list[Whole]]:
     if type(operation) is loader.MergeModulelist:
         return {pattern: [pieces.stack(parts, operation.dim)] for pattern, parts in held.items()}

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from safe_loading._merge_checkpoint import pieces
-from safe_loading._merge_checkpoint.pieces import CannotFollow, Whole
+from safe_loading._layout import pieces
+from safe_loading._layout.pieces import CannotFollow, Whole
 
 
 def together(whole: Whole, disk: dict[str, torch.Tensor]) -> torch.Tensor:

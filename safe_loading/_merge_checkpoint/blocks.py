@@ -1,0 +1,290 @@
+"""One tensor from the base to the output, in blocks: copied, cast, merged or replaced, and hashed on the way."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from safe_loading._checkpoint.copy import copy_range, read_into, write_from
+from safe_loading._layout.dtypes import DTYPES
+from safe_loading._lora.rounding import round_into
+from safe_loading._lora.update import ROWS, RowMerger
+from safe_loading._merge_checkpoint.changes import Part
+from safe_loading._merge_checkpoint.plan import TensorPlan
+from safe_loading.errors import MergeError
+
+BLOCK_BYTES = 1 << 20  # of a weight: read, merged and written at once
+SCRATCH_BYTES = 8 << 20  # for its float64 copy and the rounding; smaller is slower, larger is not faster
+_COPY_BYTES = 16 << 20
+_HASH_BYTES = 1 << 18
+
+Change = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class Buffers:
+    """The memory of one thread, made once and used for every block of every tensor."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, bytearray] = {}
+
+    def take(self, use: str, size: int) -> memoryview:
+        """Return memory of that size; what the last call with the same ``use`` returned is overwritten."""
+        held = self._held.get(use)
+        if held is None or len(held) < size:
+            self._held[use] = held = bytearray(max(size, BLOCK_BYTES))
+        return memoryview(held)[:size]
+
+    def tensor(self, use: str, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
+        """Return the same as a matrix."""
+        size = rows * columns * dtype.itemsize
+        if not size:
+            return torch.empty((rows, columns), dtype=dtype)
+        return torch.frombuffer(self.take(use, size), dtype=dtype).view(rows, columns)
+
+
+class TensorWriter:
+    """Writes one tensor.
+
+    Args:
+        plan: The tensor.
+        source: The descriptor of the base's file; -1 when nothing of the base is read.
+        target: The descriptor of the output's file.
+        buffers: The thread's memory.
+        device: Where blocks are merged.
+        hashed: Whether the SHA-256 is taken.
+        there: Whether the bytes are in the output already (its file is a clone of the base's).
+
+    Attributes:
+        largest: The largest absolute change of an element, so far; None while nothing was merged.
+    """
+
+    def __init__(
+        self,
+        plan: TensorPlan,
+        source: int,
+        target: int,
+        buffers: Buffers,
+        device: torch.device,
+        *,
+        hashed: bool,
+        there: bool = False,
+    ) -> None:
+        self.largest: float | None = None
+        self._plan, self._source, self._target = plan, source, target
+        self._buffers, self._device, self._there = buffers, device, there
+        self._left: tuple[int, torch.Tensor] | None = None  # the first row, and what the starts left
+        self._digest = hashlib.sha256() if hashed else None
+        info = plan.source or plan.target
+        self._from, self._to = DTYPES.get(info.dtype), DTYPES.get(plan.target.dtype)
+
+    @property
+    def sha256(self) -> str | None:
+        """The hash of what was written."""
+        return None if self._digest is None else self._digest.hexdigest()
+
+    def run(self) -> Iterator[tuple[int, int]]:
+        """Write the tensor; yields the place and the size of each piece that was written."""
+        if self._plan.value is not None:
+            data = as_bytes(self._plan.value)
+            for at in range(0, len(data), _COPY_BYTES):
+                yield self._put(data[at : at + _COPY_BYTES], at)
+        elif self._plan.as_it_is:
+            yield from self._copied()
+        else:
+            yield from self._changed()
+
+    def _put(self, data: memoryview, at: int) -> tuple[int, int]:
+        place = self._plan.target.start + at
+        write_from(self._target, data, place)
+        if self._digest is not None:
+            self._digest.update(data)
+        return place, len(data)
+
+    def _copied(self) -> Iterator[tuple[int, int]]:
+        source, target = self._plan.source, self._plan.target
+        if source is None:
+            return
+        for at in range(0, source.nbytes, _COPY_BYTES):
+            count = min(_COPY_BYTES, source.nbytes - at)
+            if not self._there:
+                copy_range(self._source, source.start + at, self._target, target.start + at, count)
+            if self._digest is not None:
+                for begin in range(at, at + count, _HASH_BYTES):
+                    part = self._buffers.take("in", min(_HASH_BYTES, at + count - begin))
+                    read_into(self._source, part, source.start + begin)
+                    self._digest.update(part)
+            yield target.start + at, count
+
+    def _changed(self) -> Iterator[tuple[int, int]]:
+        plan = self._plan
+        if plan.source is None or self._from is None or self._to is None:
+            raise ValueError(f"{plan.target.name} cannot be changed")
+        width = plan.columns * self._from.itemsize
+        total = plan.source.nbytes // width if width else 0
+        rows = max(ROWS, BLOCK_BYTES // max(width, 1) // ROWS * ROWS)
+        for begin, end, part in _sections(plan, total):
+            self._begin(part)
+            change = self._change(part, rows)
+            for start in range(begin, end, rows):
+                block = change(self._read(start, min(end, start + rows)), start)
+                yield self._put(as_bytes(block), start * plan.columns * self._to.itemsize)
+
+    def _begin(self, part: Part | None) -> None:
+        """Take out of a weight what its adapters' starts took; only then is a whole weight in memory."""
+        self._left = None
+        if part is None or not part.starts:
+            return
+        blocks = range(part.start, part.stop, ROWS)
+        left = torch.cat([self._read(row, min(part.stop, row + ROWS)).clone() for row in blocks])
+        for start in part.starts:
+            left = start.taken_from(left)
+        self._left = (part.start, left)
+
+    def _read(self, start: int, stop: int) -> torch.Tensor:
+        plan = self._plan
+        if plan.source is None or self._from is None:
+            raise ValueError(f"{plan.target.name} has no source")
+        if self._left is not None:
+            first, left = self._left
+            block = self._buffers.tensor("in", self._from, stop - start, plan.columns)
+            return block.copy_(left[start - first : stop - first])
+        width = plan.columns * self._from.itemsize
+        read_into(self._source, self._buffers.take("in", (stop - start) * width), plan.source.start + start * width)
+        return self._buffers.tensor("in", self._from, stop - start, plan.columns)
+
+    def _change(self, part: Part | None, rows: int) -> Change:
+        """Return what makes the new rows of a block of old ones, given the number of its first row in the tensor."""
+        if part is None:
+            return self._cast
+        if part.update is None:
+            value, first = part.value, part.start
+            return lambda block, start: self._rounded(_rows_of(value, start - first, len(block)).clone(), start)
+        wide = self._from is not self._to  # then the sum is kept in float64, and rounded once to the other dtype
+        dtype = torch.float64 if wide else block_dtype(self._from)
+        merger = RowMerger(part.update, dtype, self._device, scratch_bytes=SCRATCH_BYTES)
+        offset = part.first - part.start
+        if part.update.needs_norms:
+            for start in range(part.start, part.stop, rows):
+                block = self._read(start, min(part.stop, start + rows))
+                merger.add_norms(self._brought(block, dtype), start + offset)
+
+        def merge(block: torch.Tensor, start: int) -> torch.Tensor:
+            there = self._brought(block, dtype)
+            before = self._held("before", there)
+            merger.merge(there, start + offset)
+            self._look_at(there, before, start)
+            if wide:
+                return self._rounded(there, start)
+            return block if there is block else block.copy_(there)
+
+        return merge
+
+    def _brought(self, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the block on the device, in the dtype in which it is summed."""
+        if self._device.type != "cpu" or block.dtype is dtype:
+            return block.to(self._device, dtype)
+        return self._held("wide", block, dtype)
+
+    def _held(self, use: str, block: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a copy of a block; on the CPU in memory that the thread has already, as pages are dear."""
+        if block.device.type != "cpu":
+            return block.clone()
+        return self._buffers.tensor(use, dtype or block.dtype, *block.shape).copy_(block)
+
+    def _look_at(self, after: torch.Tensor, before: torch.Tensor, start: int) -> None:
+        """Refuse what is not finite, and keep the largest change; ``before`` is overwritten."""
+        if not after.numel():
+            return
+        low, high = torch.aminmax(torch.sub(after, before, out=before))  # NaN is carried to both ends
+        largest = max(-float(low), float(high))
+        if not largest < float("inf"):
+            low, high = torch.aminmax(after)
+            if not (low.isfinite() and high.isfinite()):
+                raise MergeError(self._not_finite(start, len(after)))
+            largest = float(torch.finfo(before.dtype).max)  # two finite numbers further apart than the dtype can say
+        self.largest = max(self.largest or 0.0, largest)
+
+    def _cast(self, block: torch.Tensor, start: int) -> torch.Tensor:
+        return block if self._from is self._to else self._rounded(block, start)
+
+    def _rounded(self, block: torch.Tensor, start: int) -> torch.Tensor:
+        """Return the rows in the dtype of the output, each element rounded once; ``block`` may be overwritten."""
+        out = self._buffers.tensor("out", block_dtype(self._to), *block.shape)
+        if block.dtype is torch.float64:
+            round_into(block.cpu(), out)
+        else:
+            out.copy_(block)
+        if out.numel() and out.is_floating_point():
+            low, high = torch.aminmax(out)
+            if not (low.isfinite() and high.isfinite()) and bool(block.isfinite().all()):
+                raise MergeError(self._not_finite(start, len(out)))
+        return out
+
+    def _not_finite(self, start: int, count: int) -> str:
+        plan = self._plan
+        largest = f"{torch.finfo(block_dtype(self._to)).max:g}"
+        return (
+            f"{plan.path}: {plan.target.name}: in the rows from {start} to {start + count - 1}, a merged element is "
+            f"NaN, infinite or beyond the largest number of {plan.target.dtype} ({largest}); nothing was written. Look "
+            f"at the base and at the adapter's lora_B (training that diverged), or take a wider dtype (bfloat16 in the "
+            f"place of float16)."
+        )
+
+
+def is_written(plan: TensorPlan, file: Any, sha256: str | None) -> bool:
+    """Return whether an open file holds the tensor that a hash tells of."""
+    digest = hashlib.sha256()
+    file.seek(plan.target.start)
+    left = plan.target.nbytes
+    while left and (data := file.read(min(left, BLOCK_BYTES))):
+        digest.update(data)
+        left -= len(data)
+    return not left and digest.hexdigest() == sha256
+
+
+def is_header(path: Path, head: bytes, size: int) -> bool:
+    """Return whether a file has that size and begins with that header."""
+    if path.stat().st_size != size:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(head)) == head
+
+
+def block_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """Return a dtype that is known to torch.
+
+    Raises:
+        ValueError: It is not; plans that change such a tensor are refused earlier.
+    """
+    if dtype is None:
+        raise ValueError("a dtype that torch does not know cannot be changed")
+    return dtype
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, without a copy where it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    data: Any = flat.view(torch.uint8).numpy()  # a buffer, which numpy's stubs say only for Python 3.12
+    return memoryview(data)
+
+
+def _sections(plan: TensorPlan, total: int) -> Iterator[tuple[int, int, Part | None]]:
+    """Yield the rows of each part, and between them those that do not change, with None."""
+    at = 0
+    for part in plan.parts:
+        if at < part.start:
+            yield at, part.start, None
+        yield part.start, part.stop, part
+        at = part.stop
+    if at < total:
+        yield at, total, None
+
+
+def _rows_of(value: torch.Tensor | None, start: int, count: int) -> torch.Tensor:
+    if value is None:
+        raise ValueError("a part without an update has a value")
+    return value[start : start + count]
