@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -14,6 +16,7 @@ from torchrun import RanksFailed, run_ranks, spawn_ranks
 
 from safe_loading._distributed import board as board_module
 from safe_loading._distributed import exchange as module
+from safe_loading._distributed import liveness
 from safe_loading._distributed.board import rank_list
 from safe_loading._distributed.exchange import Ranks
 from safe_loading.errors import ArgumentError, RankError, RankTimeout
@@ -400,10 +403,10 @@ def test_torchrun_one_never_arrives(torchrun: list[dict[str, Any]]):
         assert "rank 2 of 3" in torchrun[rank][case]["text"]
 
 
-def test_the_cause_outlives_the_rank_that_holds_the_store():
-    script = (
-        PRELUDE
-        + """
+# Rank 0 holds the store in its own process, and no launcher watches.
+MEETING = (
+    PRELUDE
+    + """
     from datetime import timedelta
     import pathlib
     place = pathlib.Path(os.environ["MEETING"])
@@ -416,6 +419,14 @@ def test_the_cause_outlives_the_rank_that_holds_the_store():
             time.sleep(0.02)
         store = dist.TCPStore("127.0.0.1", int(place.read_text()), None, False, timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+"""
+)
+
+
+def test_the_cause_outlives_the_rank_that_holds_the_store():
+    script = (
+        MEETING
+        + """
     ranks = Ranks.resolve()
     ranks.exchange("begin", timeout=30)
 
@@ -450,3 +461,52 @@ def test_a_failed_rank_of_a_test_is_seen():
         spawn_ranks("import sys; report(found=1); print('said this'); sys.exit(3)", 1)
     run = spawn_ranks("import sys; report(found=1); sys.exit(3)", 1, check=False)
     assert (run.code, run.found) == (3, [{"found": 1}])
+
+
+KILLED = (
+    MEETING
+    + """
+    import signal
+    ranks = Ranks.resolve()
+    ranks.exchange("begin", timeout=30)
+    if rank == 2:
+        {end}
+    tried("killed", lambda: ranks.exchange("load", timeout=60))
+    os._exit(0)
+"""
+)
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)"], ids=["killed", "left"])
+def test_a_rank_that_is_gone_is_named_long_before_the_limit(end: str):
+    run = spawn_ranks(KILLED.replace("{end}", end), 3, check=False)
+    for found in run.found[:2]:
+        assert found["killed"]["error"] == "RankError"
+        assert "Rank 2 (host " in found["killed"]["text"]
+        assert "ended before all 3 ranks could load" in found["killed"]["text"]
+        assert found["killed"]["seconds"] < LONG
+
+
+def test_a_process_that_ended_is_told_from_one_that_lives_and_from_its_successor():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        began = liveness._began(child.pid)
+        entries = liveness.entry(0) + f"1:{child.pid}:{began};2:{child.pid}:{int(began) - 1};"
+        assert liveness.ended(entries, (0, 1, 2)) == {2: child.pid}
+        assert liveness.ended(entries, (0, 1)) == {}
+        child.kill()
+        while liveness._began(child.pid):  # it is a zombie now: nobody has waited for it
+            time.sleep(0.01)
+        assert liveness.ended(entries, (0, 1)) == {1: child.pid}
+    finally:
+        child.kill()
+        child.wait(LONG)
+    assert liveness.ended(entries, (0, 1)) == {1: child.pid}
+
+
+def test_without_proc_nobody_is_declared_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(liveness, "_BOOT_ID", tmp_path / "none")
+    assert liveness.neighbourhood() is None
+    monkeypatch.setattr(board_module, "_LOOK_SECONDS", 0.0)
+    first, second = each(group([dist.HashStore()] * 2), lambda ranks: ranks.exchange("say", ranks.rank, timeout=LONG))
+    assert first == second == [0, 1]

@@ -16,8 +16,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from safe_loading._distributed import liveness
 from safe_loading.errors import RankError, RankTimeout
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _T = TypeVar("_T")
 MOST_BYTES = 4 << 20  # TCPStore drops a connection that sends it more than 8 MiB at once
 _LINGER_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
+_LOOK_SECONDS = 0.4  # between two looks whether the ranks that are missing still live
 _TEXT_CHARACTERS = 8000  # of another rank's exception
 
 # How many exchanges a set of ranks has had on a store: the turn is in every key, so no key is used twice. By store,
@@ -61,7 +63,7 @@ class Board:
     def __init__(self, store: Store, members: tuple[int, ...], rank: int, label: str) -> None:
         self._store, self._members, self._rank, self._label = store, members, rank, label
         opened, turn = self._guarded(self._take_turn)
-        self._key = f"{opened}/{turn}"
+        self._opened, self._key = opened, f"{opened}/{turn}"
         self._before = f"{opened}/{turn - 1}" if turn else None
         self._arrived = False
 
@@ -113,7 +115,7 @@ class Board:
                 return {"text": f"Waited {timeout:g} s to {self._label}; a rank died publishing.", "timeout": True}
         result: dict[str, Any] = json.loads(self._store.get(f"{self._key}/result"))
         if "text" in result:
-            self._store.add(f"{self._key}/read", 1)
+            self._linger()
         return result
 
     def _take_turn(self) -> tuple[str, int]:
@@ -124,9 +126,17 @@ class Board:
                 # A store can outlive a process group (torchrun keeps one for all that a job makes), with the last
                 # keys of the group before on it. Each opening of it by this rank has a number of its own.
                 turns[:] = [self._store.add(f"safe_loading/{name}/opened/{self._rank}", 1), 0]
+                if place := self._neighbours(f"safe_loading/{name}/{turns[0]}"):
+                    store: Any = self._store  # torch's stubs of Store lack append and has_extended_api
+                    store.append(place, liveness.entry(self._rank))
             opened, turn = turns
             turns[1] += 1
         return f"safe_loading/{name}/{opened}", turn
+
+    def _neighbours(self, opened: str) -> str | None:
+        """Return the key under which the ranks that see one another's processes stand, where the store can append."""
+        place, store = liveness.neighbourhood(), cast(Any, self._store)
+        return f"{opened}/on/{place}" if place and store.has_extended_api() else None
 
     def _arrive(self, payload: str) -> bool:
         """Post, count this rank in, and return whether it is the last."""
@@ -189,22 +199,44 @@ class Board:
         # share (NCCL's watchdog for one), cannot be interrupted, and writes warnings to stderr when it gives up.
         # All ranks together ask at most 10 000 times a second.
         longest = max(0.02, 1e-4 * len(self._members))
-        end, pause = time.monotonic() + timeout, 0.0005
+        now = time.monotonic()
+        end, look, pause = now + timeout, now + _LOOK_SECONDS, 0.0005
         while not self._store.check([f"{self._key}/result"]):
-            left = end - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            if now >= end:
                 return False
-            time.sleep(min(pause, left))
+            if now >= look:
+                self._look_for_the_dead()
+                look = now + _LOOK_SECONDS
+            time.sleep(min(pause, end - now))
             pause = min(2 * pause, longest)
         return True
 
+    def _look_for_the_dead(self) -> None:
+        """Publish that a rank has ended before it came; one that came first has posted, and the rest can go on."""
+        key = self._neighbours(self._opened)
+        if key is None:
+            return
+        gone = liveness.ended(self._store.get(key).decode(), self._members)
+        absent = {rank: pid for rank, pid in gone.items() if not self._store.check([f"{self._key}/{rank}"])}
+        if absent:
+            pids = ", ".join(map(str, absent.values()))
+            who = f"{rank_list(list(absent)).capitalize()} (host {socket.gethostname()}, process {pids})"
+            text = (
+                f"{who} ended before all {len(self._members)} ranks could {self._label}: killed, out of memory, or an "
+                f"error that its own log shows."
+            )
+            self._publish(lambda: {"text": text, "timeout": False})
+
     def _linger(self) -> None:
+        """Count this rank as one that knows of the failure, and let the others read it, too."""
+        self._store.add(f"{self._key}/read", 1)
         # Rank 0 holds the store in its own process unless torchrun does: if it ended now, nobody could read why.
         if self._rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
         end = time.monotonic() + _LINGER_SECONDS
-        others = self._store.add(f"{self._key}/count", 0) - 1
-        while self._store.add(f"{self._key}/read", 0) < others and time.monotonic() < end:
+        here = self._store.add(f"{self._key}/count", 0)
+        while self._store.add(f"{self._key}/read", 0) < here and time.monotonic() < end:
             time.sleep(0.005)
 
     def _delete(self, key: str) -> None:

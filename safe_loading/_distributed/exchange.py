@@ -197,7 +197,9 @@ def host_identity() -> str:
 
 
 def _chosen(ranks: Sequence[int], rank: int, world: int, there: bool) -> tuple[int, ...]:
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in ranks):
+    if not isinstance(ranks, Sequence) or not all(
+        isinstance(each, int) and not isinstance(each, bool) for each in ranks
+    ):
         raise ArgumentError(f"ranks={ranks!r}: pass 'all', 'self' or a list of global ranks.")
     members = tuple(sorted(ranks))
     of = f"this process is rank {rank} of {world}" + ("" if there else " (torch.distributed is not initialised)")

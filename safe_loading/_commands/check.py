@@ -1,0 +1,27 @@
+"""``python -m safe_loading check``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from safe_loading._commands import NOT_OK, OK, Answer
+
+if TYPE_CHECKING:
+    from safe_loading._commands import Commands
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    summary = "is this folder whole and safe to load? reads headers only"
+    parser = commands.add_parser("check", help=summary, description=summary)
+    parser.add_argument("path", metavar="DIR", help="the folder of a model or adapter, or one .safetensors file")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> Answer:
+    from safe_loading._check_checkpoint import check_checkpoint
+
+    report = check_checkpoint(arguments.path)
+    return Answer([report.to_json() if arguments.json else str(report)], OK if report.ok else NOT_OK)

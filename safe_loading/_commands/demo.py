@@ -1,0 +1,42 @@
+"""``python -m safe_loading demo``."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safe_loading._commands import Answer
+from safe_loading.errors import OutputError
+
+if TYPE_CHECKING:
+    from safe_loading._commands import Commands
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    summary = "show every capability on small checkpoints that it makes itself; no download, no GPU needed"
+    parser = commands.add_parser("demo", help=summary, description=summary)
+    parser.add_argument("--folder", metavar="DIR", help="keep the checkpoints in this new or empty folder")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> Answer:
+    if arguments.folder is None:
+        return Answer(_in_temporary_folder())
+    from safe_loading._demo import chapters
+
+    folder = Path(arguments.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise OutputError(f"{folder} is not empty; name a new folder")
+    return Answer(chapters(folder))
+
+
+def _in_temporary_folder() -> Iterator[str]:
+    from safe_loading._demo import chapters
+
+    with tempfile.TemporaryDirectory(prefix="safe_loading-demo-") as temporary:
+        yield from chapters(Path(temporary))

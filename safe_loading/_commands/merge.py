@@ -1,0 +1,57 @@
+"""``python -m safe_loading merge``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from safe_loading._commands import Answer
+
+if TYPE_CHECKING:
+    from safe_loading._commands import Commands
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    summary = "merge LoRA adapters into their base from disk to disk, whole or not at all"
+    parser = commands.add_parser("merge", help=summary, description=summary)
+    parser.add_argument("base", metavar="BASE", help="folder or hub id of the base model")
+    parser.add_argument("adapter", metavar="ADAPTER", nargs="+", help="folder or hub id; several are summed")
+    parser.add_argument("output", metavar="OUTPUT", help="the folder to write; a new one, unless --overwrite")
+    parser.add_argument("--device", default="cpu", help="where blocks are merged (cpu)")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="as 5GB; by default the base's files are kept")
+    parser.add_argument("--dtype", help="of the output, as bfloat16; by default the base's")
+    parser.add_argument("--overwrite", action="store_true", help="replace the folder that is there, as a whole")
+    parser.add_argument("--no-resume", action="store_true", help="do not go on with what an interrupted call left")
+    parser.add_argument("--no-verify", action="store_true", help="take no hashes: faster, and nothing is resumed")
+    parser.add_argument("--threads", type=int, help="by default one for each core, four at the most")
+    for what in ("base", "adapter"):
+        parser.add_argument(f"--{what}-revision", metavar="REV", help=f"branch, tag or commit of the {what} on the hub")
+        parser.add_argument(f"--{what}-subfolder", metavar="DIR", help=f"folder inside the {what}'s repository")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the base's own code to build it on meta")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> Answer:
+    from safe_loading._merge_lora_checkpoint import merge_lora_checkpoint
+
+    size = arguments.max_shard_size
+    report = merge_lora_checkpoint(
+        arguments.base,
+        arguments.adapter,
+        arguments.output,
+        device=arguments.device,
+        max_shard_size=int(size) if size and size.isdigit() else size,
+        dtype=arguments.dtype,
+        overwrite=arguments.overwrite,
+        resume=not arguments.no_resume,
+        verify=not arguments.no_verify,
+        threads=arguments.threads,
+        adapter_revision=arguments.adapter_revision,
+        adapter_subfolder=arguments.adapter_subfolder,
+        base_revision=arguments.base_revision,
+        base_subfolder=arguments.base_subfolder,
+        base_kwargs={"trust_remote_code": True} if arguments.trust_remote_code else None,
+    )
+    return Answer([report.to_json() if arguments.json else str(report)])

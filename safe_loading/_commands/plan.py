@@ -1,0 +1,101 @@
+"""``python -m safe_loading plan``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from safe_loading._commands import INFEASIBLE, NOT_OK, OK, Answer
+
+if TYPE_CHECKING:
+    from safe_loading._commands import Commands
+    from safe_loading._workload import Workload
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    summary = "place a model's modules over devices under limits, before a byte is loaded"
+    parser = commands.add_parser("plan", help=summary, description=f"{summary}. Exit status 3: it does not fit.")
+    parser.add_argument("model", metavar="MODEL", help="folder or hub id; its config is enough")
+    limits = "as 0=20GiB 1=16e9 cpu=64GiB; by default what is free now"
+    parser.add_argument("--max-memory", nargs="+", metavar="DEVICE=SIZE", help=limits)
+    parser.add_argument("--batch", type=int, default=1, help="rows of a batch (1)")
+    parser.add_argument("--context", type=int, help="tokens in the cache; without it only weights are counted")
+    parser.add_argument("--train", type=int, metavar="LENGTH", help="plan for training on rows of so many tokens")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="with --train")
+    parser.add_argument("--optimizer", default="adamw", help="with --train (adamw)")
+    parser.add_argument("--adapter", metavar="FOLDER", help="of the adapter that is trained or attached")
+    parser.add_argument("--dtype", help="of the weights, as bfloat16; by default the checkpoint's")
+    parser.add_argument("--objective", choices=("balance", "fill"), default="balance")
+    parser.add_argument("--offload", choices=("never", "cpu", "disk"), default="never")
+    parser.add_argument("--overhead", metavar="SIZE", help="bytes to keep free on each accelerator")
+    parser.add_argument("--no-verify", action="store_true", help="do not run the step on simulated devices")
+    parser.add_argument("--trust-remote-code", action="store_true", help="the repository's own code may run")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> Answer:
+    from safe_loading._plan_device_map import plan_device_map
+    from safe_loading.errors import DeviceMapInfeasible
+
+    try:
+        plan = plan_device_map(
+            arguments.model,
+            _limits(arguments.max_memory),
+            workload=_workload(arguments),
+            dtype=arguments.dtype,
+            objective=arguments.objective,
+            offload=arguments.offload,
+            overhead=arguments.overhead,
+            verify=not arguments.no_verify,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+    except DeviceMapInfeasible as error:
+        return Answer([_refused(error) if arguments.json else f"safe_loading: {error}"], INFEASIBLE)
+    if arguments.json:
+        return Answer([plan.to_json()], OK if plan.ok else NOT_OK)
+    shown = "\n".join(f"{path or '(all)'}: {device}" for path, device in plan.items())
+    return Answer([f"{plan}\n\n{shown}"], OK if plan.ok else NOT_OK)
+
+
+def _refused(error: Any) -> str:
+    from safe_loading._report import to_json
+
+    shortages = {str(device): size for device, size in error.shortages.items()}
+    facts = {"missing_bytes": error.missing_bytes, "device": error.device, "shortages": shortages}
+    return to_json({"error": "DeviceMapInfeasible", "message": str(error), **facts})
+
+
+def _limits(pairs: list[str] | None) -> dict[str, str] | None:
+    from safe_loading.errors import ArgumentError
+
+    if pairs is None:
+        return None
+    limits: dict[str, str] = {}
+    for pair in pairs:
+        device, equals, size = pair.partition("=")
+        if not equals or device in limits:
+            said = "is there twice" if equals else "is no limit"
+            raise ArgumentError(f"--max-memory {pair}: {said}; write DEVICE=SIZE once a device, as 0=20GiB cpu=64GiB.")
+        limits[device] = size
+    return limits
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    from safe_loading._workload import Workload
+    from safe_loading.errors import ArgumentError
+
+    if arguments.train is not None and arguments.context is not None:
+        raise ArgumentError("--train and --context exclude each other.")
+    if arguments.train is not None:
+        return Workload.train(
+            arguments.batch,
+            arguments.train,
+            gradient_checkpointing=arguments.gradient_checkpointing,
+            optimizer=arguments.optimizer,
+            adapter=arguments.adapter,
+        )
+    if arguments.context is not None:
+        return Workload.generate(arguments.batch, arguments.context, adapter=arguments.adapter)
+    return Workload.weights_only()

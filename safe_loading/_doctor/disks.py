@@ -1,0 +1,112 @@
+"""The places that a load or a merge writes to: their room, their file system, and what it can do. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from safe_loading._checkpoint.swap import exchange
+from safe_loading._report import Finding, GiB, format_bytes
+
+# A file system of several machines: locks are not reliable there, and mmap is slow.
+_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p", "afs"})
+_LEAST_SHARED = GiB
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A folder that is read or written.
+
+    Attributes:
+        what: What it is for.
+        path: Where it is; a folder that is not there yet stands for the nearest one that is.
+        kind: The kind of its file system, such as ``"ext4"``; ``""`` where the system does not say.
+        total: The size of the file system in bytes.
+        free: What a user may still write, in bytes.
+        exchanges: Whether two folders can be exchanged at once there; ``None`` when it was not tried.
+    """
+
+    what: str
+    path: str
+    kind: str
+    total: int
+    free: int
+    exchanges: bool | None = None
+
+
+def read_places(output: Path) -> tuple[Place, ...]:
+    """Return the hub cache, the folder for output, the temporary folder and the shared memory.
+
+    Args:
+        output: Where checkpoints will be written. Two empty folders are made and removed in it, to try the exchange.
+    """
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
+    found = [
+        _place("hub cache", cache),
+        _place("output", output, try_exchange=True),
+        _place("temporary files", Path(tempfile.gettempdir())),
+    ]
+    shared = Path("/dev/shm")  # noqa: S108 - nothing is written there; its size is asked for
+    return (*found, _place("shared memory", shared)) if shared.is_dir() else tuple(found)
+
+
+def judge_places(places: tuple[Place, ...]) -> list[Finding]:
+    """Return what may fail later because of a place.
+
+    Args:
+        places: What :func:`read_places` returned.
+    """
+    findings = []
+    for place in places:
+        if place.exchanges is False:
+            message = f"two folders cannot be exchanged at once on this file system ({place.kind or 'unknown'})."
+            fix = "replacing a checkpoint takes two steps there; a new folder is whole or absent in any case."
+            findings.append(Finding("no-exchange", "warning", place.path, message, fix))
+        if place.kind in _NETWORK and place.what != "shared memory":
+            message = f"the {place.what} lies on a network file system ({place.kind})."
+            fix = "load from a local disk where you can; mapped files are read page by page over the network."
+            findings.append(Finding("network-disk", "info", place.path, message, fix))
+        if place.what == "shared memory" and place.total < _LEAST_SHARED:
+            message = f"shared memory is {format_bytes(place.total)}; NCCL and data loaders use it between processes."
+            fix = "in a container: docker run --ipc=host, or --shm-size=16g."
+            findings.append(Finding("small-shared-memory", "warning", place.path, message, fix, place.total))
+    return findings
+
+
+def _place(what: str, path: Path, *, try_exchange: bool = False) -> Place:
+    wanted = path.expanduser().absolute()
+    there = next(parent for parent in (wanted, *wanted.parents) if parent.exists())
+    usage = shutil.disk_usage(there)
+    exchanges = _try_exchange(there) if try_exchange else None
+    return Place(what, str(wanted), _kind_of(there), usage.total, usage.free, exchanges)
+
+
+def _try_exchange(folder: Path) -> bool | None:
+    try:
+        with tempfile.TemporaryDirectory(prefix=".safe_loading-doctor-", dir=folder) as work:
+            one, other = Path(work) / "one", Path(work) / "other"
+            one.mkdir()
+            other.mkdir()
+            return exchange(one, other)
+    except OSError:  # not writable: nothing will be exchanged there
+        return None
+
+
+def _kind_of(folder: Path) -> str:
+    """Return the kind of a file system by the longest mount point above the folder, as Linux lists them."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    real, best, kind = str(folder.resolve()), "", ""
+    for line in lines:
+        mount, _, source = line.partition(" - ")
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), mount.split(" ")[4])
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):  # of two mounts at one point the later one is seen
+            best, kind = point, source.split(" ")[0]
+    return kind
