@@ -1,0 +1,139 @@
+"""Wrapping a model in FSDP: peak per rank over the floor, bytes read and sent, seconds, equality, beside six peers.
+
+Every road loads the same checkpoint, which this script makes, on 2 and on 4 ranks over gloo on the CPU. The floor is
+the model's bytes divided by the ranks. Peaks are resident memory beyond what the process had before the load, sampled
+every 2 ms, pages of mapped files included; ``private`` leaves those out. Bytes on the wire are those of the loopback
+device while the road ran, so other processes of the machine count too. Bytes read are the report's own figure; the
+peers map the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _common import ENVIRONMENT, MIB, ROOT, headline, mib, ratio, table, write_json
+
+ROADS = ("ours", "ours_fsdp1", "ours_scatter", "fsdp1_sync", "broadcast", "accelerate", "dcp_reader", "native")
+NAMES = {
+    "ours": "wrap_fsdp_meta_safe, folder",
+    "ours_fsdp1": "wrap_fsdp_meta_safe, folder, FSDP1",
+    "ours_scatter": "wrap_fsdp_meta_safe, rank 0",
+    "fsdp1_sync": "FSDP1 sync_module_states",
+    "broadcast": "broadcast_from_rank0",
+    "accelerate": "accelerate",
+    "dcp_reader": "DCP HF reader",
+    "native": "transformers native",
+}
+HEADER = (
+    "road",
+    "peak MiB",
+    "peak/floor",
+    "over floor",
+    "private",
+    "wire MiB",
+    "wire/model",
+    "read/model",
+    "seconds",
+    "equal",
+)
+
+
+def make_checkpoint(folder: Path, hidden: int, layers: int, vocabulary: int) -> int:
+    """Save a bf16 Llama with random weights, and a few of its logits; return the bytes of its weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=vocabulary,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    model: Any = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder, max_shard_size="300MB")
+    model = LlamaForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager")
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(1, 17).reshape(1, 16)).logits[0, -1, :64]
+    (folder / "logits.json").write_text(json.dumps(logits.float().tolist()))
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def run(road: str, ranks: int, folder: Path, timeout: float) -> list[dict[str, Any]] | str:
+    """Run one road in ranks of torchrun; what each wrote, or the last line of what went wrong."""
+    with tempfile.TemporaryDirectory(prefix="fsdp-") as out:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [str(ROOT / "benchmarks" / "_fsdp_rank.py"), str(folder), road, out]
+        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"not done after {timeout:g} s"
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "Error" in line and "ChildFailed" not in line]
+            return lines[0].strip()[:160] if lines else f"status {done.returncode}"
+        return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def row(road: str, found: list[dict[str, Any]] | str, floor: float, model: int) -> tuple[str, ...]:
+    """Return the line of one road: the worst rank's peak and time, the sum of what was moved."""
+    if isinstance(found, str):
+        return (NAMES[road], "failed", *[""] * 8)
+    peak = max(facts["peak"] for facts in found)
+    wire = max(facts["wire"] for facts in found)
+    read = [facts["bytes_read"] for facts in found if "bytes_read" in facts]
+    return (
+        NAMES[road],
+        mib(peak),
+        ratio(peak, floor),
+        mib(peak - floor),
+        mib(max(facts["private"] for facts in found)),
+        mib(wire),
+        ratio(wire, model),
+        ratio(sum(read), model) if read else "mapped",
+        f"{max(facts['seconds'] for facts in found):.2f}",
+        "yes" if all(facts["equal"] for facts in found) else "NO",
+    )
+
+
+def main() -> None:
+    """Run the roads and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--small", "--quick", action="store_true", help="a checkpoint of 60 MB and 2 ranks only")
+    parser.add_argument("--roads", nargs="*", default=ROADS, choices=ROADS)
+    parser.add_argument("--ranks", nargs="*", type=int)
+    parser.add_argument("--json", help="write all figures to this file")
+    arguments = parser.parse_args()
+    sizes = (512, 6, 8000) if arguments.small else (2048, 6, 32000)
+    facts: dict[str, Any] = {"headline": headline()}
+    print(facts["headline"])
+    with tempfile.TemporaryDirectory(prefix="fsdp-checkpoint-") as name:
+        folder = Path(name)
+        model = make_checkpoint(folder, *sizes)
+        print(f"bf16 Llama, hidden {sizes[0]}, {sizes[1]} layers, {model / MIB:.2f} MiB")
+        for ranks in arguments.ranks or ((2,) if arguments.small else (2, 4)):
+            found = {road: run(road, ranks, folder, 600) for road in arguments.roads}
+            floor = model / ranks
+            rows = [row(road, found[road], floor, model) for road in arguments.roads]
+            notes = [f"{NAMES[road]}: {each}" for road, each in found.items() if isinstance(each, str)]
+            print(table(f"{ranks} ranks, floor {mib(floor)} MiB per rank", HEADER, rows, notes), flush=True)
+            facts[str(ranks)] = found
+    write_json(arguments.json, facts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Models whose weights are spread over ranks: which part a rank owns, and how its bytes get there."""

@@ -1,0 +1,64 @@
+"""Is the sharded model whole? Nothing on meta, nothing trained that is plain, no optimizer of what is gone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from safe_loading._report import Finding
+from safe_loading._sharding.facts import Held, buffers_of, parameters_of
+from safe_loading.errors import DeviceError
+
+
+def check_whole(model: nn.Module, version: int, ignored: Collection[str]) -> None:
+    """Make sure that the wrapped model has all its values and shards.
+
+    Raises:
+        DeviceError: Something is left on meta, or is trained and not sharded.
+    """
+    problems = []
+    for held in (*parameters_of(model), *buffers_of(model)):
+        tensor = held.tensor
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.is_meta:
+            problems.append(f"{held.line()}: on meta")
+    problems += [f"{name}: trained, and not sharded" for name in plain(model, version) if name not in ignored]
+    if problems:
+        raise DeviceError("The wrapped model is not whole:", problems)
+
+
+def plain(model: nn.Module, version: int) -> list[str]:
+    """Return the trained parameters that are plain tensors, which every rank would train alone."""
+    if version == 1:
+        return []
+    return [
+        held.name for held in parameters_of(model) if held.tensor.requires_grad and not isinstance(held.tensor, DTensor)
+    ]
+
+
+def stale_optimizers(held: Iterable[Held]) -> list[Finding]:
+    """Return a finding for each optimizer, anywhere in this process, that holds parameters which are now replaced."""
+    gone = {id(each.tensor): each.name for each in held}
+    findings = []
+    for thing in gc.get_objects():
+        # type() first: isinstance asks strange objects for their __class__, and some answer with an import
+        if not issubclass(type(thing), torch.optim.Optimizer):
+            continue
+        groups = getattr(thing, "param_groups", None) or ()
+        names = [gone[id(each)] for group in groups for each in group.get("params", ()) if id(each) in gone]
+        if names:
+            findings.append(
+                Finding(
+                    "optimizer-before-wrap",
+                    "warning",
+                    type(thing).__name__,
+                    f"it was made before the wrap and holds {len(names)} parameters that are no longer the model's "
+                    f"({names[0]}, ...): its steps change nothing.",
+                    "make the optimizer after wrap_fsdp_meta_safe; assert_optimizer_sharded checks it.",
+                )
+            )
+    return findings

@@ -1,0 +1,57 @@
+"""Conversions that do more than move elements, done by transformers' own converter on the tensors of one parameter."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from safe_loading._checkpoint.header import TensorInfo
+from safe_loading._layout.dtypes import DTYPES
+from safe_loading._layout.layout import Conversion
+
+Fetch = Callable[[str], torch.Tensor]
+
+
+def convert(conversion: Conversion, fetch: Fetch, slots: Mapping[str, Any], config: Any) -> dict[str, torch.Tensor]:
+    """Return the parameters that a converter makes, as ``from_pretrained`` makes them.
+
+    Args:
+        conversion: The converter and its tensors.
+        fetch: From the name of a tensor on disk to the tensor.
+        slots: The shape and the dtype of what the model has, by name.
+        config: The model's config.
+    """
+    rule = copy.deepcopy(conversion.rule)
+    # transformers casts what it reads to the dtype of the first target, then converts
+    dtype = slots[conversion.key].dtype
+    for pattern, names in conversion.sources.items():
+        for name in names:
+            rule.add_tensor(conversion.key, name, pattern, lambda name=name: fetch(name).to(dtype))
+    # the operations ask the model for shapes only
+    model = types.SimpleNamespace(config=config, get_parameter=slots.__getitem__)
+    with torch.no_grad():
+        made = rule.convert(conversion.key, model=model, config=config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def made_by(
+    conversion: Conversion, tensors: Mapping[str, TensorInfo], slots: Mapping[str, Any], config: Any
+) -> tuple[dict[str, tuple[int, ...]], str | None]:
+    """Return the names and shapes that a conversion makes, tried on meta; or the problem that it meets there."""
+
+    def fetch(name: str) -> torch.Tensor:
+        info = tensors[name]
+        return torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
+
+    try:
+        made = convert(conversion, fetch, slots, config)
+    except Exception as error:  # whatever an operation of transformers raises
+        names = [name for group in conversion.sources.values() for name in group]
+        operations = [type(operation).__name__ for operation in conversion.rule.operations]
+        problem = f"{conversion.key}: transformers converts {names} by {operations}, which fails: {error}"
+        return dict.fromkeys(conversion.targets, ()), problem
+    return {name: tuple(value.shape) for name, value in made.items()}, None

@@ -1,0 +1,152 @@
+"""Where each tensor's values come from, and their way into the local shards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from safe_loading._distributed.exchange import Ranks
+from safe_loading._report import Finding
+from safe_loading._sharding.facts import Held
+from safe_loading._sharding.names import canonical
+from safe_loading._sharding.scatter import Stretch, broadcast, scatter
+from safe_loading._sharding.setup import Setup
+from safe_loading.errors import CheckpointError
+
+Local = Mapping[str, torch.Tensor]
+
+
+@dataclasses.dataclass
+class Given:
+    """What the root, the first rank of the mesh, gives to the others.
+
+    Attributes:
+        names: The tensors, on every rank the same.
+        values: Their values, on the root; empty elsewhere.
+        findings: What is worth knowing about them.
+    """
+
+    names: frozenset[str] = frozenset()
+    values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+
+
+def from_state_dict(setup: Setup, state: Mapping[str, torch.Tensor]) -> Given:
+    """Match a state dict with the model, strictly.
+
+    Raises:
+        CheckpointError: Keys are unexpected, or shapes differ.
+    """
+    by_name = {name: held for held in setup.everything() for name in held.names}
+    given = Given()
+    problems = []
+    for key, tensor in state.items():
+        held = by_name.get(canonical(key))
+        if held is None:
+            problems.append(f"{key}: the model has no such tensor")
+        elif tuple(tensor.shape) != tuple(held.tensor.shape):
+            problems.append(f"{key}: the state dict has {list(tensor.shape)}, the model {list(held.tensor.shape)}")
+        elif held.name not in given.values:
+            given.values[held.name] = tensor
+            if tensor.dtype != held.tensor.dtype:
+                given.findings.append(_cast(held, tensor.dtype, "the state dict"))
+    if problems:
+        raise CheckpointError("The state dict does not fit the model:", problems)
+    return given
+
+
+def from_model(held: Sequence[Held]) -> Given:
+    """Take the values that this rank's model has."""
+    return Given(values={each.name: each.tensor for each in held if not each.is_meta})
+
+
+def agree_on_names(ranks: Ranks, root: int, given: Given, held: Sequence[Held], *, timeout: float) -> Given:
+    """Tell every rank which tensors the root gives; an exchange of a bit a tensor."""
+    bits = "".join("1" if each.name in given.values else "0" for each in held) if ranks.rank == root else ""
+    told = ranks.exchange("learn what rank 0 gives", bits, timeout=timeout)[ranks.index(root)]
+    names = frozenset(each.name for each, bit in zip(held, told, strict=True) if bit == "1")
+    return dataclasses.replace(given, names=names)
+
+
+def missing(held: Sequence[Held], given: Given, on_disk: frozenset[str], init_new: bool) -> None:
+    """Refuse a model of which something would stay without values.
+
+    Raises:
+        CheckpointError: Parameters that nothing fills.
+    """
+    lacking = [each for each in held if each.name not in given.values and each.name not in on_disk]
+    if lacking:
+        fix = "init_new= left them out" if init_new else "pass init_new=fn(module) if they are new"
+        raise CheckpointError(
+            f"{len(lacking)} of {len(held)} tensors have no values: neither the source has them nor rank 0; {fix}:",
+            [each.line() for each in lacking],
+        )
+
+
+def deliver(
+    setup: Setup,
+    mesh: DeviceMesh,
+    given: Given,
+    owned: Callable[[int], Sequence[Stretch]],
+    local: Local,
+    whole: Local,
+) -> int:
+    """Move what the root gives to the ranks that own it, and return the bytes that this rank sent.
+
+    Within the root's shard group each rank is sent its own part; then, with several replicas, each of them hands its
+    part to its copies. So a byte comes to a rank once.
+
+    Args:
+        setup: What is done.
+        mesh: The mesh.
+        given: What the root gives.
+        owned: What a rank of the shard group owns, in the order of the parameters.
+        local: This rank's parts, by name.
+        whole: This rank's tensors that nobody splits, by name.
+    """
+    names = given.names
+    if not names:
+        return 0
+    coordinate = mesh.get_coordinate() or [0]
+    shard_group, device = mesh.get_group(mesh.ndim - 1), setup.device
+    is_root = not any(coordinate)
+    source = given.values.__getitem__ if is_root else None
+    parts = [[stretch for stretch in owned(rank) if stretch.name in names] for rank in range(setup.shards)]
+    entire = [
+        Stretch(held.name, 0, held.tensor.numel(), held.tensor.dtype)
+        for held in (*setup.whole, *setup.buffers)
+        if held.name in names
+    ]
+    sent = 0
+    if len(coordinate) == 1 or coordinate[0] == 0:
+        sent += scatter(parts, source, local.__getitem__, shard_group, device, timeout=setup.timeout)
+        sent += broadcast(entire, source, whole.__getitem__, shard_group, device, timeout=setup.timeout)
+    if len(coordinate) == 2:
+        copies = mesh.get_group(0)
+        first = coordinate[0] == 0
+        mine = [
+            Stretch(stretch.name, 0, stretch.stop - stretch.start, stretch.dtype) for stretch in parts[coordinate[1]]
+        ]
+        for stretches, tensors in ((mine, local), (entire, whole)):
+            read = tensors.__getitem__ if first else None
+            sent += broadcast(stretches, read, tensors.__getitem__, copies, device, timeout=setup.timeout)
+    return sent
+
+
+def root_of(mesh: DeviceMesh) -> int:
+    """Return the global rank whose weights are taken."""
+    return int(mesh.mesh.flatten()[0])
+
+
+def _cast(held: Held, dtype: torch.dtype, where: str) -> Finding:
+    return Finding(
+        "dtype-cast",
+        "info",
+        held.name,
+        f"{where} has {dtype}, the model {held.tensor.dtype}; the model's dtype was kept.",
+        "none needed; build the model in the dtype of the checkpoint to avoid the rounding.",
+        held.nbytes,
+    )

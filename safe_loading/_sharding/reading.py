@@ -1,0 +1,289 @@
+"""The bytes of a checkpoint, straight into the memory of the shards that they belong to, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from safe_loading._checkpoint.copy import read_into
+from safe_loading._checkpoint.files import open_regular
+from safe_loading._layout.dtypes import DTYPES
+from safe_loading._layout.layout import Conversion
+from safe_loading._report import Finding, MiB
+from safe_loading._sharding.convert import convert
+from safe_loading._sharding.regions import Box, Region, boxes
+from safe_loading._sharding.source import Source, disk_tensors, open_source
+from safe_loading._sharding.spans import Block, blocks_of
+from safe_loading.errors import ArgumentError, CheckpointError
+
+STAGING_BYTES = 4 * MiB
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """A part of a parameter, and the memory where it belongs.
+
+    Attributes:
+        name: The parameter's name, as the model's class gives it.
+        shape: The shape of the whole parameter.
+        dtype: The dtype that its values are rounded to.
+        region: The part.
+        destination: A contiguous tensor of that part, on any device: of the box's size, or flat for a range. It may
+            be of a wider dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    region: Region
+    destination: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadReport:
+    """What was read.
+
+    Attributes:
+        bytes_read: The bytes of tensors that were read from files. Headers are not counted.
+        requests: How many reads that were.
+        seconds: How long it took, from the plan to the last byte in its place.
+        tensors: How many targets were filled.
+        missing: Targets that the checkpoint does not hold; their memory was not touched.
+        converted: Parameters that were converted whole, by transformers' own converter.
+        unexpected: Tensors on disk that the model does not know, where that was allowed.
+        findings: What is worth knowing about the checkpoint, such as stray files.
+    """
+
+    bytes_read: int
+    requests: int
+    seconds: float
+    tensors: int
+    missing: tuple[str, ...] = ()
+    converted: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+@torch.no_grad()
+def read_targets(
+    source: Source | str | os.PathLike[str],
+    model: torch.nn.Module | None,
+    targets: Sequence[Target],
+    *,
+    staging_bytes: int = STAGING_BYTES,
+    **options: Any,
+) -> ReadReport:
+    """Fill each target from a checkpoint.
+
+    A byte goes from its file into its place, and is read only where this rank owns it. Elements that need another
+    dtype, another device or another order go through one small buffer. What transformers converts by more than moving
+    elements is read and converted whole, one parameter at a time.
+
+    Args:
+        source: The checkpoint, opened with :func:`open_source`, or its folder.
+        model: The model, where ``source`` is a folder.
+        targets: What to fill.
+        staging_bytes: The size of the buffer.
+        options: For :func:`open_source`, where ``source`` is a folder.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit, or a file changed meanwhile.
+        ArgumentError: A target does not fit its region.
+    """
+    started = time.perf_counter()
+    if not isinstance(source, Source):
+        if model is None:
+            raise ArgumentError("read_targets reads from a folder only with the model that says what lies where.")
+        source = open_source(source, model, **options)
+    plan = _Plan(source, targets)
+    with _Files(staging_bytes) as files:
+        for target, block in plan.in_file_order():
+            files.fill(target, block, source.checkpoint.file_of[block.info.name])
+        for conversion, group in plan.conversions.values():
+            _fill_converted(source, conversion, group, files)
+        _check_twins(source, plan, files)
+        requests, bytes_read = files.requests, files.bytes_read
+    return ReadReport(
+        bytes_read,
+        requests,
+        time.perf_counter() - started,
+        len(targets) - len(plan.missing),
+        tuple(plan.missing),
+        tuple(target.name for _, group in plan.conversions.values() for target, _ in group),
+        source.unexpected,
+        source.checkpoint.findings,
+    )
+
+
+class _Plan:
+    """Which blocks of which files each target needs."""
+
+    def __init__(self, source: Source, targets: Sequence[Target]) -> None:
+        self.missing: list[str] = []
+        self.conversions: dict[str, tuple[Conversion, list[tuple[Target, str]]]] = {}
+        self.twins: list[tuple[Target, str]] = []
+        self._blocks: list[tuple[Target, Block]] = []
+        problems = []
+        for target in targets:
+            held = source.held_as(target.name)
+            problem = _does_not_fit(target, source, held)
+            if problem:
+                problems.append(problem)
+            elif held is None:
+                self.missing.append(target.name)
+            elif target.destination.numel() and held in source.conversions:
+                conversion = source.conversions[held]
+                self.conversions.setdefault(conversion.key, (conversion, []))[1].append((target, held))
+            elif target.destination.numel():
+                self._blocks += cut(source, target, held)
+            if held is not None and target.name in source.same_as and target.destination.numel():
+                self.twins += [(target, other) for other in source.all_held_as(target.name) if other != held]
+        if problems:
+            raise ArgumentError("These targets cannot be filled; nothing was read:", problems)
+
+    def in_file_order(self) -> list[tuple[Target, Block]]:
+        """Return the blocks in the order of the files, which disks like."""
+        return self._blocks
+
+
+def cut(source: Source, target: Target, held: str) -> Iterator[tuple[Target, Block]]:
+    """Yield the blocks of what the checkpoint holds as ``held``, for a target."""
+    lying = source.layout.of[held]
+    infos = [source.checkpoint.tensors[piece.tensor] for piece in lying.pieces]
+    sizes = [DTYPES[info.dtype].itemsize for info in infos]
+    for block in blocks_of(lying, infos, sizes, target.region):
+        yield target, block
+
+
+class _Files:
+    """Context manager: the files that are open, the buffer, and what was read."""
+
+    def __init__(self, staging_bytes: int) -> None:
+        self.requests = self.bytes_read = 0
+        self._limit = staging_bytes
+        self._stack = contextlib.ExitStack()
+        self._open: dict[Path, int] = {}
+        self._staging = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def fill(self, target: Target, block: Block, path: Path) -> None:
+        """Read a block into a target."""
+        held = DTYPES[block.info.dtype]
+        flat = target.destination.detach().view(-1)
+        if block.in_order and held == target.dtype == flat.dtype and flat.device.type == "cpu":
+            self._read(path, block, as_bytes(flat))
+            return
+        for place, value in self._staged(flat, block, path):
+            place.copy_(value if flat.dtype == target.dtype else value.to(target.dtype))
+
+    def holds(self, target: Target, block: Block, path: Path) -> bool:
+        """Return whether a target holds a block already."""
+        flat = target.destination.detach().view(-1)
+        staged = self._staged(flat, block, path)
+        return all(torch.equal(place, value.to(target.dtype).to(place)) for place, value in staged)
+
+    def _staged(self, flat: torch.Tensor, block: Block, path: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Read a block part by part into the buffer; yield the place of each in ``flat``, and the part."""
+        held = DTYPES[block.info.dtype]
+        for part in block.parts(self._limit):
+            packed = part.packed()
+            staged = self._room(packed.nbytes)
+            self._read(path, packed, as_bytes(staged))
+            sizes, strides = [count for count, _, _ in part.dims], [apart for _, _, apart in part.dims]
+            place = flat.as_strided(sizes, strides, flat.storage_offset() + part.to)
+            yield place, staged.view(held).view(sizes)
+
+    def tensor(self, source: Source, name: str) -> torch.Tensor:
+        """Return a tensor of the checkpoint, whole."""
+        info = source.checkpoint.tensors[name]
+        value = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        if value.numel():
+            self._request(source.checkpoint.file_of[name], as_bytes(value.view(-1)), info.start)
+        return value
+
+    def _read(self, path: Path, block: Block, memory: memoryview) -> None:
+        size = block.itemsize
+        for at, to, count in block.runs():
+            self._request(path, memory[to * size : (to + count) * size], at)
+
+    def _request(self, path: Path, memory: memoryview, at: int) -> None:
+        descriptor = self._open.get(path)
+        if descriptor is None:
+            descriptor = self._open[path] = self._stack.enter_context(open_regular(path)).fileno()
+        self.requests += 1
+        self.bytes_read += len(memory)
+        read_into(descriptor, memory, at)
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        if len(self._staging) < nbytes:
+            self._staging = torch.empty(max(nbytes, self._limit), dtype=torch.uint8)
+        return self._staging[:nbytes]
+
+
+def as_bytes(flat: torch.Tensor) -> memoryview:
+    """Return the memory of a flat tensor of the CPU."""
+    data: Any = flat.view(torch.uint8).numpy()  # a buffer, which numpy's stubs say only for Python 3.12
+    return memoryview(data)
+
+
+def _fill_converted(source: Source, conversion: Conversion, group: Iterable[tuple[Target, str]], files: _Files) -> None:
+    try:
+        made = convert(conversion, lambda name: files.tensor(source, name), source.slots, source.config)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever an operation of transformers raises
+        raise CheckpointError(f"{conversion.key}: transformers cannot convert it: {error}") from error
+    for target, held in group:
+        value = made[held].to(target.dtype).contiguous()
+        flat = target.destination.detach().view(-1)
+        for to, box in boxes(target.region, target.shape):
+            cut = tuple(slice(at, at + size) for at, size in zip(box.offset, box.size, strict=True))
+            flat[to : to + box.numel].view(box.size).copy_(value[cut])
+
+
+def _check_twins(source: Source, plan: _Plan, files: _Files) -> None:
+    """Compare what the checkpoint holds under the other names of a tied parameter; transformers would untie them."""
+    problems = []
+    for target, other in plan.twins:
+        same = other in source.layout.of and all(
+            files.holds(target, block, source.checkpoint.file_of[block.info.name])
+            for _, block in cut(source, target, other)
+        )
+        if not same:
+            problems.append(f"{target.name} and {other} are one parameter of the model, and two values on disk")
+    if problems:
+        raise CheckpointError(
+            f"{source.checkpoint.folder}: set tie_word_embeddings=False in the config that the model is built from:",
+            problems,
+        )
+
+
+def _does_not_fit(target: Target, source: Source, held: str | None) -> str | None:
+    region, destination = target.region, target.destination
+    wanted = region.size if isinstance(region, Box) else (region.numel,)
+    if tuple(destination.shape) != wanted or not destination.is_contiguous():
+        return (
+            f"{target.name}: the region has {list(wanted)}, the destination {list(destination.shape)} with strides "
+            f"{list(destination.stride())}; it must be contiguous"
+        )
+    if held is not None and source.slots[held].shape != target.shape:
+        return f"{target.name}: the target says {list(target.shape)}, the model has {list(source.slots[held].shape)}"
+    return None
+
+
+def checkpoint_bytes(source: Source, names: Iterable[str]) -> int:
+    """Return the bytes on disk of the tensors that parameters are made of, each counted once."""
+    held = {other for name in names for other in source.all_held_as(name)}
+    return sum({info.name: info.nbytes for name in held for info in disk_tensors(source, name)}.values())

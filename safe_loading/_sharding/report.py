@@ -1,0 +1,101 @@
+"""What wrapping did: units, bytes read and sent, the peak of this rank, and what is worth knowing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from safe_loading._report import Finding, findings_html, findings_text, format_bytes, html_table, text_table, to_json
+
+_HEADER = ("unit", "parameters", "gathered", "stays gathered")
+
+
+@dataclasses.dataclass(frozen=True)
+class FsdpUnit:
+    """Modules whose parameters are gathered, and freed, together.
+
+    Attributes:
+        name: The canonical names of the modules, joined by ``" + "``; ``"(root)"`` is the model.
+        parameters: How many parameters it gathers.
+        bytes: Their size while they are gathered.
+        keeps: Whether they stay gathered from the forward to the backward pass.
+    """
+
+    name: str
+    parameters: int
+    bytes: int
+    keeps: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class FsdpReport:
+    """What :func:`wrap_fsdp_meta_safe` did on one rank.
+
+    Attributes:
+        version: 2 for ``fully_shard``, 1 for ``FullyShardedDataParallel``.
+        rank: The global rank.
+        ranks: How many wrapped together.
+        shards: Over how many of them each parameter is split; the others hold copies (HSDP).
+        device: Where the shards are.
+        units: What is gathered together, the root last.
+        model_bytes: The parameters and buffers of the model, whole.
+        local_bytes: Those that this rank holds.
+        bytes_read: Weight bytes that this rank read from disk.
+        bytes_sent: Weight bytes that this rank sent to others.
+        peak_bytes: The most host memory of this process during the call beyond what it had before, sampled; on an
+            accelerator the most device memory. 0 where it cannot be told.
+        seconds: The time of the call.
+        verified: ``"off"``, ``"structure"`` or ``"bytes"``.
+        ignored: The parameters that every rank keeps whole.
+        findings: What is worth knowing.
+    """
+
+    version: int
+    rank: int
+    ranks: int
+    shards: int
+    device: str
+    units: tuple[FsdpUnit, ...]
+    model_bytes: int
+    local_bytes: int
+    bytes_read: int
+    bytes_sent: int
+    peak_bytes: int
+    seconds: float
+    verified: str
+    ignored: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether no finding says that the result is wrong."""
+        return all(finding.severity != "error" for finding in self.findings)
+
+    @property
+    def largest_unit(self) -> FsdpUnit:
+        """The unit that takes the most memory while it is gathered."""
+        return max(self.units, key=lambda unit: unit.bytes)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (unit.name, str(unit.parameters), format_bytes(unit.bytes), "yes" if unit.keeps else "no")
+            for unit in self.units
+        ]
+
+    def _title(self) -> str:
+        return (
+            f"FSDP{self.version}, rank {self.rank} of {self.ranks} ({self.shards} shards) on {self.device}: holds "
+            f"{format_bytes(self.local_bytes)} of {format_bytes(self.model_bytes)}, read "
+            f"{format_bytes(self.bytes_read)}, sent {format_bytes(self.bytes_sent)}, peak "
+            f"{format_bytes(self.peak_bytes)}, {self.seconds:.3f} s, verified: {self.verified}"
+        )
+
+    def __str__(self) -> str:
+        """Return one line of sums, a table of the units, and the findings under it."""
+        return "\n".join(filter(None, [self._title(), text_table(_HEADER, self._rows()), findings_text(self.findings)]))
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEADER, self._rows()) + findings_html(self.findings)
+
+    def to_json(self) -> str:
+        """Return the whole report as a JSON object."""
+        return to_json({**dataclasses.asdict(self), "ok": self.ok})

@@ -1,0 +1,166 @@
+"""Weights that one rank has, to the ranks that own them: every byte travels once, in blocks of bounded size."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from safe_loading._report import MiB
+
+BLOCK_BYTES = 32 * MiB  # in flight on the rank that sends, over all its receivers
+
+Source = Callable[[str], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """A run of elements of a tensor, counted in its contiguous form, that one rank owns.
+
+    Attributes:
+        name: The tensor.
+        start: The first element.
+        stop: The element after the last.
+        dtype: The dtype in which it travels and is kept.
+    """
+
+    name: str
+    start: int
+    stop: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return (self.stop - self.start) * self.dtype.itemsize
+
+
+def scatter(
+    owned: Sequence[Sequence[Stretch]],
+    source: Source | None,
+    into: Source,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    root: int = 0,
+    timeout: float,
+    block_bytes: int = BLOCK_BYTES,
+) -> int:
+    """Send each rank of a group the stretches that it owns, and nothing else.
+
+    Args:
+        owned: For each rank of the group what it owns, in one order; the same on every rank.
+        source: On the root, the whole tensor of a name; elsewhere None.
+        into: This rank's local tensor of a name, contiguous, with as many elements as the stretch.
+        group: The ranks.
+        device: Where the blocks are made: one that the group's backend can send from.
+        root: The rank within the group that has the weights.
+        timeout: Longest wait for one block, in seconds.
+        block_bytes: The scratch of the root.
+
+    Returns:
+        The bytes that this rank sent.
+    """
+    here, size = dist.get_rank(group), dist.get_world_size(group)
+    lengths = [sum(stretch.nbytes for stretch in stretches) for stretches in owned]
+    block = max(1, min(max(lengths, default=1), block_bytes // size))
+    sinks = _Bytes([_bytes_of(into(stretch.name)) for stretch in owned[here]])
+    streams = [] if source is None else [_Bytes(pieces(stretches, source)) for stretches in owned]
+    blocks = [torch.empty(block, dtype=torch.uint8, device=device) for _ in range(max(1, len(streams)))]
+    # all of them once: NCCL makes a group's communicator in its first call, and some may own nothing
+    _wait(dist.broadcast(blocks[0][:1], dist.get_global_rank(group, root), group=group, async_op=True), timeout)
+    sent = 0
+    for done in range(0, max(lengths, default=0), block):
+        parts = [max(0, min(block, length - done)) for length in lengths]
+        calls = []
+        for rank, stream in enumerate(streams):
+            stream.read(blocks[rank][: parts[rank]])
+            if rank != root and parts[rank]:
+                calls.append(_call(dist.isend, blocks[rank][: parts[rank]], rank, group))
+                sent += parts[rank]
+        if here != root and parts[here]:
+            calls.append(_call(dist.irecv, blocks[0][: parts[here]], root, group))
+        for work in dist.batch_isend_irecv(calls) if calls else ():
+            _wait(work, timeout)
+        sinks.write(blocks[root if streams else 0][: parts[here]])
+    return sent
+
+
+def _call(
+    kind: Callable[..., dist.Work | None], block: torch.Tensor, peer: int, group: dist.ProcessGroup
+) -> dist.P2POp:
+    return dist.P2POp(kind, block, peer=dist.get_global_rank(group, peer), group=group)
+
+
+def broadcast(
+    stretches: Sequence[Stretch],
+    source: Source | None,
+    into: Source,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    root: int = 0,
+    timeout: float,
+    block_bytes: int = BLOCK_BYTES,
+) -> int:
+    """Send every rank of a group all the stretches; arguments and result as :func:`scatter` has them."""
+    total = sum(stretch.nbytes for stretch in stretches)
+    block = max(1, min(total, block_bytes))
+    stream = None if source is None else _Bytes(pieces(stretches, source))
+    sinks = _Bytes([_bytes_of(into(stretch.name)) for stretch in stretches])
+    buffer = torch.empty(block, dtype=torch.uint8, device=device)
+    for done in range(0, total, block):
+        part = buffer[: min(block, total - done)]
+        if stream is not None:
+            stream.read(part)
+        work = dist.broadcast(part, src=dist.get_global_rank(group, root), group=group, async_op=True)
+        _wait(work, timeout)
+        sinks.write(part)
+    return total * (dist.get_world_size(group) - 1) if stream is not None else 0
+
+
+def _wait(work: dist.Work | None, timeout: float) -> None:
+    if work is not None:
+        work.wait(datetime.timedelta(seconds=timeout))
+
+
+def pieces(stretches: Sequence[Stretch], source: Source) -> Iterator[torch.Tensor]:
+    """Yield the bytes of each stretch of its whole tensor."""
+    for stretch in stretches:
+        whole = source(stretch.name).detach().contiguous().view(-1)
+        yield _bytes_of(whole[stretch.start : stretch.stop].to(stretch.dtype))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+class _Bytes:
+    """Tensors of bytes, one after the other, as one stream."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor] | Iterator[torch.Tensor]) -> None:
+        self._tensors = iter(tensors)
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def _next(self, most: int) -> torch.Tensor:
+        while not len(self._rest):
+            self._rest = next(self._tensors)
+        piece, self._rest = self._rest[:most], self._rest[most:]
+        return piece
+
+    def read(self, block: torch.Tensor) -> None:
+        """Fill a block from the stream."""
+        while len(block):
+            piece = self._next(len(block))
+            block[: len(piece)].copy_(piece)
+            block = block[len(piece) :]
+
+    def write(self, block: torch.Tensor) -> None:
+        """Empty a block into the stream."""
+        while len(block):
+            piece = self._next(len(block))
+            piece.copy_(block[: len(piece)])
+            block = block[len(piece) :]

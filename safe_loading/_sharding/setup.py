@@ -1,0 +1,229 @@
+"""What is to be done, worked out on each rank alone before anything is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from safe_loading._adapter.guard import own_device
+from safe_loading._checkpoint.hub import adapter_files, resolve
+from safe_loading._distributed.exchange import Ranks
+from safe_loading._sharding import fsdp1, fsdp2
+from safe_loading._sharding.facts import Held, buffers_of, described, ignored_parameters, parameters_of
+from safe_loading._sharding.units import Unit, Wrap, plan_units
+from safe_loading.errors import ArgumentError
+
+Verify = Literal["off", "structure", "bytes"]
+Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a rank was asked for, checked.
+
+    Attributes:
+        model: The model.
+        source: Where the weights come from.
+        version: 1 or 2.
+        device: Where the shards go when nothing is offloaded.
+        mesh: The sizes of the mesh: ``(shards,)`` or ``(replicas, shards)``.
+        given_mesh: The caller's own.
+        units: What is gathered together, the root last.
+        sharded: The parameters that are split.
+        whole: The parameters that every rank keeps whole (``ignored``).
+        buffers: The buffers, which every rank keeps whole.
+        mixed_precision: The policy of the version's FSDP.
+        offload: The policy of the version's FSDP.
+        adapters: The folders of adapters, by the names that they have in the model.
+        init_new: What gives new parameters their values.
+        verify: How much is checked at the end.
+        timeout: Longest wait for the other ranks, in seconds.
+    """
+
+    model: nn.Module
+    source: Source
+    version: int
+    device: torch.device
+    mesh: tuple[int, ...]
+    given_mesh: DeviceMesh | None
+    units: tuple[Unit, ...]
+    sharded: tuple[Held, ...]
+    whole: tuple[Held, ...]
+    buffers: tuple[Held, ...]
+    mixed_precision: Any
+    offload: Any
+    adapters: Mapping[str, Path]
+    init_new: Any
+    verify: Verify
+    timeout: float
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks a parameter is split."""
+        return self.mesh[-1]
+
+    @property
+    def host(self) -> torch.device:
+        """Where the local shards lie: the device, or the host when they are offloaded."""
+        return torch.device("cpu") if fsdp2.offloads(self.offload) else self.device
+
+    @property
+    def folder(self) -> str | None:
+        """The source when it is a folder or a hub id."""
+        return os.fspath(self.source) if isinstance(self.source, (str, os.PathLike)) else None
+
+    def everything(self) -> tuple[Held, ...]:
+        """Return all tensors."""
+        return (*self.sharded, *self.whole, *self.buffers)
+
+    def arguments(self) -> dict[str, str]:
+        """Return what the ranks must agree on, beside the tensors and the units."""
+        return {
+            "version": str(self.version),
+            "source": "a folder" if self.folder is not None else "rank 0",
+            "mesh": f"{list(self.mesh)} {self.given_mesh.mesh.tolist() if self.given_mesh is not None else ''}".strip(),
+            "mixed_precision": str(self.mixed_precision),
+            "cpu_offload": str(self.offload),
+            "device": self.device.type,
+            "ignored": str([held.name for held in self.whole]),
+            "adapters": str(sorted(self.adapters)),
+            "init_new": "given" if self.init_new is not None else "None",
+            "verify": self.verify,
+        }
+
+    def lines(self) -> list[str]:
+        """Return a line for each tensor."""
+        return described((*self.sharded, *self.whole), self.buffers)
+
+
+def ranks_of(mesh: object) -> Ranks:
+    """Return who wraps together.
+
+    Raises:
+        ArgumentError: ``torch.distributed`` is not initialised, or this rank is not in the mesh.
+    """
+    if not dist.is_initialized():
+        raise ArgumentError(
+            "torch.distributed is not initialised. Start the ranks with torchrun and call "
+            "torch.distributed.init_process_group() first; gloo is enough on the CPU."
+        )
+    return Ranks.resolve(mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else "all")
+
+
+def prepare(
+    model: nn.Module,
+    source: Source,
+    ranks: Ranks,
+    *,
+    version: int,
+    mesh: DeviceMesh | Sequence[int] | None,
+    wrap: Wrap | None,
+    mixed_precision: Any,
+    cpu_offload: Any,
+    device: torch.device | str | int | None,
+    ignored: Any,
+    adapters: Any,
+    init_new: Any,
+    verify: Verify,
+    timeout: float,
+) -> Setup:
+    """Check the arguments against the model, and return what is to be done.
+
+    Raises:
+        ArgumentError: They contradict each other or the model; what FSDP would refuse is found here.
+    """
+    _check_words(model, source, version, init_new, verify)
+    if isinstance(mesh, DeviceMesh) and device is None and mesh.device_type == "cpu":
+        device = "cpu"
+    own = own_device(device)
+    sizes = _sizes(mesh, ranks, own)
+    kept = ignored_parameters(model, ignored)
+    parameters = parameters_of(model)
+    sharded = tuple(held for held in parameters if held.tensor not in kept)
+    kind: Any = fsdp2 if version == 2 else fsdp1
+    problems = kind.check(sharded)
+    if problems:
+        raise ArgumentError(f"FSDP{version} cannot shard this {type(model).__name__}:", problems)
+    return Setup(
+        model=model,
+        source=source,
+        version=version,
+        device=own,
+        mesh=sizes,
+        given_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
+        units=plan_units(model, wrap, ignored=kept, flat=version == 1),
+        sharded=sharded,
+        whole=tuple(held for held in parameters if held.tensor in kept),
+        buffers=buffers_of(model),
+        mixed_precision=kind.mixed_precision_policy(mixed_precision),
+        offload=kind.offload_policy(cpu_offload, own),
+        adapters=_adapters(model, adapters),
+        init_new=init_new,
+        verify=verify,
+        timeout=timeout,
+    )
+
+
+def make_mesh(setup: Setup) -> DeviceMesh:
+    """Return the mesh; a collective where it has to be made."""
+    if setup.given_mesh is not None:
+        return setup.given_mesh
+    if setup.device.type != "cpu":
+        torch.accelerator.set_device_index(setup.device)
+    names = ("replicate", "shard")[-len(setup.mesh) :]
+    return init_device_mesh(setup.device.type, setup.mesh, mesh_dim_names=names)
+
+
+def _check_words(model: object, source: object, version: object, init_new: object, verify: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is a {type(model).__name__}: pass a torch.nn.Module; meta_model makes one.")
+    if source is not None and not isinstance(source, (str, os.PathLike, Mapping)):
+        raise ArgumentError(f"source is a {type(source).__name__}: pass a folder, a hub id, a state dict or None.")
+    if version not in (1, 2):
+        raise ArgumentError(f"version={version!r}: 2 is fully_shard, 1 is FullyShardedDataParallel.")
+    if verify not in ("off", "structure", "bytes"):
+        raise ArgumentError(f"verify={verify!r}: pass 'off', 'structure' or 'bytes'.")
+    if init_new is not None and not callable(init_new):
+        raise ArgumentError(f"init_new is a {type(init_new).__name__}: pass a function that initialises a module.")
+    wrapped = [name or "the model" for name, each in model.named_modules() if fsdp1.is_unit(each)]
+    if wrapped or fsdp2.is_wrapped(model):
+        raise ArgumentError(
+            f"This {type(model).__name__} is wrapped by FSDP already. What was attached after that (an adapter) is "
+            f"plain tensors, which every rank would train alone: attach it first, then wrap."
+        )
+
+
+def _adapters(model: nn.Module, adapters: Any) -> dict[str, Path]:
+    if adapters is None:
+        return {}
+    if isinstance(adapters, (str, os.PathLike)):
+        name = next(iter(getattr(model, "peft_config", {})), "default")
+        adapters = {name: adapters}
+    return {name: resolve(each, adapter_files).folder for name, each in adapters.items()}
+
+
+def _sizes(mesh: object, ranks: Ranks, device: torch.device) -> tuple[int, ...]:
+    if mesh is None:
+        return (ranks.size,)
+    if isinstance(mesh, DeviceMesh):
+        sizes = tuple(mesh.shape)
+        if mesh.device_type != device.type:
+            raise ArgumentError(f"mesh is one of {mesh.device_type} devices, device={device}. Make them the same.")
+        if len(sizes) == 2 and mesh.mesh_dim_names is None:
+            raise ArgumentError("A mesh of two dimensions needs names: mesh_dim_names=('replicate', 'shard').")
+    elif isinstance(mesh, Sequence) and all(isinstance(size, int) for size in mesh):
+        sizes = tuple(mesh)
+    else:
+        raise ArgumentError(f"mesh={mesh!r}: pass a DeviceMesh, sizes as (replicas, shards), or None.")
+    if len(sizes) not in (1, 2) or math.prod(sizes) != ranks.size or min(sizes) < 1:
+        raise ArgumentError(f"mesh={list(sizes)}: there are {ranks.size} ranks; pass (shards,) or (replicas, shards).")
+    return sizes

@@ -1,0 +1,87 @@
+"""Are the bytes of every shard those of its source? Read again from the folder; hashed on both ends of a scatter."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from safe_loading._distributed.exchange import Ranks
+from safe_loading._sharding.fill import Given, root_of
+from safe_loading._sharding.folder import Folder
+from safe_loading._sharding.scatter import Stretch, pieces
+from safe_loading._sharding.setup import Setup
+from safe_loading.errors import CheckpointError, RankError
+
+Local = Mapping[str, torch.Tensor]
+
+
+def check_read(setup: Setup, folder: Folder, owned: Sequence[Stretch], local: Local, whole: Local) -> None:
+    """Read every tensor of the folder once more, one at a time, and compare it with what this rank holds.
+
+    Raises:
+        CheckpointError: Tensors that are not what the folder holds.
+    """
+    stretches = {each.name: each for each in owned if each.name in folder.names}
+    wrong = []
+    for name in (*stretches, *(name for name in whole if name in folder.names)):
+        held = local[name] if name in stretches else whole[name]
+        again = torch.empty_like(held)
+        if name in stretches:
+            folder.read(setup, [stretches[name]], {name: again}, {})
+        else:
+            folder.read(setup, [], {}, {name: again})
+        if held.numel() and not torch.equal(_bits(held), _bits(again)):
+            wrong.append(f"{name}: the shard of this rank differs from the checkpoint")
+    if wrong:
+        raise CheckpointError("What was read is not what the checkpoint holds; it changed, or memory is bad:", wrong)
+
+
+def check_sent(
+    setup: Setup,
+    ranks: Ranks,
+    mesh: DeviceMesh,
+    given: Given,
+    owned: Callable[[int], Sequence[Stretch]],
+    local: Local,
+) -> None:
+    """Compare the hash of each rank's part with the hash that the root makes of its source.
+
+    Raises:
+        RankError: The parts of some ranks differ.
+    """
+    if not given.names:
+        return
+    at = int((mesh.get_coordinate() or [0])[-1])
+    with ranks.together("hash the shards", timeout=setup.timeout) as phase:
+        mine = [each for each in owned(at) if each.name in given.names]
+        held = [Stretch(each.name, 0, each.stop - each.start, each.dtype) for each in mine]
+        sources = []
+        if ranks.rank == root_of(mesh):
+            for rank in range(setup.shards):
+                parts = [each for each in owned(rank) if each.name in given.names]
+                sources.append(_hash(parts, given.values.__getitem__))
+        phase.payload = {"at": at, "held": _hash(held, local.__getitem__), "sources": sources}
+    wanted = phase.results[ranks.index(root_of(mesh))]["sources"]
+    wrong = [
+        f"rank {rank}"
+        for rank, post in zip(ranks.ranks, phase.results, strict=True)
+        if post["held"] != wanted[post["at"]]
+    ]
+    if wrong:
+        raise RankError("The shards of some ranks are not what rank 0 sent:", wrong)
+
+
+def _hash(stretches: Sequence[Stretch], source: Callable[[str], torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for part in pieces(stretches, source):
+        data: Any = part.cpu().numpy()  # a buffer, which numpy's stubs say only for Python 3.12
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,114 @@
+"""``meta_model`` is ``from_pretrained`` without the weights: same modules, shapes, dtypes and ties, in no memory."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import save_llama
+from tiny_models import causal_lm_classes, image_text_classes, tiny_config
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedConfig
+
+from safe_loading import ArgumentError, CheckpointNotFound, meta_model
+
+EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
+
+
+@pytest.mark.parametrize("dtype", [None, "auto", "bfloat16", torch.float16, torch.float32])
+def test_everything_but_the_values_is_what_from_pretrained_makes(dtype: Any, tmp_path: Path) -> None:
+    folder = save_llama(tmp_path, torch.bfloat16, tie_word_embeddings=True)
+    model: Any = meta_model(folder, dtype=dtype)
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype="auto" if dtype is None else dtype)
+    assert type(model) is type(wanted)
+    facts = {name: (tensor.shape, tensor.dtype) for name, tensor in wanted.named_parameters()}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in model.named_parameters()} == facts
+    buffers = {name: (tensor.shape, tensor.dtype) for name, tensor in wanted.named_buffers()}
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in model.named_buffers()} == buffers
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.training is wanted.training
+    assert model.config.dtype == wanted.config.dtype
+    assert model.config._attn_implementation == wanted.config._attn_implementation
+    assert model.name_or_path == str(folder)
+
+
+@pytest.mark.parametrize("name", random.Random(5).sample(EVERY, 5))
+def test_no_random_number_is_drawn_and_the_config_stays(name: str) -> None:
+    config = tiny_config(name)
+    before, state = json.dumps(config.to_dict(), sort_keys=True, default=str), torch.get_rng_state()
+    model = meta_model(config, getattr(transformers, name), torch.bfloat16)
+    assert torch.equal(state, torch.get_rng_state())
+    assert json.dumps(config.to_dict(), sort_keys=True, default=str) == before
+    assert torch.get_default_dtype() == torch.float32
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_what_a_class_keeps_in_float32_has_that_dtype(tmp_path: Path) -> None:
+    class Careful(LlamaForCausalLM):
+        _keep_in_fp32_modules_strict = ("norm",)
+
+    folder = save_llama(tmp_path)
+    model = meta_model(folder, Careful, torch.bfloat16)
+    wanted = Careful.from_pretrained(folder, dtype=torch.bfloat16)
+    dtypes = {name: tensor.dtype for name, tensor in wanted.state_dict().items()}
+    assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
+    assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == dtypes
+
+
+def test_the_dtype_of_a_config_that_says_none_is_that_of_the_first_tensor(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path, torch.float16)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert {parameter.dtype for parameter in meta_model(folder).parameters()} == {torch.float16}
+
+
+def test_the_class_is_the_one_that_is_named(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path)
+    assert type(meta_model(folder)) is LlamaForCausalLM
+    assert type(meta_model(folder, LlamaModel)) is LlamaModel
+    assert type(meta_model(folder, transformers.AutoModel)) is LlamaModel
+    assert type(meta_model(LlamaConfig(num_hidden_layers=1), AutoModelForCausalLM)) is LlamaForCausalLM
+
+
+def test_what_cannot_be_built_is_refused_with_the_fix(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path)
+    with pytest.raises(ArgumentError, match="no class of transformers"):
+        meta_model(folder, dict)
+    with pytest.raises(ArgumentError, match="floating"):
+        meta_model(folder, dtype=torch.int8)
+    with pytest.raises(ArgumentError, match="floating"):
+        meta_model(folder, dtype="bf16")
+    with pytest.raises(CheckpointNotFound):
+        meta_model(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointNotFound, match=r"config\.json"):
+        meta_model(tmp_path / "empty")
+    config = LlamaConfig(quantization_config={"quant_method": "fp8"}, architectures=["LlamaForCausalLM"])
+    with pytest.raises(ArgumentError, match=r"quantised \(fp8\)"):
+        meta_model(config)
+
+
+def test_a_large_model_takes_no_memory() -> None:
+    config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=4, num_attention_heads=64)
+    before = resident()
+    model = meta_model(config, AutoModelForCausalLM)
+    assert sum(parameter.nbytes for parameter in model.parameters()) > 10 * 2**30
+    assert resident() - before < 32 * 2**20
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_config_that_names_no_architecture_gets_the_class_that_knows_it() -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32, "vocab_size": 32}
+    config = LlamaConfig(**sizes, num_attention_heads=2)
+    assert type(meta_model(config)).__name__ == "LlamaForCausalLM"
+    with pytest.raises(ArgumentError, match="auto_class="):
+        meta_model(PreTrainedConfig())

@@ -1,0 +1,123 @@
+"""wrap_fsdp_meta_safe on two real ranks: equal to one process to the last bit, whatever the source and the version."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsdp_cases import CASES, NOTHING
+from torchrun import run_ranks
+
+SCRIPT = """
+import sys, warnings
+import torch, torch.distributed as dist
+warnings.simplefilter("ignore")
+from transformers import logging as transformers_logging
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+from fsdp_cases import *
+from safe_loading import wrap_fsdp_meta_safe
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+names, meshes, folder = sys.argv[1].split(","), eval(sys.argv[2]), sys.argv[3]
+for name in names:
+    make, path = CASES[name], f"{folder}/{name}"
+    one = reference(make)
+    if rank == 0:
+        save(one, path)
+    dist.barrier()
+    for version in (2, 1):
+        for mesh in meshes:
+            for source in ("folder", "model", "state"):
+                if source == "state" and name != "llama" or source == "model" and world > 2 and mesh is None:
+                    continue
+                real = source == "model" and rank == 0
+                model = reference(make) if real else on_meta(make)
+                state = one.state_dict() if rank == 0 else None
+                given = {"folder": path, "model": None, "state": state}[source]
+                model = wrap_fsdp_meta_safe(model, given, version=version, mesh=mesh)
+                facts = model.fsdp_report
+                report(**{f"{name} {version} {mesh} {source}": {
+                    "differences": differences(one, model, inputs(name)),
+                    "read": facts.bytes_read, "sent": facts.bytes_sent, "local": facts.local_bytes,
+                    "model": sum(p.nbytes for p in one.parameters()),
+                    "own": sum(map(local_bytes, model.parameters())) if version == 2 else facts.local_bytes,
+                    "units": [u.name for u in facts.units],
+                    "ok": facts.ok, "findings": [f.code for f in facts.findings],
+                }})
+                del model
+dist.destroy_process_group()
+"""
+TWO = [f"{name} {version} None {source}" for name in CASES for version in (2, 1) for source in ("folder", "model")]
+TWO += ["llama 2 None state", "llama 1 None state"]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("two")
+    return run_ranks(SCRIPT, 2, args=[",".join(CASES), "[None]", folder], timeout=240).found
+
+
+@pytest.mark.parametrize("case", TWO)
+def test_everything_equals_one_process(two_ranks: list[dict[str, Any]], case: str) -> None:
+    for found in two_ranks:
+        assert found[case]["differences"] == NOTHING
+        assert found[case]["ok"]
+        assert found[case]["findings"] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_from_a_folder_each_byte_is_read_once_and_none_travels(two_ranks: list[dict[str, Any]], name: str) -> None:
+    for version in (2, 1):
+        facts = [found[f"{name} {version} None folder"] for found in two_ranks]
+        assert sum(each["read"] for each in facts) == facts[0]["model"]
+        assert [each["sent"] for each in facts] == [0, 0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rank_0_sends_the_others_their_part_and_not_the_whole(two_ranks: list[dict[str, Any]], name: str) -> None:
+    for version in (2, 1):
+        facts = [found[f"{name} {version} None model"] for found in two_ranks]
+        assert facts[1]["sent"] == 0
+        # rank 1's parameters, and the buffers where the model has some that are real
+        assert 0 <= facts[0]["sent"] - (facts[0]["model"] - facts[0]["own"]) < 0.01 * facts[0]["model"]
+
+
+def test_the_units_are_the_layers_and_the_head_with_its_norm(two_ranks: list[dict[str, Any]]) -> None:
+    units = two_ranks[0]["llama 2 None folder"]["units"]
+    assert units == ["model.layers.0", "model.layers.1", "model.layers.2", "model.norm + lm_head", "(root)"]
+    tied = two_ranks[0]["gpt2 2 None folder"]["units"]
+    assert tied == ["transformer.h.0", "transformer.h.1", "(root)"]
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("four")
+    return run_ranks(SCRIPT, 4, args=["mixtral", "[None, (2, 2)]", folder], timeout=240).found
+
+
+def test_four_ranks_and_replicas_equal_one_process(four_ranks: list[dict[str, Any]]) -> None:
+    assert len(four_ranks[0]) == 2 * (1 + 2)
+    for found in four_ranks:
+        assert {case: facts["differences"] for case, facts in found.items() if facts["differences"] != NOTHING} == {}
+
+
+def test_a_checkpoint_is_read_once_a_group_and_a_rank_may_own_nothing(four_ranks: list[dict[str, Any]]) -> None:
+    for version, (mesh, groups) in itertools.product((2, 1), ((None, 1), ((2, 2), 2))):
+        facts = [found[f"mixtral {version} {mesh} folder"] for found in four_ranks]
+        assert sum(each["read"] for each in facts) == groups * facts[0]["model"]
+    # three experts on four ranks: the last one has none of them
+    reads = [found["mixtral 2 None folder"]["read"] for found in four_ranks]
+    assert reads[3] < 0.6 * reads[0]
+
+
+def test_replicas_are_sent_their_part_once(four_ranks: list[dict[str, Any]]) -> None:
+    facts = [found["mixtral 2 (2, 2) model"] for found in four_ranks]
+    total = sum(each["sent"] for each in facts)
+    # its part to the other rank of the first group, then each part to its copy
+    wanted = facts[0]["model"] + facts[1]["own"]
+    assert 0 <= total - wanted < 0.01 * facts[0]["model"]
+    assert facts[2]["sent"] == facts[3]["sent"] == 0

@@ -1,0 +1,143 @@
+"""Why FSDP1 over meta needs care: the recipe that is passed around, its three mistakes, and the right way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fsdp_cases import NOTHING
+from torchrun import run_ranks
+
+SCRIPT = """
+import sys, warnings
+import torch, torch.distributed as dist
+warnings.simplefilter("ignore")
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import CustomPolicy
+from transformers import logging as transformers_logging
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+from fsdp_cases import *
+from safe_loading import SafeLoadingError, wrap_fsdp_meta_safe
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+one = reference(llama)
+
+def wrapped(model, inner=None, **options):
+    # what the recipe does, on the CPU; the layers are units
+    policy = CustomPolicy(lambda module: type(module).__name__ == "LlamaDecoderLayer")
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+
+def poisoned(module, recurse):
+    # to_empty with memory that tells: what nothing fills later is NaN
+    module.to_empty(device="cpu", recurse=recurse)
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=recurse):
+            parameter.fill_(float("nan"))
+
+# 1. `param_init_fn=module.to_empty(...)` is a module, made real at once
+model = on_meta(llama)
+given = model.to_empty(device="cpu")
+evaluated = [isinstance(given, nn.Module), not any(p.is_meta for p in model.parameters())]
+try:
+    wrapped(on_meta(llama), param_init_fn=given)
+    called = None
+except Exception as error:
+    called = type(error).__name__
+report(evaluated=[evaluated, called])
+
+# 2. given to rank 0, `if not rank`: it wipes the only copy, and the others have nothing to receive into
+model = reference(llama) if rank == 0 else on_meta(llama)
+if not rank:
+    poisoned(model, True)
+report(wiped=any(p.isnan().any().item() for p in model.parameters() if not p.is_meta) if rank == 0 else True)
+model = on_meta(llama)
+try:
+    # the others, without a function: FSDP1 calls reset_parameters of modules that have none, or initialises at random
+    wrapped(model, param_init_fn=None)
+    others = "initialised"
+except Exception as error:
+    others = type(error).__name__
+report(others=others)
+
+# FSDP1 refuses CPU parameters with sync_module_states; gloo broadcasts them as well as NCCL those of a GPU
+from torch.distributed.fsdp import _init_utils
+_init_utils._check_module_states_for_sync_module_states = lambda states: None
+
+# 3. recursive, called from the outside after the units inside are wrapped: their values go
+model = reference(llama) if rank == 0 else on_meta(llama)
+class Recursive:
+    def __call__(self, module):
+        poisoned(module, True)
+if rank:
+    options = dict(param_init_fn=Recursive())
+else:
+    options = dict(param_init_fn=lambda module: None)
+model = wrapped(model, sync_module_states=True, **options)
+with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+    lost = sorted(plain(n) for n, p in model.named_parameters() if p.isnan().any())
+report(recursive=len(lost))
+
+# right: own parameters only
+model = wrap_fsdp_meta_safe(on_meta(llama) if rank else reference(llama), version=1)
+report(right=differences(one, model, inputs("llama")), type=type(model).__name__)
+
+# mixed requires_grad in one unit, mixed precision, and a 4-bit weight kept in bytes
+model = reference(llama) if rank == 0 else on_meta(llama)
+for half in (one, model):
+    for name, parameter in half.named_parameters():
+        parameter.requires_grad_("mlp" in name)
+model = wrap_fsdp_meta_safe(model, version=1)
+report(frozen=differences(one, model, inputs("llama")))
+model = reference(llama) if rank == 0 else on_meta(llama)
+model = wrap_fsdp_meta_safe(model, version=1, mixed_precision=torch.bfloat16)
+report(low=str(model(**inputs("llama")).logits.dtype))
+
+class Params4bit(nn.Parameter):
+    pass
+
+model = on_meta(llama)
+small = torch.empty(30, 1, dtype=torch.uint8, device="meta")
+model.model.layers[0].mlp.up_proj.weight = Params4bit(small, requires_grad=False)
+try:
+    wrap_fsdp_meta_safe(model, version=1)
+    four = None
+except SafeLoadingError as error:
+    four = str(error)
+report(four=four)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_ranks(SCRIPT, 2, timeout=200).found
+
+
+def test_the_recipe_makes_the_model_real_at_once_and_hands_over_a_module(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        assert facts["evaluated"][0] == [True, True]
+        assert facts["evaluated"][1] is not None
+
+
+def test_the_recipe_wipes_the_only_copy_and_leaves_the_others_without_a_way(found: list[dict[str, Any]]) -> None:
+    assert found[0]["wiped"]
+    assert all(facts["others"] != "initialised" for facts in found)
+
+
+def test_a_recursive_param_init_fn_wipes_units_that_are_wrapped_already(found: list[dict[str, Any]]) -> None:
+    assert all(facts["recursive"] > 0 for facts in found)
+
+
+def test_here_it_is_right(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        assert facts["right"] == NOTHING
+        assert facts["type"] == "FullyShardedDataParallel"
+        assert facts["frozen"] == NOTHING
+        assert facts["low"] == "torch.bfloat16"
+
+
+def test_four_bit_weights_kept_in_bytes_are_refused_with_the_way_out(found: list[dict[str, Any]]) -> None:
+    assert all("bnb_4bit_quant_storage=torch.bfloat16" in facts["four"] for facts in found)

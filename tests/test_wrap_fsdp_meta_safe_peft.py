@@ -1,0 +1,146 @@
+"""Adapters under FSDP: initial values, mixed dtypes, modules to save, and gradients, equal to one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fsdp_cases import NOTHING
+from torchrun import run_ranks
+
+SCRIPT = """
+import sys, warnings
+import torch, torch.distributed as dist
+warnings.simplefilter("ignore")
+from transformers import logging as transformers_logging
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+from peft import LoraConfig, PeftModel, get_peft_model
+from fsdp_cases import *
+from safe_loading import SafeLoadingError, meta_model, wrap_fsdp_meta_safe
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+folder = sys.argv[1]
+kind, _ = llama()
+if rank == 0:
+    save(reference(llama), f"{folder}/f32")
+    save(reference(llama, torch.bfloat16), f"{folder}/bf16")
+dist.barrier()
+LAYERS = ["q_proj", "v_proj", "down_proj"]
+
+def config(**options):
+    return LoraConfig(**{**dict(r=4, lora_alpha=8, target_modules=LAYERS, task_type="CAUSAL_LM"), **options})
+
+def skeleton(dtype):
+    return meta_model(f"{folder}/{dtype}", attn_implementation="eager").train()
+
+def loaded(dtype):
+    return kind.from_pretrained(f"{folder}/{dtype}", dtype="auto", attn_implementation="eager").train()
+
+def attached(base, seed, **options):
+    torch.manual_seed(seed)
+    return get_peft_model(base, config(**options))
+
+def trained_twice(model):
+    # two steps of SGD, so that lora_A has a gradient too
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(2):
+        step(model, inputs("llama"))
+        optimizer.step()
+
+def compare(label, one, model, steps=True):
+    first = differences(one, model, inputs("llama"))
+    trained_twice(one)
+    trained_twice(model)
+    report(**{label: [first, differences(one, model, inputs("llama")), [u.name for u in model.fsdp_report.units]]})
+
+CASES = {
+    "plain": ("f32", {}),
+    "mixed": ("bf16", {}),
+    "saved": ("f32", dict(modules_to_save=["lm_head"])),
+    "mixed and saved": ("bf16", dict(modules_to_save=["lm_head"])),
+    "embedding": ("bf16", dict(target_modules=["embed_tokens", "q_proj"])),
+    "gaussian": ("f32", dict(init_lora_weights="gaussian")),
+}
+for version in (2, 1):
+    for name, (dtype, options) in CASES.items():
+        if version == 1 and name in ("gaussian", "embedding"):
+            continue
+        one = attached(loaded(dtype), 7, **options)
+        model = wrap_fsdp_meta_safe(attached(skeleton(dtype), 7, **options), f"{folder}/{dtype}", version=version)
+        compare(f"{name} {version}", one, model)
+
+# seeded before the wrap, and not before peft
+torch.manual_seed(3); first = get_peft_model(skeleton("f32"), config())
+torch.rand(5)
+torch.manual_seed(11); torch.rand(2)
+state = torch.get_rng_state()
+model = wrap_fsdp_meta_safe(first, f"{folder}/f32")
+unmoved = torch.equal(state, torch.get_rng_state())
+base = loaded("f32")
+torch.manual_seed(11); torch.rand(2)
+one = get_peft_model(base, config())
+report(later=[differences(one, model, inputs("llama")) , unmoved])
+
+# an adapter with values on rank 0, over a base on meta
+one = attached(loaded("f32"), 5, modules_to_save=["lm_head"])
+for name, parameter in one.named_parameters():
+    if "lora_" in name or "modules_to_save" in name:
+        torch.nn.init.normal_(parameter, std=0.1)
+if rank == 0:
+    one.save_pretrained(f"{folder}/adapter")
+dist.barrier()
+one = PeftModel.from_pretrained(loaded("f32"), f"{folder}/adapter", is_trainable=True).train()
+model = PeftModel.from_pretrained(skeleton("f32"), f"{folder}/adapter", is_trainable=True).train()
+model = wrap_fsdp_meta_safe(model, f"{folder}/f32", adapters=f"{folder}/adapter")
+compare("from a folder", one, model)
+
+refused = {}
+for name, options in {"dora": dict(use_dora=True), "embedding 1": dict(target_modules=["embed_tokens"])}.items():
+    try:
+        dtype = "bf16" if name.endswith("1") else "f32"
+        version = 1 if name.endswith("1") else 2
+        wrap_fsdp_meta_safe(attached(skeleton(dtype), 7, **options), f"{folder}/{dtype}", version=version)
+        refused[name] = None
+    except SafeLoadingError as error:
+        refused[name] = str(error)
+report(refused=refused)
+dist.destroy_process_group()
+"""
+NAMES = [
+    *(f"{name} 2" for name in ("plain", "mixed", "saved", "mixed and saved", "embedding", "gaussian")),
+    *(f"{name} 1" for name in ("plain", "mixed", "saved", "mixed and saved")),
+    "from a folder",
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(SCRIPT, 2, args=[tmp_path_factory.mktemp("peft")], timeout=240).found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_adapter_starts_and_trains_as_in_one_process(found: list[dict[str, Any]], name: str) -> None:
+    for facts in found:
+        at_first, after_two_steps, _ = facts[name]
+        assert at_first == NOTHING
+        assert after_two_steps == NOTHING
+
+
+def test_draws_made_before_the_wrap_count_when_peft_has_lost_its_own(found: list[dict[str, Any]]) -> None:
+    assert [facts["later"] for facts in found] == [[NOTHING, True]] * 2
+
+
+def test_fsdp1_gives_layers_of_another_dtype_units_of_their_own(found: list[dict[str, Any]]) -> None:
+    units = found[0]["mixed 1"][2]
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default" in units
+    assert units[-1] == "(root)"
+
+
+def test_what_cannot_be_initialised_or_flattened_is_refused(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        assert (
+            "made from the weights of the base" in facts["refused"]["dora"] or "no values" in facts["refused"]["dora"]
+        )
+        assert "lora_embedding_A.default is torch.float32" in facts["refused"]["embedding 1"]

@@ -1,0 +1,224 @@
+"""What wrap_fsdp_meta_safe refuses, on every rank and soon; and what it checks, verifies and finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torchrun import run_ranks
+
+SCRIPT = """
+import json, os, pathlib, shutil, sys, time, warnings
+import torch, torch.distributed as dist
+warnings.simplefilter("ignore")
+from transformers import logging as transformers_logging
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+from fsdp_cases import *
+from safe_loading import SafeLoadingError, assert_optimizer_sharded, wrap_fsdp_meta_safe
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+folder = pathlib.Path(sys.argv[1])
+one = reference(llama)
+if rank == 0:
+    save(one, folder / "llama")
+    shutil.copytree(folder / "llama", folder / "lacking")
+    sorted((folder / "lacking").glob("*.safetensors"))[1].unlink()
+    save(reference(lambda: llama(vocab_size=97)), folder / "other")
+    save(reference(llama, seed=1), folder / "second")
+dist.barrier()
+
+def described(model):
+    return [(n, t.device.type, str(t.dtype), list(t.shape), type(t).__name__) for n, t in model.state_dict().items()]
+
+def attempt(label, model, *args, **options):
+    before = None if model is None else described(model)
+    started = time.monotonic()
+    try:
+        wrap_fsdp_meta_safe(model, *args, **options)
+        found = {"error": None}
+    except SafeLoadingError as error:
+        found = {"error": type(error).__name__, "text": str(error)}
+    found["seconds"] = time.monotonic() - started
+    found["same"] = before is None or described(model) == before
+    report(**{label: found})
+
+small = dict(hidden_size=48, num_attention_heads=6)
+attempt("shapes", on_meta(llama if rank == 0 else lambda: llama(**small)), str(folder / "llama"))
+attempt("dtypes", on_meta(llama).to(torch.bfloat16 if rank else torch.float32), str(folder / "llama"))
+tied = on_meta(gpt2)
+if rank == 1:
+    tied.lm_head.weight = torch.nn.Parameter(tied.lm_head.weight.detach().clone())
+attempt("ties", tied)
+frozen = on_meta(llama)
+frozen.model.norm.weight.requires_grad_(rank == 0)
+attempt("grads", frozen, str(folder / "llama"))
+attempt("units", on_meta(llama), str(folder / "llama"), wrap="LlamaMLP" if rank else None)
+attempt("arguments", on_meta(llama), str(folder / "llama"), verify="off" if rank else "structure")
+attempt("missing shard", on_meta(llama), str(folder / ("lacking" if rank else "llama")))
+attempt("other files", on_meta(llama), str(folder / ("second" if rank else "llama")))
+attempt("no such folder", on_meta(llama), str(folder / "nowhere"))
+attempt("mismatch", on_meta(llama), str(folder / "other"))
+attempt("meta everywhere", on_meta(llama))
+attempt("lone rank fails", on_meta(llama) if rank == 0 else None, str(folder / "llama"))
+attempt("bad state", on_meta(llama), {"model.norm.weight": torch.zeros(3), "x": torch.zeros(1)} if rank == 0 else None)
+attempt("bad wrap", on_meta(llama), str(folder / "llama"), wrap=["NoSuchLayer"])
+attempt("bad ignored", on_meta(llama), str(folder / "llama"), ignored=["no.such"])
+attempt("bad mesh", on_meta(llama), str(folder / "llama"), mesh=(3,))
+
+# a checkpoint of other values under the same headers: only the bytes tell
+wrong = on_meta(llama)
+from safe_loading._sharding import folder as folders
+class Lying(folders.Folder):
+    reads = 0
+    def read(self, setup, owned, local, entire):
+        result = super().read(setup, owned, local, entire)
+        Lying.reads += 1
+        if Lying.reads == 1 and rank == 1:
+            local["model.norm.weight"][-1] += 1
+        return result
+true, folders.Folder = folders.Folder, Lying
+attempt("bytes", wrong, str(folder / "llama"), verify="bytes")
+folders.Folder = true
+good = wrap_fsdp_meta_safe(on_meta(llama), str(folder / "llama"), verify="bytes")
+sent = wrap_fsdp_meta_safe(reference(llama) if rank == 0 else on_meta(llama), verify="bytes", mesh=(2,))
+both = [differences(one, each, inputs("llama")) for each in (good, sent)]
+report(verified=[good.fsdp_report.verified, *both])
+try:
+    wrap_fsdp_meta_safe(good, str(folder / "llama"))
+    again = None
+except SafeLoadingError as error:
+    again = str(error)
+report(again=again)
+
+# an optimizer made before the wrap
+model = on_meta(llama)
+early = torch.optim.SGD(model.parameters(), lr=0.1)
+model = wrap_fsdp_meta_safe(model, str(folder / "llama"))
+late = torch.optim.SGD(model.parameters(), lr=0.1)
+assert_optimizer_sharded(late, model)
+try:
+    assert_optimizer_sharded(early, model)
+    told = None
+except SafeLoadingError as error:
+    told = str(error)
+model.extra = torch.nn.Linear(3, 3)
+try:
+    assert_optimizer_sharded(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    plain_found = None
+except SafeLoadingError as error:
+    plain_found = str(error)
+report(optimizer=[[f.code for f in model.fsdp_report.findings], told, plain_found])
+
+# another dtype on disk, ignored parameters, and what is new
+half = wrap_fsdp_meta_safe(on_meta(llama).to(torch.bfloat16), str(folder / "llama"))
+report(cast=[
+    [f.code for f in half.fsdp_report.findings],
+    all(torch.equal(whole(p), dict(one.named_parameters())[n].bfloat16()) for n, p in half.named_parameters()),
+    str(half.model.rotary_emb.inv_freq.dtype),
+])
+kept = wrap_fsdp_meta_safe(on_meta(llama), str(folder / "llama"), ignored=["model.embed_tokens", "*.o_proj.weight"])
+report(ignored=[
+    sorted(n for n, p in kept.named_parameters() if not isinstance(p, DTensor)),
+    all(torch.equal(whole(p), dict(one.named_parameters())[n]) for n, p in kept.named_parameters()),
+    kept.fsdp_report.ok,
+])
+def with_head(model):
+    model.value = torch.nn.Linear(60, 3)
+    return model
+def init(module):
+    torch.nn.init.normal_(module.weight); torch.nn.init.ones_(module.bias)
+with torch.device("meta"):
+    headed = with_head(on_meta(llama))
+torch.manual_seed(5)
+state = torch.get_rng_state()
+headed = wrap_fsdp_meta_safe(headed, str(folder / "llama"), init_new=init)
+unmoved = torch.equal(state, torch.get_rng_state())
+single = with_head(reference(llama)); torch.manual_seed(5); init(single.value)
+equal = [torch.equal(whole(getattr(headed.value, n)), getattr(single.value, n)) for n in ("weight", "bias")]
+report(new=[*equal, unmoved])
+with torch.device("meta"):
+    empty = with_head(on_meta(llama))
+attempt("not initialised", empty, str(folder / "llama"), init_new=lambda module: None)
+with torch.device("meta"):
+    empty = with_head(on_meta(llama))
+attempt("new without a word", empty, str(folder / "llama"))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(SCRIPT, 2, args=[tmp_path_factory.mktemp("refuses")], timeout=240).found
+
+
+REFUSED = {
+    "shapes": ("RanksDisagree", ["model.embed_tokens.weight: float32[251, 48]", "[251, 60]", "rank 1", "rank 0"]),
+    "dtypes": ("RanksDisagree", ["bfloat16", "model.embed_tokens.weight"]),
+    "ties": ("RanksDisagree", ["tied to lm_head.weight", "tie_weights()"]),
+    "grads": ("RanksDisagree", ["model.norm.weight: float32[60], trained"]),
+    "units": ("RanksDisagree", ["unit model.layers.0.mlp"]),
+    "arguments": ("RanksDisagree", ["verify=structure", "verify=off"]),
+    "other files": ("RanksDisagree", ["different checkpoints", "rank 1"]),
+    "mismatch": ("CheckpointError", ["model.embed_tokens.weight", "[251, 60]", "[97, 60]"]),
+    "meta everywhere": ("CheckpointError|RankError", ["init_new", "model.embed_tokens.weight"]),
+    "bad state": ("CheckpointError|RankError", ["model.norm.weight", "x: the model has no such tensor"]),
+    "bad wrap": ("ArgumentError", ["NoSuchLayer"]),
+    "bad ignored": ("ArgumentError", ["no.such"]),
+    "bad mesh": ("ArgumentError", ["there are 2 ranks"]),
+    "lone rank fails": ("ArgumentError|RankError", ["NoneType"]),
+    "bytes": ("CheckpointError|RankError", ["model.norm.weight", "differs from the checkpoint"]),
+    "not initialised": ("ArgumentError|RankError", ["init_new left", "value.weight"]),
+    "new without a word": ("CheckpointError|RankError", ["value.weight: float32[3, 60]", "init_new=fn(module)"]),
+    "no such folder": ("CheckpointNotFound|RankError", ["nowhere"]),
+    "missing shard": ("CheckpointError|CheckpointNotFound|RankError", ["lacking"]),
+}
+
+
+@pytest.mark.parametrize("label", REFUSED)
+def test_every_rank_refuses_soon_and_leaves_the_model_as_it_was(found: list[dict[str, Any]], label: str) -> None:
+    kinds, words = REFUSED[label]
+    for facts in found:
+        each = facts[label]
+        assert str(each["error"]) in kinds.split("|")
+        assert each["seconds"] < 5
+        assert each["same"] or each["error"] is None
+        for word in words:
+            assert word in each["text"]
+
+
+def test_bytes_are_verified(found: list[dict[str, Any]]) -> None:
+    from fsdp_cases import NOTHING
+
+    for facts in found:
+        assert facts["verified"] == ["bytes", NOTHING, NOTHING]
+
+
+def test_a_wrapped_model_is_refused(found: list[dict[str, Any]]) -> None:
+    assert all("attach it first, then wrap" in facts["again"] for facts in found)
+
+
+def test_an_optimizer_made_before_the_wrap_is_found(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        codes, told, plain = facts["optimizer"]
+        assert codes == ["optimizer-before-wrap"]
+        assert "not the model's" in told
+        assert "extra.weight is a plain tensor" in plain
+
+
+def test_the_dtype_of_the_model_is_kept_and_said(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        assert facts["cast"] == [["dtype-cast"], True, "torch.float32"]
+
+
+def test_ignored_parameters_stay_whole(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        names, equal, ok = facts["ignored"]
+        assert names == ["model.embed_tokens.weight", *(f"model.layers.{n}.self_attn.o_proj.weight" for n in range(3))]
+        assert equal
+        assert ok
+
+
+def test_new_parameters_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
+    assert [facts["new"] for facts in found] == [[True, True, True]] * 2
