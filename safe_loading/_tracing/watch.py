@@ -1,0 +1,171 @@
+"""The dispatch mode of a trace: sees every operation, its storages, its devices, and what it wants to know."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from safe_loading._tracing.ledger import Ledger, key_of
+from safe_loading._tracing.records import Crossing, Problem
+from safe_loading._tracing.values import Values
+
+aten = torch.ops.aten
+_MOVES = frozenset({aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default})
+# a CPU tensor of indices may index a tensor on a device; torch moves it
+_INDEXING = frozenset(
+    {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+)
+# of a gradient that only autograd's buffer holds, the calls that led here included
+_ALONE, _ALONE_STORAGE = 4, 2
+_UNKNOWN: dict[str, bool | int | float] = {"bool": True, "int": 1, "float": 1.0}
+
+
+# the shapes that torch knows for it are those of CUDA's kernel; the CPU's takes every dtype
+_BF16_ONLY = frozenset({aten._grouped_mm.default})
+
+
+def _in_bf16(func: Any, args: Any, kwargs: Any) -> Any:
+    dtype = args[0].dtype
+    cast = partial(torch.Tensor.to, dtype=torch.bfloat16)
+    swap = lambda t: cast(t) if t.is_floating_point() else t  # noqa: E731 - used twice, here
+    return func(*tree_map_only(torch.Tensor, swap, args), **tree_map_only(torch.Tensor, swap, kwargs)).to(dtype)
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own __init_subclass__
+    """Records in the ledger what each operation makes.
+
+    Args:
+        ledger: Where storages are recorded.
+        values: The small true values.
+        several: Whether the step runs on several devices, so that they must be compared.
+    """
+
+    def __init__(self, ledger: Ledger, values: Values, *, several: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self.ledger = ledger
+        self.values = values
+        self.several = several
+        self.boundary = False
+        self.problems: dict[Problem, None] = {}
+        self.moved: dict[tuple[Any, ...], list[int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation."""
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            return self._number(args[0])
+        if self.several:
+            args, kwargs = self._same_device(func, args, kwargs)
+        try:
+            out = func(*args, **kwargs) if func not in _BF16_ONLY else _in_bf16(func, args, kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            out = self._from_values(func, args, kwargs)
+        if func is aten.add.Tensor and self._sums_gradients(args):
+            self.ledger.hand_on(args[0], out)
+            return out
+        made = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out)
+        for tensor in made:
+            if isinstance(tensor, torch.Tensor):
+                self.values.take_over(tensor)
+                self.ledger.add(tensor, str(func))
+        self.values.follow(func, args, kwargs, out)
+        return out
+
+    def _sums_gradients(self, args: Any) -> bool:
+        """Whether autograd adds one gradient to another between two nodes, which it does in place for real tensors.
+
+        The rule is ``can_accumulate_inplace`` of ``torch/csrc/autograd/input_buffer.cpp``, which leaves subclasses out.
+        """
+        if self.ledger.phase != "backward" or self.ledger.stack or not isinstance(args[1], torch.Tensor):
+            return False
+        first, second = args
+        storage = first.untyped_storage()
+        return (
+            first.is_contiguous()
+            and first.shape == second.shape
+            and first.dtype == second.dtype
+            and storage.nbytes() == first.nbytes
+            and first._use_count() <= _ALONE
+            and torch._C._storage_Use_Count(storage._cdata) <= _ALONE_STORAGE
+        )
+
+    def _number(self, tensor: torch.Tensor) -> bool | int | float:
+        value = self.values.number(tensor)
+        if value is not None:
+            return value
+        kind = "bool" if tensor.dtype == torch.bool else "float" if tensor.is_floating_point() else "int"
+        where = self.ledger.stack[-1] if self.ledger.stack else "the model"
+        self.values.assumed.setdefault(f"{where} asks for a number that nobody knows; {_UNKNOWN[kind]} was answered")
+        return _UNKNOWN[kind]
+
+    def _from_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        value = self.values.answer(func, args, kwargs)
+        first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+        if value is None or first is None:
+            raise UnknownValue(str(func), self.ledger.stack[-1] if self.ledger.stack else "")
+
+        def fake(real: torch.Tensor) -> torch.Tensor:
+            made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=first.device)
+            self.values.set(made, real)
+            return made
+
+        return tree_map_only(torch.Tensor, fake, value)
+
+    def _same_device(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func in _MOVES:
+            self._note_move(func, args, kwargs)
+            return args, kwargs
+        weighty = [t for t in tensors if t.dim() or t.device.index is not None]
+        if func in _INDEXING:
+            weighty = [t for t in weighty if t is args[0] or t.device.index is not None]
+        devices = list(dict.fromkeys(t.device for t in weighty))
+        if len(devices) < 2:
+            return args, kwargs
+        self._note_problem(func, weighty, devices)
+        # go on as if it had been moved, so that every such place is found in one trace
+        target = max(devices, key=lambda d: sum(t.nbytes for t in weighty if t.device == d))
+        moved = {id(t): t.to(target) for t in weighty if t.device != target}
+        swap = lambda t: moved.get(id(t), t)  # noqa: E731 - used twice, here
+        return tree_map_only(torch.Tensor, swap, args), tree_map_only(torch.Tensor, swap, kwargs)
+
+    def _note_problem(self, func: Any, tensors: list[torch.Tensor], devices: list[torch.device]) -> None:
+        words = tuple(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {key_of(t.device)}" for t in tensors)
+        where = self.ledger.stack[-1] if self.ledger.stack else ""
+        keys = tuple(key_of(device) for device in devices)
+        self.problems.setdefault(Problem(str(func), where, keys, words, self.ledger.phase))
+
+    def _note_move(self, func: Any, args: Any, kwargs: Any) -> None:
+        if func is aten._to_copy.default:
+            source, target = args[0], kwargs.get("device")
+        elif func is aten.copy_.default:
+            source, target = args[1], args[0].device
+        else:
+            return
+        if target is None or source.device == target or not source.nbytes:
+            return
+        where = self.ledger.stack[-1] if self.ledger.stack else ""
+        key = (key_of(source.device), key_of(target), where, self.ledger.phase, not self.boundary)
+        total = self.moved.setdefault(key, [0, 0])
+        total[0] += source.nbytes
+        total[1] += 1
+
+    @property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What went from device to device."""
+        return tuple(
+            Crossing(source, target, module, size, count, phase, asked)
+            for (source, target, module, phase, asked), (size, count) in self.moved.items()
+        )
+
+
+class UnknownValue(RuntimeError):
+    """An operation whose result has a shape that depends on values that nobody knows."""
+
+    def __init__(self, op: str, module: str) -> None:
+        super().__init__(f"{op} in {module or 'the model'} gives a shape that depends on values")

@@ -1,0 +1,80 @@
+"""What the guard says of loops that keep their memory, and of loops that do not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from safe_loading import MemoryGuard
+
+
+def loop(steps: int, keep: list[Any] | None) -> MemoryGuard:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with MemoryGuard() as guard:
+        for _ in range(steps):
+            loss = model(torch.ones(32, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if keep is not None:
+                keep.append(model(torch.ones(32, 64)))
+            del loss
+            guard.step()
+    return guard
+
+
+def test_a_clean_loop_does_not_grow_after_the_optimizers_state() -> None:
+    guard = loop(5, None)
+    assert guard.steps[0].growth_bytes >= 2 * 64 * 65 * 4
+    assert [record.growth_bytes for record in guard.steps[1:]] == [0, 0, 0, 0]
+    assert not guard.leaking
+    assert guard.peak_bytes >= guard.steps[0].live_bytes
+
+
+def test_a_loop_that_keeps_its_outputs(caplog: pytest.LogCaptureFixture) -> None:
+    kept: list[Any] = []
+    with caplog.at_level(logging.INFO, logger="safe_loading"):
+        guard = loop(6, kept)
+    assert guard.leaking
+    assert guard.steps[-1].growth_bytes >= 32 * 64 * 4
+    assert any(grown.shape == (32, 64) for grown in guard.steps[-1].grown)
+    assert [r.levelname for r in caplog.records] == ["INFO"] * 4 + ["WARNING"] * 2
+    assert all(len(r.getMessage().splitlines()) == 1 for r in caplog.records)
+    assert "[32, 64] float32" in str(guard)
+
+
+def test_logging_says_what_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="safe_loading"):
+        loop(3, None)
+    assert not caplog.records
+
+
+def test_the_report() -> None:
+    guard = loop(2, None)
+    facts = json.loads(guard.to_json())
+    assert [step["step"] for step in facts["steps"]] == [1, 2]
+    assert "<table>" in guard._repr_html_()
+    assert str(guard).splitlines()[0].split() == ["step", "live", "growth", "peak"]
+
+
+def test_on_the_simulated_accelerator(simulated: Any) -> None:
+    found = simulated.run(
+        """
+        import torch, torch_npu
+        from safe_loading import MemoryGuard
+        kept = []
+        with MemoryGuard() as guard:
+            for _ in range(3):
+                kept.append(torch.ones(1024, device="npu:0"))
+                guard.step()
+        report({"growth": [s.growth_bytes for s in guard.steps], "devices": [g.device for g in guard.steps[-1].grown]})
+        """
+    )
+    assert found["growth"] == [4096, 4096, 4096]
+    assert found["devices"] == ["npu:0"]

@@ -1,0 +1,255 @@
+"""Forecasts against what was measured on a GPU, against arithmetic, and what they must not do to the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+
+from safe_loading import ArgumentError, Workload, largest_micro_batch, predict_memory
+from safe_loading._report import MiB
+from safe_loading._tracing.cuda_paths import cuda_paths
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def tiny(**changes: Any) -> LlamaConfig:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "architectures": ["LlamaForCausalLM"],
+        "dtype": "bfloat16",
+    }
+    return LlamaConfig(**{**sizes, **changes})
+
+
+def lora(**changes: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **changes})
+
+
+# Peaks in MiB of torch.cuda.max_memory_allocated and max_memory_reserved on a Tesla T4, torch 2.14, transformers 5.17,
+# peft 0.20: SmolLM2-135M in float16, LoRA of rank 32, AdamW, checkpointing; rows of the fitcheck-llm archive.
+MEASURED = [
+    ("none", "eager", 2, 512, 1027.29443359375, 1104),
+    pytest.param("none", "sdpa", 2, 512, 1026.91943359375, 1070, marks=pytest.mark.slow),
+    pytest.param("none", "eager", 1, 4096, 3180.10693359375, 4476, marks=pytest.mark.slow),
+    pytest.param("nf4", "sdpa", 1, 4096, 3576.75146484375, 3784, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("quantised", "attention", "rows", "length", "allocated", "reserved"), MEASURED)
+def test_what_a_gpu_measured(
+    quantised: str, attention: str, rows: int, length: int, allocated: float, reserved: float
+) -> None:
+    config = tiny(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+        dtype="float16",
+    )
+    if quantised == "nf4":
+        config.quantization_config = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16
+        )
+    workload = Workload.train(rows, length, gradient_checkpointing=True, optimizer="adamw_foreach", adapter=lora(r=32))
+    with mock.patch("transformers.integrations.sdpa_attention.use_gqa_in_sdpa", return_value=False):
+        found = predict_memory(config, workload, capability=(7, 5), attn_implementation=attention, keep_outputs=True)
+    limit = 0.012 if quantised == "nf4" else 0.001
+    assert found.allocated_peak_bytes / MiB == pytest.approx(allocated, rel=limit)
+    assert found.reserved_peak_bytes / MiB == pytest.approx(reserved, rel=0.03)
+
+
+def test_the_parts_are_arithmetic_and_sum_to_the_peak() -> None:
+    config = tiny(dtype="float32")
+    found = predict_memory(config, Workload.train(2, 16, adapter=lora()))
+    with torch.device("meta"):
+        weights = sum(p.nbytes for p in AutoModelForCausalLM.from_config(config).parameters())
+    adapter = 2 * 4 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64))  # layers, bytes, rank, in and out of each target
+    parts = found.components
+    assert sum(parts.values()) == found.allocated_peak_bytes
+    assert all(size >= 0 for size in parts.values())
+    assert 0 <= parts["weights"] - weights < 4096  # rotary frequencies
+    assert parts["adapters"] == adapter
+    assert parts["optimizer"] - 2 * adapter < 16 * 512  # and a step counter for each
+    assert found.reserved_peak_bytes >= found.allocated_peak_bytes
+    assert sum(m.weights for m in found.modules) == parts["weights"] + parts["adapters"]
+
+
+def test_checkpointing_keeps_less_and_longer_rows_more() -> None:
+    config = tiny(num_hidden_layers=6)
+    kept = [
+        predict_memory(config, Workload.train(1, length, gradient_checkpointing=on)).components["saved_activations"]
+        for length, on in ((256, True), (256, False), (512, False))
+    ]
+    assert 2 * kept[0] < kept[1] < kept[2]
+
+
+def test_weights_alone_and_generation() -> None:
+    alone = predict_memory(tiny(), Workload.weights_only())
+    assert set(alone.components) >= {"weights", "gradients", "saved_activations", "temporary"}
+    assert alone.components["weights"] + alone.components["rounding"] == alone.allocated_peak_bytes
+    generated = predict_memory(tiny(), Workload.generate(2, 64))
+    assert generated.components["kv_cache"] >= 2 * 2 * 2 * 2 * 64 * 16 * 2  # layers, k and v, rows, heads, tokens, size
+    assert generated.components["gradients"] == 0
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_config_gives_packed_weights(bits: int) -> None:
+    config = tiny(hidden_size=128, intermediate_size=256)
+    config.quantization_config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    before = config.to_json_string()
+    found = predict_memory(config, Workload.train(1, 128, gradient_checkpointing=True, adapter=lora()))
+    assert config.to_json_string() == before
+    linear = 2 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 256)
+    scales = linear // 64 * 4 if bits == 4 else 2 * 4 * (128 + 64 + 64 + 128 + 256 + 256 + 128)
+    rest = (2 * 256 * 128 + 5 * 128) * 4  # embeddings, head and norms, cast to float32
+    assert 0 <= found.components["weights"] - (linear * bits // 8 + scales + rest) < 2048
+    assert any("float32" in note for note in found.notes)
+
+
+def test_double_quantisation_stores_less() -> None:
+    sizes = []
+    for nested in (False, True):
+        config = tiny(hidden_size=512, intermediate_size=1024)
+        config.quantization_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=nested)
+        sizes.append(predict_memory(config, Workload.weights_only()).components["weights"])
+    assert sizes[1] < sizes[0]
+
+
+def test_the_wrapper_that_hides_the_quantised_base_costs_what_was_promised_to_be_saved() -> None:
+    config = tiny(num_hidden_layers=8, hidden_size=128, intermediate_size=512)
+    config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
+    right, wrong = (
+        predict_memory(config, Workload.train(4, 256, gradient_checkpointing=on, adapter=lora()))
+        for on in (True, False)
+    )
+    assert wrong.allocated_peak_bytes > 2 * right.allocated_peak_bytes
+
+
+def test_a_model_is_forecast_as_it_is_and_stays_so() -> None:
+    model = AutoModelForCausalLM.from_config(tiny())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    flags = model.training, functional.softmax, list(model.modules())
+    from_model = predict_memory(model, Workload.train(2, 16, adapter=lora()))
+    from_config = predict_memory(tiny(), Workload.train(2, 16, adapter=lora()))
+    assert dataclasses.replace(from_model, model="") == dataclasses.replace(from_config, model="")
+    assert (model.training, functional.softmax, list(model.modules())) == flags
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model._forward_hooks
+
+
+def test_an_adapter_folder_stands_for_its_base(tiny_llama: Path, tiny_adapter: Path) -> None:
+    adapted = predict_memory(tiny_adapter, Workload.train(1, 16))
+    alone = predict_memory(tiny_llama, Workload.train(1, 16))
+    assert adapted.components["adapters"] > 0 == alone.components["adapters"]
+    assert adapted.components["optimizer"] < alone.components["optimizer"]
+
+
+def test_a_held_output_is_counted() -> None:
+    config = tiny(vocab_size=4096)
+    free, held = (predict_memory(config, Workload.train(1, 256), keep_outputs=keep) for keep in (False, True))
+    assert held.allocated_peak_bytes > free.allocated_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("mistral", {"sliding_window": 8}),
+        ("gemma2", {"head_dim": 16}),
+        ("t5", {}),
+    ],
+)
+def test_other_architectures(kind: str, extra: dict[str, Any]) -> None:
+    sizes = {k: v for k, v in tiny().to_dict().items() if k.startswith(("hidden", "inter", "num_", "vocab"))}
+    config = AutoConfig.for_model(kind, **({"d_model": 64, "num_layers": 2} if kind == "t5" else sizes), **extra)
+    found = predict_memory(config, Workload.train(1, 32), dtype=torch.bfloat16)
+    assert found.allocated_peak_bytes > 3 * found.components["weights"] > 0  # and optimizer state of twice as much
+
+
+def test_fits_replays_under_the_limit() -> None:
+    found = predict_memory(tiny(), Workload.train(2, 512), context_bytes=100)
+    assert found.total_bytes == found.reserved_peak_bytes + 100
+    assert found.fits(found.total_bytes)
+    assert not found.fits(found.allocated_peak_bytes // 2)
+
+
+def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
+    config, workload = tiny(), Workload.train(1, 256, adapter=lora())
+    limit = predict_memory(config, workload.replace(batch_size=5), context_bytes=0).total_bytes + MiB
+    found = largest_micro_batch(config, workload, limit, context_bytes=0)
+    rows = int(found.workload.split("batch_size=")[1].split(",")[0])
+    assert rows >= 5
+    assert found.fits(limit)
+    assert not predict_memory(config, workload.replace(batch_size=rows + 1), context_bytes=0).fits(limit)
+    with pytest.raises(ArgumentError, match="One row takes"):
+        largest_micro_batch(config, workload, 2 * MiB, context_bytes=0)
+    with pytest.raises(ArgumentError, match="no batch"):
+        largest_micro_batch(config, Workload.weights_only(), limit)
+
+
+def test_what_cannot_be_forecast_is_refused(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(tiny())
+    with pytest.raises(ArgumentError, match=r"dtype.*built already"):
+        predict_memory(model, Workload.weights_only(), dtype=torch.float16)
+    config = tiny()
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(ArgumentError, match="gptq"):
+        predict_memory(config, Workload.weights_only())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    with pytest.raises(ArgumentError, match="names no base"):
+        predict_memory(tmp_path, Workload.train(1, 8))
+
+
+def test_the_report_as_text_html_json_and_picture() -> None:
+    found = predict_memory(tiny(), Workload.train(1, 16, adapter=lora()))
+    text = str(found)
+    assert "saved_activations" in text
+    assert "model.layers.0" in text
+    assert "LoraConfig(r=4)" in text
+    assert "<table>" in found._repr_html_()
+    facts = json.loads(found.to_json())
+    assert facts["components"] == dict(found.components)
+    assert facts["total_bytes"] == found.total_bytes
+    root = ElementTree.fromstring(found._repr_svg_())
+    widths = [float(bar.get("width", 0)) for bar in root.iter("{http://www.w3.org/2000/svg}rect") if len(bar)]
+    assert sum(widths) == pytest.approx(720, abs=1)
+
+
+def test_cuda_paths_are_taken_back_and_take_cudas_memory() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    before = functional.softmax, functional.dropout, functional.scaled_dot_product_attention
+    with cuda_paths((8, 0)), FakeTensorMode():
+        x = torch.empty(4, 8, dtype=torch.float16, requires_grad=True)
+        assert functional.softmax(x, -1, dtype=torch.float32).dtype == torch.float32
+        y = functional.dropout(x, 0.5)
+        assert y.grad_fn is not None
+        assert "NativeDropout" in type(y.grad_fn).__name__  # its mask has one byte an element
+        q = torch.empty(1, 4, 16, 8, dtype=torch.float16, requires_grad=True)
+        k = torch.empty(1, 2, 16, 8, dtype=torch.float16)
+        out = functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+        assert "_Flash" in type(out.grad_fn).__name__
+        masked = functional.scaled_dot_product_attention(q, q, q, torch.ones(1, 1, 16, 16, dtype=torch.bool))
+        assert "_Efficient" in type(masked.grad_fn).__name__
+        (out.sum() + masked.sum()).backward()
+        assert q.grad is not None
+        assert q.grad.shape == q.shape
+    assert before == (functional.softmax, functional.dropout, functional.scaled_dot_product_attention)
