@@ -1,0 +1,231 @@
+"""Planning a device map: accelerate's planner, plain and balanced, transformers' "auto", and plan_device_map.
+
+Random chains of blocks over two to four devices whose limits admit a contiguous plan on the devices alone. How often
+does a planner send something to the host all the same, how far is its fullest device from the best that can be, and how
+often does the data change devices? Then a Llama of 70 billion parameters, and the seconds that planning takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from _common import ENVIRONMENT, headline, median, ratio, table, write_json
+
+os.environ.update(ENVIRONMENT)
+
+HOST = 10**15
+Limits = dict[int | str, int | str]
+Planner = Callable[[Any, Limits], Mapping[str, Any]]
+
+
+class Block(torch.nn.Module):
+    """A block of so many bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(nbytes // 4, device="meta"))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values."""
+        return values
+
+
+class Chain(torch.nn.Module):
+    """Blocks, one after the other."""
+
+    _no_split_modules = ("Block",)
+    all_tied_weights_keys: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(size) for size in sizes])
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values."""
+        for block in self.blocks:
+            values = block(values)
+        return values
+
+
+def instance(seed: int) -> tuple[Chain, Limits]:
+    """Return a chain and limits that a contiguous plan keeps."""
+    draw = random.Random(seed)
+    sizes = [4 * int(2**20 * draw.lognormvariate(0, 0.7)) for _ in range(draw.randint(8, 40))]
+    devices = draw.randint(2, 4)
+    cuts = [0, *sorted(draw.sample(range(1, len(sizes)), devices - 1)), len(sizes)]
+    loads = [sum(sizes[start:stop]) for start, stop in itertools.pairwise(cuts)]
+    return Chain(sizes), {device: int(load * draw.uniform(1.0, 1.3)) for device, load in enumerate(loads)}
+
+
+def accelerate_plain(model: Any, limits: Limits) -> Mapping[str, Any]:
+    """Plan with infer_auto_device_map."""
+    from accelerate import infer_auto_device_map
+
+    whole = list(model._no_split_modules)
+    found: Mapping[str, Any] = infer_auto_device_map(model, {**limits, "cpu": HOST}, no_split_module_classes=whole)
+    return found
+
+
+def accelerate_balanced(model: Any, limits: Limits) -> Mapping[str, Any]:
+    """Plan as load_checkpoint_and_dispatch does with "auto"."""
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    whole = list(model._no_split_modules)
+    room = get_balanced_memory(model, {**limits, "cpu": HOST}, no_split_module_classes=whole)
+    found: Mapping[str, Any] = infer_auto_device_map(model, room, no_split_module_classes=whole)
+    return found
+
+
+def transformers_auto(model: Any, limits: Limits) -> Mapping[str, Any]:
+    """Plan as from_pretrained does with "auto"."""
+    from transformers.integrations import accelerate as engine
+
+    whole: Any = set(model._no_split_modules)
+    room = engine.get_balanced_memory(model, max_memory={**limits, "cpu": HOST}, no_split_module_classes=whole)
+    found: Mapping[str, Any] = engine.infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
+    return found
+
+
+def ours(model: Any, limits: Limits) -> Mapping[str, Any]:
+    """Plan with plan_device_map."""
+    from safe_loading import plan_device_map
+
+    return plan_device_map(model, dict(limits), verify=False)
+
+
+PLANNERS: dict[str, Planner] = {
+    "accelerate": accelerate_plain,
+    "accelerate, balanced": accelerate_balanced,
+    'transformers "auto"': transformers_auto,
+    "plan_device_map": ours,
+}
+
+
+def judge(model: torch.nn.Module, limits: Limits, found: Mapping[str, Any]) -> tuple[int, float, int]:
+    """Return the bytes off the devices, the largest load as a fraction of a limit, and the changes of device."""
+    loads: dict[Any, int] = {}
+    path, off = [], 0
+    for name, parameter in model.named_parameters():
+        key = max((key for key in found if not key or name == key or name.startswith(f"{key}.")), key=len)
+        device = found[key]
+        path.append(device)
+        if device in limits:
+            loads[device] = loads.get(device, 0) + parameter.nbytes
+        else:
+            off += parameter.nbytes
+    fraction = max(loads.get(device, 0) / int(limit) for device, limit in limits.items())
+    return off, fraction, sum(one != other for one, other in itertools.pairwise(path))
+
+
+def random_chains(instances: int) -> dict[str, Any]:
+    """Let every planner plan every instance; return the facts by planner."""
+    facts: dict[str, Any] = {}
+    best: list[tuple[int, float, int]] = []
+    for name, plan in reversed(PLANNERS.items()):
+        results, seconds = [], []
+        for seed in range(instances):
+            model, limits = instance(seed)
+            started = time.perf_counter()
+            found = plan(model, limits)
+            seconds.append(time.perf_counter() - started)
+            results.append(judge(model, limits, found))
+        best = best or results
+        kept = [(one, other) for one, other in zip(results, best, strict=True) if one[0] == 0]
+        loads = sorted(one[1] / other[1] for one, other in kept) or [float("nan")]
+        facts[name] = {
+            "spilled": sum(one[0] > 0 for one in results) / instances,
+            "over a limit": sum(one[1] > 1 for one in results) / instances,
+            "load mean": sum(loads) / len(loads),
+            "load p95": loads[int(0.95 * (len(loads) - 1))],
+            "crossings": sum(one[2] - other[2] for one, other in zip(results, best, strict=True)) / instances,
+            "seconds": median(seconds),
+        }
+    return dict(reversed(facts.items()))
+
+
+def llama(layers: int) -> Any:
+    """Return a Llama of 70 billion parameters (with 80 layers) on meta."""
+    from transformers import LlamaConfig
+
+    from safe_loading import meta_model
+
+    shape: Any = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    return meta_model(LlamaConfig(**shape, num_hidden_layers=layers, vocab_size=128256, dtype="bfloat16"))
+
+
+def cards() -> list[list[str]]:
+    """Return the rows of the Llama over two sets of cards."""
+    rows = []
+    for sizes in ((80, 80, 24), (80, 80, 8)):
+        limits: Limits = {device: size * 10**9 for device, size in enumerate(sizes)}
+        for name, plan in PLANNERS.items():
+            model = llama(80)
+            off, fraction, _ = judge(model, limits, plan(model, limits))
+            rows.append([f"{sizes} GB, {name}", f"{off / 1e9:.2f}", f"{fraction:.3f}"])
+    return rows
+
+
+def growth(layers: list[int]) -> list[list[str]]:
+    """Return the seconds of planning as layers and devices grow, with the ratio to ours."""
+    rows = []
+    for count in layers:
+        model = Chain([4 * 2**20] * count)
+        devices = max(2, count // 16)
+        limits: Limits = dict.fromkeys(range(devices), -(-count // devices) * 4 * 2**20 * 5 // 4)
+        seconds = {}
+        for name, plan in PLANNERS.items():
+            started = time.perf_counter()
+            plan(model, limits)
+            seconds[name] = time.perf_counter() - started
+        base = seconds["plan_device_map"]
+        times = [f"{value:.3f} s ({ratio(value, base)})" for value in seconds.values()]
+        rows.append([f"{count} layers, {devices} devices", *times])
+    return rows
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--instances", type=int, default=400)
+    parser.add_argument("--quick", action="store_true", help="few instances and layers")
+    parser.add_argument("--json", metavar="FILE", help="write every figure there")
+    arguments = parser.parse_args()
+    for name in ("accelerate.utils.modeling", "transformers.integrations.accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # they warn that these devices are not in this machine
+    print(headline())
+    instances = 40 if arguments.quick else arguments.instances
+    facts = random_chains(instances)
+    header = ("planner", "spilled", "over a limit", "load mean", "load p95", "crossings more", "ms")
+    rows = [
+        [
+            name,
+            f"{fact['spilled']:.1%}",
+            f"{fact['over a limit']:.1%}",
+            f"{fact['load mean']:.3f}x",
+            f"{fact['load p95']:.3f}x",
+            f"{fact['crossings']:.2f}",
+            f"{1000 * fact['seconds']:.1f}",
+        ]
+        for name, fact in facts.items()
+    ]
+    notes = ("each instance has a plan on its devices alone; the load is that of plans that spill nothing, over ours",)
+    print(table(f"{instances} random chains", header, rows, notes))
+    print(table("Llama, 70 billion parameters, bfloat16", ("cards", "GB on the host", "largest load"), cards()))
+    layers = [64, 256] if arguments.quick else [64, 256, 1024, 2048]
+    print(table("Seconds to plan", ("chain", *PLANNERS), growth(layers)))
+    write_json(arguments.json, facts)
+
+
+if __name__ == "__main__":
+    main()

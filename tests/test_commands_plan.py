@@ -1,0 +1,85 @@
+"""``python -m safe_loading plan``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import save_llama
+
+from safe_loading import DeviceMapPlan, plan_device_map
+from safe_loading import __main__ as command_line
+from safe_loading._commands import NOT_OK, USAGE
+
+LIMITS = ["--max-memory", "0=100KB", "1=100KB"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_llama(tmp_path_factory.mktemp("cli") / "llama", torch.float32))
+
+
+def test_the_table_and_the_map_are_printed(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["plan", folder, *LIMITS]) == 0
+    out, plan = capsys.readouterr().out, plan_device_map(folder, {0: "100KB", 1: "100KB"})
+    assert plan.table() in out
+    for path, device in plan.items():
+        assert f"\n{path}: {device}" in out
+    assert "verified" in out.splitlines()[0]
+
+
+def test_json_is_the_plan(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["plan", folder, "--max-memory", "0=120KB", "1=120KB", "--context", "16", "--json"]) == 0
+    plan = DeviceMapPlan.from_json(capsys.readouterr().out)
+    assert set(plan.values()) == {0, 1}
+    assert plan.verified
+    assert "context_length=16" in plan.facts.workload
+    assert sum(use.kv_cache for use in plan.devices) > 0
+
+
+def test_training_counts_gradients(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", folder, "--max-memory", "0=4MB", "--train", "8", "--gradient-checkpointing", "--json"]
+    assert command_line.main(words) == 0
+    assert DeviceMapPlan.from_json(capsys.readouterr().out).devices[0].gradients > 0
+
+
+def test_what_does_not_fit_leaves_with_3(folder: str) -> None:
+    words = [sys.executable, "-m", "safe_loading", "plan", folder, "--max-memory", "0=10KB"]
+    told = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert told.returncode == 3
+    assert "does not fit" in told.stdout + told.stderr
+    assert "Traceback" not in told.stderr
+    told = subprocess.run([*words, "--json"], capture_output=True, text=True, timeout=60, check=False)
+    facts = json.loads(told.stdout)
+    assert told.returncode == 3
+    assert facts["error"] == "DeviceMapInfeasible"
+    assert facts["missing_bytes"] > 0
+    assert facts["device"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--max-memory", "0=5XB"], "5XB"),
+        (["--max-memory", "0=-5GB"], "negative"),
+        (["--max-memory", "0"], "is no limit"),
+        (["--max-memory", "0=1GB", "0=2GB"], "is there twice"),
+        (["--max-memory", "0=1GB", "--train", "8", "--context", "8"], "exclude each other"),
+    ],
+)
+def test_what_cannot_be_read_is_told_on_stderr(
+    folder: str, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line.main(["plan", folder, *words]) == NOT_OK
+    told = capsys.readouterr()
+    assert says in told.err
+    assert told.out == ""
+
+
+def test_a_folder_that_is_not_there_leaves_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["plan", str(tmp_path / "none"), *LIMITS]) == USAGE
+    assert "none" in capsys.readouterr().err
