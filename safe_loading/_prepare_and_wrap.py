@@ -1,0 +1,121 @@
+"""``prepare_and_wrap``: a base, an adapter and user code, put together in the one order that keeps the memory low."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import (
+    MODEL_TYPE_TO_PEFT_MODEL_MAPPING,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    prepare_model_for_kbit_training,
+)
+from torch import nn
+from transformers import PreTrainedModel
+
+from ._adapter import config as configs
+from ._adapter.attach import quiet
+from ._adapter.hollow import Hollow, NoInit
+from ._adapter.snapshot import Snapshot
+from ._attach_head import attach_head
+from ._transparent.heads import head_problems
+from ._transparent.mixin import Transparent
+from ._transparent.names import check_mixin, check_names
+from ._transparent.order import check_order
+from ._wrap_transparent import wrap_transparent
+from .errors import ArgumentError, WrapError
+
+
+def prepare_and_wrap(
+    model: PreTrainedModel,
+    peft_config: PeftConfig,
+    mixin: type[Transparent],
+    *,
+    heads: Mapping[str, nn.Module] | None = None,
+    adapter_name: str = "default",
+    gradient_checkpointing: bool = True,
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+    **state: Any,
+) -> PeftModel:
+    """Prepare a base for training, put an adapter on it, attach heads, and wrap user code around it, in this order.
+
+    A quantised base goes through ``prepare_model_for_kbit_training``. Another one does not, since that would cast the
+    whole of it to float32; peft freezes it anyway. What the config, the names and the heads get wrong is found before
+    the base is touched.
+
+    Args:
+        model: A base of transformers, quantised or not.
+        peft_config: The adapter, such as a ``LoraConfig``.
+        mixin: A class derived from ``Transparent``, with the code in its ``__call__``.
+        heads: Modules to attach, by name.
+        adapter_name: The name of the adapter.
+        gradient_checkpointing: Whether activations are recomputed in the backward pass.
+        gradient_checkpointing_kwargs: What ``torch.utils.checkpoint`` is given, such as ``{"use_reentrant": False}``.
+        **state: Attributes that the model gets, for the mixin.
+
+    Returns:
+        The PeftModel, wrapped.
+
+    Raises:
+        WrapError: The base is a plain wrapper, names clash, or a head cannot be attached. The base is unchanged.
+        ArgumentError: The arguments do not fit together, or peft cannot use the config. The base is unchanged.
+    """
+    check_mixin(mixin)
+    check_order(model, mixin.__name__)
+    _check_kinds(model, peft_config, checkpointing=gradient_checkpointing)
+    cls = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(str(peft_config.task_type), PeftModel)
+    problems = check_names(model, mixin, state, also=(cls,))
+    for name, head in (heads or {}).items():
+        problems += [f"head {name!r}: {problem}" for problem in head_problems(model, model, name, head)]
+        if name in state:
+            problems.append(f"{name!r} is a head and a state: choose another name for one of them.")
+    if problems:
+        raise WrapError(f"{mixin.__name__} cannot go around {type(model).__name__}; nothing was changed:", problems)
+    _rehearse(model, peft_config, adapter_name)
+    _prepare(model, gradient_checkpointing, gradient_checkpointing_kwargs)
+    wrapped: Any = get_peft_model(model, peft_config, adapter_name=adapter_name)
+    for name, head in (heads or {}).items():
+        attach_head(wrapped, name, head, adapter_name=adapter_name)
+    result: PeftModel = wrap_transparent(wrapped, mixin, **state)
+    return result
+
+
+def _check_kinds(model: object, config: object, *, checkpointing: bool) -> None:
+    if not isinstance(model, PreTrainedModel):
+        hint = " It has an adapter already: wrap_transparent(model, ...)." if isinstance(model, PeftModel) else ""
+        raise ArgumentError(f"{type(model).__name__} is no base of transformers.{hint}")
+    if not isinstance(config, PeftConfig):
+        raise ArgumentError(f"{type(config).__name__} is no config of peft, such as LoraConfig(...).")
+    if checkpointing and not model.supports_gradient_checkpointing:
+        raise ArgumentError(f"{type(model).__name__} cannot checkpoint gradients: gradient_checkpointing=False.")
+
+
+def _rehearse(model: nn.Module, config: PeftConfig, adapter_name: str) -> None:
+    """Let peft put the adapter on the model without its memory, to find what it would refuse."""
+    if not configs.can_start_empty(config) or configs.changes_base(config):
+        return  # it computes from the weights
+    snapshot = Snapshot(model)
+    try:
+        with quiet(), Hollow(model), torch.device("meta"), NoInit():
+            get_peft_model(model, copy.deepcopy(config), adapter_name=adapter_name)
+    except (ValueError, TypeError, NotImplementedError, AttributeError, KeyError) as error:
+        raise ArgumentError(
+            f"peft cannot put this {type(config).__name__} on {type(model).__name__}; nothing was changed: {error}"
+        ) from error
+    finally:
+        snapshot.restore()
+
+
+def _prepare(model: Any, checkpointing: bool, kwargs: dict[str, Any] | None) -> None:
+    quantised = any(getattr(model, name, False) for name in ("is_loaded_in_8bit", "is_loaded_in_4bit", "is_quantized"))
+    if quantised:
+        prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]  # peft leaves it untyped
+            model, use_gradient_checkpointing=checkpointing, gradient_checkpointing_kwargs=kwargs
+        )
+    if checkpointing and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        model.enable_input_require_grads()
