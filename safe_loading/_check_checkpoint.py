@@ -15,6 +15,7 @@ from ._checkpoint.faults import fault, listed, note, raise_faults
 from ._checkpoint.files import size_of, unreadable
 from ._checkpoint.header import Header, try_header
 from ._checkpoint.index import inspect_checkpoint
+from ._checkpoint.paths import path_text
 from ._checkpoint.strict_json import try_json_object
 from ._checkpoint.weights import ADAPTER_CONFIG, PICKLE_SUFFIXES, conversion_command, names_in
 from ._report import Finding, findings_html, findings_text, format_bytes, html_table, text_table, to_json
@@ -112,8 +113,9 @@ def check_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
 
     Raises:
         CheckpointNotFound: There is nothing at ``path``.
+        ArgumentError: It is no path.
     """
-    place = Path(path)
+    place = Path(path_text(path, "path"))
     try:
         place.stat()
     except (OSError, ValueError) as error:

@@ -20,6 +20,7 @@ from ._adapter.base import check_base_kwargs, check_dtypes
 from ._adapter.guard import check_not_shared, device_identity, guarded, own_device
 from ._adapter.loading import Options, check_first, current_device_findings, load, untouched
 from ._adapter.sources import HUB_OPTIONS, Request, find_sources
+from ._checkpoint.paths import path_text
 from ._distributed.exchange import Ranks, host_identity
 from ._distributed.launcher import local_rank
 from .errors import AdapterError, ArgumentError, DeviceError
@@ -105,6 +106,8 @@ def load_peft_on_rank(
         if isinstance(base_model, torch.nn.Module):
             told = {"auto_class": auto_class, "base_revision": base_revision, "base_subfolder": base_subfolder}
             _check_base_object(base_model, own, {**told, "dtype": None if dtype == "auto" else dtype, **kwargs})
+        elif base_model is not None:
+            path_text(base_model, "base_model")
     check_not_shared(group.ranks, phase.results)
     options = Options(
         own, dtype, adapter_dtype, is_trainable, auto_class, active or next(iter(adapters)), strict, kwargs

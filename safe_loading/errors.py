@@ -11,6 +11,9 @@
     │   └── AdapterExists                            another adapter already has that name
     ├── OutputError             (OSError)            a folder cannot be written, or not without harm
     ├── MergeError              (ValueError)         adapters cannot be merged into their base
+    ├── WrapError               (ValueError)         user code cannot go around a model, or would not run
+    ├── TraceError              (RuntimeError)       a model cannot be run on fake tensors, so its step is not known
+    ├── DeviceMapInfeasible     (ValueError) (MemoryError) a model does not fit under its limits
     ├── DeviceError             (RuntimeError)       no device for this rank, or something landed on another one
     └── RankError               (RuntimeError)       another rank failed, so this one stops too
         ├── RankTimeout         (TimeoutError)       a rank did not arrive within the limit
@@ -23,7 +26,7 @@ carries all of them in ``problems``, one line each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 SHOWN = 24  # problems in the text; an adapter for another model has hundreds, and the first ones say it
 
@@ -74,6 +77,40 @@ class OutputError(SafeLoadingError, OSError):
 
 class MergeError(SafeLoadingError, ValueError):
     """Adapters cannot be merged into their base; nothing was changed."""
+
+
+class WrapError(SafeLoadingError, ValueError):
+    """User code cannot go around a model, or would not run there; nothing was changed."""
+
+
+class TraceError(SafeLoadingError, RuntimeError):
+    """A model cannot be run on fake tensors, so what its step takes is not known."""
+
+
+class DeviceMapInfeasible(SafeLoadingError, ValueError, MemoryError):
+    """A model does not fit under its limits, in no order of the devices.
+
+    Args:
+        message: What is missing where.
+        problems: The changes of which any one would do.
+        missing_bytes: The least that is missing, when it is added to `device`.
+        device: The device that is the least short.
+        shortages: For each device the bytes that would do if they were added to it alone.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        problems: Iterable[str] = (),
+        *,
+        missing_bytes: int = 0,
+        device: int | str = 0,
+        shortages: Mapping[int | str, int] | None = None,
+    ) -> None:
+        super().__init__(message, problems)
+        self.missing_bytes = missing_bytes
+        self.device = device
+        self.shortages: Mapping[int | str, int] = dict(shortages or {})
 
 
 class DeviceError(SafeLoadingError, RuntimeError):

@@ -29,14 +29,34 @@ DOCS = ROOT / "docs"
 if not DOCS.is_dir():
     pytest.skip("the tests run without the project's docs", allow_module_level=True)
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-MOST_NOT_RUN = 3
+MOST_NOT_RUN = 6
 
 # A fenced block with the words of its marker, when it has one: <!-- not-run: the reason -->
 BLOCK = re.compile(
     r"(?:^<!-- not-run:(?P<reason>.*?)-->\n)?^```(?P<language>[a-z]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 OUTPUT = re.compile(r"\n\s*\n?```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*|SL[0-9]{3}")
+
+# Which page has the table of a part's findings; loading.md where none is named.
+PAGE_OF = {
+    "_checkpoint": "checkpoints.md",
+    "_check_checkpoint": "checkpoints.md",
+    "_lora": "merging.md",
+    "_merge_lora_inplace": "merging.md",
+    "_merge_checkpoint": "merge_checkpoint.md",
+    "_sharding": "fsdp.md",
+    "_wrap_fsdp_meta_safe": "fsdp.md",
+    "_planning": "planning.md",
+    "_plan_device_map": "planning.md",
+    "_forecast": "memory.md",
+    "_predict_memory": "memory.md",
+    "_audit": "audit.md",
+    "_audit_model": "audit.md",
+    "_transparent": "wrapping.md",
+    "_wrap_transparent": "wrapping.md",
+    "_doctor": "doctor.md",
+}
 
 
 @dataclass(frozen=True)
@@ -196,12 +216,13 @@ def test_every_finding_stands_in_a_table_and_no_other() -> None:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
     makers = makers_of_findings(list(trees.values()))
     assert {"Finding", "fault", "note"} <= makers.keys()
-    checks, loads, merges = set(), set(), set()
+    made: dict[str, set[str]] = {page.name: set() for page in PAGES[1:]}
     for path, tree in trees.items():
-        of_checks = path.parent.name == "_checkpoint" or path.stem == "_check_checkpoint"
-        of_merges = path.parent.name == "_lora" or path.stem == "_merge_lora_inplace"
-        (checks if of_checks else merges if of_merges else loads).update(codes_in(tree, makers))
-    for page, codes in (("checkpoints.md", checks), ("loading.md", loads), ("merging.md", merges)):
+        codes = codes_in(tree, makers)
+        if codes:
+            part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+            made[PAGE_OF.get(part, "loading.md")] |= codes
+    for page, codes in made.items():
         rows = table_codes(page)
         assert len(rows) == len(set(rows)), f"{page}: a code stands twice"
         assert sorted(rows) == sorted(codes), f"{page}: its tables (left) against the source (right)"
@@ -248,6 +269,21 @@ def test_every_file_stands_in_the_tree_of_the_architecture() -> None:
             drawn.add(match[2] if len(match[1]) == 2 else folder + match[2])
     files = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
     assert drawn == {name for name in files if "/" not in name or not name.endswith("__init__.py")}
+
+
+def test_every_promise_names_tests_that_are_there() -> None:
+    rows = (DOCS / "reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", rows)
+    assert len(named) > 20
+    for file, test in named:
+        assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{test}"
+    attacks = (ROOT / "attacks" / "README.md").read_text(encoding="utf-8")
+    for path in re.findall(r"`(tests/[\w/]+\.py)`", attacks):
+        assert (ROOT / path).is_file(), path
+
+
+def test_the_version_to_cite_is_the_version() -> None:
+    assert f"\nversion: {safe_loading.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def test_every_benchmark_has_a_heading() -> None:

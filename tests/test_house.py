@@ -17,15 +17,49 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Lower may not import higher. What stands in one row may import one another.
 ORDER = (
     {"errors"},
-    {"_report", "_progress"},
-    {"_checkpoint", "_distributed", "_load_report", "_lora", "_merge_report"},
+    {
+        "_report",
+        "_progress",
+    },
+    {"_workload"},
+    {
+        "_checkpoint",
+        "_distributed",
+        "_layout",
+        "_load_report",
+        "_lora",
+        "_merge_report",
+        "_wrap_report",
+    },
     {"_device_for_rank"},
     {"_adapter"},
-    {"_check_checkpoint", "_load_peft_on_rank", "_load_adapter_on_rank", "_merge_lora_inplace"},
-    {"_merge_checkpoint"},
-    {"_merge_lora_checkpoint"},
+    {"_tracing"},
+    {"_sharding"},
+    {"_transparent"},
+    {
+        "_assert_optimizer_sharded",
+        "_attach_head",
+        "_check_checkpoint",
+        "_doctor",
+        "_load_peft_on_rank",
+        "_load_adapter_on_rank",
+        "_merge_lora_inplace",
+        "_meta_model",
+        "_wrap_transparent",
+        "_wrap_fsdp_meta_safe",
+    },
+    {"_planning"},
+    {"_limit_device_memory", "_plan_device_map"},
+    {"_largest_workload", "_smallest_limits"},
+    {"_prepare_and_wrap"},
+    {"_merge_checkpoint", "_forecast"},
+    {"_predict_memory"},
+    {"_largest_micro_batch", "_audit"},
+    {"_audit_model"},
+    {"_merge_lora_checkpoint", "_memory_guard"},
     {"__init__"},
     {"_demo"},
+    {"_commands"},
     {"__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
@@ -34,12 +68,14 @@ TORCH_FREE = (
     "_report.py",
     "_load_report.py",
     "_merge_report.py",
+    "_wrap_report.py",
     "_progress.py",
+    "_workload.py",
     "_check_checkpoint.py",
     "__init__.py",
     "__main__.py",
 )
-TORCH_FREE_FOLDERS = ("_checkpoint",)
+TORCH_FREE_FOLDERS = ("_checkpoint", "_commands")
 ENGINES = {"torch", "transformers", "peft", "accelerate", "safetensors", "numpy"}
 
 

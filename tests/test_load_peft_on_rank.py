@@ -604,7 +604,12 @@ def test_a_pickle_is_refused_with_a_command_that_works(tmp_path: Path, tiny_llam
     assert torch.equal(logits(load_peft_on_rank(pickled, tiny_llama)), expected)
 
 
-def test_a_hostile_pickle_runs_nothing(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+@pytest.mark.parametrize("forced", ["0", "1"])
+def test_a_hostile_pickle_runs_nothing(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch, forced: str
+) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", forced)
+
     class Hostile:
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "ran",))

@@ -92,8 +92,30 @@ def test_torch_s_own_conversion_rounds_twice_and_ours_does_not() -> None:
     above = torch.tensor([1 + 2**-8 + 2**-40, 1 + 3 * 2**-8 - 2**-40, -1 - 2**-8 - 2**-40], dtype=torch.float64)
     assert not torch.equal(above.to(torch.bfloat16), nearest(above, torch.bfloat16))
     out = torch.empty(3, dtype=torch.bfloat16)
-    round_into(above.clone(), out)
+    round_into(above, out)
     assert torch.equal(out, nearest(above, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [7, 8, 64, 96, 1024])
+def test_a_block_of_any_size_is_searched_to_its_end(dtype: torch.dtype, size: int) -> None:
+    step = torch.finfo(dtype).eps
+    for place in {0, size // 2, size - 1}:
+        for value in (1 + step / 2 + 2**-40, 1 + 1.5 * step - 2**-40, 2**-20 * (1 + step / 2 + 2**-40)):
+            values = torch.full((size,), 1.25, dtype=torch.float64)
+            values[place] = value
+            out = torch.empty(size, dtype=dtype)
+            round_into(values, out)
+            assert torch.equal(out, nearest(values, dtype)), (place, value)
+
+
+def test_float16_s_subnormal_numbers_are_rounded_once() -> None:
+    middle = (torch.arange(0, 1024, dtype=torch.float64) + 0.5) * 2**-24
+    values = torch.cat([middle, middle * (1 + 2**-45), middle * (1 - 2**-45)])
+    out = torch.empty(values.shape, dtype=torch.float16)
+    round_into(values, out)
+    assert torch.equal(out, nearest(values, torch.float16))
+    assert not torch.equal(values.half(), out)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -104,7 +126,7 @@ def test_rounding_at_and_around_every_tie(dtype: torch.dtype) -> None:
     values = torch.cat([middle, middle * (1 + 2**-45), middle * (1 - 2**-45), numbers.double()])
     values = torch.cat([values, -values])
     out = torch.empty(values.shape, dtype=dtype)
-    round_into(values.clone(), out)
+    round_into(values, out)
     assert torch.equal(out, nearest(values, dtype))
 
 
@@ -112,7 +134,7 @@ def test_what_is_too_large_becomes_infinite_and_nan_stays() -> None:
     values = torch.tensor([1e39, -1e39, torch.nan, torch.inf, 0.0, -0.0], dtype=torch.float64)
     for dtype in (torch.bfloat16, torch.float16):
         out = torch.empty(6, dtype=dtype)
-        round_into(values.clone(), out)
+        round_into(values, out)
         assert out[:4].isinf().tolist() == [True, True, False, True]
         assert bool(out[2].isnan())
         assert out[4:].view(torch.int16).tolist() == [0, -32768]
@@ -174,7 +196,7 @@ def test_views_of_any_strides_are_written_in_place(kind: str) -> None:
 def test_scratch_is_what_was_asked_for() -> None:
     for dtype, scratch in ((torch.float32, 1 << 16), (torch.bfloat16, 1 << 16), (torch.bfloat16, 1 << 20)):
         merger = RowMerger(Update((4096, 64), (plain(4096, 64, 4),)), dtype, torch.device("cpu"), scratch_bytes=scratch)
-        size = merger._values.nbytes + (merger._sticky.nbytes if merger._sticky is not None else 0)
+        size = merger._values.nbytes + merger._rounder.nbytes
         assert scratch / 2 < size <= scratch
     least = RowMerger(Update((4096, 64), (plain(4096, 64, 4),)), torch.float32, torch.device("cpu"), scratch_bytes=1)
     assert least.rows_per_block == ROWS

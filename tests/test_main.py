@@ -11,6 +11,7 @@ from faults.checkpoints import write_model
 
 from safe_loading import ArgumentError, __version__
 from safe_loading import __main__ as command_line
+from safe_loading._commands import check
 
 SHARDS = {"model-1.safetensors": {"a": 4}, "model-2.safetensors": {"b": 2}}
 
@@ -85,7 +86,7 @@ def test_an_error_of_the_package_is_a_message_and_no_traceback(monkeypatch, caps
     def fail(_):
         raise ArgumentError("this is wrong")
 
-    monkeypatch.setattr(command_line, "_check", fail)
+    monkeypatch.setattr(check, "_run", fail)
     assert command_line.main(["check", "x"]) == 1
     assert capsys.readouterr().err == "safe_loading: this is wrong\n"
 

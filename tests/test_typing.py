@@ -19,7 +19,7 @@ COMMANDS = {
 @pytest.mark.parametrize("checker", COMMANDS)
 def test_what_type_checkers_see(checker: str) -> None:
     wrong = {n for n, line in enumerate(SAMPLE.read_text().splitlines(), 1) if "expect-error" in line}
-    assert len(wrong) == 3
+    assert len(wrong) >= 3
     command = [sys.executable, "-m", checker, *COMMANDS[checker], str(SAMPLE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=SAMPLE.parent)
     found = {int(number) for number in re.findall(r"public_api\.py:(\d+)(?::\d+)?[: -]+(?:error|.*error)", done.stdout)}

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from safe_loading._demo.fsdp import chapter as fsdp
 from safe_loading._demo.load import chapter as load
+from safe_loading._demo.memory import chapter as memory
 from safe_loading._demo.merge import chapter as merge
+from safe_loading._demo.plan import chapter as plan
+from safe_loading._demo.wrap import chapter as wrap
 
 Chapter = Callable[[Path], str]
-_CHAPTERS: tuple[Chapter, ...] = (load, merge)
+_CHAPTERS: tuple[Chapter, ...] = (load, merge, fsdp, wrap, plan, memory)
 
 
 def chapters(folder: Path) -> Iterator[str]:
@@ -22,4 +26,4 @@ def chapters(folder: Path) -> Iterator[str]:
         SafeLoadingError: A chapter found that something is not as promised.
     """
     for chapter in _CHAPTERS:
-        yield chapter(folder)
+        yield chapter(folder).rstrip() + "\n"

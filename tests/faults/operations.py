@@ -61,6 +61,10 @@ def disk_full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def broken_disk() -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 @contextmanager
 def operations(at: int | None = None, then: Callable[[], None] = kill) -> Iterator[Operations]:
     """Within the block, the operation number `at` (from 1) is preceded by `then`; all are counted."""

@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import peft
 import torch
+import transformers
 from typing_extensions import assert_type
 
 import safe_loading
 from safe_loading import (
+    AuditReport,
     CheckpointReport,
     Finding,
     LoadReport,
+    MemoryForecast,
+    MemoryGuard,
+    Transparent,
+    Workload,
+    WrapReport,
+    attach_head,
+    audit_model,
     check_checkpoint,
     device_for_rank,
+    largest_micro_batch,
     load_adapter_on_rank,
     load_peft_on_rank,
+    merge_lora_checkpoint,
     merge_lora_inplace,
+    meta_model,
+    predict_memory,
+    prepare_and_wrap,
+    unwrap_transparent,
+    wrap_fsdp_meta_safe,
+    wrap_transparent,
 )
 
 assert_type(device_for_rank(), torch.device)
@@ -36,6 +53,33 @@ report.device = "cpu"  # expect-error: reports are frozen
 merged = merge_lora_inplace(model, adapter_names=["default"], scratch_bytes=1 << 20)
 assert_type(merged, torch.nn.Module)
 
+wrapped = wrap_fsdp_meta_safe(model, "folder", version=2, mesh=(2, 2), wrap=["layers.*"])
+assert_type(wrapped, torch.nn.Module)
+assert_type(meta_model("folder", dtype=torch.bfloat16), torch.nn.Module)
+written = merge_lora_checkpoint("base", ["one", "two"], "output", dtype=torch.bfloat16, max_shard_size="5GB")
+assert_type(written.bytes_written, int)
+assert_type(written.tensors[0].max_delta, float | None)
+merge_lora_checkpoint("base", "adapter")  # expect-error: it says where it writes
+
+
+class Mine(Transparent):
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        assert_type(self.training, bool)  # a mixin sees the model that it goes around
+        return super().__call__(*args, **kwargs)
+
+
+assert_type(wrap_transparent(model, Mine, coefficient=0.1), peft.PeftModel)
+assert_type(unwrap_transparent(model), peft.PeftModel)
+assert_type(attach_head(model, "value_head", torch.nn.Linear(2, 1)), peft.PeftModel)
+
+
+def whole_order(base: transformers.PreTrainedModel) -> None:
+    assert_type(prepare_and_wrap(base, peft.LoraConfig(), Mine, coefficient=0.1), peft.PeftModel)
+
+
+assert_type(WrapReport("Model", (), ()).ok, bool)
+wrap_transparent(model, torch.nn.Linear)  # expect-error: a mixin derives from Transparent
+
 checked = check_checkpoint("folder")
 assert_type(checked, CheckpointReport)
 assert_type(checked.ok, bool)
@@ -43,3 +87,22 @@ try:
     load_peft_on_rank("adapter")
 except safe_loading.AdapterError as error:
     assert_type(error.problems, tuple[str, ...])
+
+assert_type(Workload.train(4, 1024, gradient_checkpointing=True, optimizer="sgd"), Workload)
+Workload.generate(4, 1024, unknown=1)  # expect-error: every option is named
+
+plan = safe_loading.plan_device_map("base", {0: "20GiB"}, workload=Workload.weights_only(), verify=False)
+assert_type(plan, safe_loading.DeviceMapPlan)
+assert_type(plan.verified, bool)
+assert_type(safe_loading.limit_device_memory({0: "20GiB"}), dict[int, float])
+safe_loading.plan_device_map("base", unknown=1)  # expect-error: every option is named
+forecast = predict_memory("folder", Workload.train(4, 1024))
+assert_type(forecast, MemoryForecast)
+assert_type(forecast.allocated_peak_bytes, int)
+assert_type(forecast.fits(1), bool)
+assert_type(largest_micro_batch("folder", Workload.train(1, 8), 1 << 30), MemoryForecast)
+predict_memory("folder", Workload.train(4, 1024), card="T4")  # expect-error: every option is named
+assert_type(audit_model(torch.nn.Linear(2, 2)), AuditReport)
+assert_type(audit_model("folder").findings, tuple[Finding, ...])
+with MemoryGuard() as guard:
+    assert_type(guard.step().growth_bytes, int)

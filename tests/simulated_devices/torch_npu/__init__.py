@@ -108,6 +108,16 @@ def _memory_info(device: Device = None) -> tuple[int, int]:
     return int(free), int(total)
 
 
+def _properties(device: Device = None) -> types.SimpleNamespace:
+    index = _index(device)  # no context: the limit is a number beside the device
+    return types.SimpleNamespace(name="simulated NPU", total_memory=int(_simdev.stats()[index]["limit"]))
+
+
+def _cap(fraction: float, device: Device = None) -> None:
+    index = _index(device)
+    _simdev.set_limit(index, int(fraction * int(_simdev.stats()[index]["limit"])))
+
+
 def _counter(name: str) -> Callable[..., int]:
     def read(device: Device = None) -> int:
         return int(_simdev.stats()[_index(device)][name])
@@ -135,7 +145,9 @@ def _torch_npu_module() -> types.ModuleType:
         "device": _DeviceGuard,
         "get_device_name": lambda device=None: "simulated NPU",
         "synchronize": _nothing,
+        "get_device_properties": _properties,
         # memory
+        "set_per_process_memory_fraction": _cap,
         "empty_cache": _nothing,
         "mem_get_info": _memory_info,
         "memory_allocated": _counter("live"),

@@ -1,0 +1,82 @@
+"""Chapter: a 70B model over three cards, from nothing but its config."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from safe_loading._report import format_bytes
+from safe_loading.errors import DeviceMapInfeasible, SafeLoadingError
+
+_CARDS = {0: "80GB", 1: "80GB", 2: "24GB"}
+
+
+def chapter(folder: Path) -> str:
+    """Plan a Llama of 70 billion parameters, show the table, and draw the cards.
+
+    Args:
+        folder: Where the picture is written.
+
+    Raises:
+        SafeLoadingError: A limit is exceeded, or a model that does not fit is accepted.
+    """
+    from safe_loading import plan_device_map
+
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        dtype="bfloat16",
+    )
+    plan = plan_device_map(config, _CARDS, verify=False)
+    if any(use.used > use.limit for use in plan.devices) or plan.offloaded_bytes:
+        raise SafeLoadingError(f"the plan does not keep its limits:\n{plan}")
+    picture = folder / "plan.svg"
+    picture.write_text(plan._repr_svg_(), encoding="utf-8")
+    try:
+        plan_device_map(config, {0: "80GB", 1: "40GB"}, verify=False)
+    except DeviceMapInfeasible as error:
+        missing = format_bytes(error.missing_bytes)
+    else:
+        raise SafeLoadingError("a model of 141 GB was placed on 120 GB")
+    return "\n".join(
+        [
+            "plan: a Llama of 70 billion parameters over cards of 80, 80 and 24 GB, from its config alone",
+            f"  the picture of the cards is {picture.name} in the demo's folder",
+            "",
+            plan.table(),
+            "",
+            f'Nothing is offloaded; device_map="auto" (accelerate) sends {format_bytes(_by_accelerate(config))} to the',
+            f"host. Over cards of 80 and 40 GB the plan is refused: {missing} are missing.",
+            "",
+        ]
+    )
+
+
+def _by_accelerate(config: Any) -> int:
+    """Return the bytes that accelerate's planner does not put on a card, as ``device_map="auto"`` asks it."""
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import compute_module_sizes, get_balanced_memory
+
+    from safe_loading import meta_model
+
+    model = meta_model(config, AutoModelForCausalLM)
+    limits: dict[int | str, int | str] = {card: int(size[:-2]) * 10**9 for card, size in _CARDS.items()}
+    limits["cpu"] = 10**12
+    whole = ["LlamaDecoderLayer"]
+    said = logging.getLogger("accelerate.utils.modeling")
+    level = said.level
+    said.setLevel(logging.ERROR)  # it warns that these cards are not in this machine
+    try:
+        balanced = get_balanced_memory(model, limits, no_split_module_classes=whole)
+        found = infer_auto_device_map(model, balanced, no_split_module_classes=whole)
+    finally:
+        said.setLevel(level)
+    sizes = compute_module_sizes(model)
+    return sum(sizes[path] for path, device in found.items() if device in ("cpu", "disk"))

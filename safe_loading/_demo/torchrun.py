@@ -1,0 +1,41 @@
+"""Real ranks for the chapters that need some."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from safe_loading.errors import SafeLoadingError
+
+TIMEOUT_SECONDS = 300
+
+
+def run_ranks(module: str, folder: Path, ranks: int, written: str) -> list[dict[str, Any]]:
+    """Start the ranks with torchrun and return what each wrote.
+
+    Args:
+        module: The module of one rank, which gets the folder as its argument.
+        folder: Where the checkpoints are, and where each rank writes its facts as JSON.
+        ranks: How many.
+        written: The name of a rank's file up to its number and ``.json``.
+
+    Raises:
+        SafeLoadingError: They failed, or did not end in time.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", module, str(folder)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SafeLoadingError(f"The ranks of the demo did not end within {TIMEOUT_SECONDS} s.") from error
+    if done.returncode != 0:
+        raise SafeLoadingError(f"The ranks of the demo failed:\n{done.stderr[-3000:]}")
+    return [json.loads((folder / f"{written}{rank}.json").read_text()) for rank in range(ranks)]
