@@ -84,7 +84,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     agents = []
-    environment = {**os.environ, **ENVIRONMENT, OUT: str(folder)}
+    # the nodes import fsdp_cases, and nothing but pytest put its folder on the path
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **ENVIRONMENT, OUT: str(folder), "PYTHONPATH": path}
     with (folder / "output.txt").open("w+") as output:
         for node in (0, 1):
             command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
