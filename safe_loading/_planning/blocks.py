@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,6 +51,25 @@ class Layout:
 
     units: tuple[Unit, ...]
     tied: tuple[tuple[int, ...], ...]
+
+    def joined(self, groups: Iterable[Sequence[str]]) -> Layout:
+        """Return the same units, with groups of them, given by paths, on one device each."""
+        place = {unit.path: number for number, unit in enumerate(self.units)}
+        more = [tuple(sorted({_unit_of(path, place) for path in group})) for group in groups]
+        return replace(self, tied=(*self.tied, *(group for group in more if len(group) > 1)))
+
+    def holding(self, names: Sequence[str | None]) -> tuple[str, ...]:
+        """Return the paths of the units that hold modules or tensors; none when one of them is in no unit."""
+        paths = {unit.path for unit in self.units}
+        found: dict[str, None] = {}
+        for name in names:
+            path = (name or "").removeprefix("base_model.model.")
+            while path and path not in paths:
+                path = path.rpartition(".")[0]
+            if not path:
+                return ()
+            found[path] = None
+        return tuple(found)
 
 
 def never_split(model: torch.nn.Module, asked: Iterable[str] | None = None) -> frozenset[str]:

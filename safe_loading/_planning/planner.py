@@ -84,6 +84,7 @@ class Planner:
         self.request = request
         self.name = type(request.model).__name__
         self.merged: list[str] = []
+        self.joined: list[tuple[str, ...]] = []
         self.extra: dict[Device, int] = {}
         self.order: tuple[str, ...] = ()
         self.findings: list[Finding] = []
@@ -102,6 +103,7 @@ class Planner:
         while True:
             rounds += 1
             layout = lay_out(self.request.model, self.request.no_split_modules, self.merged, self.order)
+            layout = layout.joined(self.joined)
             priced = costs(layout.units, self.request.workload, trace)
             device_map, uses = self._placed(layout, priced)
             ran = None if self.reason else self._traced(device_map)
@@ -175,9 +177,9 @@ class Planner:
             self.refusal = infeasible(
                 request, self.name, puzzle, [cost.away for cost in priced], self.extra, self.merged
             )
-            if self.doubted or self.reason or request.workload.kind != "train":
+            if self.doubted or self.reason or request.workload.kind == "weights_only":
                 raise self.refusal
-            # the parts of a training step have their peaks at different moments: what was counted may be too much
+            # the parts of a step have their peaks at different moments: what was counted may be too much
             self.doubted, self.extra = True, {}
             wider = puzzle.with_limits([request.limits.get(d, 0) * _DOUBT // 100 for d in running])
             placement = wider.solve()
@@ -190,22 +192,35 @@ class Planner:
         return device_map, counted(request, layout, priced, device_map, self.extra)
 
     def _merge(self, ran: StepTrace, device_map: Mapping[str, Device], layout: Layout) -> bool:
-        """Keep together what an operation reads from two devices; return whether there was any."""
-        paths = [unit.path for unit in layout.units]
-        fresh: dict[str, str] = {}
+        """Keep together what an operation reads from two devices; return whether there was any.
+
+        The units that the tensors come from, where the operation's module called them; else all of that module.
+        """
+        fresh: dict[str | tuple[str, ...], str] = {}
         for problem in ran.problems:
+            group = layout.holding(problem.makers)
+            if len(group) > 1 and group not in self.joined:
+                fresh.setdefault(group, str(problem))
+                continue
             module = problem.module.removeprefix("base_model.model.")
             while module:
-                inside = {device_of(path, device_map) for path in paths if path.startswith(f"{module}.")}
+                inside = {device_of(u.path, device_map) for u in layout.units if u.path.startswith(f"{module}.")}
                 if len(inside) > 1:
                     break
                 module = module.rpartition(".")[0]
             if module not in self.merged:
                 fresh.setdefault(module, str(problem))
-        for module, said in fresh.items():
-            fix = f"none needed; name the class of {module or 'the model'} in no_split_modules to say so beforehand."
-            self.findings.append(Finding("merged-blocks", "info", module or self.name, f"stays whole: {said}", fix))
-        self.merged += fresh
+        if any(isinstance(found, tuple) for found in fresh):
+            fresh = {found: said for found, said in fresh.items() if isinstance(found, tuple)}  # the rest may go with it
+        for found, said in fresh.items():
+            if isinstance(found, tuple):
+                self.joined.append(found)
+                where, kept = found[0], f"goes with {', '.join(found[1:])}"
+            else:
+                self.merged.append(found)
+                where, kept = found or self.name, "stays whole"
+            fix = "none needed; no_split_modules= can say beforehand what stays whole."
+            self.findings.append(Finding("merged-blocks", "info", where, f"{kept}: {said}", fix))
         return bool(fresh)
 
     def _unmended(self, ran: StepTrace) -> None:

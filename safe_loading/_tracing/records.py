@@ -128,6 +128,8 @@ class Problem:
         devices: The devices that met, in the order of the arguments.
         tensors: Shape and device of each tensor, in words.
         phase: When.
+        makers: For each tensor the module inside ``module`` that it comes from, or its name when it is a parameter or a
+            buffer; None for what comes from elsewhere.
     """
 
     op: str
@@ -135,6 +137,7 @@ class Problem:
     devices: tuple[int | str, ...]
     tensors: tuple[str, ...]
     phase: str
+    makers: tuple[str | None, ...] = ()
 
     def __str__(self) -> str:
         """Return one line: what met what, where."""

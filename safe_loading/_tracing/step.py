@@ -14,8 +14,8 @@ from safe_loading._tracing.ledger import Ledger
 from safe_loading._workload import OptimizerRule, Workload
 
 
-def generate(model: torch.nn.Module, workload: Workload, inputs: Inputs, ledger: Ledger) -> None:
-    """Read the prompt, then take the steps of one token, as ``generate()`` calls the model."""
+def generate(model: torch.nn.Module, workload: Workload, inputs: Inputs, ledger: Ledger) -> Any:
+    """Read the prompt, then take the steps of one token, as ``generate()`` calls the model; return the cache."""
     ledger.phase = "prefill"
     batch = inputs.prompt(workload.batch_size, workload.context_length)
     _note_inputs(batch, ledger)
@@ -47,6 +47,7 @@ def generate(model: torch.nn.Module, workload: Workload, inputs: Inputs, ledger:
             cache = _field(output, name)
             output = None
             _note_cache(cache, ledger)
+    return cache
 
 
 def _next(inputs: Inputs, workload: Workload, batch: dict[str, Any], length: int, encoded: Any) -> dict[str, Any]:

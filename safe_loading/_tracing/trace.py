@@ -103,9 +103,11 @@ def _run(
         with watch:
             if workload.kind == "train":
                 step.train(model, workload, made, ledger, list(twins.trainable()))
+                cache = None
             else:
-                step.generate(model, workload, made, ledger)
+                cache = step.generate(model, workload, made, ledger)
         ledger.close()
+        del cache  # it outlives the step
 
 
 def _checkpoint(model: torch.nn.Module) -> None:

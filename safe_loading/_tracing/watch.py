@@ -53,6 +53,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
         self.boundary = False
         self.problems: dict[Problem, None] = {}
         self.moved: dict[tuple[Any, ...], list[int]] = {}
+        self._made_from: dict[int, int | None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""
@@ -72,7 +73,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
         for tensor in made:
             if isinstance(tensor, torch.Tensor):
                 self.values.take_over(tensor)
-                self.ledger.add(tensor, str(func))
+                number = self.ledger.add(tensor, str(func))
+                if self.several and number not in self._made_from:
+                    self._made_from[number] = self._first(args)
         self.values.follow(func, args, kwargs, out)
         return out
 
@@ -138,7 +141,23 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
         words = tuple(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {key_of(t.device)}" for t in tensors)
         where = self.ledger.stack[-1] if self.ledger.stack else ""
         keys = tuple(key_of(device) for device in devices)
-        self.problems.setdefault(Problem(str(func), where, keys, words, self.ledger.phase))
+        makers = tuple(self._maker(self.ledger.number(tensor), where) for tensor in tensors)
+        self.problems.setdefault(Problem(str(func), where, keys, words, self.ledger.phase, makers))
+
+    def _first(self, args: Any) -> int | None:
+        leaves = (leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        return next((number for leaf in leaves if (number := self.ledger.number(leaf)) is not None), None)
+
+    def _maker(self, number: int | None, module: str) -> str | None:
+        """Return the module inside `module` that made a block; what `module` itself computed is followed back."""
+        while number is not None:
+            block = self.ledger.blocks[number]
+            if block.phase == "load":
+                return block.op
+            if block.module != module and (not module or block.module.startswith(f"{module}.")):
+                return block.module
+            number = self._made_from.get(number)
+        return None
 
     def _note_move(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is aten._to_copy.default:

@@ -787,7 +787,18 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+// CUDA counts whole numbers, the CPU does not; experts' tokens are counted so.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& least, const at::Scalar& most) {
+  const Tensor counted = at::histc(host_alias(self).to(at::kFloat), bins, least, most);
+  return counted.to(self.scalar_type()).to(self.device());
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  // PyTorch has these in parts as well, which would go before the fallback: other roundings, and more memory.
+  for (const char* name : {"native_layer_norm", "native_group_norm", "mish_backward", "addr"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+  library.impl("histc", histc);
   library.impl("empty.memory_format", empty_memory_format);
   library.impl("empty_strided", empty_strided);
   library.impl("_copy_from", copy_from);
