@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import doctest
-import io
 import os
 import re
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +16,16 @@ import pytest
 import torch
 from faults.adapters import edited
 from models import save_adapter, save_llama
+from pages import BLOCK, DOCS, ROOT, examples
 
 import safe_loading
 
 PACKAGE = Path(safe_loading.__file__).parent
-ROOT = Path(__file__).resolve().parent.parent
-DOCS = ROOT / "docs"
 if not DOCS.is_dir():
     pytest.skip("the tests run without the project's docs", allow_module_level=True)
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 MOST_NOT_RUN = 6
 
-# A fenced block with the words of its marker, when it has one: <!-- not-run: the reason -->
-BLOCK = re.compile(
-    r"(?:^<!-- not-run:(?P<reason>.*?)-->\n)?^```(?P<language>[a-z]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
-)
-OUTPUT = re.compile(r"\n\s*\n?```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*|SL[0-9]{3}")
 
 # Which page has the table of a part's findings; loading.md where none is named.
@@ -57,41 +47,6 @@ PAGE_OF = {
     "_wrap_transparent": "wrapping.md",
     "_doctor": "doctor.md",
 }
-
-
-@dataclass(frozen=True)
-class Example:
-    """A Python block of a page, and the output that the page shows under it."""
-
-    page: Path
-    line: int
-    code: str
-    expected: str | None
-    not_run: str | None
-
-    def run(self, namespace: dict[str, Any]) -> None:
-        # Empty lines in front, so that a traceback names the line of the page.
-        code = compile("\n" * self.line + self.code, str(self.page), "exec")
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            exec(code, namespace)
-        # The pages show what a machine without an accelerator prints.
-        if self.expected is not None and not torch.accelerator.is_available():
-            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-            same = doctest.OutputChecker().check_output(self.expected, said.getvalue(), flags)
-            assert same, f"{self.page.name}:{self.line} shows\n{self.expected}\nand it prints\n{said.getvalue()}"
-
-
-def examples(page: Path, text: str) -> list[Example]:
-    found = []
-    for block in BLOCK.finditer(text):
-        if block["language"] != "python":
-            continue
-        output = OUTPUT.match(text, block.end())
-        line = text[: block.start("code")].count("\n")
-        found.append(Example(page, line, block["code"], output and output["text"], block["reason"]))
-    return found
 
 
 EXAMPLES = {page: examples(page, page.read_text(encoding="utf-8")) for page in PAGES}
@@ -146,6 +101,30 @@ def test_examples_are_found_and_can_fail() -> None:
         second.run({})
 
 
+def test_files_and_commands_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script, command = (
+        "<!-- file: say.py -->\n```python\nprint(3)\n```\n",
+        "<!-- run: python say.py -->\n```bash\nsay\n```\n",
+    )
+    page = f"{script}\n{command}\nIt says\n\n"
+    said = examples(Path("page.md"), page + "```text\n3\n```\n")
+    shown = examples(Path("page.md"), page + "```text\n4\n```\n")
+    assert (said[0].file, said[1].command, said[1].expected, shown[1].expected) == (
+        "say.py",
+        "python say.py",
+        "3\n",
+        "4\n",
+    )
+    for example in said:
+        example.run({})
+    with pytest.raises(AssertionError, match=r"and it prints\n3"):
+        shown[1].run({})
+    (tmp_path / "say.py").write_text("1 / 0")
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        said[1].run({})
+
+
 def test_every_block_says_what_it_is() -> None:
     # A python block under another name would not be run.
     allowed = {"python", "text", "bash"}
@@ -161,8 +140,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    pages = {page.stem for page in PAGES[1:]}
-    assert pages <= {page.stem for page in tmp_path.glob("*.html")}
+    pages = {page.relative_to(DOCS).with_suffix("") for page in PAGES[1:]}
+    assert pages <= {page.relative_to(tmp_path).with_suffix("") for page in tmp_path.rglob("*.html")}
     assert "safe_loading.load_peft_on_rank" in (tmp_path / "api.html").read_text(encoding="utf-8")
 
 

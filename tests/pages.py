@@ -1,0 +1,114 @@
+"""The examples of a page: Python that runs in one namespace, files that it saves, and commands that are run.
+
+A marker above a block says what is done with it:
+
+- ``<!-- not-run: the reason -->``
+- ``<!-- file: train.py -->``: a script, which is saved
+- ``<!-- run: torchrun ... train.py -->``: what runs in place of the command that is shown
+
+Other Python blocks run in the page's namespace. A ``text`` block after one of these is what it prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<marker>not-run|file|run):(?P<words>.*?)-->\n)?^```(?P<language>[a-z]*)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+# What stands between a block and its output: nothing, or for a command a line of prose too.
+OUTPUT = re.compile(r"\n\s*\n?```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+OUTPUT_OF_COMMAND = re.compile(r"\n(?:\n[^`<#\n][^\n]*\n)?\n?```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = {
+    "torchrun": ["-m", "torch.distributed.run"],
+    "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
+    "python": [],
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A block of a page, and the output that the page shows under it."""
+
+    page: Path
+    line: int
+    code: str
+    expected: str | None
+    not_run: str | None = None
+    file: str | None = None
+    command: str | None = None
+
+    def run(self, namespace: dict[str, Any]) -> None:
+        if self.file is not None:
+            Path(self.file).write_text(self.code, encoding="utf-8")
+            return
+        said = run_command(self.command) if self.command is not None else self._run_here(namespace)
+        # The pages show what a machine without an accelerator prints.
+        if self.expected is not None and not torch.accelerator.is_available():
+            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            same = doctest.OutputChecker().check_output(self.expected, said, flags)
+            assert same, f"{self.page.name}:{self.line} shows\n{self.expected}\nand it prints\n{said}"
+
+    def _run_here(self, namespace: dict[str, Any]) -> str:
+        # Empty lines in front, so that a traceback names the line of the page.
+        code = compile("\n" * self.line + self.code, str(self.page), "exec")
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(code, namespace)
+        return said.getvalue()
+
+
+def run_command(command: str) -> str:
+    """Run a command of a page with this process's Python, and return what it prints."""
+    program, *arguments = shlex.split(command)
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(
+        [sys.executable, *PROGRAMS[program], *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, **quiet, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def examples(page: Path, text: str) -> list[Example]:
+    """Return what runs of a page, in its order."""
+    found = []
+    for block in BLOCK.finditer(text):
+        marker, words = block["marker"], block["words"]
+        if block["language"] != "python" and marker != "run":
+            continue
+        output = (OUTPUT_OF_COMMAND if marker == "run" else OUTPUT).match(text, block.end())
+        found.append(
+            Example(
+                page,
+                text[: block.start("code")].count("\n"),
+                block["code"],
+                None if output is None or marker == "file" else output["text"],
+                not_run=words if marker == "not-run" else None,
+                file=words.strip() if marker == "file" else None,
+                command=words.strip() if marker == "run" else None,
+            )
+        )
+    return found
