@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import os
 import re
 import subprocess
@@ -227,6 +228,20 @@ def test_every_public_name_stands_in_the_api() -> None:
         re.findall(r"autoexception:: (\w+)$", (DOCS / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
     )
     assert described == {name for name in named if is_exception(name)}
+
+
+def test_the_readme_runs_every_public_function() -> None:
+    code = "".join(example.code for example in EXAMPLES[ROOT / "README.md"])
+    lacking = {
+        name for name in safe_loading.__all__ if inspect.isfunction(getattr(safe_loading, name)) and name not in code
+    }
+    assert lacking == {"limit_device_memory"}, "it caps the whole process, which the tests run in"
+
+
+def test_the_picture_of_the_readme_is_drawn_by_the_project() -> None:
+    plan = safe_loading.DeviceMapPlan.from_json((DOCS / "pictures" / "plan.json").read_text(encoding="utf-8"))
+    assert (DOCS / "pictures" / "plan.svg").read_text(encoding="utf-8") == plan._repr_svg_() + "\n"
+    assert plan.verified
 
 
 def is_exception(name: str) -> bool:

@@ -183,7 +183,7 @@ def bars_svg(forecasts: list[MemoryForecast], labels: list[str] | None = None) -
         parts.append(f'<text x="{x + 18}" y="{row + 11}">{name.replace("_", " ")}</text>')
     height = y + (len(shown) + 2 + 3) // 4 * _LINE + 4
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 -4 {_WIDTH + 8} {height + 8}" width="{_WIDTH}"'
-    style = 'font-family="sans-serif" font-size="12" fill="#333" role="img"'
+    style = 'font-family="sans-serif" font-size="12" fill="#767676" role="img"'
     return f"{head} {style}>{''.join(parts)}</svg>"
 
 

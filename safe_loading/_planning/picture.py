@@ -22,6 +22,7 @@ _COLOURS = (
     ("staging", "#c8643c"),
     ("overhead", "#8a8a8a"),
 )
+_TEXT = "#767676"  # legible on white and on black
 _WIDTH, _LEFT, _ROW, _TOP = 760, 70, 34, 34
 _BAR = _WIDTH - _LEFT - 200
 
@@ -34,19 +35,19 @@ def draw(devices: Sequence[DeviceUse]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12">',
-        *_legend(),
+        *_legend([part for part in _COLOURS if any(getattr(use, part[0]) for use in shown)]),
     ]
     for row, use in enumerate(shown):
         parts += _bar(use, _TOP + row * _ROW, largest)
     return "\n".join([*parts, "</svg>"])
 
 
-def _legend() -> list[str]:
+def _legend(parts_shown: Sequence[tuple[str, str]]) -> list[str]:
     parts, left = [], _LEFT
-    for name, colour in _COLOURS:
+    for name, colour in parts_shown:
         label = "KV cache" if name == "kv_cache" else name
         parts.append(f'<rect x="{left}" y="8" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{left + 14}" y="17" fill="#555">{label}</text>')
+        parts.append(f'<text x="{left + 14}" y="17" fill="{_TEXT}">{label}</text>')
         left += 34 + 7 * len(label)
     return parts
 
@@ -55,7 +56,7 @@ def _bar(use: DeviceUse, top: int, largest: int) -> list[str]:
     name = html.escape(f"{use.device}" if isinstance(use.device, str) else f"card {use.device}")
     endless = use.limit >= UNLIMITED
     width = max(_BAR * (use.used if endless else use.limit) // largest, 1)
-    parts = [f'<text x="{_LEFT - 8}" y="{top + 16}" text-anchor="end" fill="#555">{name}</text>']
+    parts = [f'<text x="{_LEFT - 8}" y="{top + 16}" text-anchor="end" fill="{_TEXT}">{name}</text>']
     parts.append(f'<rect x="{_LEFT}" y="{top}" width="{width}" height="24" fill="#eeeeee" stroke="#999999" rx="3"/>')
     left = 0
     for part, colour in _COLOURS:
@@ -71,5 +72,5 @@ def _bar(use: DeviceUse, top: int, largest: int) -> list[str]:
         left += long
     limit = "" if endless else f" of {format_bytes(use.limit)}"
     said = f"{format_bytes(use.used)}{limit}"
-    parts.append(f'<text x="{_LEFT + max(width, int(left)) + 8}" y="{top + 16}" fill="#555">{said}</text>')
+    parts.append(f'<text x="{_LEFT + max(width, int(left)) + 8}" y="{top + 16}" fill="{_TEXT}">{said}</text>')
     return parts

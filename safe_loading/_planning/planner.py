@@ -211,7 +211,9 @@ class Planner:
             if module not in self.merged:
                 fresh.setdefault(module, str(problem))
         if any(isinstance(found, tuple) for found in fresh):
-            fresh = {found: said for found, said in fresh.items() if isinstance(found, tuple)}  # the rest may go with it
+            fresh = {
+                found: said for found, said in fresh.items() if isinstance(found, tuple)
+            }  # the rest may go with it
         for found, said in fresh.items():
             if isinstance(found, tuple):
                 self.joined.append(found)
