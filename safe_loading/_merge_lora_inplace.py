@@ -15,13 +15,15 @@ from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no py.typed
 
 from . import _progress
 from ._lora import apply
+from ._lora.by_peft import merge_all_by_peft
 from ._lora.check import delta_rms
-from ._lora.plan import Job, Plan, make_plan, not_finite
+from ._lora.offload import Offloaded
+from ._lora.plan import Job, Plan, make_plan, not_finite, torn_ties
 from ._lora.ranks import agreed, reshard
 from ._lora.tensors import parents_of
 from ._lora.tokens import Tokens
 from ._merge_report import InplaceMergeReport, MergedWeight
-from ._report import Finding, MiB, format_bytes
+from ._report import Finding, MiB
 from .errors import ArgumentError, MergeError
 
 logger = logging.getLogger("safe_loading")
@@ -69,30 +71,51 @@ def merge_lora_inplace(
     if scratch_bytes <= 0:
         raise ArgumentError(f"scratch_bytes={scratch_bytes}: it is a number of bytes, as 1 << 20.")
     reshard(model)
+    with Offloaded(tuner.model) as store:
+        plan = _checked_plan(tuner, names, store, check_finite=check_finite, scratch_bytes=scratch_bytes, unload=unload)
+        jobs = [job for group in plan.groups for job in group]
+        weights, findings = [entry for job in jobs for entry in _entries(job, plan)], _findings(jobs)
+        by_peft = [job for job in jobs if job.road == "peft" and job.names]
+        findings += merge_all_by_peft(by_peft, store, check_finite=check_finite)
+        shown = _progress.wanted(0) if progress is None else progress
+        _carry_out(tuner, plan, store, scratch_bytes=scratch_bytes, unload=unload, shown=shown)
+        findings += store.findings()
+        result, more = _unloaded(tuner) if unload else (model, [])
+    merged = tuple(dict.fromkeys(name for weight in weights for name in weight.adapters))
+    report = InplaceMergeReport(merged, tuple(weights), time.perf_counter() - started, unload, (*findings, *more))
+    result.__dict__["merge_report"] = report
+    logger.info("%s", report)
+    return result
+
+
+def _checked_plan(
+    tuner: Any,
+    names: tuple[str, ...] | None,
+    store: Offloaded,
+    *,
+    check_finite: bool,
+    scratch_bytes: int,
+    unload: bool,
+) -> Plan:
+    """Return what will be done; nothing is written, and nothing will be when it cannot be done as a whole.
+
+    Raises:
+        MergeError: Every reason against it, on every rank.
+    """
     plan = make_plan(tuner.model, names, unload=unload)
     problems = [*_refused_by_peft(tuner), *plan.problems]
     jobs = [job for group in plan.groups for job in group]
     if check_finite:
         for job in jobs:
             problems += not_finite(job, scratch_bytes=scratch_bytes)
+    problems += torn_ties(tuner.model, jobs, store)
+    problems += store.lacking((target.owner, target.attribute) for job in jobs for target in job.targets)
     problems = agreed(tuner.model, problems)
     if problems:
         raise MergeError(
             f"The adapters of this {type(tuner.model).__name__} cannot be merged:", dict.fromkeys(problems)
         )
-    weights, findings = [entry for job in jobs for entry in _entries(job, plan)], _findings(jobs)
-    findings += _by_peft([job for job in jobs if job.road == "peft" and job.names], check_finite=check_finite)
-    shown = _progress.wanted(0) if progress is None else progress
-    _carry_out(tuner, plan, scratch_bytes=scratch_bytes, unload=unload, shown=shown)
-    result: torch.nn.Module = model
-    if unload:
-        result, more = _unloaded(tuner)
-        findings += more
-    merged = tuple(dict.fromkeys(name for weight in weights for name in weight.adapters))
-    report = InplaceMergeReport(merged, tuple(weights), time.perf_counter() - started, unload, tuple(findings))
-    result.__dict__["merge_report"] = report
-    logger.info("%s", report)
-    return result
+    return plan
 
 
 def _tuner(model: torch.nn.Module) -> Any:
@@ -184,38 +207,7 @@ def _findings(jobs: list[Job]) -> list[Finding]:
     return findings
 
 
-def _by_peft(jobs: list[Job], *, check_finite: bool) -> list[Finding]:
-    """Let peft merge the layers that are not known here, all of them or none."""
-    if not jobs:
-        return []
-    backup, at = apply.Backup(), ""
-    try:
-        for job in jobs:
-            at = job.path
-            backup.keep(job.layer)
-            apply.merge_by_peft(job, check_finite=check_finite)
-    except BaseException as error:
-        backup.restore()
-        if not isinstance(error, Exception):
-            raise
-        raise MergeError(
-            "peft cannot merge a layer; everything is as it was:", [f"{at}: {error or type(error).__name__}."]
-        ) from error
-    size = backup.bytes
-    backup.settle()
-    kinds = sorted({type(job.layer).__name__ for job in jobs})
-    finding = Finding(
-        "merged-by-peft",
-        "warning",
-        f"{len(jobs)} layers, as {jobs[0].path}",
-        f"{kinds} are merged by peft's own code: it rounds more than once, and took {format_bytes(size)} for a while.",
-        "none needed; quantised weights are best merged into the base before it is quantised.",
-        size,
-    )
-    return [finding]
-
-
-def _carry_out(tuner: Any, plan: Plan, *, scratch_bytes: int, unload: bool, shown: bool) -> None:
+def _carry_out(tuner: Any, plan: Plan, store: Offloaded, *, scratch_bytes: int, unload: bool, shown: bool) -> None:
     """Write, mark and unload, one group after the other; free what a group held."""
     places = parents_of(tuner.model) if unload else {}
     groups, total = plan.groups, len(plan.groups)
@@ -226,7 +218,7 @@ def _carry_out(tuner: Any, plan: Plan, *, scratch_bytes: int, unload: bool, show
             group = groups.pop(0)
             for job in group:
                 if job.road != "peft":
-                    apply.merge_by_blocks(job, scratch_bytes=scratch_bytes, unload=unload)
+                    apply.merge_by_blocks(job, store, scratch_bytes=scratch_bytes, unload=unload)
             for job in group:
                 if unload:
                     apply.unload(job, tuner, places)

@@ -14,7 +14,8 @@ from peft.utils.other import ModulesToSaveWrapper
 
 from safe_loading._lora.check import why_not_finite
 from safe_loading._lora.layers import CannotMerge, Target, adapters_of, is_blocked, targets
-from safe_loading._lora.tensors import Sharing, check_tensor, same_update, tuner_layers
+from safe_loading._lora.offload import Offloaded
+from safe_loading._lora.tensors import Sharing, check_tensor, same_change, same_memory, tuner_layers
 from safe_loading._lora.tokens import Tokens, tokens
 
 Road = Literal["blocks", "tokens", "peft"]
@@ -93,6 +94,27 @@ def not_finite(job: Job, *, scratch_bytes: int) -> list[str]:
     return problems
 
 
+def torn_ties(model: Any, jobs: Sequence[Job], store: Offloaded) -> list[str]:
+    """Return a problem for each weight that the model declares as tied, that lies on disk, and changes alone.
+
+    On disk tied weights are two entries, which share no memory.
+    """
+    config = getattr(model, "config", None)
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    if not store.on_disk or not getattr(config, "tie_word_embeddings", False):
+        return []
+    targets_by_name = {job.name_of(target): target for job in jobs for target in job.targets}
+    problems = []
+    for pair in ties.items():
+        for name, other in (pair, pair[::-1]):
+            one, two = targets_by_name.get(name), targets_by_name.get(other)
+            if one is None or (id(one.owner), one.attribute) not in store.on_disk:
+                continue
+            if two is None or not same_change(one, two):
+                problems.append(_tied(name, other, changed=two is not None))
+    return problems
+
+
 def wanted(layer: BaseTunerLayer, names: Sequence[str] | None, there: frozenset[str]) -> tuple[tuple[str, ...], bool]:
     """Return the adapters to merge into a layer, in order, and whether any of them is merged already."""
     asked = [name for name in (layer.active_adapters if names is None else names) if name in there]
@@ -140,6 +162,12 @@ def _chain(layer: Any) -> list[Any]:
 def _checked(job: Job) -> Job:
     for target in job.targets:
         check_tensor(target)
+        for piece in () if isinstance(target, Tokens) else target.pieces:
+            if any(term.left.is_meta or term.right.is_meta for term in piece.update.terms):
+                raise CannotMerge(
+                    "its adapter is on meta, so it holds no values: peft loads none onto an offloaded layer. Load the "
+                    "adapter before the model is dispatched, or merge with merge_lora_checkpoint"
+                )
     return job
 
 
@@ -180,9 +208,7 @@ def _join(group_of: dict[int, list[Job]], one: Job, other: Job) -> None:
 
 
 def _same(one: Target | Tokens, other: Target | Tokens) -> bool:
-    if isinstance(one, Tokens) or isinstance(other, Tokens):
-        return isinstance(one, Tokens) and isinstance(other, Tokens) and one.same(other)
-    return same_update(one, other)
+    return same_memory(one.tensor, other.tensor) and same_change(one, other)
 
 
 def _foreign(job: Job, sharing: Sharing) -> list[str]:

@@ -78,11 +78,15 @@ class Sharing:
         ]
 
 
-def same_update(one: Target, other: Target) -> bool:
-    """Return whether two targets are the same memory with the same change, as ensure_weight_tying=True makes them."""
-    first, second = one.tensor, other.tensor
-    if (first.data_ptr(), first.shape, first.stride()) != (second.data_ptr(), second.shape, second.stride()):
-        return False
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are the same memory in the same shape, as tied weights are."""
+    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+
+
+def same_change(one: Target | Tokens, other: Target | Tokens) -> bool:
+    """Return whether the same is done to two targets, as ensure_weight_tying=True has it, wherever they lie."""
+    if isinstance(one, Tokens) or isinstance(other, Tokens):
+        return isinstance(one, Tokens) and isinstance(other, Tokens) and one.same_rows(other)
     if len(one.pieces) != len(other.pieces):
         return False
     return all(equal_updates(a.update, b.update) for a, b in zip(one.pieces, other.pieces, strict=True))

@@ -39,14 +39,10 @@ class Tokens:
         for index, values in self.rows:
             self.tensor.index_copy_(0, index, values.to(self.tensor))
 
-    def same(self, other: Tokens) -> bool:
-        """Return whether two are the same rows of the same memory with the same values."""
-        return (
-            (self.tensor.data_ptr(), self.tensor.shape) == (other.tensor.data_ptr(), other.tensor.shape)
-            and len(self.rows) == len(other.rows)
-            and all(
-                torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(self.rows, other.rows, strict=True)
-            )
+    def same_rows(self, other: Tokens) -> bool:
+        """Return whether two replace the same rows by the same values."""
+        return len(self.rows) == len(other.rows) and all(
+            torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(self.rows, other.rows, strict=True)
         )
 
 
