@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 OUT = "SAFE_LOADING_TEST_OUT"
+TESTS = Path(__file__).resolve().parent
 TAIL = 6000  # characters of a rank's output in a failure
 
 ENVIRONMENT = {
@@ -125,7 +126,9 @@ def _environment(folder: Path, env: Mapping[str, str | None] | None) -> dict[str
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "SLURM_"))}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         inherited.pop(name, None)
-    wanted = {**inherited, **ENVIRONMENT, OUT: str(folder), **(env or {})}
+    # the scripts import what the tests share
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    wanted = {**inherited, **ENVIRONMENT, OUT: str(folder), "PYTHONPATH": path, **(env or {})}
     return {name: value for name, value in wanted.items() if value is not None}
 
 
