@@ -166,3 +166,44 @@ def test_what_cannot_be_mended_is_never_verified(monkeypatch: pytest.MonkeyPatch
     assert "between devices" in plan.reason
     assert "cross-device" in codes(plan)
     assert not plan.ok
+
+
+class Sums(torch.nn.Module):
+    """A decoder that adds two embeddings itself, before its layers, as BioGPT and Blenderbot do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(128, 64)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8))
+        self.positions = torch.nn.Embedding(64, 64)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.tokens
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.tokens(input_ids) * 8 + self.positions(places) / 2
+        for layer in self.layers:
+            x = layer(x)
+        return {"logits": x}
+
+
+def test_two_embeddings_that_are_added_go_together_and_the_stack_is_still_split() -> None:
+    with torch.device("meta"):
+        model = Sums()
+    plan = plan_device_map(model, {0: "100KB", 1: "100KB"}, no_split_modules=["Linear"])
+    assert plan.verified
+    assert plan["tokens"] == plan["positions"]
+    assert {plan.get(f"layers.{n}") for n in range(8)} == {0, 1}
+    (found,) = [finding for finding in plan.findings if finding.code == "merged-blocks"]
+    assert "aten.add.Tensor" in found.message
+    with pytest.raises(DeviceMapInfeasible, match=r"met tensors of two: tokens with positions"):
+        plan_device_map(model, dict.fromkeys(range(9), "40KB"), no_split_modules=["Linear"])
+
+
+def test_the_caches_of_several_layers_add_up_in_the_count() -> None:
+    one, two = (
+        sum(use.kv_cache for use in plan_device_map(llama(), limits, workload=STEP, verify=False).devices)
+        for limits in ({0: "1GB"}, {0: "400KB", 1: "400KB"})
+    )
+    assert one == two == 3 * 2 * 2 * (64 + 1) * 2 * 8 * 4  # layers, keys and values, rows, tokens, heads, size, bytes

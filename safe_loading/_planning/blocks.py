@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from .keys import device_of
 from .sizes import Tensor, walk
+from .units import Device
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
@@ -70,6 +72,22 @@ class Layout:
                 return ()
             found[path] = None
         return tuple(found)
+
+    def split_around(self, module: str, device_map: Mapping[str, Device]) -> str:
+        """Return the module itself, or the innermost around it, of which the map has parts on several devices."""
+        while module:
+            inside = {device_of(u.path, device_map) for u in self.units if u.path.startswith(f"{module}.")}
+            if len(inside) > 1:
+                break
+            module = module.rpartition(".")[0]
+        return module
+
+
+def beside_stack(model: torch.nn.Module, module: str, group: Sequence[str]) -> bool:
+    """Return whether a module holds a list of modules, such as its layers, and no unit of a group is in the list."""
+    prefix = f"{module}." if module else ""
+    stacks = [prefix + path for path, inner in model.get_submodule(module).named_modules() if isinstance(inner, _LISTS)]
+    return bool(stacks) and not any(path.startswith(f"{stack}.") for path in group for stack in stacks)
 
 
 def never_split(model: torch.nn.Module, asked: Iterable[str] | None = None) -> frozenset[str]:

@@ -34,7 +34,7 @@ def infeasible(
         puzzle: The blocks and the limits, overhead taken off.
         away: What each block needs when it is offloaded.
         extra: What a traced step needed beyond the count, by device.
-        merged: Modules that stay whole since one of their operations met tensors of two devices.
+        merged: What stays together since an operation met tensors of two devices, in words.
     """
     running = request.running
     shortages = {running[number]: missing for number, missing in puzzle.shortages().items()}
@@ -54,8 +54,7 @@ def infeasible(
     if biggest is not None and needs <= there:
         parts.append(f"No order of the devices works; the largest piece is {format_bytes(biggest.kept)}.")
     if merged:
-        whole = ", ".join(module or "the whole model" for module in merged)
-        parts.append(f"Kept on one device, for an operation there met tensors of two: {whole}.")
+        parts.append(f"Kept on one device, for an operation there met tensors of two: {', '.join(merged)}.")
     if extra:
         parts.append(f"Traced while running, beyond the count: {dict(extra)} bytes.")
     parts.append(_by_offloading(request, puzzle, away))

@@ -16,7 +16,7 @@ from safe_loading._workload import Workload
 from safe_loading.errors import DeviceMapInfeasible, TraceError
 
 from .accounts import counted, gathered, measured
-from .blocks import Layout, lay_out
+from .blocks import Layout, beside_stack, lay_out
 from .costs import Cost, costs
 from .explain import infeasible
 from .keys import collapse, device_of, execution_devices
@@ -174,9 +174,9 @@ class Planner:
             split = offload(puzzle, [cost.away for cost in priced], hosts, request.objective)
             places = split.device_of if split is not None else None
         if places is None:
-            self.refusal = infeasible(
-                request, self.name, puzzle, [cost.away for cost in priced], self.extra, self.merged
-            )
+            kept = [module or "the whole model" for module in self.merged]
+            kept += [" with ".join(group) for group in self.joined]
+            self.refusal = infeasible(request, self.name, puzzle, [cost.away for cost in priced], self.extra, kept)
             if self.doubted or self.reason or request.workload.kind == "weights_only":
                 raise self.refusal
             # the parts of a step have their peaks at different moments: what was counted may be too much
@@ -194,36 +194,29 @@ class Planner:
     def _merge(self, ran: StepTrace, device_map: Mapping[str, Device], layout: Layout) -> bool:
         """Keep together what an operation reads from two devices; return whether there was any.
 
-        The units that the tensors come from, where the operation's module called them; else all of that module.
+        A layer stays whole. In a module that holds a stack of layers only those units are joined that the tensors come
+        from, two embeddings that are added, say; unless one comes from the stack, or from elsewhere.
         """
-        fresh: dict[str | tuple[str, ...], str] = {}
+        wholes: dict[str, str] = {}
+        groups: dict[tuple[str, ...], tuple[str, str]] = {}
         for problem in ran.problems:
+            module = layout.split_around(problem.module.removeprefix("base_model.model."), device_map)
             group = layout.holding(problem.makers)
-            if len(group) > 1 and group not in self.joined:
-                fresh.setdefault(group, str(problem))
-                continue
-            module = problem.module.removeprefix("base_model.model.")
-            while module:
-                inside = {device_of(u.path, device_map) for u in layout.units if u.path.startswith(f"{module}.")}
-                if len(inside) > 1:
-                    break
-                module = module.rpartition(".")[0]
-            if module not in self.merged:
-                fresh.setdefault(module, str(problem))
-        if any(isinstance(found, tuple) for found in fresh):
-            fresh = {
-                found: said for found, said in fresh.items() if isinstance(found, tuple)
-            }  # the rest may go with it
-        for found, said in fresh.items():
-            if isinstance(found, tuple):
-                self.joined.append(found)
-                where, kept = found[0], f"goes with {', '.join(found[1:])}"
-            else:
-                self.merged.append(found)
-                where, kept = found or self.name, "stays whole"
-            fix = "none needed; no_split_modules= can say beforehand what stays whole."
-            self.findings.append(Finding("merged-blocks", "info", where, f"{kept}: {said}", fix))
-        return bool(fresh)
+            joins = len(group) > 1 and group not in self.joined
+            if joins and beside_stack(self.request.model, module, group):
+                groups.setdefault(group, (module, str(problem)))
+            elif module not in self.merged:
+                wholes.setdefault(module, str(problem))
+        groups = {group: (module, said) for group, (module, said) in groups.items() if module not in wholes}
+        fix = "none needed; no_split_modules= can say beforehand what stays whole."
+        for module, said in wholes.items():
+            self.findings.append(Finding("merged-blocks", "info", module or self.name, f"stays whole: {said}", fix))
+        for group, (_, said) in groups.items():
+            message = f"goes with {', '.join(group[1:])}: {said}"
+            self.findings.append(Finding("merged-blocks", "info", group[0], message, fix))
+        self.merged += wholes
+        self.joined += groups
+        return bool(wholes or groups)
 
     def _unmended(self, ran: StepTrace) -> None:
         """Say that what was kept together still meets tensors of two devices."""
