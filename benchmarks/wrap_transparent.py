@@ -100,8 +100,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--quick", action="store_true", help="two layers")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
     options = parser.parse_args()
+    if options.quick:
+        options.layers = 2
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     heads = max(1, options.hidden // 32)
