@@ -106,6 +106,18 @@ def _quantise(model: Any, asked: Any, *, pre_quantised: bool) -> None:
     quantiser: Any = AutoHfQuantizer.from_config(asked, pre_quantized=pre_quantised)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
     model.config.quantization_config = quantiser.quantization_config
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     with torch.device("meta"):
         quantiser.preprocess_model(model=model, dtype=dtype, device_map={"": 0}, checkpoint_files=None)
     model.hf_quantizer = quantiser
+    _cast_back(model, dtypes)
+
+
+def _cast_back(model: torch.nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """Give the biases of the quantiser's modules, made in torch's default dtype, the one in which they are loaded."""
+    for path, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            wanted = dtypes.get(f"{path}.{leaf}" if path else leaf)
+            made_anew = type(parameter) is torch.nn.Parameter and parameter.dtype == torch.get_default_dtype()
+            if parameter is not None and wanted is not None and made_anew and parameter.dtype != wanted:
+                module._parameters[leaf] = torch.nn.Parameter(parameter.detach().to(wanted), parameter.requires_grad)
