@@ -17,6 +17,7 @@ from . import _progress
 from ._lora import apply
 from ._lora.by_peft import merge_all_by_peft
 from ._lora.check import delta_rms
+from ._lora.dequantise import Replacement, dequantised, put_in_place
 from ._lora.offload import Offloaded
 from ._lora.plan import Job, Plan, make_plan, not_finite, torn_ties
 from ._lora.ranks import agreed, reshard
@@ -38,6 +39,7 @@ def merge_lora_inplace(
     scratch_bytes: int = 1 * MiB,
     progress: bool | None = None,
     unload: bool = True,
+    dequantize: bool = False,
 ) -> torch.nn.Module:
     """Merge adapters into the weights of their base model, each weight in its own storage.
 
@@ -57,6 +59,8 @@ def merge_lora_inplace(
         progress: Whether a progress bar is shown. None shows it in a terminal.
         unload: Whether the base model is returned, without any adapter left. With False the adapters stay, marked
             as merged, so that ``model.unmerge_adapter()`` can take them out again.
+        dequantize: Whether quantised layers, all of the model, become plain ones in the dtype in which they compute.
+            With False those that have adapters are requantised by peft, and a finding says what that rounds away.
 
     Returns:
         The base model, as ``merge_and_unload`` returns it; with ``unload=False`` the model itself.
@@ -68,15 +72,19 @@ def merge_lora_inplace(
     started = time.perf_counter()
     tuner = _tuner(model)
     names = _checked_names(tuner, adapter_names)
-    if scratch_bytes <= 0:
-        raise ArgumentError(f"scratch_bytes={scratch_bytes}: it is a number of bytes, as 1 << 20.")
+    if type(scratch_bytes) is not int or scratch_bytes <= 0:
+        raise ArgumentError(f"scratch_bytes={scratch_bytes!r}: it is a number of bytes, as 1 << 20.")
+    if dequantize and not unload:
+        raise ArgumentError("dequantize=True puts plain layers in the place of peft's; that needs unload=True.")
     reshard(model)
     with Offloaded(tuner.model) as store:
-        plan = _checked_plan(tuner, names, store, check_finite=check_finite, scratch_bytes=scratch_bytes, unload=unload)
+        plan = make_plan(tuner.model, names, unload=unload, dequantize=dequantize)
+        made = _check(tuner, plan, store, check_finite=check_finite, scratch_bytes=scratch_bytes, dequantize=dequantize)
         jobs = [job for group in plan.groups for job in group]
         weights, findings = [entry for job in jobs for entry in _entries(job, plan)], _findings(jobs)
         by_peft = [job for job in jobs if job.road == "peft" and job.names]
         findings += merge_all_by_peft(by_peft, store, check_finite=check_finite)
+        findings += put_in_place(tuner.model, made)
         shown = _progress.wanted(0) if progress is None else progress
         _carry_out(tuner, plan, store, scratch_bytes=scratch_bytes, unload=unload, shown=shown)
         findings += store.findings()
@@ -88,34 +96,35 @@ def merge_lora_inplace(
     return result
 
 
-def _checked_plan(
-    tuner: Any,
-    names: tuple[str, ...] | None,
-    store: Offloaded,
-    *,
-    check_finite: bool,
-    scratch_bytes: int,
-    unload: bool,
-) -> Plan:
-    """Return what will be done; nothing is written, and nothing will be when it cannot be done as a whole.
+def _check(
+    tuner: Any, plan: Plan, store: Offloaded, *, check_finite: bool, scratch_bytes: int, dequantize: bool
+) -> list[Replacement]:
+    """Find out whether all of a plan can be done; nothing of the model is written.
+
+    Returns:
+        The plain layers that take the places of quantised ones.
 
     Raises:
         MergeError: Every reason against it, on every rank.
     """
-    plan = make_plan(tuner.model, names, unload=unload)
-    problems = [*_refused_by_peft(tuner), *plan.problems]
+    problems = [*([] if dequantize else _refused_by_peft(tuner)), *_wrapped_by_fsdp1(tuner), *plan.problems]
     jobs = [job for group in plan.groups for job in group]
     if check_finite:
         for job in jobs:
             problems += not_finite(job, scratch_bytes=scratch_bytes)
     problems += torn_ties(tuner.model, jobs, store)
     problems += store.lacking((target.owner, target.attribute) for job in jobs for target in job.targets)
+    made: list[Replacement] = []
+    if dequantize:
+        quantised = [job for job in jobs if job.road == "dequantised"]
+        made, more = dequantised(tuner.model, quantised, scratch_bytes=scratch_bytes, check_finite=check_finite)
+        problems += more
     problems = agreed(tuner.model, problems)
     if problems:
         raise MergeError(
             f"The adapters of this {type(tuner.model).__name__} cannot be merged:", dict.fromkeys(problems)
         )
-    return plan
+    return made
 
 
 def _tuner(model: torch.nn.Module) -> Any:
@@ -157,24 +166,27 @@ def _refused_by_peft(tuner: Any) -> list[str]:
             tuner._check_merge_allowed()
         except (ValueError, NotImplementedError) as error:
             problems.append(f"peft refuses: {error}.")
+    return problems
+
+
+def _wrapped_by_fsdp1(tuner: Any) -> list[str]:
     for path, module in tuner.model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
-            problems.append(
+            return [
                 f"{path or 'the model'} is wrapped by FSDP1, which keeps the weights flattened and split. Save the "
                 f"adapter, and merge it into the unsharded base."
-            )
-            break
-    return problems
+            ]
+    return []
 
 
 def _entries(job: Job, plan: Plan) -> list[MergedWeight]:
     """Return the lines of the report for one job, before its targets are freed."""
     kind = type(job.layer).__name__
-    if job.road == "peft":
+    if job.road in ("peft", "dequantised"):
         base: Any = job.layer.get_base_layer()
         size = sum(parameter.nbytes for parameter in base.parameters())
         dtype = str(next((parameter.dtype for parameter in base.parameters()), "")).removeprefix("torch.")
-        return [MergedWeight(job.path, kind, dtype, job.names, "peft", size)] if job.names else []
+        return [MergedWeight(job.path, kind, dtype, job.names, job.road, size)] if job.names else []
     entries = []
     for target in job.targets:
         rms, used = None, job.names
@@ -217,10 +229,10 @@ def _carry_out(tuner: Any, plan: Plan, store: Offloaded, *, scratch_bytes: int, 
                 break
             group = groups.pop(0)
             for job in group:
-                if job.road != "peft":
+                if job.road in ("blocks", "tokens"):
                     apply.merge_by_blocks(job, store, scratch_bytes=scratch_bytes, unload=unload)
             for job in group:
-                if unload:
+                if unload and job.road != "dequantised":
                     apply.unload(job, tuner, places)
     if came:
         left = [job.path for group in groups for job in group]

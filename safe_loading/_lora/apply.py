@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from peft.utils.other import AuxiliaryTrainingWrapper
 
+from safe_loading._lora.codes import merge_scaled
 from safe_loading._lora.offload import Offloaded
 from safe_loading._lora.plan import Job
 from safe_loading._lora.tokens import Tokens
@@ -26,6 +27,9 @@ def merge_by_blocks(job: Job, store: Offloaded, *, scratch_bytes: int, unload: b
             target.write()
             continue
         for piece in target.pieces:
+            if piece.scaled is not None:
+                merge_scaled(piece.update, piece.scaled, scratch_bytes=scratch_bytes)
+                continue
             norms = merge_matrix(piece.update, piece.matrix, scratch_bytes=scratch_bytes)
             if not unload and target.attribute != "bias":
                 for index, norm in norms.items():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+from safe_loading._lora.codes import is_quantised, unpack, values_of
 from safe_loading._lora.offload import Offloaded
 from safe_loading._lora.plan import Job
 from safe_loading._report import Finding, format_bytes
@@ -18,12 +19,16 @@ def merge_all_by_peft(jobs: list[Job], store: Offloaded, *, check_finite: bool) 
     """Let peft merge the layers that are not known here, all of them or none."""
     if not jobs:
         return []
-    backup, at = _Backup(), ""
+    backup, at, lost = _Backup(), "", dict[str, float]()
     try:
         for job in jobs:
             at = job.path
+            unpack(job.layer.get_base_layer())
             backup.keep(job.layer)
+            exact = _exact(job)
             job.layer.merge(safe_merge=check_finite, adapter_names=list(job.names))
+            if exact is not None:
+                lost[at] = _lost(job, *exact)
     except BaseException as error:
         backup.restore()
         if not isinstance(error, Exception):
@@ -43,7 +48,44 @@ def merge_all_by_peft(jobs: list[Job], store: Offloaded, *, check_finite: bool) 
         "none needed; quantised weights are best merged into the base before it is quantised.",
         size,
     )
-    return [finding]
+    return [finding, *_rounded_away(lost)]
+
+
+def _exact(job: Job) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return what a quantised layer stands for with its adapters, and what they add; None where that is not known."""
+    layer = job.layer
+    if not is_quantised(layer.get_base_layer()) or any(layer.use_dora.get(name) for name in job.names):
+        return None
+    try:
+        values = values_of(layer.get_base_layer())
+    except NotImplementedError:
+        return None
+    delta = torch.zeros_like(values, dtype=torch.float32)
+    for name in job.names:
+        delta += layer.get_delta_weight(name).to(delta)
+    return values.float() + delta, delta
+
+
+def _lost(job: Job, exact: torch.Tensor, delta: torch.Tensor) -> float:
+    """Return the rounding error of a requantised layer, as a part of what its adapters added."""
+    error = torch.linalg.vector_norm(values_of(job.layer.get_base_layer()).float() - exact)
+    return float(error / torch.linalg.vector_norm(delta).clamp_min(1e-30))
+
+
+def _rounded_away(lost: dict[str, float]) -> list[Finding]:
+    if not lost:
+        return []
+    worst = max(lost, key=lambda path: lost[path])
+    return [
+        Finding(
+            "requantised",
+            "warning",
+            f"{len(lost)} layers, as {worst}",
+            f"their weights were dequantised, added to, and rounded to codes again. The rounding error is "
+            f"{min(lost.values()):.0%} to {lost[worst]:.0%} of what the adapters add (root mean square).",
+            "merge_lora_inplace(..., dequantize=True) keeps all of it; or merge into the base before it is quantised.",
+        )
+    ]
 
 
 class _Backup:
@@ -91,7 +133,9 @@ class _Backup:
             now = tensors.get(name)
             if now is None or now.data_ptr() == data.data_ptr():
                 continue
-            if type(now) is type(tensor) and (now.shape, now.dtype, now.device) == (
+            # codes belong to the scales that came with them, which a new parameter holds: it stays where it is
+            plain = type(now) in (torch.nn.Parameter, torch.Tensor) and type(now) is type(tensor)
+            if plain and (now.shape, now.dtype, now.device) == (
                 tensor.shape,
                 tensor.dtype,
                 tensor.device,

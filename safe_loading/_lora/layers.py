@@ -12,6 +12,7 @@ from peft.tuners.lora import variants
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from safe_loading._lora.codes import Scaled, scaled_of
 from safe_loading._lora.update import Term, Update
 
 # Their delta is scaling * B @ A, as without a variant.
@@ -35,10 +36,12 @@ class Piece:
     Attributes:
         matrix: A view into the weight's own storage.
         update: What is added to it.
+        scaled: The same matrix when it is fp8, with its scales.
     """
 
     matrix: torch.Tensor
     update: Update
+    scaled: Scaled | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,26 +100,25 @@ def _factors(layer: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return whole(layer.lora_A[name].weight.data), whole(layer.lora_B[name].weight.data)
 
 
-def _plain(layer: Any, name: str) -> Term:
-    a, b = _factors(layer, name)
-    return Term(b, a, layer.scaling[name], name=name)
-
-
 def _magnitude(layer: Any, name: str) -> torch.Tensor | None:
     if not isinstance(layer.lora_variant.get(name), _DORA):
         return None
     return whole(layer.lora_magnitude_vector[name].weight.data).reshape(-1)
 
 
-def _linear(layer: Any, names: Sequence[str]) -> list[Target]:
-    base, terms = layer.get_base_layer(), []
+def linear_terms(layer: Any, names: Sequence[str]) -> list[Term]:
+    """Return what adapters add to the weight of a Linear, whatever that is stored as."""
+    terms = []
     for name in names:
         a, b = _factors(layer, name)
         left, right = (a.T, b.T) if layer.fan_in_fan_out else (b, a)
         terms.append(Term(left, right, layer.scaling[name], _magnitude(layer, name), name))
-    weight = tensor_of(base, "weight")
-    found = [_whole(base, "weight", weight, terms, axis=1 if layer.fan_in_fan_out else 0)]
-    return [*found, *_bias(layer, base, names)]
+    return terms
+
+
+def _linear(layer: Any, names: Sequence[str]) -> list[Target]:
+    base, terms, axis = layer.get_base_layer(), linear_terms(layer, names), 1 if layer.fan_in_fan_out else 0
+    return [_whole(base, "weight", tensor_of(base, "weight"), terms, axis=axis), *_bias(layer, base, names)]
 
 
 def _embedding(layer: Any, names: Sequence[str]) -> list[Target]:
@@ -161,7 +163,7 @@ def _conv(layer: Any, names: Sequence[str]) -> list[Target]:
 
 def _attention(layer: Any, names: Sequence[str]) -> list[Target]:
     base, out = layer.get_base_layer(), layer.get_base_layer().out_proj
-    terms = [_plain(layer, name) for name in names]
+    terms = [Term(b, a, layer.scaling[n], name=n) for n in names for a, b in [_factors(layer, n)]]
     found = [_whole(base, "in_proj_weight", tensor_of(base, "in_proj_weight"), terms, axis=0)]
     if set(out.active_adapters) != set(layer.active_adapters):
         raise CannotMerge("its out_proj has other active adapters than itself. Call model.set_adapter(...) again")
@@ -181,7 +183,7 @@ def _parameter(layer: Any, names: Sequence[str]) -> list[Target]:
     base, attribute = layer.get_base_layer(), layer.parameter_name
     weight = tensor_of(base, attribute)
     if weight.dim() == 2:
-        terms = [_plain(layer, name) for name in names]
+        terms = [Term(b, a, layer.scaling[n], name=n) for n in names for a, b in [_factors(layer, n)]]
         return [_whole(base, attribute, weight, terms, axis=0)]
     pieces = []
     for expert in range(weight.shape[0]):
@@ -222,7 +224,7 @@ def _whole(base: Any, attribute: str, weight: torch.Tensor, terms: list[Term], *
     if weight.dim() != 2:
         raise CannotMerge(f"its {attribute} has the shape {list(weight.shape)}, not two dimensions (ZeRO-3? Gather it)")
     update = Update((weight.shape[0], weight.shape[1]), tuple(terms), axis)
-    target = Target(base, attribute, weight, (Piece(weight, update),))
+    target = Target(base, attribute, weight, (Piece(weight, update, scaled_of(base, attribute)),))
     if not isinstance(weight, DTensor):
         return target
     _check_shapes(target, target.pieces[0])

@@ -13,12 +13,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
 from safe_loading._lora.check import why_not_finite
-from safe_loading._lora.layers import CannotMerge, Target, adapters_of, is_blocked, targets
+from safe_loading._lora.codes import is_quantised, why_scaled_not_finite
+from safe_loading._lora.layers import CannotMerge, Piece, Target, adapters_of, is_blocked, targets
 from safe_loading._lora.offload import Offloaded
 from safe_loading._lora.tensors import Sharing, check_tensor, same_change, same_memory, tuner_layers
 from safe_loading._lora.tokens import Tokens, tokens
 
-Road = Literal["blocks", "tokens", "peft"]
+Road = Literal["blocks", "tokens", "peft", "dequantised"]
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,7 +29,8 @@ class Job:
     Attributes:
         path: Its place in the model.
         layer: The tuner layer, which is a module too.
-        road: Who merges it: row blocks, the replaced tokens, or peft.
+        road: Who merges it: row blocks, the replaced tokens, peft, or a plain layer that takes the place of a quantised
+            one.
         names: The adapters that are merged; of a nested layer, those of the outermost.
         targets: The weights that change; empty for peft's road, and for one that a tied layer changes already.
         marks: The layers whose ``merged_adapters`` grow, with the names.
@@ -66,16 +68,16 @@ class Plan:
     problems: list[str]
 
 
-def make_plan(model: torch.nn.Module, names: Sequence[str] | None, *, unload: bool) -> Plan:
+def make_plan(model: torch.nn.Module, names: Sequence[str] | None, *, unload: bool, dequantize: bool = False) -> Plan:
     """Look at every tuner layer of ``model``; ``names`` None takes the active adapters of each."""
     jobs: list[Job] = []
     problems: list[str] = []
     for path, layer in tuner_layers(model):
         try:
-            jobs.append(_job(path, layer, names))
+            jobs.append(_job(path, layer, names, dequantize))
         except CannotMerge as error:
             problems.append(f"{path}: {error}.")
-    if not any(job.targets or job.road == "peft" for job in jobs):
+    if not any(job.targets or job.road in ("peft", "dequantised") for job in jobs):
         return Plan([[job] for job in jobs], problems)
     groups, shared = _grouped(jobs, Sharing(model, _thrown_away(model) if unload else ()))
     return Plan(groups, problems + shared)
@@ -88,10 +90,16 @@ def not_finite(job: Job, *, scratch_bytes: int) -> list[str]:
         if isinstance(target, Tokens):
             reasons = [target.why_not_finite()]
         else:
-            reasons = [why_not_finite(p.update, p.matrix, scratch_bytes=scratch_bytes) for p in target.pieces]
+            reasons = [_why_not_finite(piece, scratch_bytes) for piece in target.pieces]
         found = sorted({reason for reason in reasons if reason})
         problems += [f"{job.name_of(target)}: {reason}." for reason in found]
     return problems
+
+
+def _why_not_finite(piece: Piece, scratch_bytes: int) -> str | None:
+    if piece.scaled is not None:
+        return why_scaled_not_finite(piece.update, piece.scaled, scratch_bytes=scratch_bytes)
+    return why_not_finite(piece.update, piece.matrix, scratch_bytes=scratch_bytes)
 
 
 def torn_ties(model: Any, jobs: Sequence[Job], store: Offloaded) -> list[str]:
@@ -122,7 +130,7 @@ def wanted(layer: BaseTunerLayer, names: Sequence[str] | None, there: frozenset[
     return left, len(left) < len(set(asked))
 
 
-def _job(path: str, layer: BaseTunerLayer, names: Sequence[str] | None) -> Job:
+def _job(path: str, layer: BaseTunerLayer, names: Sequence[str] | None, dequantize: bool) -> Job:
     before = tuple(layer.merged_adapters)
     if isinstance(layer, TrainableTokensLayer):
         chosen, _ = wanted(layer, names, frozenset(layer.token_indices))
@@ -130,6 +138,9 @@ def _job(path: str, layer: BaseTunerLayer, names: Sequence[str] | None) -> Job:
         return _checked(Job(path, layer, "tokens", chosen, found, [(layer, chosen)], before))
     if not isinstance(layer, LoraLayer):
         return Job(path, layer, "peft", tuple(layer.active_adapters if names is None else names), [], [], before)
+    if dequantize and is_quantised(layer.get_base_layer()):
+        chosen, _ = wanted(layer, names, adapters_of(layer))
+        return Job(path, layer, "dequantised", chosen, [], [], before)
     found, marks = [], []
     first: tuple[str, ...] = ()
     for part in _chain(layer):
@@ -138,6 +149,7 @@ def _job(path: str, layer: BaseTunerLayer, names: Sequence[str] | None) -> Job:
         if not chosen:
             continue
         if not is_blocked(part, chosen):
+            _check_lora_bias(part, chosen)
             return Job(path, layer, "peft", chosen, [], [], before)
         if part.merged_adapters and any(part.use_dora.get(name) for name in chosen):
             raise CannotMerge(
@@ -149,6 +161,16 @@ def _job(path: str, layer: BaseTunerLayer, names: Sequence[str] | None) -> Job:
         if isinstance(part, MultiheadAttention):
             marks.append((part.get_base_layer().out_proj, chosen))
     return _checked(Job(path, layer, "blocks", first, found, marks, before))
+
+
+def _check_lora_bias(layer: Any, names: Sequence[str]) -> None:
+    """Refuse what peft's merge of quantised layers does wrong: it adds the bias of lora_B without its scaling."""
+    having = [name for name in names if layer.lora_bias.get(name) and layer.scaling[name] != 1]
+    if having and is_quantised(layer.get_base_layer()):
+        raise CannotMerge(
+            f"adapter {having[0]!r} has lora_bias=True, and peft merges that into a quantised layer without its "
+            f"scaling, {layer.scaling[having[0]]:g}. Merge with dequantize=True"
+        )
 
 
 def _chain(layer: Any) -> list[Any]:

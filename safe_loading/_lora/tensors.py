@@ -34,7 +34,8 @@ def check_tensor(target: Target | Tokens) -> None:
         )
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         raise CannotMerge(f"{what} is a {type(tensor).__name__}, not a plain tensor. Dequantise the model first")
-    if tensor.dtype not in DTYPES:
+    scaled = not isinstance(target, Tokens) and all(piece.scaled is not None for piece in target.pieces)
+    if tensor.dtype not in DTYPES and not scaled:
         raise CannotMerge(
             f"{what} is {tensor.dtype}. Dequantise the model first: from_pretrained(..., "
             f"quantization_config=FineGrainedFP8Config(dequantize=True)) for fp8"
