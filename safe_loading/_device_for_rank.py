@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from safe_loading._distributed.launcher import Launcher, VisibleDevices, read_launcher, read_visible_devices
 from safe_loading.errors import ArgumentError, DeviceError
 
-_LOG = logging.getLogger("safe_loading")
+from ._log import logger
 
 
 def device_for_rank(local_rank: int | None = None) -> torch.device:
@@ -94,7 +93,7 @@ def _warn_about_hidden_devices(device_type: str, visible: tuple[VisibleDevices, 
     # An empty list or -1 is how people ask for the CPU. One that names devices, none of which is there, is a mistake.
     for variable in visible:
         if variable.entries:
-            _LOG.warning(
+            logger.warning(
                 "%s=%s names %s devices, but torch sees none of them; using the CPU.",
                 variable.variable,
                 variable.value,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -22,9 +21,8 @@ from ._adapter.swap import Staged, commit, stage
 from ._distributed.exchange import Ranks
 from ._distributed.launcher import local_rank
 from ._load_report import LoadReport
+from ._log import logger
 from .errors import AdapterError, AdapterExists, ArgumentError, DeviceError
-
-logger = logging.getLogger("safe_loading")
 
 
 def load_adapter_on_rank(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -23,9 +22,8 @@ from ._adapter.sources import HUB_OPTIONS, Request, find_sources
 from ._checkpoint.paths import path_text
 from ._distributed.exchange import Ranks, host_identity
 from ._distributed.launcher import local_rank
+from ._log import logger
 from .errors import AdapterError, ArgumentError, DeviceError
-
-logger = logging.getLogger("safe_loading")
 
 
 def load_peft_on_rank(

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from ._log import logger
 from ._report import format_bytes, html_table, text_table, to_json
 
-logger = logging.getLogger("safe_loading")
 _SHOWN = 5
 
 

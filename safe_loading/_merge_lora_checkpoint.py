@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ from ._adapter.guard import guarded, own_device
 from ._adapter.sources import Source
 from ._checkpoint.commit import Stage
 from ._checkpoint.output import check_apart, output_path
+from ._log import logger
 from ._merge_checkpoint.attached import find_changes
 from ._merge_checkpoint.changes import FLOATS, NAMES
 from ._merge_checkpoint.files import small_files
@@ -26,8 +26,6 @@ from ._merge_checkpoint.report import MergeReport
 from ._merge_checkpoint.sources import REPORT, ask, find
 from ._merge_checkpoint.stream import Facts, Work, Written, facts_of, is_whole, stream
 from .errors import ArgumentError
-
-logger = logging.getLogger("safe_loading")
 
 
 def merge_lora_checkpoint(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no py.typed
 
 from . import _progress
+from ._log import logger
 from ._lora import apply
 from ._lora.by_peft import merge_all_by_peft
 from ._lora.check import delta_rms
@@ -26,8 +26,6 @@ from ._lora.tokens import Tokens
 from ._merge_report import InplaceMergeReport, MergedWeight
 from ._report import Finding, MiB
 from .errors import ArgumentError, MergeError
-
-logger = logging.getLogger("safe_loading")
 
 
 @torch.no_grad()

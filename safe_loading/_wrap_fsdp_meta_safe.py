@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,14 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._log import logger
 from ._sharding.agree import agree
 from ._sharding.carry_out import Done, carry_out
 from ._sharding.peak import Peak
 from ._sharding.report import FsdpReport, FsdpUnit
 from ._sharding.setup import Setup, prepare, ranks_of
 from ._sharding.units import Wrap
-
-logger = logging.getLogger("safe_loading")
 
 
 def wrap_fsdp_meta_safe(

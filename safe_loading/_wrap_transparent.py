@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch import nn
 
+from ._log import logger
 from ._report import Finding
 from ._transparent.classes import mixins_of, unwrapped_class, wrapped_class
 from ._transparent.heads import missing_heads
@@ -17,8 +17,6 @@ from ._transparent.order import check_order
 from ._transparent.proof import prove
 from ._wrap_report import CallProof, WrapReport
 from .errors import ArgumentError, WrapError
-
-logger = logging.getLogger("safe_loading")
 
 Model = TypeVar("Model", bound=nn.Module)
 

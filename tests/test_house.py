@@ -19,6 +19,7 @@ ORDER = (
     {"errors"},
     {
         "_report",
+        "_log",
         "_progress",
     },
     {"_workload"},

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
+from safe_loading._log import logger
 from safe_loading._report import Finding
 from safe_loading._tracing.records import StepTrace
 from safe_loading._tracing.trace import trace_step
@@ -25,8 +25,6 @@ from .place import Block, Puzzle
 from .plan import DeviceMapPlan, DeviceUse, Facts
 from .solve import Objective
 from .units import HOST, Device
-
-logger = logging.getLogger("safe_loading")
 
 _MOST_ROUNDS = 12
 _DOUBT = 120  # per cent of a limit that the count may reach before it is believed that nothing fits
