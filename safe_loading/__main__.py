@@ -25,6 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 when all is well, 1 when it is not, 2 for wrong usage or a path that is not there.
     """
     parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:
+        # The shell asks what may come next; it does so where argcomplete was registered with it.
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as stop:

@@ -109,3 +109,14 @@ def test_check_answers_without_torch_numpy_or_any_other_package(good):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.splitlines()[-1] == "0 ['safe_loading']"
+
+
+def test_the_shell_completes_commands_and_options(tmp_path):
+    pytest.importorskip("argcomplete")
+    for line, wanted in (("safe-loading do", "doctor "), ("safe-loading plan --max", "--max-memory ")):
+        answer = tmp_path / "answer"
+        asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "COMP_LINE": line}
+        environment = {**os.environ, **asked, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+        command = [sys.executable, "-c", "import safe_loading.__main__ as m; m.main()"]
+        subprocess.run(command, env=environment, timeout=60, check=True)
+        assert answer.read_text() == wanted
