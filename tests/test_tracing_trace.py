@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, LlamaConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers.utils import import_utils
 
-from safe_loading import Workload
+from safe_loading import TraceError, Workload
+from safe_loading._tracing.memo import Memo
 from safe_loading._tracing.trace import trace_step
 
 SIZES: dict[str, Any] = {
@@ -129,3 +132,102 @@ def test_a_map_of_the_base_model_holds_with_an_adapter_too() -> None:
     trace = trace_step(llama(), Workload.train(2, 16, adapter=adapter), placement=SPLIT)
     assert trace.ok
     assert trace.devices[1].at_peak["adapters"] == 2 * trace.devices[0].at_peak["adapters"]
+
+
+def test_what_is_remembered_is_what_torch_would_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    workload = Workload.train(2, 16, gradient_checkpointing=True, adapter=LoraConfig(r=4, target_modules=["q_proj"]))
+    remembered = [trace_step(model, each) for each in (workload, Workload.generate(2, 16))]
+    monkeypatch.setattr(Memo, "key", lambda *_: None)
+    for known in remembered:
+        asked = trace_step(model, workload if "train" in known.workload else Workload.generate(2, 16))
+        assert (asked.blocks, asked.order) == (known.blocks, known.order)
+
+
+class Table(nn.Module):
+    """Rows of a table that lies on a second device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(8, 4)
+        self.second = nn.Linear(4, 8, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.second.weight[input_ids]
+        return rows.sum() + self.first(input_ids).sum()
+
+
+def test_indices_of_another_device_are_refused_as_on_hardware() -> None:
+    trace = trace_step(Table(), Workload.generate(2, 6), placement={"first": 0, "second": 1})
+    assert next((problem.op, set(problem.devices)) for problem in trace.problems) == ("aten.index.Tensor", {0, 1})
+    assert trace_step(Table(), Workload.generate(2, 6)).ok
+
+
+class Unknown(nn.Module):
+    """A shape that depends on numbers that nobody knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embed(input_ids)
+        return x[x > 0]
+
+
+def test_what_cannot_be_traced_is_refused_with_the_reason_and_the_model_is_whole() -> None:
+    model = Unknown()
+    with pytest.raises(TraceError, match=r"Unknown cannot be traced for Workload.generate.*aten.*depends on values"):
+        trace_step(model, Workload.generate(2, 6))
+    assert type(model.embed.weight) is nn.Parameter
+    with pytest.raises(TraceError, match="has no gradient_checkpointing_enable"):
+        trace_step(model, Workload.train(2, 6, gradient_checkpointing=True))
+
+
+class Asking(nn.Module):
+    """Asks what models of transformers ask, which take another branch for an answer of yes."""
+
+    heard: ClassVar[list[bool]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        passing = torch.empty(77, device=input_ids.device)
+        self.heard.append(import_utils.is_tracing(passing))
+        del passing
+        x: torch.Tensor = self.embed(input_ids)
+        return x
+
+
+def test_models_take_the_branch_of_a_real_run_and_what_they_ask_with_is_not_kept() -> None:
+    before = import_utils.is_fake_tensor
+    trace = trace_step(Asking(), Workload.generate(2, 6))
+    assert Asking.heard == [False]
+    assert import_utils.is_fake_tensor is before
+    passing = next(i for i, block in enumerate(trace.blocks) if block.bytes == 77 * 4)
+    after = next(i for i, block in enumerate(trace.blocks) if block.op.startswith("aten.embedding"))
+    assert trace.order.index(~passing) < trace.order.index(after)
+
+
+def test_checkpointing_peaks_at_the_end_of_the_backward_pass_when_gradients_pile_up() -> None:
+    model = llama(num_hidden_layers=12)
+    use = trace_step(model, Workload.train(1, 4, gradient_checkpointing=True, optimizer="none")).devices[0]
+    assert use.phase == "backward"
+    late = [p for name, p in model.named_parameters() if not name.startswith(("model.embed", "model.layers.0."))]
+    assert use.at_peak["gradients"] >= sum(p.nbytes for p in late)
+    assert use.module.startswith("model.layers.0") or not use.module
+
+
+def test_a_tie_has_one_gradient_and_one_state() -> None:
+    tied = llama(tie_word_embeddings=True)
+    tied.tie_weights()
+    trace = trace_step(tied, Workload.train(2, 16))
+    sizes = {c: sum(b.bytes for b in trace.blocks if b.component == c) for c in ("gradients", "optimizer")}
+    parameters = list(tied.parameters())
+    total = sum(p.nbytes for p in parameters)
+    assert sizes["gradients"] == total
+    assert sizes["optimizer"] == 2 * total + 4 * len(parameters)

@@ -10,6 +10,8 @@ import torch
 
 from safe_loading._tracing.values import Values
 
+_ONE_LABEL = ("ForSequenceClassification", "ForImageClassification")
+
 
 def takes(model: torch.nn.Module) -> set[str]:
     """Return the names of the arguments of the model's forward, through wrappers that pass everything on."""
@@ -18,11 +20,19 @@ def takes(model: torch.nn.Module) -> set[str]:
     for _ in range(4):
         parameters = inspect.signature(seen.forward).parameters
         names |= set(parameters)
+        passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        if passes_on and hasattr(_text_config(seen), "use_cache"):
+            names.add("use_cache")  # which the model within the model takes
         inner = getattr(seen, "base_model", None)
         if not isinstance(inner, torch.nn.Module) or inner is seen:
             break
         seen = inner.model if isinstance(getattr(inner, "model", None), torch.nn.Module) else inner
     return names
+
+
+def _text_config(model: Any) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 class Inputs:
@@ -33,12 +43,14 @@ class Inputs:
         values: Where true values are kept.
         device: The device on which a user would put the inputs.
         given: Tensors of the caller's, by name, of which shape and dtype are taken; they replace what would be made.
+            Whole numbers that are not on meta keep their values, such as the places of images in a text.
     """
 
     def __init__(
         self, model: torch.nn.Module, values: Values, device: torch.device, given: Mapping[str, torch.Tensor] | None
     ) -> None:
         self.names = takes(model)
+        self.kind = type(getattr(model, "get_base_model", lambda: model)()).__name__
         self.config: Any = getattr(model, "config", None)
         self.device = device
         self.values = values
@@ -55,10 +67,26 @@ class Inputs:
         batch: dict[str, Any] = {}
         if "input_ids" in self.names:
             batch["input_ids"] = self.tokens(rows, columns)
-        if "attention_mask" in self.names:
-            batch["attention_mask"] = self.tokens(rows, columns)
+            if "attention_mask" in self.names:
+                batch["attention_mask"] = self.tokens(rows, columns)
         if getattr(self.config, "is_encoder_decoder", False) and "decoder_input_ids" in self.names:
             batch["decoder_input_ids"] = self.tokens(rows, columns)
+        if "pixel_values" in self.names and "input_ids" not in self.names and "pixel_values" not in self.given:
+            batch["pixel_values"] = self._images(rows)
         for name, tensor in self.given.items():
             batch[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            if tensor.device.type != "meta":
+                self.values.copy(batch[name], tensor)
         return batch
+
+    def labels(self, rows: int, columns: int) -> torch.Tensor:
+        """Return what a loss is computed against: one class a row for classifiers of whole inputs, else one a token."""
+        if self.kind.endswith(_ONE_LABEL):
+            return self.tokens(rows, 1).view(rows)
+        return self.tokens(rows, columns)
+
+    def _images(self, rows: int) -> torch.Tensor:
+        config = getattr(self.config, "vision_config", self.config)
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return torch.empty((rows, config.num_channels, height, width), device=self.device)

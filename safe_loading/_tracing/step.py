@@ -33,8 +33,7 @@ def generate(model: torch.nn.Module, workload: Workload, inputs: Inputs, ledger:
         output = None
         _note_cache(cache, ledger)
         masked = "attention_mask" in batch
-        if not encoder_decoder:
-            batch.clear()
+        batch = {"attention_mask": batch["attention_mask"]} if encoder_decoder and masked else {}
         ledger.phase = "decode"
         length = 1 if encoder_decoder else workload.context_length
         for step in range(workload.decode_steps if cache is not None else 0):
@@ -52,11 +51,10 @@ def generate(model: torch.nn.Module, workload: Workload, inputs: Inputs, ledger:
 
 def _next(inputs: Inputs, workload: Workload, batch: dict[str, Any], length: int, encoded: Any) -> dict[str, Any]:
     rows = workload.batch_size
-    if "decoder_input_ids" in batch:
+    if encoded is not None:
         from transformers.modeling_outputs import BaseModelOutput
 
-        after = {"decoder_input_ids": inputs.tokens(rows, 1), "encoder_outputs": BaseModelOutput(encoded)}
-        return {**after, **{k: v for k, v in batch.items() if k == "attention_mask"}}
+        return {**batch, "decoder_input_ids": inputs.tokens(rows, 1), "encoder_outputs": BaseModelOutput(encoded)}
     after = {"input_ids": inputs.tokens(rows, 1)}
     if length:
         after["attention_mask"] = inputs.tokens(rows, length)
@@ -75,7 +73,7 @@ def train(model: torch.nn.Module, workload: Workload, inputs: Inputs, ledger: Le
         ledger.phase = "forward"
         batch = inputs.prompt(workload.batch_size, workload.sequence_length)
         if workload.labels and "labels" in inputs.names and "labels" not in batch:
-            batch["labels"] = inputs.tokens(workload.batch_size, workload.sequence_length)
+            batch["labels"] = inputs.labels(workload.batch_size, workload.sequence_length)
         _note_inputs(batch, ledger)
         extra = {"use_cache": False} if "use_cache" in inputs.names else {}
         with torch.enable_grad(), _autocast(workload):

@@ -21,6 +21,7 @@ from safe_loading._tracing.attach import attached
 from safe_loading._tracing.functions import Functions
 from safe_loading._tracing.inputs import Inputs
 from safe_loading._tracing.ledger import Ledger, device_of, device_uses, module_uses, phase_peaks
+from safe_loading._tracing.memo import Memo
 from safe_loading._tracing.moves import Placement, install
 from safe_loading._tracing.records import StepTrace
 from safe_loading._tracing.twins import Twins
@@ -61,9 +62,10 @@ def trace_step(
         ledger, values = Ledger(), Values()
         where = Placement(placement)
         with _unchanged(model), attached(model, workload.adapter) as running:
-            watch = Watch(ledger, values, several=where.hooked)
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            watch = Watch(ledger, values, Memo(fake), several=where.hooked)
             try:
-                _run(running, workload, where, inputs, watch)
+                _run(running, workload, where, inputs, watch, fake)
             except Exception as error:
                 raise _refusal(running, workload, error, ledger) from error
     return StepTrace(
@@ -86,9 +88,9 @@ def _run(
     where: Placement,
     given: Mapping[str, torch.Tensor] | None,
     watch: Watch,
+    fake: FakeTensorMode,
 ) -> None:
     ledger = watch.ledger
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _neutral(), fake:
         twins = Twins(fake, ledger, where)
         twins.swap_in(model)
@@ -144,9 +146,14 @@ def _neutral() -> Iterator[None]:
         torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
         Functions(),
         # its branch for fake tensors builds a mask that the real run does not
-        mock.patch("transformers.utils.import_utils.is_fake_tensor", return_value=False),
+        mock.patch("transformers.utils.import_utils.is_fake_tensor", _no),
     ):
         yield
+
+
+def _no(_: object) -> bool:
+    """Answer without a note of the question: a `Mock` keeps its arguments, and so the tensors, alive."""
+    return False
 
 
 def _refusal(model: torch.nn.Module, workload: Workload, error: Exception, ledger: Ledger) -> TraceError:

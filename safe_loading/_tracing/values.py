@@ -37,6 +37,12 @@ class Values:
             with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
                 self._of[fake] = torch.full(fake.shape, number, dtype=fake.dtype)
 
+    def copy(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Give a fake tensor the values of a real one, when they are whole numbers and few."""
+        if _worth_it(fake) and not fake.is_floating_point():
+            with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
+                self._of[fake] = real.detach().to("cpu", copy=True)
+
     def take_over(self, fake: torch.Tensor) -> None:
         """Keep here the constant that torch attached to a fake tensor: it would compute on the host from there on."""
         constant = getattr(fake, "constant", None)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from safe_loading._tracing.ledger import Ledger, key_of
+from safe_loading._tracing.memo import Memo
 from safe_loading._tracing.records import Crossing, Problem
 from safe_loading._tracing.values import Values
 
@@ -20,6 +21,17 @@ _MOVES = frozenset({aten._to_copy.default, aten.copy_.default, aten._foreach_cop
 _INDEXING = frozenset(
     {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 )
+# what autograd writes into a gradient of zeros in place, and beside it for subclasses such as fake tensors
+# (``areAnyTensorSubclassLike`` of torch/csrc/autograd/FunctionsManual.cpp)
+_INTO_ZEROS: dict[Any, Any] = {
+    aten.index_put.default: aten.index_put_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter.value: aten.scatter_.value,
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.masked_scatter.default: aten.masked_scatter_.default,
+}
+_ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default"})
 # of a gradient that only autograd's buffer holds, the calls that led here included
 _ALONE, _ALONE_STORAGE = 4, 2
 _UNKNOWN: dict[str, bool | int | float] = {"bool": True, "int": 1, "float": 1.0}
@@ -42,13 +54,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
     Args:
         ledger: Where storages are recorded.
         values: The small true values.
+        memo: What operations gave before.
         several: Whether the step runs on several devices, so that they must be compared.
     """
 
-    def __init__(self, ledger: Ledger, values: Values, *, several: bool) -> None:
+    def __init__(self, ledger: Ledger, values: Values, memo: Memo, *, several: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.ledger = ledger
         self.values = values
+        self.memo = memo
         self.several = several
         self.boundary = False
         self.problems: dict[Problem, None] = {}
@@ -62,10 +76,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
             return self._number(args[0])
         if self.several:
             args, kwargs = self._same_device(func, args, kwargs)
-        try:
-            out = func(*args, **kwargs) if func not in _BF16_ONLY else _in_bf16(func, args, kwargs)
-        except (DynamicOutputShapeException, DataDependentOutputException):
-            out = self._from_values(func, args, kwargs)
+        if func in _INTO_ZEROS and self._fills_gradient(args[0]):
+            func = _INTO_ZEROS[func]
+        out = self._run(func, args, kwargs)
         if func is aten.add.Tensor and self._sums_gradients(args):
             self.ledger.hand_on(args[0], out)
             return out
@@ -78,6 +91,26 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
                     self._made_from[number] = self._first(args)
         self.values.follow(func, args, kwargs, out)
         return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        key = self.memo.key(func, args, kwargs)
+        out = None if key is None else self.memo.recall(key, args)
+        if out is not None:
+            return out
+        try:
+            out = func(*args, **kwargs) if func not in _BF16_ONLY else _in_bf16(func, args, kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return self._from_values(func, args, kwargs)
+        if key is not None:
+            self.memo.remember(key, args, kwargs, out)
+        return out
+
+    def _fills_gradient(self, into: torch.Tensor) -> bool:
+        """Whether autograd itself fills a gradient of zeros."""
+        if self.ledger.phase != "backward" or self.ledger.stack:
+            return False
+        number = self.ledger.number(into)
+        return number is not None and self.ledger.blocks[number].op in _ZEROS
 
     def _sums_gradients(self, args: Any) -> bool:
         """Whether autograd adds one gradient to another between two nodes, which it does in place for real tensors.
