@@ -54,6 +54,13 @@ def attach_head(
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"{type(module).__name__} is no head: pass a torch.nn.Module.")
+    if not isinstance(model, nn.Module) or not isinstance(name, str):
+        raise ArgumentError(
+            f"attach_head({type(model).__name__}, {name!r:.80}, ...): pass a model and the head's name."
+        )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"dtype={dtype!r:.80}: pass a torch.dtype, as torch.float32.")
+    device = None if device is None else _device(device)
     base, path = base_and_path(model)
     adapter, config = "", None
     if isinstance(model, PeftModel):
@@ -95,6 +102,13 @@ def _adapter(model: PeftModel, name: str | None) -> tuple[str, Any]:
     if not hasattr(model.peft_config[name], "modules_to_save"):
         raise ArgumentError(f"{model.peft_config[name].peft_type} saves no modules, so it can have no head.")
     return name, model.peft_config[name]
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device={device!r:.80} is no device: {str(error).splitlines()[0]}") from error
 
 
 def _not_loaded(config: Any, name: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from ._arguments import model_source
 from ._audit import behaviour, devices, memory, training, values, wrappers
 from ._audit.report import AuditReport, sorted_findings
 from ._audit.subject import Subject
@@ -17,7 +18,7 @@ from ._forecast.build import build
 from ._predict_memory import predict_memory
 from ._report import Finding
 from ._workload import Workload
-from .errors import TraceError
+from .errors import ArgumentError, TraceError
 
 Check = Callable[[Subject], Iterator[Finding]]
 # Without a step: what can be read off the objects.
@@ -68,6 +69,11 @@ def audit_model(
     Raises:
         ArgumentError: No model can be built from what is there.
     """
+    model_source(model, "model", torch.nn.Module, PreTrainedConfig)
+    if workload is not None and not isinstance(workload, Workload):
+        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, as Workload.train(4, 1024).")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ArgumentError(f"optimizer={optimizer!r:.80}: pass a torch optimizer, or None.")
     source, asked = model, workload
     if not isinstance(model, torch.nn.Module):
         model, workload = _built(model, workload, trust_remote_code)

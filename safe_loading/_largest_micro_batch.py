@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from ._arguments import whole_number
 from ._forecast.report import MemoryForecast
 from ._predict_memory import predict_memory
 from ._report import format_bytes
@@ -38,6 +39,9 @@ def largest_micro_batch(
         ArgumentError: Not even one row fits; the text says what one row takes.
         TraceError: As for `predict_memory`.
     """
+    if not isinstance(workload, Workload):
+        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, as Workload.train(1, 1024).")
+    whole_number(memory, "memory", least=1, what="the bytes of the card")
     if workload.kind == "weights_only":
         raise ArgumentError("Workload.weights_only() has no batch. Pass Workload.train(...) or Workload.generate(...).")
     known: dict[int, MemoryForecast] = {}

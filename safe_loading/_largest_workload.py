@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
+from ._arguments import whole_number
 from ._plan_device_map import plan_device_map
 from ._workload import Workload
 from .errors import ArgumentError, DeviceMapInfeasible
@@ -52,8 +53,7 @@ def largest_workload(
     if vary not in ("length", "batch"):
         raise ArgumentError(f"vary={vary!r} is neither 'length' nor 'batch'.")
     top = most if most is not None else _most(model, vary, options)
-    if top < 1:
-        raise ArgumentError(f"most={most!r} must be 1 or more.")
+    whole_number(top, "most", least=1)
 
     def sized(size: int) -> Workload:
         if vary == "batch":

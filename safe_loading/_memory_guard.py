@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ._arguments import whole_number
 from ._log import logger
 from ._report import format_bytes, html_table, text_table, to_json
 
@@ -82,7 +83,7 @@ class MemoryGuard:
 
     def __init__(self, *, patience: int = 3) -> None:
         self.steps: list[StepMemory] = []
-        self._patience = patience
+        self._patience = whole_number(patience, "patience", least=1, what="a number of steps")
         self._before: dict[int, tuple[Any, int]] = {}
 
     def __enter__(self) -> MemoryGuard:

@@ -14,6 +14,7 @@ from huggingface_hub.serialization._base import parse_size_to_int
 from . import _progress
 from ._adapter.guard import guarded, own_device
 from ._adapter.sources import Source
+from ._arguments import whole_number
 from ._checkpoint.commit import Stage
 from ._checkpoint.output import check_apart, output_path
 from ._log import logger
@@ -87,9 +88,11 @@ def merge_lora_checkpoint(
     """
     begin = time.perf_counter()
     shard_bytes, wanted = _bytes(max_shard_size), _dtype(dtype)
-    if threads is not None and threads < 1:
-        raise ArgumentError(f"threads={threads}; pass at least 1, or None for one for each core.")
+    if threads is not None:
+        whole_number(threads, "threads", least=1, what="a number of threads, or None for one for each core")
     own = own_device(device)
+    if base_kwargs is not None and not isinstance(base_kwargs, Mapping):
+        raise ArgumentError(f"base_kwargs={base_kwargs!r:.80}: pass a dict of arguments of from_pretrained.")
     target = output_path(output)
     request = ask(
         adapter,
@@ -132,7 +135,7 @@ def _bytes(size: int | str | None) -> int | None:
     if size is None:
         return None
     try:
-        found = parse_size_to_int(size) if isinstance(size, str) else int(size)
+        found = parse_size_to_int(size) if isinstance(size, str) else whole_number(size, "max_shard_size", least=1)
     except ValueError as error:
         raise ArgumentError(f"max_shard_size={size!r}: {error}") from error
     if found < 1:

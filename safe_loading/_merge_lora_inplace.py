@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -142,8 +142,8 @@ def _checked_names(tuner: Any, names: Sequence[str] | None) -> tuple[str, ...] |
     if names is None:
         return None
     there = list(tuner.peft_config)
-    if isinstance(names, str):
-        raise ArgumentError(f"adapter_names={names!r} must be a list: [{names!r}].")
+    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
+        raise ArgumentError(f"adapter_names={names!r:.80} must be a list of names, as {there}.")
     unknown = [name for name in names if name not in there]
     if unknown:
         raise ArgumentError(f"adapter_names={list(names)}: the model has no {unknown}, it has {there}.")

@@ -78,6 +78,8 @@ def plan_device_map(
         raise ArgumentError(f"offload={offload!r} is none of 'never', 'cpu' and 'disk'.")
     if workload is not None and not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: pass a Workload, as Workload.generate(1, 4096).")
+    if no_split_modules is not None:
+        no_split_modules = _class_names(no_split_modules)
     limits = parse_limits(max_memory) if max_memory is not None else free_now()
     kept = _overhead(overhead, limits, derived=max_memory is None)
     built = model_of(
@@ -100,6 +102,15 @@ def plan_device_map(
         inputs,
     )
     return Planner(request).plan()
+
+
+def _class_names(names: object) -> list[str]:
+    found = list(names) if isinstance(names, Iterable) and not isinstance(names, (str, bytes)) else [names]
+    if isinstance(names, (str, bytes)) or not all(isinstance(name, str) for name in found):
+        raise ArgumentError(
+            f"no_split_modules={names!r:.80}: pass a list of names of classes, as ['LlamaDecoderLayer']."
+        )
+    return [str(name) for name in found]
 
 
 def _overhead(overhead: Any, limits: Mapping[Device, int], *, derived: bool) -> dict[Device, int]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from ._arguments import model_source, whole_number
 from ._forecast.build import build
 from ._forecast.hardware import context_of, workspaces_of
 from ._forecast.peak import components_at_peak, modules_at_peak, peak_in_words
@@ -19,6 +20,7 @@ from ._tracing.cuda_paths import cuda_paths
 from ._tracing.replay import replay
 from ._tracing.trace import trace_step
 from ._workload import Workload
+from .errors import ArgumentError
 
 
 def predict_memory(
@@ -64,6 +66,14 @@ def predict_memory(
         ArgumentError: The model cannot be built from what is there, or the workload does not suit it.
         TraceError: The model's own code cannot run without data; the text says where.
     """
+    model_source(model_or_config, "model_or_config", torch.nn.Module, PreTrainedConfig)
+    if not isinstance(workload, Workload):
+        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, as Workload.train(4, 1024).")
+    parts = capability if isinstance(capability, tuple) else ()
+    if [type(part) for part in parts] != [int, int]:
+        raise ArgumentError(f"capability={capability!r:.80}: pass major and minor, as (8, 0).")
+    if context_bytes is not None:
+        whole_number(context_bytes, "context_bytes", least=0, what="a number of bytes")
     options = {"auto_class": auto_class, "dtype": dtype, "attn_implementation": attn_implementation}
     options |= {"trust_remote_code": trust_remote_code, "revision": revision}
     made = build(model_or_config, workload, options, prepare_for_kbit)

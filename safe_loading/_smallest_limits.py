@@ -35,6 +35,8 @@ def smallest_limits(
     Raises:
         ArgumentError: No devices, or an argument that cannot be read.
     """
+    if not isinstance(devices, (int, Sequence)) or isinstance(devices, (str, bytes)):
+        raise ArgumentError(f"devices={devices!r:.80}: pass how many there are, or a list of different ones.")
     found = list(range(devices)) if isinstance(devices, int) else [parse_device(key, "devices") for key in devices]
     if not found or isinstance(devices, bool) or len(set(found)) < len(found):
         raise ArgumentError(f"devices={devices!r}: pass how many there are, or a list of different ones.")

@@ -24,6 +24,7 @@ ORDER = (
     },
     {"_workload"},
     {
+        "_arguments",
         "_checkpoint",
         "_distributed",
         "_layout",

@@ -6,13 +6,21 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from safe_loading._checkpoint.paths import path_text
 from safe_loading._report import format_bytes
-from safe_loading.errors import OutputError
+from safe_loading.errors import ArgumentError, OutputError
 
 
 def output_path(output: str | os.PathLike[str]) -> Path:
-    """Return the folder that is to be written, links resolved: a link to a folder stays one."""
-    return Path(output).expanduser().resolve()
+    """Return the folder that is to be written, links resolved: a link to a folder stays one.
+
+    Raises:
+        ArgumentError: It is no path.
+    """
+    text = path_text(output, "output")
+    if "\0" in text:
+        raise ArgumentError(f"output={text!r:.80}: no path holds a NUL.")
+    return Path(text).expanduser().resolve()
 
 
 def check_apart(output: Path, sources: Mapping[str, Path]) -> None:

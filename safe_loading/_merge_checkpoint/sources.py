@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safe_loading._adapter.facts import AdapterFacts, digest
 from safe_loading._adapter.sources import Request, Source, resolve_all
 from safe_loading._checkpoint.hub import Resolved, adapter_files, base_files
 from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
+from safe_loading._checkpoint.paths import path_text
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._checkpoint.weights import PICKLE_SUFFIXES
 from safe_loading.errors import ArgumentError, MergeError
@@ -73,7 +73,10 @@ def ask(adapter: Source | Sequence[Source], **options: Any) -> Request:
     Raises:
         ArgumentError: No adapter, or ``base_kwargs`` says what the call decides itself.
     """
-    asked: Sequence[Source] = [adapter] if isinstance(adapter, (str, os.PathLike)) else list(adapter)
+    several = isinstance(adapter, Sequence) and not isinstance(adapter, (str, bytes))
+    asked: Sequence[Source] = [*adapter] if several else [adapter]  # type: ignore[list-item,misc]  # checked below
+    for each, argument in ((options["base"], "base_model"), *((one, "adapter") for one in asked)):
+        path_text(each, argument)
     if not asked:
         raise ArgumentError("adapter is empty; pass a folder or hub id, or several.")
     check_base_kwargs(options["base_kwargs"])
