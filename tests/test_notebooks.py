@@ -1,0 +1,60 @@
+"""The notebooks run, and show what is stored in them: tables and pictures, no error, nothing of somebody's machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+if not NOTEBOOKS:
+    pytest.skip("the tests run without the project's docs", allow_module_level=True)
+
+
+def read(path: Path) -> Any:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    return notebook
+
+
+def shown(notebook: Any) -> list[list[str]]:
+    """The kinds of what each code cell shows; what goes to stderr is not counted."""
+    kinds = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            outputs = [each for each in cell.outputs if each.get("name") != "stderr"]
+            kinds.append([kind for each in outputs for kind in sorted(each.get("data", {"stream": None}))])
+    return kinds
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_shows_what_is_stored(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("PYTHONWARNINGS", "ignore")):
+        monkeypatch.setenv(name, value)
+    stored, run = read(path), read(path)
+    for cell in run.cells:
+        if cell.cell_type == "code":
+            cell.outputs = []
+    client = nbclient.NotebookClient(run, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    assert shown(run) == shown(stored)
+
+
+def test_every_notebook_shows_a_table_and_stands_in_the_index() -> None:
+    index = (FOLDER.parent / "index.md").read_text(encoding="utf-8")
+    for path in NOTEBOOKS:
+        kinds = [kind for cell in shown(read(path)) for kind in cell]
+        assert "text/html" in kinds, path.name
+        assert f"(notebooks/{path.name})" in index
+
+
+def test_no_notebook_holds_a_path_of_a_machine() -> None:
+    for path in NOTEBOOKS:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"/(tmp|home|root|work|Users)/", text), path.name
