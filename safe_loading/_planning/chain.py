@@ -7,15 +7,23 @@ device should always take, and first-fit decides exactly whether an order of dev
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
 
-MOST_STATES = 40_000
+import numpy as np
+
+MOST_STATES = 250_000
 """Up to so many sets of devices the search over their orders is exact; beyond, the most promising are kept."""
 
+_FEW_STATES = 2_000  # up to so many a dict is faster than arrays
+_WIDEST = 40_000
+
 Counts = tuple[int, ...]
+_Lookup = Callable[[Counts], int]
 
 
 @dataclass(frozen=True)
@@ -30,12 +38,18 @@ class Chain:
     kept: tuple[int, ...]
     passing: tuple[int, ...]
     sums: tuple[int, ...] = field(init=False, repr=False)
-    steady: bool = field(init=False, repr=False)
+    ends: Any = field(init=False, repr=False, compare=False)
+    peaks: tuple[Any, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Add up once what every interval is cut from."""
+        """Add up once what every interval is cut from; ``peaks[k][i]`` is the most of 2^k passing from ``i`` on."""
         object.__setattr__(self, "sums", tuple(accumulate(self.kept, initial=0)))
-        object.__setattr__(self, "steady", len(set(self.passing)) <= 1)
+        object.__setattr__(self, "ends", np.array(self.sums, np.int64))
+        peaks = [np.array(self.passing, np.int64)]
+        while 2 << len(peaks) - 1 <= len(self.kept):
+            last, step = peaks[-1], 1 << len(peaks) - 1
+            peaks.append(np.maximum(last[:-step], last[step:]))
+        object.__setattr__(self, "peaks", tuple(peaks) if len(set(self.passing)) > 1 else ())
 
     def __len__(self) -> int:
         """Return the number of blocks."""
@@ -69,47 +83,26 @@ class Slot:
 
 def reach(chain: Chain, slot: Slot, cap: int) -> list[int]:
     """Return for each start the end of the longest run of blocks with which ``slot`` needs at most ``cap`` bytes."""
-    count, sums, passing = len(chain), chain.sums, chain.passing
-    room = cap - slot.kept
-    if room < slot.passing or slot.limit <= 0:
+    count, ends = len(chain), chain.ends
+    most = chain.sums[-1] + max(chain.passing, default=0) + slot.passing
+    room = min(cap - slot.kept, most)  # no sum goes beyond 63 bits
+    least = slot.passing if chain.peaks else max(slot.passing, *chain.passing[:1], 0)
+    if room < least or slot.limit <= 0:
         return list(range(count + 1))
-    if chain.steady:
-        return _steady_reach(chain, room - max(slot.passing, *passing[:1], 0), room, slot)
-    ends, stop = [], 0
-    highest: deque[int] = deque()  # blocks of the window whose passing bytes fall, so the first is the largest
-    for start in range(count + 1):
-        stop = max(stop, start)
-        while stop < count:
-            largest = max(slot.passing, passing[stop], passing[highest[0]] if highest else 0)
-            if sums[stop + 1] - sums[start] + largest > room:
-                break
-            while highest and passing[highest[-1]] <= passing[stop]:
-                highest.pop()
-            highest.append(stop)
-            stop += 1
-        ends.append(stop)
-        if highest and highest[0] <= start:
-            highest.popleft()
-    return ends
+    if not chain.peaks:
+        return list((np.searchsorted(ends, ends + (room - least), side="right") - 1).tolist())
+    stop, top = np.arange(count + 1), np.full(count + 1, slot.passing)
+    for power in reversed(range(len(chain.peaks))):  # the longest run, bit by bit
+        after, peaks = stop + (1 << power), chain.peaks[power]
+        inside = np.minimum(after, count)
+        highest = np.maximum(top, peaks[np.minimum(stop, len(peaks) - 1)])
+        fits = (after <= count) & (ends[inside] - ends + highest <= room)
+        stop, top = np.where(fits, after, stop), np.where(fits, highest, top)
+    return list(stop.tolist())
 
 
-def _steady_reach(chain: Chain, room: int, whole: int, slot: Slot) -> list[int]:
-    """Return the same where every block passes the same bytes, without the window."""
-    if room < 0 or whole < 0:
-        return list(range(len(chain) + 1))
-    sums, count, ends, stop = chain.sums, len(chain), [], 0
-    for start, before in enumerate(sums):
-        top = before + room
-        if stop < start:
-            stop = start
-        while stop < count and sums[stop + 1] <= top:
-            stop += 1
-        ends.append(stop)
-    return ends
-
-
-def furthest(reaches: Sequence[Sequence[int]], counts: Counts, start: int, goal: int) -> dict[Counts, int]:
-    """Return for each choice of devices how far the chain gets with them, in their best order.
+def fewest(reaches: Sequence[Sequence[int]], counts: Counts, start: int, goal: int) -> tuple[int, ...] | None:
+    """Return the fewest devices that take a chain from ``start`` to ``goal``, as their kinds in order.
 
     Args:
         reaches: For each kind of device, its :func:`reach`.
@@ -118,17 +111,32 @@ def furthest(reaches: Sequence[Sequence[int]], counts: Counts, start: int, goal:
         goal: Where to stop: the end of the chain, or what another device takes from there.
 
     Returns:
-        By how many of each kind are used. Exact up to ``MOST_STATES`` choices; beyond, of each number of devices those
-        choices are kept that got furthest.
+        None when there is no such order. Exact up to ``MOST_STATES`` choices of devices; beyond, of each number of
+        devices those choices are kept that get furthest.
     """
-    states = 1
-    for count in counts:
-        states *= count + 1
-    widest = None if states <= MOST_STATES else max(64, MOST_STATES // (sum(counts) + 1) // len(counts))
+    if start >= goal:
+        return ()
+    states = prod(count + 1 for count in counts)
+    search = _dense if _FEW_STATES < states <= MOST_STATES else _sparse
+    state, stop_of = search(reaches, counts, start, goal)
+    kinds: list[int] = []
+    while state is not None and any(state):
+        stop = stop_of(state)
+        for kind, used in reversed(list(enumerate(state))):
+            before = (*state[:kind], used - 1, *state[kind + 1 :])
+            if used and (at := stop_of(before)) >= 0 and reaches[kind][at] >= stop:
+                kinds.append(kind)
+                state = before
+                break
+    return None if state is None else tuple(reversed(kinds))
+
+
+def _sparse(reaches: Sequence[Sequence[int]], counts: Counts, start: int, goal: int) -> tuple[Counts | None, _Lookup]:
+    """Return the first choice of devices that gets to the goal, and how far each smaller one gets."""
     level: dict[Counts, int] = {(0,) * len(counts): start}
     found = dict(level)
-    if start >= goal:
-        return found
+    states = prod(count + 1 for count in counts)
+    widest = states if states <= MOST_STATES else max(64, _WIDEST // (sum(counts) + 1) // len(counts))
     for _ in range(sum(counts)):
         after: dict[Counts, int] = {}
         for used, done in level.items():
@@ -138,10 +146,48 @@ def furthest(reaches: Sequence[Sequence[int]], counts: Counts, start: int, goal:
                     stop = reaches[kind][done]
                     if stop > after.get(state, -1):
                         after[state] = stop
-        if widest is not None and len(after) > widest:
+        if len(after) > widest:
             after = dict(sorted(after.items(), key=lambda item: -item[1])[:widest])
         found.update(after)
-        if max(after.values(), default=start) >= goal:
-            break  # with fewer devices it cannot be done, and more are not needed
+        state = max(after, key=after.__getitem__)
+        if after[state] >= goal:
+            return state, lambda key: found.get(key, -1)
         level = after
-    return found
+    return None, lambda key: found.get(key, -1)
+
+
+def _dense(reaches: Sequence[Sequence[int]], counts: Counts, start: int, goal: int) -> tuple[Counts | None, _Lookup]:
+    """Return the same with all choices in one array, where there are many."""
+    strides, origin, levels = _grid(counts)
+    ways = [np.array([*own, -1], np.int32) for own in reaches]  # from nowhere (-1) to nowhere
+    stops = np.full(int(levels[-1][-1]) + 1, -1, np.int32)
+    stops[origin] = start
+    at: tuple[int, ...] | None = None
+    for cells in levels[1:]:
+        best = ways[0][stops[cells - strides[0]]]
+        for way, stride in zip(ways[1:], strides[1:], strict=True):
+            np.maximum(best, way[stops[cells - stride]], out=best)
+        stops[cells] = best
+        furthest = int(best.argmax())
+        if best[furthest] >= goal:
+            at = tuple(int(cells[furthest]) // stride % (n + 2) - 1 for stride, n in zip(strides, counts, strict=True))
+            break
+    return at, lambda key: int(stops[origin + sum(n * stride for n, stride in zip(key, strides, strict=True))])
+
+
+@lru_cache(maxsize=8)
+def _grid(counts: Counts) -> tuple[list[int], int, list[Any]]:
+    """Return the strides of an array over all choices, the place of the empty one, and the choices by their size.
+
+    Each axis begins with a place that stands for -1 devices, which is never filled.
+    """
+    shape = [count + 2 for count in counts]
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    sizes = np.zeros(shape, np.int32)
+    for axis, length in enumerate(shape):
+        sizes += np.arange(length, dtype=np.int32).reshape([-1 if n == axis else 1 for n in range(len(shape))])
+    inside = np.arange(prod(shape)).reshape(shape)[(slice(1, None),) * len(shape)].ravel()
+    size_of = sizes.ravel()[inside] - len(shape)
+    order = inside[np.argsort(size_of, kind="stable")]
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(size_of))])
+    return strides, sum(strides), [order[a:b] for a, b in pairwise(bounds.tolist())]

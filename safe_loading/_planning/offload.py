@@ -133,7 +133,8 @@ def _around(
     need = Block(sum(away[block].kept for block in gone), max(away[block].passing for block in gone))
     held = tuple((need if device == main else Block(0)) for device in range(len(puzzle.limits)))
     limits = [0 if device < main else limit for device, limit in enumerate(puzzle.limits)]
-    placement = Puzzle([puzzle.blocks[b] for b in kept], [g for g in together if g], limits, held).solve(objective)
-    if placement is None or main not in placement.device_of:
-        return None
-    return placement, held, kept
+    rest = Puzzle([puzzle.blocks[b] for b in kept], [g for g in together if g], limits, held)
+    placement = rest.solve(objective)
+    if placement is not None and main not in placement.device_of:
+        placement = rest.using(main)  # the evenest layout leaves out the main device, which would then be another one
+    return None if placement is None else (placement, held, kept)
