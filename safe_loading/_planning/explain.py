@@ -37,7 +37,11 @@ def infeasible(
         merged: What stays together since an operation met tensors of two devices, in words.
     """
     running = request.running
-    shortages = {running[number]: missing for number, missing in puzzle.shortages().items()}
+    shortages = {}
+    for number, missing in puzzle.shortages().items():
+        kept = request.overhead.get(running[number], 0) + extra.get(running[number], 0)
+        # what is kept free may itself be more than the limit
+        shortages[running[number]] = missing + max(kept - request.limits.get(running[number], 0), 0)
     device = min(shortages, key=lambda key: shortages[key])
     missing = shortages[device]
     needs = sum(block.kept for block in puzzle.blocks)
@@ -48,7 +52,7 @@ def infeasible(
     parts = [
         f"{name} for {request.workload!r} does not fit: it keeps {format_bytes(needs)}, the limits are {{{limits}}}, "
         f"{format_bytes(there)} in all. Device {device!r} is {missing} bytes ({format_bytes(missing)}) short; the "
-        f"smallest change that would do: max_memory[{device!r}] = {wanted}."
+        f"smallest change of one limit that would do: max_memory[{device!r}] = {wanted}."
     ]
     biggest = max(puzzle.blocks, key=lambda block: block.kept, default=None)
     if biggest is not None and needs <= there:
@@ -68,5 +72,5 @@ def _by_offloading(request: Request, puzzle: Puzzle, away: Sequence[Away]) -> st
         return f"Offloading to {there or 'nowhere'} does not make it fit."
     if request.running == ["cpu"] or len(puzzle.blocks) > _MOST_BLOCKS:
         return ""
-    split = offload(puzzle, away, [UNLIMITED], request.objective)
+    split = offload(puzzle, away, [UNLIMITED], request.objective, request.main_of)
     return f"Or pass offload='cpu', which would keep {format_bytes(split.bytes)} on the host." if split else ""

@@ -48,7 +48,7 @@ def device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
 def execution_devices(device_map: Mapping[str, Device]) -> tuple[Device, ...]:
     """Return the devices that compute, that first which runs what is offloaded: ``accelerate.dispatch_model``'s choice.
 
-    It takes the first of a set; sets of small integers are in the order of the integers.
+    It takes the first of a set, which for integers below 8 is the smallest; {2, 9} begins with 9.
     """
     accelerators = {device for device in device_map.values() if device not in ("cpu", "disk")}
     return tuple(accelerators) or ("cpu",)

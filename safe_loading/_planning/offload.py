@@ -6,7 +6,7 @@ module by module. So taking blocks away from the devices puts a little of each o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -46,14 +46,21 @@ class Split:
     bytes: int
 
 
-def offload(puzzle: Puzzle, away: Sequence[Away], hosts: Sequence[int], objective: Objective) -> Split | None:
+def offload(
+    puzzle: Puzzle,
+    away: Sequence[Away],
+    hosts: Sequence[int],
+    objective: Objective,
+    main_of: Callable[[Sequence[int]], int] = min,
+) -> Split | None:
     """Return the placement that offloads the fewest bytes; None when even that does not fit.
 
     Args:
-        puzzle: The blocks and the accelerators, as they do not fit. The first accelerator that holds anything is the
-            main device.
+        puzzle: The blocks and the accelerators, as they do not fit.
         away: For each block, what it needs when it is offloaded.
         hosts: The bytes that the host's memory and the disk may take, in the order in which they are filled.
+        objective: "balance" or "fill".
+        main_of: Which of the accelerators that hold anything is the main device.
     """
     best: tuple[int, Split] | None = None
     ties = 0
@@ -64,7 +71,7 @@ def offload(puzzle: Puzzle, away: Sequence[Away], hosts: Sequence[int], objectiv
         if homes is None:
             continue
         for main in range(len(puzzle.limits)):
-            found = _around(puzzle, gone, away, main, objective)
+            found = _around(puzzle, gone, away, main, objective, main_of)
             if found is None:
                 continue
             ties += 1
@@ -120,7 +127,12 @@ def _onto_hosts(
 
 
 def _around(
-    puzzle: Puzzle, gone: Sequence[int], away: Sequence[Away], main: int, objective: Objective
+    puzzle: Puzzle,
+    gone: Sequence[int],
+    away: Sequence[Away],
+    main: int,
+    objective: Objective,
+    main_of: Callable[[Sequence[int]], int],
 ) -> tuple[Placement, tuple[Block, ...], list[int]] | None:
     """Place what stays, with `main` as the main device; None when it does not fit, or another one would be main."""
     lost = frozenset(gone)
@@ -132,9 +144,11 @@ def _around(
     together = [[number[block] for block in group if block in number] for group in groups]
     need = Block(sum(away[block].kept for block in gone), max(away[block].passing for block in gone))
     held = tuple((need if device == main else Block(0)) for device in range(len(puzzle.limits)))
-    limits = [0 if device < main else limit for device, limit in enumerate(puzzle.limits)]
+    limits = [limit * (main_of((device, main)) == main) for device, limit in enumerate(puzzle.limits)]
     rest = Puzzle([puzzle.blocks[b] for b in kept], [g for g in together if g], limits, held)
     placement = rest.solve(objective)
     if placement is not None and main not in placement.device_of:
         placement = rest.using(main)  # the evenest layout leaves out the main device, which would then be another one
-    return None if placement is None else (placement, held, kept)
+    if placement is None or main_of(placement.device_of) != main:
+        return None
+    return placement, held, kept

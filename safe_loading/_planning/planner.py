@@ -62,6 +62,11 @@ class Request:
         """The devices that compute: the accelerators, or the host where there is none."""
         return [device for device in self.limits if device not in HOST] or ["cpu"]
 
+    def main_of(self, used: Iterable[int]) -> int:
+        """Return the number of the one of these running devices that runs what is offloaded."""
+        running = self.running
+        return running.index(execution_devices({str(number): running[number] for number in used})[0])
+
     @property
     def hosts(self) -> list[Device]:
         """Where offloaded weights may go, the nearest first."""
@@ -169,7 +174,7 @@ class Planner:
         places: Sequence[int] | None = placement.device_of if placement is not None else None
         if places is None and request.hosts:
             hosts = [request.limits.get(host, 0) for host in request.hosts]
-            split = offload(puzzle, [cost.away for cost in priced], hosts, request.objective)
+            split = offload(puzzle, [cost.away for cost in priced], hosts, request.objective, request.main_of)
             places = split.device_of if split is not None else None
         if places is None:
             kept = [module or "the whole model" for module in self.merged]
