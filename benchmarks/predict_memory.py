@@ -117,7 +117,7 @@ def compare(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {
             "model": row["model_id"].split("/")[-1],
             "step": f"{run['quantization']} {run['attn_impl']} {run['batch_size']}x{run['seq_len']}",
-            "group": run["quantization"] + (" hold-out" if row["role"] == "holdout" else ""),
+            "group": _group(row),
             "measured": truth["peak_allocated_mib"],
             "allocated": _percent(found.allocated_peak_bytes / MIB, truth["peak_allocated_mib"]),
             "reserved": _percent(found.reserved_peak_bytes / MIB, truth["peak_reserved_mib"]),
@@ -126,6 +126,11 @@ def compare(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             "process": _percent(found.total_bytes / MIB, truth["process_mib"]),
             "seconds": time.process_time() - began,
         }
+
+
+def _group(row: dict[str, Any]) -> str:
+    quantised: str = row["run"]["quantization"]
+    return quantised + (" hold-out" if row["role"] == "holdout" else "")
 
 
 def _percent(value: float, truth: float) -> float:
@@ -180,11 +185,13 @@ def _real_peak(model: Any, workload: Workload) -> int:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th group of rows, the smallest first")
+    parser.add_argument("--quick", action="store_true", help=f"the {QUICK} rows of the smallest models")
+    parser.add_argument("--group", choices=("none", "nf4", "nf4 hold-out", "malloc"), help="only these rows")
     parser.add_argument("--json", metavar="FILE", help="write every figure there")
     args = parser.parse_args()
     print(headline())
     rows = sorted(measured_rows(), key=lambda row: row["model_config"]["num_params"])
+    rows = [row for row in rows if args.group in (None, _group(row))]
     found = list(compare(rows[:QUICK] if args.quick else rows))
     groups = sorted({row["group"] for row in found})
     summary = [_summary(group, [row for row in found if row["group"] == group]) for group in groups]
@@ -201,7 +208,8 @@ def main() -> None:
     cells = [(f"{row['model']} {row['step']}", *_cells(row)) for row in found]
     print(table("Each row", ("row", "measured MiB", "ours %", "formula %", "reserved %", "CPU s"), cells))
     print(table("Allocated and reserved bytes against a Tesla T4", header, summary))
-    malloc = [(name, ours, real, f"{_percent(ours, real):+.3f}") for name, ours, real in against_malloc()]
+    steps = against_malloc() if args.group in (None, "malloc") else ()
+    malloc = [(name, ours, real, f"{_percent(ours, real):+.3f}") for name, ours, real in steps]
     print(table("Against the CPU's allocator", ("step", "traced bytes", "real bytes", "%"), malloc))
     write_json(args.json, {"rows": found, "malloc": malloc})
 

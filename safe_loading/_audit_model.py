@@ -15,6 +15,7 @@ from ._audit import behaviour, devices, memory, training, values, wrappers
 from ._audit.report import AuditReport, sorted_findings
 from ._audit.subject import Subject
 from ._forecast.build import build
+from ._forecast.given import standing_in
 from ._predict_memory import predict_memory
 from ._report import Finding
 from ._workload import Workload
@@ -29,6 +30,7 @@ CHECKS: tuple[Check, ...] = (
     training.check_trainable,
     training.check_outside,
     training.check_head,
+    training.check_heads,
     training.check_optimizer,
     values.check_quantised,
     values.check_dtypes,
@@ -87,7 +89,8 @@ def audit_model(
     predicted = None
     if step is not None:
         try:
-            findings += behaviour.check_step(subject, step)
+            with standing_in(model):
+                findings += behaviour.check_step(subject, step)
             checked.append("step")
         except TraceError as error:
             skipped.append(f"step: {error}")

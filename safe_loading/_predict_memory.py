@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from ._arguments import model_source, whole_number
 from ._forecast.build import build
+from ._forecast.given import standing_in
 from ._forecast.hardware import context_of, workspaces_of
 from ._forecast.peak import components_at_peak, modules_at_peak, peak_in_words
 from ._forecast.report import MemoryForecast
@@ -77,12 +78,12 @@ def predict_memory(
     options = {"auto_class": auto_class, "dtype": dtype, "attn_implementation": attn_implementation}
     options |= {"trust_remote_code": trust_remote_code, "revision": revision}
     made = build(model_or_config, workload, options, prepare_for_kbit)
-    with cuda_paths(capability), _held_outputs(made.model, keep_outputs):
+    with standing_in(made.model) as loading, cuda_paths(capability), _held_outputs(made.model, keep_outputs):
         trace = trace_step(made.model, made.workload)
     device = next(iter(trace.devices))
     workspaces = workspaces_of(capability, training=workload.kind == "train")
     workspaces = () if workload.kind == "weights_only" else workspaces
-    events = run_events(trace, device, made.loading, workspaces)
+    events = run_events(trace, device, loading or made.loading, workspaces)
     run = replay(events, expandable_segments=expandable_segments)
     context, source = context_of(capability) if context_bytes is None else (context_bytes, "as given")
     return MemoryForecast(

@@ -12,11 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from safe_loading import ArgumentError, Workload, audit_model
+from safe_loading import ArgumentError, Workload, attach_head, audit_model
 from safe_loading.__main__ import main
 
 STEP = Workload.train(1, 8)
@@ -165,6 +165,33 @@ def test_a_fault_and_its_absence(code: str, spoil: Callable[[Any], None], alone:
         assert set(found) == {code}
     assert found[code].bytes > 0
     assert found[code].fix
+
+
+def test_a_head_that_stock_peft_left_out(tiny_llama: Path, tmp_path: Path) -> None:
+    def loaded(llama: Any) -> Any:
+        return PeftModel.from_pretrained(llama, str(tmp_path), is_trainable=True).train()
+
+    head = nn.Linear(32, 1)
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(tiny_llama), LoraConfig(target_modules=["q_proj"]))
+    attach_head(model, "value_head", head).save_pretrained(tmp_path)
+    silent = codes(loaded(LlamaForCausalLM.from_pretrained(tiny_llama)))
+    assert set(silent) == {"SL123"}
+    assert "value_head" in silent["SL123"].message
+    assert "attach_head" in silent["SL123"].fix
+    place = attach_head(LlamaForCausalLM.from_pretrained(tiny_llama), "value_head", head)
+    assert "SL123" not in codes(loaded(place))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_step_of_bitsandbytes_own_layers_is_looked_at(bits: int, tiny_llama: Path) -> None:
+    quantised = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    base: Any = LlamaForCausalLM.from_pretrained(
+        tiny_llama, quantization_config=quantised, device_map={"": "cpu"}, dtype=torch.bfloat16
+    )
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")).train()
+    report = audit_model(model, Workload.train(1, 128), forecast=False)
+    assert "step" in report.checked
+    assert not report.skipped
 
 
 def test_sizes_are_bytes() -> None:

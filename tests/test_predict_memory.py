@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
@@ -158,6 +158,32 @@ def test_a_model_is_forecast_as_it_is_and_stays_so() -> None:
     assert (model.training, functional.softmax, list(model.modules())) == flags
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_model_of_bitsandbytes_own_layers_is_forecast_as_its_config(bits: int, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    AutoModelForCausalLM.from_config(tiny(**sizes)).save_pretrained(tmp_path)
+    quantised = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_use_double_quant=True)
+    real: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=quantised, device_map={"": "cpu"}, dtype=torch.bfloat16
+    )
+    config = tiny(**sizes, quantization_config=quantised)
+    modules = [(name, id(module)) for name, module in real.named_modules()]
+
+    def same(prepared: bool, **on: bool) -> None:
+        workload = Workload.train(2, 128, adapter=lora(), **on)
+        mine, expected = predict_memory(real, workload), predict_memory(config, workload, prepare_for_kbit=prepared)
+        assert mine.components == expected.components
+        assert mine.reserved_peak_bytes == expected.reserved_peak_bytes
+
+    same(prepared=False)
+    real = prepare_model_for_kbit_training(real, use_gradient_checkpointing=False)
+    same(prepared=True, gradient_checkpointing=True)
+    assert [(name, id(module)) for name, module in real.named_modules()] == modules
+    attached = predict_memory(get_peft_model(real, lora()), Workload.train(2, 128))
+    expected = predict_memory(config, Workload.train(2, 128, adapter=lora()))
+    assert attached.components == expected.components
 
 
 def test_an_adapter_folder_stands_for_its_base(tiny_llama: Path, tiny_adapter: Path) -> None:

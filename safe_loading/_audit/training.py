@@ -9,6 +9,7 @@ import torch
 
 from safe_loading._audit.subject import Subject, size_of
 from safe_loading._report import Finding, format_bytes
+from safe_loading._transparent.heads import missing_heads
 
 _NAMED = 3
 
@@ -64,6 +65,18 @@ def _check_saved(subject: Subject) -> Iterator[Finding]:
             f"{len(still)} parameters are saved with the adapter and not trained.",
             "load the adapter with is_trainable=True, and make it the active one before training.",
             size_of(still.values()),
+        )
+
+
+def check_heads(subject: Subject) -> Iterator[Finding]:
+    """Yield a finding for each head that the adapter was saved with and stock peft left out without a word."""
+    for problem in missing_heads(subject.inner):
+        yield Finding(
+            "SL123",
+            "error",
+            type(subject.inner).__name__,
+            problem.partition(": ")[0] + ".",
+            problem.partition(": ")[2],
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def quantize(model: nn.Module, config: Any) -> None:
     fixed = getattr(model, "_keep_in_fp32_modules", None)
     kept = base.get_modules_to_not_convert(model, said.llm_int8_skip_modules, fixed)
     four = said.load_in_4bit
-    make = _four_bit_class() if four else _eight_bit_class()
+    make = four_bit_class() if four else eight_bit_class()
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and should_convert_module(name, kept):
             model.set_submodule(name, make(module, said))
@@ -69,7 +70,9 @@ def _frozen(shape: tuple[int, ...], dtype: torch.dtype, kind: type[nn.Parameter]
     return kind(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
-def _four_bit_class() -> Any:
+@cache
+def four_bit_class() -> Any:
+    """Return the class that stands for ``bitsandbytes.nn.Linear4bit``."""
     stored: Any = importlib.import_module("bitsandbytes").nn.Linear4bit
 
     class Linear4bit(stored):  # type: ignore[misc]  # optional, and untyped
@@ -138,7 +141,9 @@ def _unpacked(ctx: Any, dtype: torch.dtype) -> torch.Tensor:
     return weight
 
 
-def _eight_bit_class() -> Any:
+@cache
+def eight_bit_class() -> Any:
+    """Return the class that stands for ``bitsandbytes.nn.Linear8bitLt``."""
     engine: Any = importlib.import_module("bitsandbytes")
 
     class Linear8bitLt(engine.nn.Linear8bitLt):  # type: ignore[misc]  # optional, and untyped

@@ -73,7 +73,7 @@ def run_events(
 
 def _loaded(resident: list[tuple[int, Block]], loading: Loading) -> Iterator[tuple[int, int]]:
     """The base's tensors, then what was cast, then the adapters; keys below zero are of what goes again."""
-    base = [(index, _own_name(block), block.bytes) for index, block in resident if block.component in _OF_THE_BASE]
+    base = [(index, own_name(block.op), block.bytes) for index, block in resident if block.component in _OF_THE_BASE]
     if loading.warmed:
         weights = {index for index, block in resident if block.component == "weights"}
         yield _PASSING, sum(loading.recast.get(name, size) for index, name, size in base if index in weights)
@@ -96,6 +96,6 @@ def _loaded(resident: list[tuple[int, Block]], loading: Loading) -> Iterator[tup
     yield from ((index, block.bytes) for index, block in resident if block.component not in _OF_THE_BASE)
 
 
-def _own_name(block: Block) -> str:
-    """The name that a tensor had before an adapter came around it."""
-    return block.op.removeprefix("base_model.model.").replace(".base_layer.", ".")
+def own_name(name: str) -> str:
+    """Return the name that a tensor had before an adapter came around it."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
