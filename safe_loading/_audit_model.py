@@ -117,9 +117,12 @@ def _built(source: Any, workload: Workload | None, trusted: bool) -> tuple[torch
     adapter = made.workload.adapter
     if adapter is None:
         return made.model, workload
-    from peft import PeftConfig, get_peft_model
+    from peft import get_peft_model
 
-    config: Any = PeftConfig.from_pretrained(os.fspath(adapter)) if isinstance(adapter, (str, os.PathLike)) else adapter
-    config = copy.copy(config)
+    from ._adapter.config import injecting, read_peft_config
+
+    config: Any = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else copy.copy(adapter)
     config.inference_mode = False
-    return get_peft_model(made.model, config), None if workload is None else workload.replace(adapter=None)
+    with injecting(adapter, made.model):
+        attached = get_peft_model(made.model, config)
+    return attached, None if workload is None else workload.replace(adapter=None)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import html
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ._checkpoint.faults import fault, listed, note, raise_faults
 from ._checkpoint.files import size_of, unreadable
-from ._checkpoint.header import Header, try_header
+from ._checkpoint.header import Header, TensorInfo, try_header
 from ._checkpoint.index import inspect_checkpoint
 from ._checkpoint.paths import path_text
 from ._checkpoint.strict_json import try_json_object
@@ -21,6 +22,9 @@ from ._checkpoint.weights import ADAPTER_CONFIG, PICKLE_SUFFIXES, conversion_com
 from ._report import Finding, findings_html, findings_text, format_bytes, html_table, text_table, to_json
 
 _LORA_NUMBERS = ("r", "lora_alpha")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+# What DataParallel and DDP, torch.compile and FSDP1 put before every name.
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _SAVE_ADAPTER = "save the adapter again with `save_pretrained` of peft"
 
 
@@ -148,7 +152,11 @@ def _check_folder(folder: Path) -> CheckpointReport:
         kind = checkpoint.kind
     else:
         kind = "adapter" if ADAPTER_CONFIG in names and "config.json" not in names else "model"
-    findings += _adapter_config(folder) if kind == "adapter" else _model_config(folder, names)
+    tensors = checkpoint.tensors if checkpoint is not None else {}
+    if kind == "adapter":
+        findings += _adapter_config(folder, tensors)
+    else:
+        findings += _model_config(folder, names, tensors) + _prefix(folder, tensors)
     findings += _beside(folder, names)
     return _report(folder, kind, checkpoint.headers if checkpoint is not None else {}, findings)
 
@@ -180,7 +188,7 @@ def _report(
     )
 
 
-def _model_config(folder: Path, names: Sequence[str]) -> list[Finding]:
+def _model_config(folder: Path, names: Sequence[str], tensors: Collection[str]) -> list[Finding]:
     path = folder / "config.json"
     if path.name not in names:
         fix = "copy the model's config.json here, or save the model again with `save_pretrained`"
@@ -188,7 +196,7 @@ def _model_config(folder: Path, names: Sequence[str]) -> list[Finding]:
     config = try_json_object(path)
     if isinstance(config, Finding):
         return [config]
-    findings = []
+    findings = _layers(path, config, tensors)
     if not isinstance(config.get("model_type"), str):
         message = f"model_type is {config.get('model_type')!r}; transformers cannot tell which model this is"
         fix = 'set "model_type" to the architecture, such as "llama"'
@@ -200,7 +208,29 @@ def _model_config(folder: Path, names: Sequence[str]) -> list[Finding]:
     return findings
 
 
-def _adapter_config(folder: Path) -> list[Finding]:
+def _layers(path: Path, config: Mapping[str, Any], tensors: Collection[str]) -> list[Finding]:
+    """Compare the layers that the config counts with those that the files number."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    told = next((part["num_hidden_layers"] for part in parts if type(part.get("num_hidden_layers")) is int), None)
+    held = {int(match[1]) for name in tensors if (match := _LAYER.search(name))}
+    if told is None or not held or max(held) + 1 == told:
+        return []
+    message = f"num_hidden_layers is {told}, and the files hold the layers 0 to {max(held)}"
+    fix = "correct config.json, or save the model again; layers that the config does not count are not loaded"
+    return [note("warning", "layers-differ", path, message, fix)]
+
+
+def _prefix(folder: Path, tensors: Collection[str]) -> list[Finding]:
+    prefix = next((p for p in _WRAPPERS if tensors and all(name.startswith(p) for name in tensors)), None)
+    if prefix is None:
+        return []
+    name = next(iter(tensors))
+    message = f"all {len(tensors)} names begin with {prefix!r}, which a wrapper put there, as {name!r}"
+    fix = f"save the model that is inside the wrapper, or rename them, as to {name.removeprefix(prefix)!r}"
+    return [fault("key-prefix", folder, message, fix)]
+
+
+def _adapter_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> list[Finding]:
     path = folder / ADAPTER_CONFIG
     config = try_json_object(path)
     if isinstance(config, Finding):
@@ -209,7 +239,7 @@ def _adapter_config(folder: Path) -> list[Finding]:
     if not isinstance(peft_type, str) or not peft_type:
         message = f'peft_type is {peft_type!r}; it must name the method, such as "LORA"'
         return [fault("adapter-config", path, message, _SAVE_ADAPTER)]
-    findings = _lora_numbers(path, config) if peft_type.upper() == "LORA" else []
+    findings = _lora_numbers(path, config, tensors) if peft_type.upper() == "LORA" else []
     if not isinstance(config.get("base_model_name_or_path"), str):
         message = "names no base model (base_model_name_or_path)"
         fix = "pass base_model= when you load it"
@@ -217,8 +247,15 @@ def _adapter_config(folder: Path) -> list[Finding]:
     return findings
 
 
-def _lora_numbers(path: Path, config: dict[str, Any]) -> list[Finding]:
+def _lora_numbers(path: Path, config: dict[str, Any], tensors: Mapping[str, TensorInfo]) -> list[Finding]:
     findings = []
+    ranks = {info.shape[0]: name for name, info in tensors.items() if ".lora_A." in name and info.shape}
+    other = [(rank, name) for rank, name in ranks.items() if rank != config.get("r")]
+    # a pattern gives layers other ranks; of target_parameters the factors of all experts are stacked
+    told = type(config.get("r")) is int and not (config.get("rank_pattern") or config.get("target_parameters"))
+    if other and told:
+        message = f"r is {config['r']}, and {other[0][1]!r} has rank {other[0][0]}: it would be scaled for another rank"
+        findings.append(fault("adapter-config", path, message, _SAVE_ADAPTER))
     for key in _LORA_NUMBERS:
         value = config.get(key)
         # peft fills in its own default for what is absent, and so scales the adapter by a number nobody chose.

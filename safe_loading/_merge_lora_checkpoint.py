@@ -16,6 +16,7 @@ from ._adapter.guard import guarded, own_device
 from ._adapter.sources import Source
 from ._arguments import whole_number
 from ._checkpoint.commit import Stage
+from ._checkpoint.index import require_unchanged
 from ._checkpoint.output import check_apart, output_path
 from ._log import logger
 from ._merge_checkpoint.attached import find_changes
@@ -114,6 +115,7 @@ def merge_lora_checkpoint(
     with Stage(target, job(sources, options), needed=needed, overwrite=overwrite, resume=resume) as stage:
         if stage.finished is None:
             facts, fresh = _write_weights(plans, stage, own, verify, threads or min(4, _cores()), progress)
+            require_unchanged(sources.checkpoint)
             for name, data in {**small, REPORT: report_file(sources, plans, facts)}.items():
                 stage.write(name, data)
             stage.commit({plan.name: {n: [w.sha256, w.largest] for n, w in facts[plan.name].items()} for plan in plans})

@@ -5,20 +5,21 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers import core_model_loading as loader
 
-from ._checkpoint.hub import resolve
+from ._checkpoint.hub import resolve, small_files
 from ._checkpoint.index import inspect_checkpoint
 from ._checkpoint.paths import path_text
+from ._checkpoint.strict_json import read_json_object
+from ._layout.config import building, read_config
 from ._layout.dtypes import DTYPES
-from .errors import ArgumentError, CheckpointNotFound
+from .errors import ArgumentError
 
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
 
@@ -56,16 +57,15 @@ def meta_model(
     Raises:
         ArgumentError: Nothing says which class to build, ``dtype`` is no floating dtype, or the config is quantised.
         CheckpointNotFound: There is no such folder, nor such an id in reach.
+        CheckpointError: The config is damaged, or no model can be built from it.
     """
     folder: Path | None = None
     if isinstance(config_or_id, PreTrainedConfig):
         config = copy.deepcopy(config_or_id)
     else:
         text = path_text(config_or_id, "config_or_id")
-        folder = resolve(text, _small_files, revision=revision, subfolder=subfolder).folder
-        if not (folder / "config.json").is_file():
-            raise CheckpointNotFound(f"{folder} holds no config.json. Pass the folder of a model, or its config.")
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        folder = resolve(text, small_files, revision=revision, subfolder=subfolder).folder
+        config = read_config(folder, trust_remote_code=trust_remote_code)
         config.name_or_path = text
     _refuse_quantised(config)
     kind = _class_of(config, auto_class)
@@ -78,15 +78,19 @@ def meta_model(
     make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
     with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: torch.nn.Module = make(config, **options)
+        with building(config, kind, folder):
+            model: torch.nn.Module = make(config, **options)
     _keep_in_float32(model, wanted)
-    if folder is not None and (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
-        model.__dict__["generation_config"] = GenerationConfig.from_pretrained(folder)
+    if folder is not None:
+        _read_generation_config(model, folder)
     return model.eval()
 
 
-def _small_files(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
-    return [name for name in sorted(names) if "/" not in name and name.endswith((".json", ".py"))]
+def _read_generation_config(model: torch.nn.Module, folder: Path) -> None:
+    path = folder / "generation_config.json"
+    if os.path.lexists(path) and hasattr(model, "generation_config"):
+        read_json_object(path)
+        model.__dict__["generation_config"] = GenerationConfig.from_pretrained(folder)
 
 
 def _refuse_quantised(config: PreTrainedConfig) -> None:

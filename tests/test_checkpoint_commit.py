@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -12,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults.checkpoints import write_model
 from faults.operations import broken_disk, disk_full, operations
 
-from safe_loading import OutputError
+from safe_loading import CheckpointError, OutputError
 from safe_loading._checkpoint import commit as commits
 from safe_loading._checkpoint import journal, output
 from safe_loading._checkpoint.commit import Stage
+from safe_loading._checkpoint.index import read_checkpoint, require_unchanged
 
 TESTS = Path(__file__).resolve().parent
 FILES = {"one.bin": b"1" * 5000, "two.bin": b"2" * 3000, "deep/three.bin": b"3"}
@@ -319,3 +323,130 @@ def test_a_folder_that_comes_to_stand_there_meanwhile_is_not_replaced(tmp_path: 
         late()
     assert held(tmp_path / "out") == OLD
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# ---------------------------------------------------------------------------------- readers, signals, rights, systems
+
+WRITER = """
+import sys
+from pathlib import Path
+from safe_loading._checkpoint.commit import Stage
+folder = Path(sys.argv[1])
+for turn in range(100):
+    with Stage(folder, {"turn": turn}, overwrite=True) as stage:
+        for name in ("model.safetensors.index.json", "config.json", *(f"{n}.safetensors" for n in range(1 + turn % 3))):
+            stage.write(name, (folder.parent / str(turn % 3) / name).read_bytes())
+        stage.commit()
+"""
+
+
+def state(folder: Path, kind: int) -> Path:
+    """A checkpoint of `kind` + 1 files, every byte of which is `kind` + 1."""
+    write_model(folder, {f"{n}.safetensors": {f"t{n}": 64} for n in range(kind + 1)})
+    for path in folder.glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-64] + bytes([kind + 1]) * 64)
+    return folder
+
+
+def test_a_reader_during_100_rewrites_sees_the_old_or_the_new_and_never_a_mix(tmp_path: Path) -> None:
+    for kind in range(3):
+        state(tmp_path / str(kind), kind)
+    state(tmp_path / "out", 0)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "out")], env=child_environment())
+    whole, changed = 0, 0
+    while writer.poll() is None or not whole:
+        checkpoint = read_checkpoint(tmp_path / "out")  # never an error
+        try:
+            held = {path.read_bytes()[-64:] for path in checkpoint.files}
+            require_unchanged(checkpoint)
+        except (FileNotFoundError, CheckpointError):  # exchanged between the headers and the bytes: told, not mixed
+            changed += 1
+            continue
+        assert held == {bytes([len(checkpoint.files)]) * 64}
+        whole += 1
+    assert writer.returncode == 0
+    assert whole > 20
+
+
+def child_environment() -> dict[str, str]:
+    package = str(Path(commits.__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([package, str(TESTS)])}
+
+
+def test_what_the_system_refuses_is_an_error_of_this_package_with_the_system_s_number(tmp_path: Path) -> None:
+    folder = fill(tmp_path / "out", OLD)
+
+    def refuse(code: int) -> Callable[[], None]:
+        def then() -> None:
+            raise OSError(code, os.strerror(code))
+
+        return then
+
+    for code, at in ((errno.EROFS, 1), (errno.EACCES, 1), (errno.ENOSPC, 9), (errno.EIO, 9)):
+        as_it_was = pytest.raises(OutputError, match=r"out' is as it was: .*Mend the disk")
+        with as_it_was as caught, operations(at, refuse(code)):
+            save(folder, overwrite=True)
+        assert caught.value.errno == code
+        assert held(folder) == OLD
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_the_system_will_not_rename_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = fill(tmp_path / "out", OLD)
+
+    def across(one: Path, other: Path) -> bool:  # overlayfs, for a folder of a lower layer
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(commits, "exchange", across)
+    with pytest.raises(OutputError, match=r"as it was: .*cross-device") as caught:
+        save(folder, overwrite=True)
+    assert caught.value.errno == errno.EXDEV
+    assert held(folder) == OLD
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save(tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {p.relative_to(tmp_path).as_posix(): oct(p.stat().st_mode & 0o777) for p in tmp_path.rglob("*")}
+    assert modes == {"out": "0o750", "out/deep": "0o750"} | dict.fromkeys((f"out/{n}" for n in FILES), "0o640")
+
+
+@pytest.mark.parametrize("when", ["while it writes", "after the rename"])
+def test_sigterm_takes_the_stage_away_and_gives_the_signal_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    folder = fill(tmp_path / "out", OLD)
+
+    def end(*arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    original = Stage.write if when == "while it writes" else commits.exchange
+    if when == "while it writes":
+        monkeypatch.setattr(Stage, "write", end)
+    else:
+        monkeypatch.setattr(commits, "exchange", end)
+    with pytest.raises(SystemExit) as caught:
+        save(folder, overwrite=True)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert held(folder) == (OLD if when == "while it writes" else FILES)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_of_somebody_else_keeps_sigterm(tmp_path: Path) -> None:
+    def handler(number: int, frame: Any) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with Stage(tmp_path / "out", JOB) as stage:
+            assert signal.getsignal(signal.SIGTERM) is handler
+            stage.commit()
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -196,7 +196,7 @@ def test_every_finding_stands_in_a_table_and_no_other() -> None:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
     makers = makers_of_findings(list(trees.values()))
     assert {"Finding", "fault", "note"} <= makers.keys()
-    made: dict[str, set[str]] = {page.name: set() for page in PAGES[1:]}
+    made: dict[str, set[str]] = {page.relative_to(DOCS).as_posix(): set() for page in PAGES[1:]}
     for path, tree in trees.items():
         codes = codes_in(tree, makers)
         if codes:

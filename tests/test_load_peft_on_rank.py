@@ -12,12 +12,21 @@ from typing import Any
 import pytest
 import torch
 from faults import adapters as faults
+from faults.folders import CONTENTS
 from models import save_adapter, save_llama
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from safe_loading import AdapterError, ArgumentError, CheckpointNotFound, PickleRefused, load_peft_on_rank
+from safe_loading import (
+    AdapterError,
+    ArgumentError,
+    CheckpointError,
+    CheckpointNotFound,
+    PickleRefused,
+    load_peft_on_rank,
+)
+from safe_loading._adapter import base as bases
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS = torch.arange(1, 25).reshape(2, 12)
@@ -801,3 +810,38 @@ def test_the_report_says_what_lies_where(
     assert json.loads(report.to_json())["parts"][1]["name"] == "default"
     assert "<table>" in report._repr_html_()
     assert capsys.readouterr().out == ""
+
+
+def test_a_base_that_is_written_again_while_it_is_loaded_is_an_error(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
+    original = bases.load_base
+
+    def rewritten(*arguments: Any) -> Any:
+        result = original(*arguments)
+        shard = min(base.glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes())
+        return result
+
+    monkeypatch.setattr(bases, "load_base", rewritten)
+    with pytest.raises(CheckpointError, match=r"1 of 7 files were written again while they were read"):
+        load_peft_on_rank(tiny_adapter, base)
+    monkeypatch.undo()
+    load_peft_on_rank(tiny_adapter, base)
+
+
+def test_what_the_base_holds_beyond_its_class_is_told_and_two_values_of_a_tied_weight_are_refused(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
+    CONTENTS["extra tensor"].change(base)
+    findings = load_peft_on_rank(tiny_adapter, base).load_report.findings
+    assert [(f.code, f.severity) for f in findings] == [("base-key-unexpected", "warning")]
+    assert "'extra'" in findings[0].message
+    CONTENTS["tied by the config, not on disk"].change(base)
+    with pytest.raises(AdapterError, match=r"says tie_word_embeddings=True.*two weights"):
+        load_peft_on_rank(tiny_adapter, base)
+    with pytest.warns(UserWarning, match="tie_word_embeddings=True"):
+        loaded = load_peft_on_rank(tiny_adapter, base, strict=False)
+    assert loaded.get_base_model().lm_head.weight is not loaded.get_base_model().model.embed_tokens.weight

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +217,69 @@ def test_a_base_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path, pair: t
         merge_lora_checkpoint(base, adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.staged").exists()
+
+
+SLOW_MERGE = """
+import sys, time
+from pathlib import Path
+from safe_loading import merge_lora_checkpoint
+from safe_loading._merge_checkpoint import stream as streams
+base, adapter, output, begun = map(Path, sys.argv[1:])
+original = streams.Stage.keep
+def keep(stage, file, *arguments):
+    original(stage, file, *arguments)
+    begun.touch()
+    time.sleep(1)
+streams.Stage.keep = keep
+merge_lora_checkpoint(base, adapter, output, threads=1, overwrite=True)
+"""
+
+
+def test_sigterm_to_torchrun_in_the_middle_of_a_merge_leaves_what_was_there_and_no_stage(
+    tmp_path: Path, pair: tuple[Path, Path]
+) -> None:
+    (tmp_path / "script.py").write_text(SLOW_MERGE)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old.txt").write_text("old")
+    begun = tmp_path / "begun"
+    package = str(Path(safe_loading.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    arguments = [str(tmp_path / "script.py"), *map(str, pair), str(tmp_path / "out"), str(begun)]
+    agent = subprocess.Popen([*torchrun, *arguments], env=env, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        late = time.monotonic() + 180
+        while not begun.exists() and agent.poll() is None and time.monotonic() < late:
+            time.sleep(0.1)
+        assert begun.exists()
+        assert (tmp_path / ".out.staged" / "files").is_dir()
+        agent.send_signal(signal.SIGTERM)
+        agent.wait(90)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGKILL)
+        agent.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "begun", "out", "script.py"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["old.txt"]
+
+
+def test_a_base_that_is_written_again_while_it_is_read_is_an_error(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    import unittest.mock
+
+    base, adapter = pair
+    shard = sorted(base.glob("*.safetensors"))[0]
+
+    def rewritten(*arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        os.utime(shard, ns=(1, 1))  # the same bytes or others: nobody can tell without reading them again
+        return result
+
+    original = streams.stream
+    with (
+        unittest.mock.patch("safe_loading._merge_lora_checkpoint.stream", rewritten),
+        pytest.raises(
+            CheckpointError, match=rf"1 of \d+ files were written again while they were read: '{shard.name}'"
+        ),
+    ):
+        merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]

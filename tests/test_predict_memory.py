@@ -244,7 +244,7 @@ def test_what_cannot_be_forecast_is_refused(tmp_path: Path) -> None:
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     with pytest.raises(ArgumentError, match="gptq"):
         predict_memory(config, Workload.weights_only())
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
     with pytest.raises(ArgumentError, match="names no base"):
         predict_memory(tmp_path, Workload.train(1, 8))
 

@@ -20,6 +20,7 @@ from safe_loading._adapter.hollow import Hollow, NoInit
 from safe_loading._adapter.match import Match, match
 from safe_loading._adapter.slots import Routed, Slot, held, new_slots, route
 from safe_loading._adapter.snapshot import Snapshot
+from safe_loading._checkpoint.weights import ADAPTER_CONFIG
 from safe_loading._report import Finding
 from safe_loading.errors import AdapterError, ArgumentError
 
@@ -168,9 +169,9 @@ def _structure(
     with quiet(), _initialisation(config, skip=hollow):
         if hollow:
             with Hollow(model), torch.device("meta"), NoInit():
-                wrapped = _inject(model, config, adapter.name)
+                wrapped = _inject(model, config, adapter)
         else:
-            wrapped = _inject(model, config, adapter.name)
+            wrapped = _inject(model, config, adapter)
     slots = new_slots(wrapped, before)
     if config.is_prompt_learning:
         # the encoder loads its own state there; nothing of it goes through a state-dict key
@@ -181,7 +182,8 @@ def _structure(
     return wrapped, found, slots, renamed
 
 
-def _inject(model: torch.nn.Module, config: PeftConfig, name: str) -> PeftModel:
+def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter) -> PeftModel:
+    name = adapter.name
     try:
         if isinstance(model, PeftModel):
             model.add_adapter(name, config, autocast_adapter_dtype=False)
@@ -189,7 +191,10 @@ def _inject(model: torch.nn.Module, config: PeftConfig, name: str) -> PeftModel:
         peft_class = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(str(config.task_type), PeftModel)
         return peft_class(model, config, adapter_name=name, autocast_adapter_dtype=False)
     except (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, re.error) as error:
-        raise AdapterError(f"peft cannot put {name!r} on {type(_base(model)).__name__}: {error}") from error
+        raise AdapterError(
+            f"{adapter.facts.folder / ADAPTER_CONFIG}: peft cannot put {name!r} on {type(_base(model)).__name__}: "
+            f"{error}"
+        ) from error
 
 
 def _route(model: PeftModel, adapter: Adapter, tensors: dict[str, torch.Tensor]) -> Routed:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from safe_loading._adapter.attach import Adapter
 from safe_loading._adapter.facts import AdapterFacts
+from safe_loading._checkpoint.faults import listed
+from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._layout.config import CONFIG, read_config
+from safe_loading._layout.fit import misfits
+from safe_loading._layout.layout import Layout, read_layout
 from safe_loading._report import Finding
-from safe_loading.errors import AdapterError, ArgumentError
+from safe_loading.errors import AdapterError, ArgumentError, CheckpointError, SafeLoadingError
 
 _AUTO_CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -25,6 +30,7 @@ _AUTO_CLASSES = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }
+_HEADS = ("SEQ_CLS", "TOKEN_CLS")
 # What this call decides itself; a second value for it would contradict the first.
 _DECIDED = {
     "device_map": "device=",
@@ -60,6 +66,21 @@ def check_dtypes(dtype: object, adapter_dtype: object) -> None:
             raise ArgumentError(f"{name}={value!r}; pass a floating torch.dtype, as torch.bfloat16, or {other!r}.")
 
 
+def base_config(folder: Path, base_kwargs: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return the base's config; one that lies in a GGUF file is not read here.
+
+    Raises:
+        CheckpointError: It is not there, damaged, or refused by transformers.
+        ArgumentError: It needs code that is not trusted.
+    """
+    # trust_remote_code is said, and not left open: transformers would ask on the terminal and wait
+    trusted = bool(base_kwargs.get("trust_remote_code", False))
+    if base_kwargs.get("gguf_file") and not (folder / CONFIG).exists():
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=base_kwargs["gguf_file"])
+        return config
+    return read_config(folder, trust_remote_code=trusted)
+
+
 def auto_class_for(facts: AdapterFacts, folder: Path, base_kwargs: Mapping[str, Any]) -> Any:
     """Return the class that loads the base: by the adapter's task type, its auto mapping, or the base's architecture.
 
@@ -67,9 +88,7 @@ def auto_class_for(facts: AdapterFacts, folder: Path, base_kwargs: Mapping[str, 
         AdapterError: None of the three says it.
     """
     task = facts.config.get("task_type")
-    # trust_remote_code is said, and not left open: transformers would ask on the terminal and wait
-    trusted = bool(base_kwargs.get("trust_remote_code", False))
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+    config = base_config(folder, base_kwargs)
     if task in _AUTO_CLASSES:
         auto = getattr(transformers, _AUTO_CLASSES[task])
         # adapters of image-text models say CAUSAL_LM too, and that auto class does not know them
@@ -95,19 +114,49 @@ def skeleton(
 ) -> torch.nn.Module | None:
     """Return the base on meta, in the dtype that it will have, or None when its class cannot be built so."""
     try:
-        with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore")
-            said = {"trust_remote_code": False, **base_kwargs}
-            config, _ = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **said)
-            if hasattr(auto_class, "from_config"):
-                trusted = bool(base_kwargs.get("trust_remote_code", False))
-                model: torch.nn.Module = auto_class.from_config(config, trust_remote_code=trusted)
-            else:
-                model = auto_class(config)
-            wanted = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None)
-            return model.to(wanted) if isinstance(wanted, torch.dtype) else model
+        return built_on_meta(auto_class, folder, dtype, base_kwargs)
     except Exception:  # remote code may do anything on meta; the check then happens when the adapter is attached
         return None
+
+
+def built_on_meta(
+    auto_class: Any, folder: Path, dtype: torch.dtype | str, base_kwargs: Mapping[str, Any]
+) -> torch.nn.Module:
+    """Return the base on meta, in the dtype that it will have; its class may raise anything."""
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        said = {"trust_remote_code": False, **base_kwargs}
+        config, _ = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **said)
+        if hasattr(auto_class, "from_config"):
+            trusted = bool(base_kwargs.get("trust_remote_code", False))
+            model: torch.nn.Module = auto_class.from_config(config, trust_remote_code=trusted)
+        else:
+            model = auto_class(config)
+        wanted = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None)
+        return model.to(wanted) if isinstance(wanted, torch.dtype) else model
+
+
+def check_fit(
+    model: torch.nn.Module, checkpoint: Checkpoint, ready: Sequence[Adapter], layout: Layout | None = None
+) -> None:
+    """Compare the headers of the base with its skeleton, before a weight is read.
+
+    Quantised bases are left to transformers: their skeleton is made by the quantiser, while it loads.
+
+    Raises:
+        CheckpointError: Weights would start at random, or be dropped or cast from another kind.
+    """
+    if not isinstance(model, PreTrainedModel) or getattr(model.config, "quantization_config", None) is not None:
+        return
+    saved = brought(ready)
+    layout = layout or read_layout(model, checkpoint.tensors)
+    problems = misfits(model, checkpoint, layout, lambda name: not saved.isdisjoint(name.split(".")))
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.folder} does not fill the {type(model).__name__} of its config.json; nothing was done. Pass "
+            f"the base that the adapter was trained on, or auto_class= for the class that it was saved as:",
+            problems,
+        )
 
 
 def load_base(
@@ -128,7 +177,14 @@ def load_base(
         # With an index, always: transformers' loader threads have lost the current device and read "cuda" as 0.
         # For the CPU no map at all: peft's own later calls take {"": "cpu"} for offloading and dispatch anew.
         arguments["device_map"] = {"": device}
-    model, info = auto_class.from_pretrained(folder, **arguments)
+    try:
+        model, info = auto_class.from_pretrained(folder, **arguments)
+    except (SafeLoadingError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the class of the model, its quantiser, or code of the repository
+        raise CheckpointError(
+            f"{folder / CONFIG}: transformers cannot load the base from it: {type(error).__name__}: {error}"
+        ) from error
     return model, info
 
 
@@ -145,8 +201,7 @@ def loading_findings(info: Mapping[str, Any], ready: list[Adapter], source: str)
 
     Weights that an adapter's ``modules_to_save`` replaces (a new classification head) are left out.
     """
-    saved = {name for adapter in ready for name in (getattr(adapter.config, "modules_to_save", None) or ())}
-    saved |= {"score", "classifier"} if any(a.config.task_type in ("SEQ_CLS", "TOKEN_CLS") for a in ready) else set()
+    saved = brought(ready)
     findings = []
     for kind, what in (("missing_keys", "is not in the checkpoint"), ("mismatched_keys", "has another shape there")):
         for entry in sorted(map(str, info.get(kind) or ())):
@@ -161,4 +216,50 @@ def loading_findings(info: Mapping[str, Any], ready: list[Adapter], source: str)
                     "pass the base that the adapter was trained on, or auto_class= for the class that it was saved as.",
                 )
             )
+    unexpected = sorted(map(str, info.get("unexpected_keys") or ()))
+    if unexpected:
+        findings.append(
+            Finding(
+                "base-key-unexpected",
+                "warning",
+                f"{source}: {unexpected[0]}",
+                f"{len(unexpected)} tensors of the checkpoint are no part of the class that was loaded, and were left "
+                f"out: {listed(unexpected)}.",
+                "none, when they are a head for another task; else auto_class= for the class that it was saved as.",
+            )
+        )
     return findings
+
+
+def untied_findings(model: torch.nn.Module, source: str) -> list[Finding]:
+    """Return a finding when the config ties two weights that the checkpoint holds with two values.
+
+    transformers then leaves them apart, with a line in the log.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not getattr(text, "tie_word_embeddings", False):
+        return []
+    try:
+        module: Any = model
+        ends = [module.get_input_embeddings(), module.get_output_embeddings()]
+    except (NotImplementedError, AttributeError):  # a model without one
+        return []
+    weights = [getattr(end, "weight", None) for end in ends]
+    if any(weight is None for weight in weights) or weights[0] is weights[1]:
+        return []
+    return [
+        Finding(
+            "base-untied",
+            "error",
+            f"{source}: lm_head, the output embeddings",
+            "the config says tie_word_embeddings=True, and the checkpoint holds two weights with other values.",
+            "set tie_word_embeddings to false in config.json when both are meant; else delete the one that is not.",
+        )
+    ]
+
+
+def brought(ready: Sequence[Adapter]) -> set[str]:
+    """Return the names of the modules that an adapter brings whole (a new classification head)."""
+    saved = {name for adapter in ready for name in (getattr(adapter.config, "modules_to_save", None) or ())}
+    return saved | ({"score", "classifier"} if any(a.config.task_type in _HEADS for a in ready) else set())

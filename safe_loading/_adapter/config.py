@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import peft
@@ -11,9 +14,11 @@ from packaging.version import InvalidVersion, Version
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-from safe_loading._adapter.facts import AdapterFacts
+from safe_loading._adapter.facts import AdapterFacts, read_adapter_config
+from safe_loading._checkpoint.hub import resolve
+from safe_loading._checkpoint.weights import ADAPTER_CONFIG
 from safe_loading._report import Finding
-from safe_loading.errors import AdapterError
+from safe_loading.errors import AdapterError, SafeLoadingError
 
 # Initialisations that subtract something from the base's weights when peft injects the adapter (peft
 # `LoraLayer.pissa_init`, `olora_init`, `corda_init`, `loftq_init`, `lora_ga_init`).
@@ -30,8 +35,8 @@ def build_config(facts: AdapterFacts, *, is_trainable: bool) -> tuple[PeftConfig
     config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(kind)
     if config_class is None:
         raise AdapterError(
-            f"{facts.folder}: peft_type is {kind!r}, which peft {peft.__version__} does not know (it was written by "
-            f"peft {facts.config.get('peft_version') or 'of an unnamed version'}). It knows "
+            f"{facts.folder / ADAPTER_CONFIG}: peft_type is {kind!r}, which peft {peft.__version__} does not know (it "
+            f"was written by peft {facts.config.get('peft_version') or 'of an unnamed version'}). It knows "
             f"{sorted(str(getattr(name, 'value', name)) for name in PEFT_TYPE_TO_CONFIG_MAPPING)}. Upgrade peft."
         )
     known = {field.name for field in dataclasses.fields(config_class)} | {"runtime_config"}
@@ -40,10 +45,42 @@ def build_config(facts: AdapterFacts, *, is_trainable: bool) -> tuple[PeftConfig
         warnings.simplefilter("ignore")  # peft warns of the unknown fields, which are findings here
         try:
             config = config_class.from_pretrained(str(facts.folder))
-        except (TypeError, ValueError, KeyError, ImportError) as error:
-            raise AdapterError(f"{facts.folder}: peft refuses the config: {error}") from error
+        except Exception as error:  # __post_init__ of the method's config, which compares whatever it finds
+            raise AdapterError(f"{facts.folder / ADAPTER_CONFIG}: peft refuses the config: {error}") from error
     config.inference_mode = not is_trainable
     return config, [_unknown_field(facts, name, value) for name, value in sorted(unknown.items())]
+
+
+def read_peft_config(source: str | os.PathLike[str], *, is_trainable: bool = False) -> PeftConfig:
+    """Return the config of an adapter of which no tensor is needed, as strictly as where it is loaded.
+
+    Args:
+        source: A folder or a hub id. Weights that lie in a folder are checked by their header.
+        is_trainable: Whether the adapter will be trained.
+
+    Raises:
+        CheckpointNotFound: There is no adapter.
+        CheckpointError: Its config or its weights are damaged.
+        AdapterError: The config lacks what it must say, or peft refuses it.
+    """
+    resolved = resolve(source, lambda names, _: [ADAPTER_CONFIG] if ADAPTER_CONFIG in names else [])
+    return build_config(read_adapter_config(resolved), is_trainable=is_trainable)[0]
+
+
+@contextlib.contextmanager
+def injecting(adapter: object, model: object) -> Iterator[None]:
+    """Turn whatever peft raises when it puts an adapter into a model into one kind of error.
+
+    Raises:
+        AdapterError: It raised.
+    """
+    try:
+        yield
+    except (SafeLoadingError, MemoryError):
+        raise
+    except Exception as error:  # each method has its own checks, and its own errors
+        named = repr(os.fspath(adapter)) if isinstance(adapter, (str, os.PathLike)) else type(adapter).__name__
+        raise AdapterError(f"peft cannot put {named} on {type(model).__name__}: {error}") from error
 
 
 def changes_base(config: PeftConfig) -> bool:

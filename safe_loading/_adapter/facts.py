@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,10 @@ def read_adapter(resolved: Resolved, *, allow_pickle: bool = False) -> AdapterFa
         CheckpointError: A file is damaged.
         AdapterError: The config lacks what it must say.
     """
+    found = read_adapter_config(resolved)
+    if found.header is not None:
+        return found
     folder = resolved.folder
-    config_file = folder / ADAPTER_CONFIG
-    if not config_file.is_file():
-        raise CheckpointNotFound(f"{folder} holds no {ADAPTER_CONFIG}, so it is no adapter.{_near_adapters(folder)}")
-    config = read_json_object(config_file)
-    problems = _config_problems(config)
-    if problems:
-        raise AdapterError(f"{config_file} does not say what an adapter must say:", problems)
-    weights = folder / ADAPTER_SINGLE
-    if weights.exists():
-        return AdapterFacts(resolved.source, folder, resolved.commit, config, weights, read_header(weights))
     pickle = folder / ADAPTER_PICKLE
     if not pickle.exists():
         raise CheckpointNotFound(f"{folder} holds {ADAPTER_CONFIG} but no {ADAPTER_SINGLE}.")
@@ -72,7 +66,27 @@ def read_adapter(resolved: Resolved, *, allow_pickle: bool = False) -> AdapterFa
             f"{conversion_command(folder, ADAPTER_PICKLE, ADAPTER_SINGLE)}\n"
             f"or pass allow_pickle=True, which reads it with weights_only=True."
         )
-    return AdapterFacts(resolved.source, folder, resolved.commit, config, pickle, None)
+    return dataclasses.replace(found, weights=pickle)
+
+
+def read_adapter_config(resolved: Resolved) -> AdapterFacts:
+    """Read the config of an adapter, and the header of its weights where they are safetensors and there.
+
+    Raises:
+        CheckpointNotFound: No config in the folder.
+        CheckpointError: A file is damaged.
+        AdapterError: The config lacks what it must say.
+    """
+    folder = resolved.folder
+    config_file, weights = folder / ADAPTER_CONFIG, folder / ADAPTER_SINGLE
+    if not os.path.lexists(config_file):
+        raise CheckpointNotFound(f"{folder} holds no {ADAPTER_CONFIG}, so it is no adapter.{_near_adapters(folder)}")
+    config = read_json_object(config_file)
+    problems = _config_problems(config)
+    if problems:
+        raise AdapterError(f"{config_file} does not say what an adapter must say:", problems)
+    header = read_header(weights) if os.path.lexists(weights) else None
+    return AdapterFacts(resolved.source, folder, resolved.commit, config, weights, header)
 
 
 def digest(facts: AdapterFacts) -> str:
@@ -97,6 +111,8 @@ def _config_problems(config: dict[str, Any]) -> list[str]:
             for name in ("r", "lora_alpha")
             if isinstance(config.get(name), bool) or not isinstance(config.get(name), (int, float))
         ]
+        if not problems and config["r"] < 1:
+            problems.append(f"r is {config['r']!r}; a rank is 1 or more")
     return problems
 
 

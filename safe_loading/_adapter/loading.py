@@ -17,7 +17,7 @@ from safe_loading._adapter import verify
 from safe_loading._adapter.attach import Adapter, Attached, attach, check
 from safe_loading._adapter.snapshot import Snapshot
 from safe_loading._adapter.sources import Sources
-from safe_loading._checkpoint.index import read_checkpoint
+from safe_loading._checkpoint.index import Checkpoint, read_checkpoint, require_unchanged
 from safe_loading._checkpoint.weights import ADAPTER_CONFIG
 from safe_loading._distributed.exchange import Ranks
 from safe_loading._load_report import LoadedPart, LoadReport
@@ -39,29 +39,41 @@ class Options:
     base_kwargs: Mapping[str, Any]
 
 
-def check_first(sources: Sources, ready: list[Adapter], options: Options) -> Any:
-    """Check all that can be known before a weight of the base is read; return the class that loads the base."""
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """What the check before the load found: the class that loads the base, and its files where they were looked at."""
+
+    auto_class: Any = None
+    checkpoint: Checkpoint | None = None
+
+
+def check_first(sources: Sources, ready: list[Adapter], options: Options) -> Chosen:
+    """Check all that can be known before a weight of the base is read."""
     if sources.base is None:
-        return None
+        return Chosen()
     folder = sources.base.folder
     if (folder / ADAPTER_CONFIG).exists():
         raise AdapterError(
             f"The base folder {folder} holds an adapter too ({ADAPTER_CONFIG}), which transformers would load into the "
             f"base unasked. Move the adapter's files to a folder of their own."
         )
+    bases.base_config(folder, options.base_kwargs)
     chosen = options.auto_class or bases.auto_class_for(ready[0].facts, folder, options.base_kwargs)
+    checkpoint = None
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
-        read_checkpoint(folder, variant=options.base_kwargs.get("variant"), kind="model")
+        checkpoint = read_checkpoint(folder, variant=options.base_kwargs.get("variant"), kind="model")
     outline = bases.skeleton(chosen, folder, options.dtype, options.base_kwargs)
     if outline is not None and options.strict:
+        if checkpoint is not None:
+            bases.check_fit(outline, checkpoint, ready)
         check(outline, ready)
-    return chosen
+    return Chosen(chosen, checkpoint)
 
 
 def load(
     sources: Sources,
     ready: list[Adapter],
-    chosen: Any,
+    chosen: Chosen,
     given: Any,
     options: Options,
     group: Ranks,
@@ -73,9 +85,13 @@ def load(
         model, parts, findings = _onto_given(given, ready, options, undo)
     else:
         start = time.perf_counter()
-        base, info = bases.load_base(chosen, sources.base.folder, options.device, options.dtype, options.base_kwargs)
+        where = (sources.base.folder, options.device, options.dtype, options.base_kwargs)
+        base, info = bases.load_base(chosen.auto_class, *where)
+        if chosen.checkpoint is not None:
+            require_unchanged(chosen.checkpoint)
         bases.name_base(base, sources.base.source)
         findings = bases.loading_findings(info, ready, sources.base.source)
+        findings += bases.untied_findings(base, sources.base.source)
         errors = [str(finding) for finding in findings if finding.severity == "error"]
         if errors and options.strict:
             raise AdapterError(f"{sources.base.source!r} does not fill {type(base).__name__}:", errors)

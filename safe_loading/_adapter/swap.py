@@ -62,7 +62,7 @@ def stage(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None) -> S
     findings = [*adapter.findings, *said, *_differences(adapter, slots, new.tensors, dtype)]
     errors = [str(finding) for finding in findings if finding.severity == "error"]
     padded = any(key in slots and slots[key].tensor.shape != value.shape for key, value in new.tensors.items())
-    errors += [*new.missing, *_refused(model, adapter, config, padded)]
+    errors += [*new.missing, *_refused(model, adapter, config, padded), *_other_rank(adapter, config)]
     if errors:
         raise AdapterError(title([adapter], f"the loaded adapter {name!r}"), errors)
     moved = {key: value.to(slots[key].tensor) for key, value in new.tensors.items()}
@@ -118,6 +118,17 @@ def _refused(model: PeftModel, adapter: Adapter, config: LoraConfig, padded: boo
     if padded and patterns:
         problems.append("the ranks differ and one of the configs has patterns. Load it under another name.")
     return problems
+
+
+def _other_rank(adapter: Adapter, config: LoraConfig) -> list[str]:
+    """Return the factors whose rank is not the config's: the scaling would be that of another rank."""
+    if config.rank_pattern or getattr(config, "target_parameters", None):  # other ranks; the experts' are stacked
+        return []
+    return [
+        f"{adapter.where}: {key} has rank {tensor.shape[0]}, and r in adapter_config.json is {config.r}"
+        for key, tensor in adapter.tensors.items()
+        if ".lora_A." in key and tensor.dim() and tensor.shape[0] != config.r
+    ]
 
 
 def _differences(

@@ -59,6 +59,8 @@ def value_findings(facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> 
     """Return findings for tensors with NaN or infinity, and for a ``lora_B`` that is still zero."""
     findings, zero, candidates = [], [], 0
     for key, tensor in tensors.items():
+        if ".lora_" in key and not tensor.is_floating_point():
+            findings.append(_integers(facts, key, tensor))
         if not tensor.is_floating_point() or tensor.numel() == 0:
             continue
         low, high = _range(tensor)
@@ -90,6 +92,12 @@ def _range(tensor: torch.Tensor) -> tuple[float, float]:
     except (RuntimeError, NotImplementedError):  # the 8-bit floats have no kernel
         low, high = torch.aminmax(tensor.float())
     return low.item(), high.item()
+
+
+def _integers(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Finding:
+    message = f"it is {tensor.dtype}, {list(tensor.shape)}; factors are floats, and peft would cast it without a word."
+    fix = "save the adapter again; a quantised one must be turned into floats where it was quantised."
+    return Finding("adapter-dtype", "error", f"{facts.weights}: {key}", message, fix, tensor.nbytes)
 
 
 def _non_finite(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Finding:

@@ -24,11 +24,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from safe_loading.errors import OutputError
+from safe_loading.errors import OutputError, SafeLoadingError
 
 from . import journal as journals
 from .output import check_free, check_room, size_below
 from .swap import exchange, sync_folder
+from .terminate import SigtermRaises, Terminated
 
 Check = Callable[[Path, Mapping[str, Any]], bool]
 
@@ -36,8 +37,9 @@ Check = Callable[[Path, Mapping[str, Any]], bool]
 class Stage:
     """Context manager: the place where an output is prepared, and the way from there to its name.
 
-    Leaving the block without :meth:`commit` takes everything away again; only an interruption (``KeyboardInterrupt``,
-    ``SystemExit``) leaves it for the next call, as ``kill -9`` does.
+    Leaving the block without :meth:`commit` takes everything away again, and so does SIGTERM, by which a launcher ends
+    its ranks. Only an interruption by hand (``KeyboardInterrupt``, ``SystemExit``) leaves it for the next call, as
+    ``kill -9`` does.
 
     Args:
         output: The folder that is to appear, as ``output.output_path`` returns it.
@@ -68,6 +70,7 @@ class Stage:
         self._journal: journals.Journal | None = None
         self._guard = threading.Lock()
         self._committed = False
+        self._sigterm = SigtermRaises()
 
     def __enter__(self) -> Stage:
         """Check what can be refused, take the lock, and look at what an interrupted call left.
@@ -80,16 +83,21 @@ class Stage:
             check_room(self.output, self._needed)
         self._made = [path for path in self.root.parents if not path.exists()]
         new = not self.root.exists()
+        self._sigterm.begin()
         try:
             self._lock = journals.take_lock(self.root, self.output)
             self._open()
         except OutputError:
             if self._lock is not None:
                 self._abandon()
+            self._sigterm.end()
             raise
-        except BaseException:
+        except BaseException as error:
             if self._lock is not None or new:
                 self._abandon()
+            self._sigterm.end()
+            if isinstance(error, OSError):
+                raise self._not_written(error) from error
             raise
         return self
 
@@ -97,11 +105,14 @@ class Stage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Take away what was not committed, unless the next call may go on with it."""
-        interrupted = kind is not None and not issubclass(kind, Exception)
+        interrupted = kind is not None and not issubclass(kind, (Exception, Terminated))
         if self._committed or (interrupted and self._resume):
             self._release()
         else:
             self._abandon()
+        self._sigterm.end()
+        if isinstance(error, OSError) and not isinstance(error, SafeLoadingError):
+            raise self._not_written(error) from error
 
     def held(self, name: str, check: Check) -> dict[str, Any] | None:
         """Return what the journal says about a file of an interrupted call, when the file is still that file.
@@ -187,6 +198,15 @@ class Stage:
         self._journal = journals.Journal(self.root / "journal")
         if not events:
             self._note({"event": "job", "job": self._job})
+
+    def _not_written(self, error: OSError) -> OutputError:
+        """Return what the system refused, as an error that names the output and says what is there now."""
+        there = "is whole" if self._committed else "is as it was" if self.output.exists() else "was not written"
+        said = OutputError(
+            f"{str(self.output)!r} {there}: {error}. Mend the disk, its room or its rights, or name another folder."
+        )
+        said.errno = error.errno
+        return said
 
     def _note(self, event: Mapping[str, Any]) -> None:
         if self._journal is None:

@@ -149,6 +149,17 @@ def size_of(path: Path) -> int:
     return facts.st_size if stat.S_ISREG(facts.st_mode) else 0
 
 
+def stamp(path: Path) -> tuple[int, ...]:
+    """Return what tells whether a file or folder is still the one that it was; nothing where there is none."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return ()
+    if stat.S_ISDIR(facts.st_mode):
+        return (facts.st_dev, facts.st_ino, facts.st_ctime_ns)  # the number of one that was deleted is used again
+    return (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+
+
 def _name_fault(name: str) -> str | None:
     if not name:
         return "is empty"

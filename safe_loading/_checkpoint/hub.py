@@ -119,6 +119,11 @@ def base_files(options: Mapping[str, Any]) -> Chooser:
     return choose
 
 
+def small_files(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
+    """Choose the JSON and Python files of the top folder: all that a model on meta is made from."""
+    return [name for name in sorted(names) if "/" not in name and name.endswith((".json", ".py"))]
+
+
 def _is_hub_id(text: str) -> bool:
     parts = text.split("/")
     return (

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safe_loading._report import Finding
 
 from .faults import fault, listed, note, raise_faults
-from .files import not_contained, size_of
+from .files import not_contained, size_of, stamp
 from .header import Header, TensorInfo, try_header
 from .strict_json import try_json_object
 from .weights import Kind, find_weights, names_in
 
+_TRIES = 50  # an exchange takes a moment; a folder that is exchanged all the time is read as it is
 _SAVE_AGAIN = "index and files are not of one save: download or copy the whole folder again, or save it again"
 
 
@@ -46,6 +47,7 @@ class Checkpoint:
         tensors: Each tensor of all files by its name.
         file_of: The file of each tensor.
         findings: What is worth knowing and no error.
+        stamps: What tells whether a weight file is still the one whose header was read.
     """
 
     folder: Path
@@ -55,6 +57,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     file_of: Mapping[str, Path]
     findings: tuple[Finding, ...] = ()
+    stamps: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +112,20 @@ def read_checkpoint(folder: Path, *, variant: str | None = None, kind: Kind | No
     return checkpoint
 
 
+def require_unchanged(checkpoint: Checkpoint) -> None:
+    """Refuse what was read when its files are no longer those that were checked.
+
+    Raises:
+        CheckpointError: Another process wrote to the folder, or replaced it, in the meantime.
+    """
+    changed = [path for path, before in checkpoint.stamps.items() if stamp(path) != before]
+    if changed:
+        message = f"{len(changed)} of {len(checkpoint.stamps)} files were written again while they were read: "
+        message += listed(path.name for path in changed)
+        fix = "load it again when its writer is done; write each new state to a folder of its own"
+        raise_faults(checkpoint.folder, [fault("changed", checkpoint.folder, message, fix)])
+
+
 def inspect_checkpoint(
     folder: Path, *, variant: str | None = None, kind: Kind | None = None
 ) -> tuple[Checkpoint | None, list[Finding]]:
@@ -118,6 +135,15 @@ def inspect_checkpoint(
         What could be read, or ``None`` when there is nothing to read; and everything that was found, of any severity.
         When the checkpoint is ``None``, at least one finding is an error.
     """
+    for _ in range(_TRIES):
+        before = stamp(folder)
+        result = _inspect(folder, variant, kind)
+        if stamp(folder) == before:
+            break  # not exchanged for another folder meanwhile
+    return result
+
+
+def _inspect(folder: Path, variant: str | None, kind: Kind | None) -> tuple[Checkpoint | None, list[Finding]]:
     names = names_in(folder)
     if isinstance(names, Finding):
         return None, [names]
@@ -133,6 +159,7 @@ def inspect_checkpoint(
             return None, findings
         # In the order of transformers, and relative to the folder even where the index lies deeper.
         files = {name: folder / name for name in sorted(set(index.weight_map.values()))}
+    stamps = {path: stamp(path) for path in files.values()}
     headers, missing = _headers(files, index)
     tensors, file_of, twice = _merged(headers)
     findings += [*missing, *twice]
@@ -143,7 +170,7 @@ def inspect_checkpoint(
     if weights.kind == "model":
         findings += _stray(folder, names, files)
     notes = tuple(finding for finding in findings if finding.severity != "error")
-    return Checkpoint(folder, weights.kind, index, headers, tensors, file_of, notes), findings
+    return Checkpoint(folder, weights.kind, index, headers, tensors, file_of, notes, stamps), findings
 
 
 def inspect_index(path: Path) -> tuple[Index | None, list[Finding]]:

@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
+from safe_loading._adapter.config import read_peft_config
+from safe_loading._checkpoint.hub import resolve, small_files
+from safe_loading._checkpoint.paths import path_text
+from safe_loading._checkpoint.weights import ADAPTER_CONFIG
 from safe_loading._forecast.quantized import is_stand_in, quantize
 from safe_loading._forecast.timeline import Loading
+from safe_loading._layout.config import read_config
 from safe_loading._meta_model import meta_model
 from safe_loading._workload import Workload
-from safe_loading.errors import ArgumentError, CheckpointNotFound
+from safe_loading.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,8 @@ def build(source: Any, workload: Workload, options: Mapping[str, Any], prepare: 
             raise ArgumentError(f"{given} are for a config or a folder; this model is built already.")
         return Built(source, type(source).__name__, workload, Loading())
     if not isinstance(source, PreTrainedConfig):
-        folder = Path(source)
-        if (folder / "adapter_config.json").is_file():
+        folder = Path(path_text(source, "model_or_config")).expanduser()
+        if os.path.lexists(folder / ADAPTER_CONFIG):
             source, workload = _adapted(folder, workload)
     config, quantised = _split(source, options)
     model = meta_model(config, **options)
@@ -73,9 +78,7 @@ def build(source: Any, workload: Workload, options: Mapping[str, Any], prepare: 
 
 def _adapted(folder: Path, workload: Workload) -> tuple[str, Workload]:
     """An adapter's folder stands for its base with the adapter attached."""
-    from peft import PeftConfig
-
-    base = PeftConfig.from_pretrained(os.fspath(folder)).base_model_name_or_path
+    base = read_peft_config(folder).base_model_name_or_path
     if not base:
         raise ArgumentError(f"{folder} names no base. Pass the base, and this adapter in the workload.")
     return base, workload if workload.adapter is not None else workload.replace(adapter=os.fspath(folder))
@@ -86,12 +89,8 @@ def _split(source: Any, options: Mapping[str, Any]) -> tuple[PreTrainedConfig, A
     if isinstance(source, PreTrainedConfig):
         config = copy.deepcopy(source)
     else:
-        said = {"trust_remote_code": options["trust_remote_code"], "revision": options["revision"]}
-        try:
-            config = AutoConfig.from_pretrained(source, **said)
-        except OSError as error:
-            raise CheckpointNotFound(f"{os.fspath(source)} has no config.json in reach: {error}") from error
-        config.name_or_path = os.fspath(source)
+        folder = resolve(source, small_files, revision=options["revision"]).folder
+        config = read_config(folder, trust_remote_code=options["trust_remote_code"])
     quantised = vars(config).pop("quantization_config", None)
     return config, quantised
 

@@ -38,6 +38,7 @@ def find_changes(sources: Sources, dtype: torch.dtype | None) -> tuple[Changes, 
 
     Raises:
         AdapterError: An adapter does not fit the base.
+        CheckpointError: The base does not fit its own config.
         MergeError: It fits, and cannot be merged; every reason is in ``problems``.
     """
     adapters = [prepare(name, facts, is_trainable=False) for name, facts in sources.adapters.items()]
@@ -48,6 +49,7 @@ def find_changes(sources: Sources, dtype: torch.dtype | None) -> tuple[Changes, 
     chosen = bases.auto_class_for(adapters[0].facts, folder, sources.base_kwargs)
     model, options = _skeleton(sources, chosen, adapters)
     layout = read_layout(model, tensors)
+    bases.check_fit(model, sources.checkpoint, adapters, layout)
     rows = _vocabulary(model, adapters)
     resized = {}
     if rows is not None:
@@ -67,13 +69,14 @@ def find_changes(sources: Sources, dtype: torch.dtype | None) -> tuple[Changes, 
 def _skeleton(sources: Sources, chosen: Any, adapters: Sequence[Adapter]) -> tuple[Any, dict[str, Any]]:
     """Return the base on meta, with a head of the size that the adapters bring, and the options that make it so."""
     folder, options = sources.base.folder, dict(sources.base_kwargs)
-    model: Any = bases.skeleton(chosen, folder, "auto", options)
-    if model is None:
+    try:
+        model: Any = bases.built_on_meta(chosen, folder, "auto", options)
+    except Exception as error:  # the class of the model, or code of its repository
         raise MergeError(
-            f"{folder}: transformers cannot build this model on meta, so the names of its tensors cannot be told; it "
-            f"may need remote code (base_kwargs={{'trust_remote_code': True}}), or another version. Load it, merge it "
-            f"with merge_lora_inplace and save it."
-        )
+            f"{folder}/config.json: transformers cannot build this model on meta, so the names of its tensors cannot "
+            f"be told ({type(error).__name__}: {error}); it may need remote code (base_kwargs={{'trust_remote_code': "
+            f"True}}), or another version. Load it, merge it with merge_lora_inplace and save it."
+        ) from error
     labels = getattr(model.config, "num_labels", None)
     if "num_labels" in options or labels is None or not any(a.config.task_type in _HEADS for a in adapters):
         return model, options

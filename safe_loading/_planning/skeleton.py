@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from safe_loading._checkpoint.faults import raise_faults
-from safe_loading._checkpoint.hub import resolve
+from safe_loading._checkpoint.hub import resolve, small_files
 from safe_loading._checkpoint.index import inspect_checkpoint
+from safe_loading._layout.config import read_config
 from safe_loading._meta_model import dtype_on_disk, meta_model
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
@@ -76,18 +77,12 @@ def config_of(source: str | os.PathLike[str] | PreTrainedConfig, trusted: bool) 
         return source
     if not isinstance(source, (str, os.PathLike)):
         raise ArgumentError(f"model={source!r}: pass a hub id, a folder, a config of transformers, or a torch module.")
-    folder = resolve(source, lambda names, _: [n for n in sorted(names) if n.endswith((".json", ".py"))]).folder
-    if not (folder / "config.json").is_file():
-        raise_faults(folder, inspect_checkpoint(folder)[1] or [])
+    folder = resolve(source, small_files).folder
+    config = read_config(folder, trust_remote_code=trusted)
     if Path(os.fspath(source)).expanduser().is_dir():
         faults = [fault for fault in inspect_checkpoint(folder, kind="model")[1] if fault.severity == "error"]
         if any(fault.code not in _NO_WEIGHTS for fault in faults):
             raise_faults(folder, faults)
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        fix = "Pass trust_remote_code=True once you have read its code." if "trust_remote_code" in str(error) else ""
-        raise ArgumentError(f"{os.fspath(source)}: the config cannot be read: {error}. {fix}".strip()) from error
     return config
 
 

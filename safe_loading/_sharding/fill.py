@@ -71,7 +71,7 @@ def agree_on_names(ranks: Ranks, root: int, given: Given, held: Sequence[Held], 
     return dataclasses.replace(given, names=names)
 
 
-def missing(held: Sequence[Held], given: Given, on_disk: frozenset[str], init_new: bool) -> None:
+def missing(held: Sequence[Held], given: Given, on_disk: frozenset[str], setup: Setup) -> None:
     """Refuse a model of which something would stay without values.
 
     Raises:
@@ -79,9 +79,10 @@ def missing(held: Sequence[Held], given: Given, on_disk: frozenset[str], init_ne
     """
     lacking = [each for each in held if each.name not in given.values and each.name not in on_disk]
     if lacking:
-        fix = "init_new= left them out" if init_new else "pass init_new=fn(module) if they are new"
+        fix = "init_new= left them out" if setup.init_new else "pass init_new=fn(module) if they are new"
+        where = f"the folder {setup.folder}" if setup.folder is not None else "the source"
         raise CheckpointError(
-            f"{len(lacking)} of {len(held)} tensors have no values: neither the source has them nor rank 0; {fix}:",
+            f"{len(lacking)} of {len(held)} tensors have no values: neither {where} has them nor rank 0; {fix}:",
             [each.line() for each in lacking],
         )
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.hub import base_files, resolve
+from safe_loading._checkpoint.index import require_unchanged
 from safe_loading._distributed.exchange import Ranks
 from safe_loading._layout.dtypes import DTYPES
 from safe_loading._report import Finding
@@ -95,7 +96,9 @@ class Folder:
             for name, tensor in entire.items()
             if name in self.disk_name
         ]
-        return read_targets(self.source, None, targets)
+        report = read_targets(self.source, None, targets)
+        require_unchanged(self.source.checkpoint)
+        return report
 
     def _target(self, tensor: torch.Tensor, name: str, region: Any, destination: torch.Tensor) -> Target:
         flat = destination.view(-1) if isinstance(region, Flat) else destination

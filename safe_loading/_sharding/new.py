@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
-from safe_loading._checkpoint.weights import ADAPTER_SINGLE
+from safe_loading._adapter.facts import AdapterFacts, read_adapter
+from safe_loading._adapter.values import read_tensors, value_findings
+from safe_loading._checkpoint.hub import Resolved
+from safe_loading._checkpoint.weights import ADAPTER_CONFIG
 from safe_loading._report import Finding
 from safe_loading._sharding.facts import Held, parameters_of
 from safe_loading.errors import AdapterError, ArgumentError
+
+_SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 
 InitNew = Callable[[nn.Module], Any]
 
@@ -90,7 +94,8 @@ def loaded_adapters(model: nn.Module, folders: Mapping[str, Path]) -> dict[str, 
 
     Raises:
         ArgumentError: The model has no such adapter.
-        AdapterError: The files hold tensors that the model has no place for, or lack some.
+        AdapterError: The files hold tensors that the model has no place for, or lack some, or scale them otherwise.
+        CheckpointError: A file is damaged.
     """
     if not folders:
         return {}
@@ -102,8 +107,15 @@ def loaded_adapters(model: nn.Module, folders: Mapping[str, Path]) -> dict[str, 
         twin = _twin(peft, model)
     problems = []
     for name, folder in folders.items():
-        tensors = load_file(folder / ADAPTER_SINGLE)
-        result = peft.set_peft_model_state_dict(twin, tensors, adapter_name=name)
+        facts = read_adapter(Resolved(str(folder), folder))
+        problems += _other_settings(facts, configs[name])
+        tensors = read_tensors(facts)
+        problems += [str(each) for each in value_findings(facts, tensors) if each.severity == "error"]
+        try:
+            result = peft.set_peft_model_state_dict(twin, tensors, adapter_name=name)
+        except (RuntimeError, ValueError, KeyError) as error:  # a shape, or a key that peft cannot map
+            problems.append(f"{facts.weights}: {' '.join(str(error).split())}")
+            continue
         problems += [f"{folder}: {key} has no place in the model" for key in result.unexpected_keys]
         own = [key for key in result.missing_keys if f".{name}." in f"{key}."]
         problems += [f"{folder} lacks {key}" for key in own]
@@ -115,6 +127,16 @@ def loaded_adapters(model: nn.Module, folders: Mapping[str, Path]) -> dict[str, 
         for held in parameters_of(twin)
         if held.tensor.is_contiguous() and any(f".{name}." in f"{held.name}." for name in folders)
     }
+
+
+def _other_settings(facts: AdapterFacts, config: Any) -> list[str]:
+    """Return the settings that decide what an adapter computes, where the file and the model differ."""
+    return [
+        f"{facts.folder / ADAPTER_CONFIG}: {field} is {facts.config[field]!r}, and the model's adapter has "
+        f"{getattr(config, field)!r}"
+        for field in _SETTINGS
+        if field in facts.config and hasattr(config, field) and facts.config[field] != getattr(config, field)
+    ]
 
 
 def _attached_again(peft: Any, model: Any, wanted: Collection[str]) -> dict[str, torch.Tensor]:

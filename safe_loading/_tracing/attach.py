@@ -22,10 +22,12 @@ def attached(model: torch.nn.Module, adapter: Any) -> Iterator[torch.nn.Module]:
     if adapter is None:
         yield model
         return
-    from peft import PeftConfig, get_peft_model
+    from peft import get_peft_model
 
-    config = PeftConfig.from_pretrained(os.fspath(adapter)) if isinstance(adapter, (str, os.PathLike)) else adapter
-    with Hollow(model), NoInit(), torch.device("meta"):
+    from safe_loading._adapter.config import injecting, read_peft_config
+
+    config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter
+    with Hollow(model), NoInit(), torch.device("meta"), injecting(adapter, model):
         wrapped: Any = get_peft_model(model, config, low_cpu_mem_usage=True)
     if isinstance(adapter, (str, os.PathLike)):  # a saved config says inference_mode=True: nothing would be trained
         for name, parameter in wrapped.named_parameters():

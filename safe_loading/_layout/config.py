@@ -1,0 +1,86 @@
+"""A model's ``config.json``: strict JSON first, then transformers' own reader, and one kind of error for both."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from safe_loading._checkpoint.strict_json import read_json_object
+from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound, SafeLoadingError
+
+CONFIG = "config.json"
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedConfig:
+    """Return the config of a folder.
+
+    transformers takes the last of two equal keys, and what is no regular file for a config that is not there. What it
+    raises itself names neither the file nor the fix.
+
+    Args:
+        folder: The folder of a model.
+        trust_remote_code: Whether the repository's own code may run. It is always said, and never left open:
+            transformers would ask on the terminal and wait.
+        options: More arguments of ``AutoConfig.from_pretrained``.
+
+    Raises:
+        CheckpointNotFound: There is no ``config.json``.
+        CheckpointError: It is no strict JSON object, or transformers refuses it.
+        ArgumentError: It needs code that was not trusted.
+    """
+    path = folder / CONFIG
+    if not os.path.lexists(path):
+        raise CheckpointNotFound(f"{folder} holds no {CONFIG}. Pass the folder of a model, or save it there again.")
+    read_json_object(path)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # the class of a config, or code of the repository, may raise anything
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ArgumentError(
+                f"{path} names code of its repository, which runs only with trust_remote_code=True. Read it first."
+            ) from error
+        if isinstance(error, ValueError) and "model_type" in str(error) and "model_type" not in read_json_object(path):
+            raise CheckpointError(
+                f"{path} has no model_type, so transformers cannot tell which model this is. Set it to the "
+                f'architecture, such as "llama".'
+            ) from error
+        raise CheckpointError(f"{path}: transformers refuses this config: {_said(error)}") from error
+    return config
+
+
+@contextlib.contextmanager
+def building(config: PreTrainedConfig, what: object, folder: Path | None = None) -> Iterator[None]:
+    """Turn whatever a model's class raises about its config into one kind of error.
+
+    Args:
+        config: The config.
+        what: The class that is built, for the message.
+        folder: Where the config comes from; None takes the one that it names, if any.
+
+    Raises:
+        CheckpointError: The class raised, and the config comes from a folder.
+        ArgumentError: The class raised, and the config comes from the caller.
+    """
+    try:
+        yield
+    except (SafeLoadingError, MemoryError):
+        raise
+    except Exception as error:  # __init__ of any model class
+        named = getattr(config, "name_or_path", "")
+        origin = folder if folder is not None or not named else Path(named)
+        on_disk = origin is not None and (origin / CONFIG).is_file()
+        where = f"{origin}/{CONFIG}" if on_disk else f"this {type(config).__name__}"
+        kind = CheckpointError if on_disk else ArgumentError
+        raise kind(
+            f"{where}: {getattr(what, '__name__', what)} cannot be built on meta from it: {_said(error)}. Correct the "
+            f"config, or pass the class that it is for (auto_class=)."
+        ) from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
