@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._log import logger
 from ._sharding.agree import agree
+from ._sharding.attached import wrapped_before
 from ._sharding.carry_out import Done, carry_out
 from ._sharding.peak import Peak
 from ._sharding.report import FsdpReport, FsdpUnit
@@ -43,6 +44,8 @@ def wrap_fsdp_meta_safe(
     one of them fails, all of them raise. The result computes what the unsharded model does, to the last bit. The
     :class:`FsdpReport` is the attribute ``fsdp_report`` of what is returned, and is logged at level INFO to the logger
     ``safe_loading``.
+
+    Called again on a model that FSDP2 wrapped, it shards what was attached since (an adapter, a head) and nothing else.
 
     Args:
         model: The model. Make it with :func:`meta_model`, or under ``torch.device("meta")``.
@@ -75,7 +78,8 @@ def wrap_fsdp_meta_safe(
         RankError: Another rank failed, or the ranks disagree (:class:`RanksDisagree`).
     """
     started = time.perf_counter()
-    ranks = ranks_of(mesh)
+    before = wrapped_before(model)
+    ranks = ranks_of(mesh if before is None else before.mesh)
     with ranks.together("check the arguments", timeout=timeout):
         setup = prepare(
             model,

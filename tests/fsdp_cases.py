@@ -129,7 +129,11 @@ def step(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 def differences(one: Any, model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """What differs between a model in one process and the sharded one: nothing, when all is right."""
-    logits, sharded = step(one, batch), step(model, batch)
+    return compared(one, model, step(one, batch), step(model, batch))
+
+
+def compared(one: Any, model: Any, logits: torch.Tensor, sharded: torch.Tensor) -> dict[str, Any]:
+    """What differs after a step of each."""
     found: dict[str, Any] = {"logits": int((logits != sharded).sum())}
     if type(model).__name__ == "FullyShardedDataParallel":
         from torch.distributed.fsdp import FullyShardedDataParallel

@@ -96,6 +96,78 @@ model = PeftModel.from_pretrained(skeleton("f32"), f"{folder}/adapter", is_train
 model = wrap_fsdp_meta_safe(model, f"{folder}/f32", adapters=f"{folder}/adapter")
 compare("from a folder", one, model)
 
+# attached after the wrap: each rank draws its own, and rank 0's are everyone's
+def attached_later(label, ran, second=False, mesh=None, policy=None, dtype="f32", **options):
+    one, base = attached(loaded(dtype), 7, **options), skeleton(dtype)
+    model = wrap_fsdp_meta_safe(base, f"{folder}/{dtype}", mesh=mesh, mixed_precision=policy)
+    if ran:
+        step(model, inputs("llama"))
+    torch.manual_seed(7 + rank)
+    model = get_peft_model(model, config(**options))
+    assert wrap_fsdp_meta_safe(model) is model
+    facts = model.fsdp_report
+    if policy is not None:
+        return one, model
+    compare(label, one, model)
+    report(**{f"facts of {label}": [facts.bytes_sent, facts.model_bytes - facts.local_bytes, facts.bytes_read]})
+    if second:
+        for each in (one, model):
+            torch.manual_seed(9 + (rank if each is model else 0))
+            each.add_adapter("second", config(r=2, target_modules=["k_proj", "q_proj"]))
+        wrap_fsdp_meta_safe(model)
+        for each in (one, model):
+            each.set_adapter("second")
+        compare(f"{label}, a second", one, model)
+
+attached_later("attached later", False, second=True, target_modules=[*LAYERS, "lm_head"])
+attached_later("attached later, after a step", True, target_modules=[*LAYERS, "lm_head"])
+attached_later("attached later, mixed", False, dtype="bf16")
+attached_later("attached later, embedding", False, target_modules=["embed_tokens", "q_proj"])
+
+# what the first call was told holds for the second
+early = wrap_fsdp_meta_safe(attached(skeleton("f32"), 7), f"{folder}/f32", mixed_precision=torch.bfloat16)
+_, late = attached_later("", False, policy=torch.bfloat16)
+report(policy=[str(step(each, inputs("llama")).dtype) for each in (early, late)])
+kept = wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32", ignored=["model.norm"])
+kept = wrap_fsdp_meta_safe(get_peft_model(kept, config()))
+report(kept=[type(kept.base_model.model.model.norm.weight).__name__, [u.name for u in kept.fsdp_report.units][:2]])
+
+# a head that came later, and is on meta
+headed = wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32")
+headed.value = torch.nn.Linear(60, 3, device="meta")
+def init(module):
+    torch.nn.init.normal_(module.weight)
+    torch.nn.init.ones_(module.bias)
+torch.manual_seed(5)
+headed = wrap_fsdp_meta_safe(headed, init_new=init)
+single, x = torch.nn.Linear(60, 3), torch.linspace(-1, 1, 60)[None]
+torch.manual_seed(5)
+init(single)
+report(head=[torch.equal(whole(headed.value.weight), single.weight), torch.equal(headed.value(x), single(x))])
+
+def late_error(model, *args, **options):
+    try:
+        wrap_fsdp_meta_safe(model, *args, **options)
+    except SafeLoadingError as error:
+        return str(error)
+    return None
+
+copied = wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32")
+copied = get_peft_model(copied, config(modules_to_save=["embed_tokens"]))
+flat = wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32", mesh=(1, 2))
+flat = get_peft_model(flat, config())
+again = get_peft_model(wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32"), config())
+one_of_two = get_peft_model(wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32"), config(r=4 + rank))
+first = get_peft_model(wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32", version=1), config())
+report(late_refused={
+    "copies": late_error(copied),
+    "replicas": late_error(flat),
+    "arguments": late_error(again, f"{folder}/f32", wrap="LlamaMLP", adapters=f"{folder}/adapter"),
+    "ranks": late_error(one_of_two),
+    "nothing": late_error(late),
+    "version 1": late_error(first, version=1),
+})
+
 refused = {}
 for name, options in {"dora": dict(use_dora=True), "embedding 1": dict(target_modules=["embed_tokens"])}.items():
     try:
@@ -112,6 +184,7 @@ NAMES = [
     *(f"{name} 2" for name in ("plain", "mixed", "saved", "mixed and saved", "embedding", "gaussian")),
     *(f"{name} 1" for name in ("plain", "mixed", "saved", "mixed and saved")),
     "from a folder",
+    *(f"attached later{how}" for how in ("", ", a second", ", after a step", ", mixed", ", embedding")),
 ]
 
 
@@ -144,3 +217,41 @@ def test_what_cannot_be_initialised_or_flattened_is_refused(found: list[dict[str
             "made from the weights of the base" in facts["refused"]["dora"] or "no values" in facts["refused"]["dora"]
         )
         assert "lora_embedding_A.default is torch.float32" in facts["refused"]["embedding 1"]
+
+
+@pytest.mark.parametrize("name", ["attached later", "attached later, after a step"])
+def test_of_an_adapter_that_came_later_rank_0_sends_the_parts(found: list[dict[str, Any]], name: str) -> None:
+    for rank, facts in enumerate(found):
+        sent, of_others, read = facts[f"facts of {name}"]
+        assert sent == (of_others if rank == 0 else 0)
+        assert read == 0
+
+
+def test_a_second_call_keeps_to_what_the_first_was_told(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        assert facts["policy"] == ["torch.bfloat16"] * 2
+        kind, units = facts["kept"]
+        assert kind == "Parameter"
+        layer = "base_model.model.model.layers.0.self_attn.q_proj"
+        assert units[0] == f"{layer}.lora_A.default + {layer}.lora_B.default"
+
+
+def test_a_head_that_came_later_is_sharded_and_computes(found: list[dict[str, Any]]) -> None:
+    assert [facts["head"] for facts in found] == [[True, True]] * 2
+
+
+LATE = {
+    "copies": ["embed_tokens.modules_to_save.default.weight", "Attach this adapter first"],
+    "replicas": ["q_proj: the adapter has out_features=", "the layer 60", "Attach the adapter first"],
+    "arguments": ["source=", "wrap=", "adapters=", "PeftModel.from_pretrained"],
+    "ranks": ["lora_A.default.weight: float32[4, 60]", "[5, 60]"],
+    "nothing": ["nothing was attached to it since"],
+    "version 1": ["attach it first, then wrap"],
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_came_later_and_cannot_be_sharded_is_refused(found: list[dict[str, Any]], name: str) -> None:
+    for facts in found:
+        for word in LATE[name]:
+            assert word in facts["late_refused"][name]

@@ -196,7 +196,7 @@ def test_bytes_are_verified(found: list[dict[str, Any]]) -> None:
 
 
 def test_a_wrapped_model_is_refused(found: list[dict[str, Any]]) -> None:
-    assert all("attach it first, then wrap" in facts["again"] for facts in found)
+    assert all("its weights are there" in facts["again"] for facts in found)
 
 
 def test_an_optimizer_made_before_the_wrap_is_found(found: list[dict[str, Any]]) -> None:

@@ -73,7 +73,26 @@ SIZES: dict[str, Any] = {
 # What the names do not say, by model type; a value is set as it is, wherever in the config its key stands.
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "deepseek_v3": {"head_dim": 8},
+    "axk1": {"head_dim": 8},
+    "youtu": {"head_dim": 8},
+    "kimi_k25": {"head_dim": 8},
+    "longcat_flash": {"head_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "codegen": {"rotary_dim": 8},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "zamba2": {"mamba_headdim": 16},
+    "xlstm": {"embedding_dim": 64},
+    "blip-2": {"image_token_index": 250},
+    "instructblip": {"image_token_index": 250},
+    "instructblipvideo": {"video_token_index": 250},
+    "xmod": {"default_language": "en_XX"},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16},
     "marian": {"decoder_vocab_size": VOCAB},
@@ -88,14 +107,20 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "llama4": {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
-    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 48]},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 48], "axial_pos_shape": [4, 4]},
+    "big_bird": {"attention_type": "original_full"},
     "ministral": {"head_dim": HEAD},
     "hunyuan_v1_dense": {"head_dim": HEAD},
     "hunyuan_v1_moe": {"head_dim": HEAD},
     "nemotron": {"num_key_value_heads": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3n_text": {"intermediate_size": [96] * 4},
+}
+# Their rotary frequencies are cut into sections, which a config names only when it is asked.
+SECTIONS: dict[str, list[int]] = {
+    **_all("glm46v glm4v glm_ocr paddleocr_vl qwen2_vl qwen2_5_vl qwen2_5_omni_thinker", [2, 3, 3]),
+    "glm4v_moe": [1, 1, 2],
 }
 # Classes that this module makes no tiny config of, and why.
 NOT_TINY: dict[str, str] = {
@@ -131,6 +156,12 @@ def tiny_config(model: str | type) -> PreTrainedConfig:
     special = SPECIAL.get(config.model_type, {})
     facts = _shrunk(config.to_dict(), special)
     tiny = kind.from_dict(facts)
+    if config.model_type in SECTIONS:
+        text = tiny.get_text_config()
+        text.rope_parameters = {
+            **text.rope_parameters,
+            "mrope_section": [1, 1, 2] if config.model_type == "glm4v_moe" else [2, 3, 3],
+        }
     if hasattr(config, "tie_word_embeddings"):
         tiny.tie_word_embeddings = config.tie_word_embeddings
     return tiny

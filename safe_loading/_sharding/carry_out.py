@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from safe_loading._distributed.exchange import Ranks
 from safe_loading._report import Finding
 from safe_loading._sharding import fsdp1, fsdp2
+from safe_loading._sharding.attached import Wrapped
 from safe_loading._sharding.buffers import compute_buffers
 from safe_loading._sharding.checks import check_whole, stale_optimizers
 from safe_loading._sharding.fill import Given, agree_on_names, deliver, from_model, from_state_dict, missing, root_of
@@ -62,7 +64,7 @@ def carry_out(setup: Setup, ranks: Ranks) -> Done:
         _fsdp1(setup, ranks, mesh, given, folder, whole, done)
     if setup.verify != "off":
         with ranks.together("check the wrapped model", timeout=setup.timeout):
-            check_whole(done.model, setup.version, {held.name for held in setup.whole})
+            check_whole(done.model, setup.version, {held.name for held in (*setup.whole, *setup.left)})
     done.local_bytes += sum(held.nbytes for held in (*setup.whole, *setup.buffers))
     return done
 
@@ -86,7 +88,7 @@ def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh) -> tuple[Given, F
                 given = from_model([*rest, *(setup.buffers if setup.folder is None else ())])
             given.values.update(loaded_adapters(setup.model, setup.adapters))
             lacking = [held for held in parameters if held.name not in given.values and held.name not in folder.names]
-            made = adapter_values(setup.model, lacking)
+            made = adapter_values(setup.model, lacking) if not setup.left else {}
             given.values.update(made)
             given.findings += initialised_adapters(made)
             lacking = [held for held in lacking if held.name not in given.values]
@@ -144,6 +146,8 @@ def _fsdp2(
         fsdp2.wrap(setup.model, setup.units, mesh, setup.mixed_precision, setup.offload, ignored)
         fsdp2.install(setup.sharded, local)
         fsdp2.register_methods(setup.model, ())
+        entire = tuple(each for each in ignored if not isinstance(each, DTensor))
+        Wrapped(mesh, setup.mixed_precision, setup.offload, entire).keep_with(setup.model)
     done.local_bytes = sum(shard.numel() * shard.itemsize for shard in local.values())
 
 
@@ -212,7 +216,7 @@ def _put_whole(setup: Setup, whole: Mapping[str, torch.Tensor]) -> None:
 
 def _ignored(setup: Setup) -> set[nn.Parameter]:
     found = set()
-    for held in setup.whole:
+    for held in (*setup.whole, *setup.left):
         module, attribute = held.places[0]
         parameter = module._parameters[attribute]
         if parameter is not None:

@@ -18,6 +18,7 @@ from safe_loading._adapter.guard import own_device
 from safe_loading._checkpoint.hub import adapter_files, resolve
 from safe_loading._distributed.exchange import Ranks
 from safe_loading._sharding import fsdp1, fsdp2
+from safe_loading._sharding.attached import Wrapped, attached, attached_units, wrapped_before
 from safe_loading._sharding.facts import Held, buffers_of, described, ignored_parameters, parameters_of
 from safe_loading._sharding.units import Unit, Wrap, plan_units
 from safe_loading.errors import ArgumentError
@@ -47,6 +48,7 @@ class Setup:
         init_new: What gives new parameters their values.
         verify: How much is checked at the end.
         timeout: Longest wait for the other ranks, in seconds.
+        left: What an earlier call wrapped or kept whole, and this one leaves alone.
     """
 
     model: nn.Module
@@ -65,6 +67,7 @@ class Setup:
     init_new: Any
     verify: Verify
     timeout: float
+    left: tuple[Held, ...] = ()
 
     @property
     def shards(self) -> int:
@@ -142,12 +145,20 @@ def prepare(
         ArgumentError: They contradict each other or the model; what FSDP would refuse is found here.
     """
     _check_words(model, source, version, init_new, verify)
+    before = wrapped_before(model)
+    if before is not None:
+        _check_attached(source, version, mesh, wrap, adapters, before)
+        mesh, wrap = before.mesh, None
+        mixed_precision = before.mixed_precision if mixed_precision is None else mixed_precision
+        cpu_offload = before.offload if cpu_offload is False and before.offload is not None else cpu_offload
     if isinstance(mesh, DeviceMesh) and device is None and mesh.device_type == "cpu":
         device = "cpu"
     own = own_device(device)
     sizes = _sizes(mesh, ranks, own)
     kept = ignored_parameters(model, ignored)
-    parameters = parameters_of(model)
+    everything = parameters_of(model)
+    parameters = everything if before is None else attached(model, before)
+    taken = {id(held.tensor) for held in parameters}
     sharded = tuple(held for held in parameters if held.tensor not in kept)
     kind: Any = fsdp2 if version == 2 else fsdp1
     problems = kind.check(sharded)
@@ -160,16 +171,17 @@ def prepare(
         device=own,
         mesh=sizes,
         given_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
-        units=plan_units(model, wrap, ignored=kept, flat=version == 1),
+        units=attached_units(model, sharded) if before else plan_units(model, wrap, ignored=kept, flat=version == 1),
         sharded=sharded,
         whole=tuple(held for held in parameters if held.tensor in kept),
-        buffers=buffers_of(model),
+        buffers=buffers_of(model) if before is None else (),
         mixed_precision=kind.mixed_precision_policy(mixed_precision),
         offload=kind.offload_policy(cpu_offload, own),
         adapters=_adapters(model, adapters),
         init_new=init_new,
         verify=verify,
         timeout=timeout,
+        left=tuple(held for held in everything if id(held.tensor) not in taken),
     )
 
 
@@ -179,7 +191,8 @@ def make_mesh(setup: Setup) -> DeviceMesh:
         return setup.given_mesh
     if setup.device.type != "cpu":
         torch.accelerator.set_device_index(setup.device)
-    names = ("replicate", "shard")[-len(setup.mesh) :]
+    # transformers' names; peft takes the dimension "fsdp" for FSDP2, and any other for tensor parallelism
+    names = ("dp_replicate", "fsdp")[-len(setup.mesh) :]
     return init_device_mesh(setup.device.type, setup.mesh, mesh_dim_names=names)
 
 
@@ -194,12 +207,30 @@ def _check_words(model: object, source: object, version: object, init_new: objec
         raise ArgumentError(f"verify={verify!r}: pass 'off', 'structure' or 'bytes'.")
     if init_new is not None and not callable(init_new):
         raise ArgumentError(f"init_new is a {type(init_new).__name__}: pass a function that initialises a module.")
-    wrapped = [name or "the model" for name, each in model.named_modules() if fsdp1.is_unit(each)]
-    if wrapped or fsdp2.is_wrapped(model):
+    if any(fsdp1.is_unit(module) for module in model.modules()):
         raise ArgumentError(
-            f"This {type(model).__name__} is wrapped by FSDP already. What was attached after that (an adapter) is "
-            f"plain tensors, which every rank would train alone: attach it first, then wrap."
+            f"This {type(model).__name__} is wrapped by FSDP1 already. What was attached after that (an adapter) is "
+            f"plain tensors, which every rank would train alone: attach it first, then wrap; or use version=2."
         )
+
+
+def _check_attached(
+    source: Source, version: int, mesh: object, wrap: object, adapters: object, before: Wrapped
+) -> None:
+    """Refuse what a second call, which shards what was attached since, has no use for."""
+    problems = []
+    if version == 1:
+        problems.append("version=1: the model is wrapped by FSDP2")
+    if isinstance(source, (str, os.PathLike)):
+        problems.append(f"source={os.fspath(source)!r}: its weights are there; the new ones are taken from rank 0")
+    if mesh is not None and mesh != before.mesh:
+        problems.append(f"mesh={mesh}: the units have {before.mesh}")
+    if wrap is not None:
+        problems.append("wrap=: what was attached is gathered beside the unit that it is in")
+    if adapters is not None:
+        problems.append("adapters=: read the adapter with PeftModel.from_pretrained or load_adapter, then call this")
+    if problems:
+        raise ArgumentError("The model is wrapped already, and this call shards what was attached since:", problems)
 
 
 def _adapters(model: nn.Module, adapters: Any) -> dict[str, Path]:
@@ -219,7 +250,7 @@ def _sizes(mesh: object, ranks: Ranks, device: torch.device) -> tuple[int, ...]:
         if mesh.device_type != device.type:
             raise ArgumentError(f"mesh is one of {mesh.device_type} devices, device={device}. Make them the same.")
         if len(sizes) == 2 and mesh.mesh_dim_names is None:
-            raise ArgumentError("A mesh of two dimensions needs names: mesh_dim_names=('replicate', 'shard').")
+            raise ArgumentError("A mesh of two dimensions needs names: mesh_dim_names=('dp_replicate', 'fsdp').")
     elif isinstance(mesh, Sequence) and all(isinstance(size, int) for size in mesh):
         sizes = tuple(mesh)
     else:

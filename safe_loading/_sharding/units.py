@@ -113,7 +113,7 @@ def _children(model: nn.Module) -> list[str]:
         prefix = f"{name}." if name else ""
         found = [(f"{prefix}{each}", child) for each, child in module.named_children() if _has_parameters(child, ())]
         if len(found) != 1:
-            return [each for each, child in found if _callable(child)]
+            return [each for each, child in found if can_run(child)]
         ((name, module),) = found
 
 
@@ -138,7 +138,7 @@ def _asked(wrap: Wrap, modules: Mapping[str, nn.Module]) -> list[str]:
         found.update(dict.fromkeys(hits))
     if problems:
         raise ArgumentError("wrap names what the model does not have:", problems)
-    refused = [name for name in found if not _callable(modules[name])]
+    refused = [name for name in found if not can_run(modules[name])]
     if refused:
         raise ArgumentError("wrap names containers, which have no forward; name what they hold:", refused)
     return list(found)
@@ -148,7 +148,8 @@ def _named(pattern: str, name: str, module: nn.Module) -> bool:
     return type(module).__name__ == pattern or fnmatch.fnmatchcase(canonical(name), pattern)
 
 
-def _callable(module: nn.Module) -> bool:
+def can_run(module: nn.Module) -> bool:
+    """Whether a module has a forward, which containers have not."""
     # a compiled module has its forward on the instance
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
@@ -164,7 +165,7 @@ def _outermost_wrappers(names: Iterable[str], modules: Mapping[str, nn.Module]) 
     for name in names:
         while name.rpartition(".")[2] in WRAPPERS and "." in name:
             name = name.rpartition(".")[0]
-        if name and name not in WRAPPERS and _callable(modules[name]):
+        if name and name not in WRAPPERS and can_run(modules[name]):
             found[name] = None
     return list(found)
 
@@ -222,7 +223,7 @@ def _norm_and_head(
     except (AttributeError, NotImplementedError, TypeError):
         return None
     names = {module: name for name, module in modules.items()}
-    if not isinstance(head, nn.Module) or head not in names or not _callable(head):
+    if not isinstance(head, nn.Module) or head not in names or not can_run(head):
         return None
     of = {name: group for group in groups for name in group}
     for parameter in head.parameters():
@@ -265,7 +266,7 @@ def _separate_dtypes(
                 continue
             module, _, _ = places[parameter][0].rpartition(".")
             alone = all(each.dtype == parameter.dtype for each in modules[module].parameters())
-            if not module or len(places[parameter]) > 1 or not alone or not _callable(modules[module]):
+            if not module or len(places[parameter]) > 1 or not alone or not can_run(modules[module]):
                 problems.append(f"{canonical(places[parameter][0])} is {parameter.dtype}, its unit is {main}")
             elif (module,) not in groups:
                 groups = [*groups, (module,)]
