@@ -48,6 +48,7 @@ def merge_lora_checkpoint(
     base_revision: str | None = None,
     base_subfolder: str | None = None,
     base_kwargs: Mapping[str, Any] | None = None,
+    dequantize: bool = False,
 ) -> MergeReport:
     """Write the base with the adapter merged into it, never holding more than a few blocks of a weight in memory.
 
@@ -74,6 +75,8 @@ def merge_lora_checkpoint(
         base_subfolder: Folder inside the base's repository.
         base_kwargs: More arguments of the base's ``from_pretrained``, as ``trust_remote_code``, ``num_labels``,
             ``variant``. ``token``, ``cache_dir`` and ``local_files_only`` are used for the adapters too.
+        dequantize: Whether a quantised base (bitsandbytes in 4 or 8 bits, fp8 with ``weight_scale_inv``) is written as
+            a plain one, in the dtype of its config, each element rounded once. Else it is refused.
 
     Returns:
         What was done with each tensor.
@@ -105,10 +108,10 @@ def merge_lora_checkpoint(
         base_kwargs=dict(base_kwargs or {}),
     )
     with guarded(own), _progress.engine_bars(0):
-        sources = find(request)
+        sources = find(request, dequantize=dequantize)
         check_apart(target, sources.folders)
         changes, casts = find_changes(sources, wanted)
-    plans = plan_files(sources.checkpoint, changes, casts, shard_bytes)
+    plans = plan_files(sources, changes, casts, shard_bytes)
     small, findings = small_files(sources, changes, plans, resharded=shard_bytes is not None)
     needed = sum(plan.nbytes for plan in plans) + sum(map(len, small.values())) + 512 * len(sources.checkpoint.tensors)
     options = {"verify": verify, "dtype": str(wanted), "max_shard_size": shard_bytes, "device": own.type}

@@ -28,15 +28,21 @@ ALL_KINDS: dict[str, dict[str, Any]] = {
     "rslora with patterns": {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
 }
 ODD = {"hidden_size": 60, "intermediate_size": 97, "vocab_size": 103, "num_attention_heads": 5, "head_dim": 6}
+EXPERTS = "experts on disk one by one"
 LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "plain": lambda folder: save_llama(folder),
     "tied": lambda folder: save_llama(folder, tie_word_embeddings=True),
     "odd shapes": lambda folder: save_llama(folder, **ODD, num_key_value_heads=1, attention_bias=True),
-    "experts on disk one by one": lambda folder: mixture(folder, "Qwen3Moe"),
+    EXPERTS: lambda folder: mixture(folder, "Qwen3Moe"),
     "Mixtral": lambda folder: mixture(folder, "Mixtral"),
     "vision and language": lambda folder: llava(folder, "published"),
 }
-CASES = list(itertools.product(LAYOUTS, ALL_KINDS))
+# peft itself refuses DoRA and starts on fused experts, which its names "down_proj" and "all-linear" stand for there.
+NOT_OF_PEFT = {
+    *itertools.product((EXPERTS,), ("dora", "orthogonal start", "pissa start", "olora start", "dora, all linear")),
+    ("Mixtral", "dora, all linear"),
+}
+CASES = [case for case in itertools.product(LAYOUTS, ALL_KINDS) if case not in NOT_OF_PEFT]
 
 
 def check(root: Path, layout: str, kind: str) -> None:
@@ -67,7 +73,9 @@ def check(root: Path, layout: str, kind: str) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in both)
 
 
-@pytest.mark.parametrize(("layout", "kind"), random.Random(5).sample(CASES, 12))
+@pytest.mark.parametrize(
+    ("layout", "kind"), [("tied", "embedding and head saved"), *random.Random(5).sample(CASES, 11)]
+)
 def test_logits_are_those_of_base_and_adapter(tmp_path: Path, layout: str, kind: str) -> None:
     check(tmp_path, layout, kind)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -128,6 +127,35 @@ def to_fp8(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return bits.view(torch.float64).float().to(dtype)
 
 
+def four_bits(
+    packed: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, blocksize: int, start: int, stop: int
+) -> torch.Tensor:
+    """Return what 4-bit codes of bitsandbytes stand for in float32: the product of code and scale.
+
+    Its own ``dequantize_4bit`` is wrong on the CPU where a row is shorter than a block (0.50.2), and rounds to the
+    dtype of the checkpoint.
+
+    Args:
+        packed: Bytes with two codes each, the first in the high half, from that of element ``start`` on.
+        table: The number of each code.
+        scales: The scale of each block.
+        blocksize: Elements of a block, counted through the whole weight.
+        start: The first element.
+        stop: The element after the last.
+    """
+    codes = torch.stack([packed >> 4, packed & 15], 1).view(-1)[start % 2 :][: stop - start]
+    blocks = torch.arange(start, stop, device=packed.device) // blocksize
+    return table.float()[codes.long()] * scales.float().view(-1)[blocks]
+
+
+def unnested(
+    codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, blocksize: int, offset: torch.Tensor | float
+) -> torch.Tensor:
+    """Return the scales that are themselves codes of 8 bits (bitsandbytes' double quantisation)."""
+    outer = scales.float().view(-1).repeat_interleave(blocksize)[: codes.numel()]
+    return table.float()[codes.view(-1).long()] * outer + offset
+
+
 def is_quantised(module: Any) -> bool:
     """Return whether a layer's weight is codes: quantised by bitsandbytes, torchao, HQQ, GPTQ, AWQ, or scaled fp8."""
     if any(hasattr(module, name) for name in ("qweight", "W_q")):
@@ -163,13 +191,12 @@ def values_of(module: Any) -> torch.Tensor:
         return scaled.rows(0, len(scaled.codes))
     kind = type(weight).__name__
     if kind == "Params4bit":
-        from bitsandbytes.functional import dequantize_4bit
-
         unpack(module)
-        state = copy.copy(module.weight.quant_state)
-        state.dtype = torch.float32  # the product of code and scale, not rounded to the dtype of the checkpoint
-        values: torch.Tensor = dequantize_4bit(module.weight.data, state)
-        return values
+        state, packed = module.weight.quant_state, module.weight.data.view(torch.uint8).view(-1)
+        scales = state.absmax
+        if state.nested:
+            scales = unnested(scales, state.state2.code, state.state2.absmax, state.state2.blocksize, state.offset)
+        return four_bits(packed, state.code, scales, state.blocksize, 0, state.shape.numel()).view(state.shape)
     if kind == "Int8Params":
         from bitsandbytes.functional import int8_vectorwise_dequant
 

@@ -63,6 +63,8 @@ def find_changes(sources: Sources, dtype: torch.dtype | None) -> tuple[Changes, 
     problems = [*edits.problems, *changes.problems]
     if problems:
         raise MergeError(f"The adapters cannot be merged into {str(folder)!r}; nothing was written:", problems)
+    if sources.codes:
+        changes.config["quantization_config"] = None
     return changes, {} if dtype is None else _casts(model, layout, sources, changes, dtype)
 
 

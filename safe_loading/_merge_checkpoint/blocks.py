@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safe_loading._layout.dtypes import DTYPES
 from safe_loading._lora.rounding import round_into
 from safe_loading._lora.update import ROWS, RowMerger
 from safe_loading._merge_checkpoint.changes import Part
+from safe_loading._merge_checkpoint.coded import Decoder
 from safe_loading._merge_checkpoint.plan import TensorPlan
 from safe_loading.errors import MergeError
 
@@ -80,6 +82,9 @@ class TensorWriter:
         self._digest = hashlib.sha256() if hashed else None
         info = plan.source or plan.target
         self._from, self._to = DTYPES.get(info.dtype), DTYPES.get(plan.target.dtype)
+        self._decoder: Decoder | None = None
+        if plan.coded is not None:
+            self._from = torch.float64  # what its codes stand for, rounded once to whatever is written
 
     @property
     def sha256(self) -> str | None:
@@ -124,7 +129,8 @@ class TensorWriter:
         if plan.source is None or self._from is None or self._to is None:
             raise ValueError(f"{plan.target.name} cannot be changed")
         width = plan.columns * self._from.itemsize
-        total = plan.source.nbytes // width if width else 0
+        total = math.prod(plan.source.shape) // plan.columns if width else 0
+        self._decoder = None if plan.coded is None else Decoder(plan.coded, self._source)
         rows = max(ROWS, BLOCK_BYTES // max(width, 1) // ROWS * ROWS)
         for begin, end, part in _sections(plan, total):
             self._begin(part)
@@ -152,6 +158,8 @@ class TensorWriter:
             first, left = self._left
             block = self._buffers.tensor("in", self._from, stop - start, plan.columns)
             return block.copy_(left[start - first : stop - first])
+        if self._decoder is not None:
+            return self._decoder.rows(start, stop)
         width = plan.columns * self._from.itemsize
         read_into(self._source, self._buffers.take("in", (stop - start) * width), plan.source.start + start * width)
         return self._buffers.tensor("in", self._from, stop - start, plan.columns)
@@ -163,7 +171,8 @@ class TensorWriter:
         if part.update is None:
             value, first = part.value, part.start
             return lambda block, start: self._rounded(_rows_of(value, start - first, len(block)).clone(), start)
-        wide = self._from is not self._to  # then the sum is kept in float64, and rounded once to the other dtype
+        # Then the sum is kept in float64, and rounded once to the other dtype.
+        wide = self._from is not self._to or self._decoder is not None
         dtype = torch.float64 if wide else block_dtype(self._from)
         merger = RowMerger(part.update, dtype, self._device, scratch_bytes=SCRATCH_BYTES)
         offset = part.first - part.start

@@ -35,6 +35,7 @@ class Edit:
         rows: Single rows that are replaced after all else, by their number.
         said: The modules that the adapters spoke of.
         apart: The names under which it does not change, though it is tied to those that do.
+        own: What replaces it under each of its names, where that differs, though they are tied in the base.
     """
 
     names: tuple[str, ...]
@@ -45,6 +46,7 @@ class Edit:
     rows: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     said: set[str] = dataclasses.field(default_factory=set)
     apart: tuple[str, ...] = ()
+    own: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
 class Edits:
@@ -66,6 +68,11 @@ class Edits:
             for module in base.modules()
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None and id(tensor) in names
+        }
+        self._names = {
+            (id(module), name): f"{path}.{name}".lstrip(".")
+            for path, module in base.named_modules()
+            for name in (*module._parameters, *module._buffers)
         }
         self.by_id: dict[int, Edit] = {}
         self.problems: list[str] = []
@@ -161,13 +168,18 @@ class Edits:
         edit = self._of(owner, attribute, path)
         if edit is None:
             return
-        if edit.value is not None and not _equal(edit.value, value):
-            self.problems.append(f"{edit.names[0]}: it is replaced twice, by different values")
+        name = self._names[id(owner), attribute]
+        if not _equal(edit.own.setdefault(name, value.detach()), value):
+            self.problems.append(f"{name}: it is replaced twice, by different values")
         edit.value = value.detach()
 
     def _find_ties(self) -> None:
         """See which names of a tied parameter the adapters left out: those must not change with the others."""
         for edit in self.by_id.values():
+            if all(_equal(value, edit.value) for value in edit.own.values() if edit.value is not None):
+                edit.own.clear()
+            elif edit.own.keys() != set(edit.names) or edit.updates or edit.rows:
+                self.problems.append(f"{', '.join(edit.names)}: they are tied, and replaced by different values")
             if edit.rows and not edit.updates and edit.value is None:
                 continue  # trainable tokens: peft ties the rows of the output to those of the input itself
             modules = {name.rpartition(".")[0] for name in edit.names}

@@ -26,7 +26,7 @@ def small_files(
         else:
             with open_regular(path) as file:
                 files[name] = file.read()
-    index = plan_index(sources.checkpoint, plans, resharded=resharded)
+    index = plan_index(sources, plans, resharded=resharded)
     return {**files, **dict([index] if index else [])}, findings
 
 

@@ -120,7 +120,7 @@ def _unfound(changes: Changes, model: Any, sources: Sources) -> list[str]:
 
 
 def new_config(path: Path, changed: Mapping[str, object]) -> dict[str, Any]:
-    """Return the content of a config with some entries changed; a dotted name is one of a part.
+    """Return the content of a config with some entries changed; a dotted name is one of a part, None takes one out.
 
     ``dtype`` and ``tie_word_embeddings`` are changed in each part that says them too.
     """
@@ -139,6 +139,9 @@ def new_config(path: Path, changed: Mapping[str, object]) -> dict[str, Any]:
             for part in parts:
                 if name in part:
                     part[name] = value
+        if value is None:
+            document.pop(name, None)
+            continue
         where: dict[str, Any] = document
         *outer, last = name.split(".")
         for key in outer:

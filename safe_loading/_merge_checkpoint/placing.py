@@ -28,7 +28,9 @@ def place_edits(edits: Iterable[Edit], layout: Layout, tensors: Mapping[str, Ten
     parts: Parts = {}
     for edit in edits:
         found = [name for name in edit.names if name in layout.of]
-        if edit.apart:
+        if edit.own:
+            _untie_values(edit, layout, changes)
+        elif edit.apart:
             _untie(edit, found, layout, tensors, parts, changes)
         elif found:
             for name in found:
@@ -87,16 +89,35 @@ def _untie(
         if name not in edit.apart:
             _place(edit, own, {**tensors, name: tensors.get(name, tensors[held])}, parts, changes)
     changes.config["tie_word_embeddings"] = False
-    changes.findings.append(
-        Finding(
-            "no-longer-tied",
-            "info",
-            ", ".join(edit.names),
-            f"they are one weight in the base, and the adapter changes {', '.join(sorted(edit.said))} alone; in the "
-            f"output each has a tensor of its own, and tie_word_embeddings of its config is false.",
-            "none; an adapter trained with ensure_weight_tying=True leaves them tied.",
-            tensors[held].nbytes,
-        )
+    why = f"the adapter changes {', '.join(sorted(edit.said))} alone"
+    changes.findings.append(_no_longer_tied(edit, why, tensors[held].nbytes))
+
+
+def _untie_values(edit: Edit, layout: Layout, changes: Changes) -> None:
+    """Give each name of a tied parameter the content that the adapter has for it."""
+    for name, value in edit.own.items():
+        pieces = layout.of[name].pieces if name in layout.of else ()
+        if len(pieces) > 1 or (pieces and pieces[0].dims != tuple(range(value.dim()))):
+            changes.problems.append(f"{name}: the disk holds it in parts or another layout, and it is replaced")
+            continue
+        held = pieces[0].tensor if pieces else name
+        if not pieces:  # it begins as the tensor that it was tied to, so it is no new head
+            changes.added[held] = next(layout.of[n].pieces[0].tensor for n in edit.names if n in layout.of)
+        changes.values[held] = value.contiguous()
+    changes.config["tie_word_embeddings"] = False
+    size = sum(value.nbytes for value in edit.own.values())
+    changes.findings.append(_no_longer_tied(edit, "the adapter brings different content for each", size))
+
+
+def _no_longer_tied(edit: Edit, why: str, size: int) -> Finding:
+    return Finding(
+        "no-longer-tied",
+        "info",
+        ", ".join(edit.names),
+        f"they are one weight in the base, and {why}; in the output each has a tensor of its own, and "
+        f"tie_word_embeddings of its config is false.",
+        "none; an adapter trained with ensure_weight_tying=True leaves them tied.",
+        size,
     )
 
 

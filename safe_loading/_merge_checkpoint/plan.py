@@ -13,9 +13,10 @@ import torch
 from huggingface_hub.serialization._base import split_state_dict_into_shards_factory
 
 from safe_loading._checkpoint.header import BITS, Header, TensorInfo
-from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._merge_checkpoint.changes import NAMES, Changes, Part
+from safe_loading._merge_checkpoint.coded import Coded
+from safe_loading._merge_checkpoint.sources import Sources
 
 Action = Literal["copied", "cast", "merged", "replaced", "re-tied", "added"]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -33,6 +34,7 @@ class TensorPlan:
         parts: The rows that change, in their order, without overlap.
         columns: The elements of a row of the matrix that the parts speak of.
         value: The new content of a tensor that is replaced whole.
+        coded: What ``source`` is on disk when it is quantised there.
     """
 
     target: TensorInfo
@@ -42,12 +44,13 @@ class TensorPlan:
     parts: tuple[Part, ...] = ()
     columns: int = 1
     value: torch.Tensor | None = None
+    coded: Coded | None = None
 
     @property
     def as_it_is(self) -> bool:
         """Whether its bytes are those of ``source``."""
         alike = self.source is not None and self.source.dtype == self.target.dtype
-        return alike and not self.parts and self.value is None
+        return alike and not self.parts and self.value is None and self.coded is None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,26 +73,27 @@ class FilePlan:
 
 
 def plan_files(
-    checkpoint: Checkpoint, changes: Changes, casts: Mapping[str, str], max_shard_size: int | None
+    sources: Sources, changes: Changes, casts: Mapping[str, str], max_shard_size: int | None
 ) -> list[FilePlan]:
     """Plan every weight file.
 
     Args:
-        checkpoint: The base.
+        sources: What is merged.
         changes: What changes.
         casts: The new dtype of each tensor that gets another one, by its name.
         max_shard_size: The most bytes of tensors in a file; None keeps the base's files.
     """
+    checkpoint, codes = sources.checkpoint, sources.codes
     files: dict[str, list[TensorPlan]] = {}
     for file, header in checkpoint.headers.items():
         order = sorted(header.tensors.values(), key=lambda info: (info.start, info.stop))
         kept = [info for info in order if info.name not in changes.dropped]
-        files[file] = [_planned(info.name, info, header.path, changes, casts) for info in kept]
+        files[file] = [_planned(info.name, info, header.path, changes, casts, codes) for info in kept]
     for name, source in changes.added.items():
         info = None if source is None else checkpoint.tensors[source]
         path = None if source is None else checkpoint.file_of[source]
-        files[next(reversed(files))].append(_planned(name, info, path, changes, casts))
-    headers = checkpoint.headers
+        files[next(reversed(files))].append(_planned(name, info, path, changes, casts, codes, source))
+    headers = {name: header for name, header in checkpoint.headers.items() if name not in sources.relaid}
     if max_shard_size is not None:
         files = _resharded(files, max_shard_size)
         headers = {name: headers[name] for name in files if name in headers}
@@ -97,8 +101,9 @@ def plan_files(
     return [_laid_out(name, own, headers.get(name), metadata) for name, own in files.items() if own]
 
 
-def plan_index(checkpoint: Checkpoint, plans: Sequence[FilePlan], *, resharded: bool) -> tuple[str, bytes] | None:
+def plan_index(sources: Sources, plans: Sequence[FilePlan], *, resharded: bool) -> tuple[str, bytes] | None:
     """Return the name and the content of the index of the output, or None when it has none."""
+    checkpoint = sources.checkpoint
     index = checkpoint.index
     if len(plans) == 1 and (resharded or index is None):
         return None
@@ -109,7 +114,8 @@ def plan_index(checkpoint: Checkpoint, plans: Sequence[FilePlan], *, resharded: 
         document = read_json_object(index.path)
     tensors = {tensor.target.name: (tensor.target, plan.name) for plan in plans for tensor in plan.tensors}
     same = {info.name: info.nbytes for info in checkpoint.tensors.values()}
-    if index is not None and not resharded and {n: info.nbytes for n, (info, _) in tensors.items()} == same:
+    kept = index is not None and not resharded and not sources.relaid
+    if index is not None and kept and {n: info.nbytes for n, (info, _) in tensors.items()} == same:
         return name, index.path.read_bytes()
     metadata = document.get("metadata")
     document["metadata"] = metadata = metadata if isinstance(metadata, dict) else {}
@@ -121,8 +127,15 @@ def plan_index(checkpoint: Checkpoint, plans: Sequence[FilePlan], *, resharded: 
 
 
 def _planned(
-    name: str, source: TensorInfo | None, path: Path | None, changes: Changes, casts: Mapping[str, str]
+    name: str,
+    source: TensorInfo | None,
+    path: Path | None,
+    changes: Changes,
+    casts: Mapping[str, str],
+    codes: Mapping[str, Coded],
+    held: str | None = None,
 ) -> TensorPlan:
+    """Plan one tensor; ``held`` is the base's tensor that it begins as, where that has another name."""
     value = changes.values.get(name)
     if value is not None:
         dtype, shape = NAMES[value.dtype], tuple(value.shape)
@@ -132,7 +145,8 @@ def _planned(
         raise ValueError(f"{name} is made of nothing")
     nbytes = math.prod(shape) * BITS[dtype] // 8
     target = TensorInfo(name, dtype, shape, 0, nbytes)
-    parts, columns = changes.merges.get(name, ((), 1))
+    coded = None if value is not None else codes.get(held or name)
+    parts, columns = changes.merges.get(name, ((), 1 if coded is None else coded.shape[1]))
     action: Action = "merged" if parts else "copied"
     if name in changes.added:
         action = "added"
@@ -140,9 +154,9 @@ def _planned(
         action = "re-tied"
     elif value is not None:
         action = "replaced"
-    elif not parts and source is not None and source.dtype != dtype:
+    elif not parts and source is not None and (coded is not None or source.dtype != dtype):
         action = "cast"
-    return TensorPlan(target, action, source, path, parts, columns, value)
+    return TensorPlan(target, action, source, path, parts, columns, value, coded)
 
 
 def _resharded(files: Mapping[str, Iterable[TensorPlan]], max_shard_size: int) -> dict[str, list[TensorPlan]]:

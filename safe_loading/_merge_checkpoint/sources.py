@@ -15,6 +15,7 @@ from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
 from safe_loading._checkpoint.paths import path_text
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._checkpoint.weights import PICKLE_SUFFIXES
+from safe_loading._merge_checkpoint.coded import Coded, decoded
 from safe_loading.errors import ArgumentError, MergeError
 
 REPORT = "merge_report.json"
@@ -51,6 +52,8 @@ class Sources:
         carried: The other files of the base that belong to the output, by their name there.
         left_out: The names of files that do not.
         base_kwargs: More arguments of the base's ``from_pretrained``.
+        codes: What quantised weights of the base are on disk; ``checkpoint`` has what they stand for.
+        relaid: The files of which not every tensor is carried along as it is, so that their headers do not hold.
     """
 
     base: Resolved
@@ -60,6 +63,8 @@ class Sources:
     carried: Mapping[str, Path]
     left_out: tuple[str, ...]
     base_kwargs: Mapping[str, Any]
+    codes: Mapping[str, Coded] = dataclasses.field(default_factory=dict)
+    relaid: frozenset[str] = frozenset()
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -84,8 +89,8 @@ def ask(adapter: Source | Sequence[Source], **options: Any) -> Request:
     return Request(dict(zip(names, asked, strict=True)), wants_base=True, **options)
 
 
-def find(request: Request) -> Sources:
-    """Find and read everything but tensors.
+def find(request: Request, *, dequantize: bool = False) -> Sources:
+    """Find and read everything but tensors; ``dequantize`` takes a quantised base as what it stands for.
 
     Raises:
         CheckpointNotFound: Something is not there.
@@ -104,10 +109,13 @@ def find(request: Request) -> Sources:
     if base is None:
         raise ArgumentError("base_model is missing; pass a folder or a hub id.")
     checkpoint = read_checkpoint(base.folder, variant=options.get("variant"), kind="model")
-    _refuse_quantised(base.folder)
+    codes: Mapping[str, Coded] = {}
+    relaid: frozenset[str] = frozenset()
     carried, left_out = _others(base.folder, checkpoint)
+    if _quantised(base.folder, refused=not dequantize):
+        checkpoint, codes, relaid = decoded(checkpoint, read_json_object(base.folder / "config.json"))
     digests = {name: digest(facts) for name, facts in adapters.items()}
-    return Sources(base, checkpoint, adapters, digests, carried, left_out, options)
+    return Sources(base, checkpoint, adapters, digests, carried, left_out, options, codes, relaid)
 
 
 def is_tokenizer(name: str) -> bool:
@@ -147,15 +155,16 @@ def _others(folder: Path, checkpoint: Checkpoint) -> tuple[dict[str, Path], tupl
     return carried, tuple(left_out)
 
 
-def _refuse_quantised(folder: Path) -> None:
+def _quantised(folder: Path, *, refused: bool) -> bool:
+    """Return whether the config says that the base is quantised; raises when that is refused."""
     config = folder / "config.json"
     if not config.is_file():
-        return
+        return False
     quantised = read_json_object(config).get("quantization_config")
-    if quantised:
+    if quantised and refused:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise MergeError(
             f"{config} says that the base is quantised ({method}); adding to its codes would be wrong. Merge into the "
-            f"base that it was made from, and quantise the result; or load it, call model.dequantize(), save it with "
-            f"save_pretrained, and merge into that."
+            f"base that it was made from, and quantise the result; or pass dequantize=True, which writes a plain one."
         )
+    return bool(quantised)
