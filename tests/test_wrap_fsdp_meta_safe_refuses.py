@@ -27,6 +27,23 @@ if rank == 0:
     sorted((folder / "lacking").glob("*.safetensors"))[1].unlink()
     save(reference(lambda: llama(vocab_size=97)), folder / "other")
     save(reference(llama, seed=1), folder / "second")
+    from safetensors.torch import load_file, save_file
+    state = {k: v for f in sorted((folder / "llama").glob("*.safetensors")) for k, v in load_file(f).items()}
+    norm = state["model.norm.weight"]
+    faults = {
+        "missing keys": {k: v for k, v in state.items() if not k.startswith(("model.norm", "model.layers.2.mlp.up"))},
+        "unexpected keys": {**state, "model.norm.bias": norm.clone(), "model.layers.3.mlp.up_proj.weight": norm + 1},
+        "another kind": {**state, "model.norm.weight": norm.to(torch.int32)},
+        "quantised": {**state, "model.norm.weight": norm.to(torch.float8_e4m3fn)},
+        "shapes on disk": {**state, "model.norm.weight": norm[:59], "lm_head.weight": state["lm_head.weight"].T},
+    }
+    for label, tensors in faults.items():
+        (folder / label).mkdir()
+        shutil.copy(folder / "llama" / "config.json", folder / label)
+        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / label / "model.safetensors")
+    # a file that no index names, as an interrupted download or another fine-tuning leaves it
+    shutil.copytree(folder / "llama", folder / "stray")
+    save_file({"model.norm.weight": norm + 1}, folder / "stray" / "model-stray.safetensors")
 dist.barrier()
 
 def described(model):
@@ -60,6 +77,11 @@ attempt("missing shard", on_meta(llama), str(folder / ("lacking" if rank else "l
 attempt("other files", on_meta(llama), str(folder / ("second" if rank else "llama")))
 attempt("no such folder", on_meta(llama), str(folder / "nowhere"))
 attempt("mismatch", on_meta(llama), str(folder / "other"))
+for label in ("missing keys", "unexpected keys", "another kind", "quantised", "shapes on disk"):
+    attempt(label, on_meta(llama), str(folder / label))
+    attempt(f"{label} 1", on_meta(llama), str(folder / label), version=1)
+stray = wrap_fsdp_meta_safe(on_meta(llama), str(folder / "stray"))
+report(stray=torch.equal(whole(stray.model.norm.weight), one.model.norm.weight))
 attempt("meta everywhere", on_meta(llama))
 attempt("lone rank fails", on_meta(llama) if rank == 0 else None, str(folder / "llama"))
 attempt("bad state", on_meta(llama), {"model.norm.weight": torch.zeros(3), "x": torch.zeros(1)} if rank == 0 else None)
@@ -174,6 +196,17 @@ REFUSED = {
     "no such folder": ("CheckpointNotFound|RankError", ["nowhere"]),
     "missing shard": ("CheckpointError|CheckpointNotFound|RankError", ["lacking"]),
 }
+# Both sides and the file, on every rank and for both versions.
+FAULTS = {
+    "missing keys": ["model.norm.weight: float32[60]", "model.layers.2.mlp.up_proj.weight: float32[64, 60]"],
+    "unexpected keys": ["model.norm.bias", "model.layers.3.mlp.up_proj.weight", "model.safetensors"],
+    "another kind": ["model.norm.weight: the model has torch.float32", "I32", "model.safetensors"],
+    "quantised": ["model.norm.weight: the model has torch.float32", "F8_E4M3", "model.safetensors"],
+    "shapes on disk": ["model.norm.weight: the model has [60]", "[59]", "lm_head.weight", "[60, 251]"],
+}
+REFUSED |= {
+    f"{label}{one}": ("CheckpointError|RankError", words) for label, words in FAULTS.items() for one in ("", " 1")
+}
 
 
 @pytest.mark.parametrize("label", REFUSED)
@@ -186,6 +219,10 @@ def test_every_rank_refuses_soon_and_leaves_the_model_as_it_was(found: list[dict
         assert each["same"] or each["error"] is None
         for word in words:
             assert word in each["text"]
+
+
+def test_a_file_that_the_index_does_not_name_is_not_read(found: list[dict[str, Any]]) -> None:
+    assert [facts["stray"] for facts in found] == [True, True]
 
 
 def test_bytes_are_verified(found: list[dict[str, Any]]) -> None:
