@@ -114,11 +114,13 @@ def _class_of(config: PreTrainedConfig, auto_class: Any) -> Any:
     names = getattr(config, "architectures", None) or []
     remote = getattr(config, "auto_map", None) or {}
     for name in names:
-        if not remote and hasattr(transformers, name):
-            return getattr(transformers, name)
+        found = getattr(transformers, name, None) if not remote else None
+        if hasattr(found, "from_config") or hasattr(found, "_from_config"):
+            return found
     # code of the repository: the auto classes know how to run it, when they are told to
     for name, reference in remote.items():
-        if name.startswith("AutoModel") and reference.rpartition(".")[2] in names:
+        known = name.startswith("AutoModel") and hasattr(transformers, name) and isinstance(reference, str)
+        if known and reference.rpartition(".")[2] in names:
             return getattr(transformers, name)
     if not names:  # a config that somebody made by hand
         kinds = [getattr(transformers, name) for name in _AUTO_CLASSES]

@@ -98,14 +98,15 @@ def test_a_folder_that_cannot_be_written_has_no_verdict(tmp_path):
 
 
 def test_places_are_judged():
-    def place(what="output", kind="ext4", total=100 * GiB, exchanges=True):
-        return disks.Place(what, "/x", kind, total, GiB, exchanges)
+    def place(what="output", kind="ext4", total=100 * GiB, exchanges=True, free=GiB):
+        return disks.Place(what, "/x", kind, total, free, exchanges)
 
     assert disks.judge_places((place(), place(exchanges=None))) == []
     assert codes(disks.judge_places((place(kind="nfs4", exchanges=False),))) == ["no-exchange", "network-disk"]
     small = disks.judge_places((place("shared memory", "tmpfs", 64 * MiB, None),))
     assert codes(small) == ["small-shared-memory"]
     assert small[0].bytes == 64 * MiB
+    assert codes(disks.judge_places((place(free=GiB - 1), place("shared memory", "tmpfs", free=0)))) == ["little-room"]
 
 
 def read(monkeypatch, count=0, kind="cuda", smi=None, **environ):

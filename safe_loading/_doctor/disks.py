@@ -15,6 +15,7 @@ from safe_loading._report import Finding, GiB, format_bytes
 # A file system of several machines: locks are not reliable there, and mmap is slow.
 _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p", "afs"})
 _LEAST_SHARED = GiB
+_LEAST_FREE = GiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,10 @@ def judge_places(places: tuple[Place, ...]) -> list[Finding]:
             message = f"the {place.what} lies on a network file system ({place.kind})."
             fix = "load from a local disk where you can; mapped files are read page by page over the network."
             findings.append(Finding("network-disk", "info", place.path, message, fix))
+        if place.what != "shared memory" and place.free < _LEAST_FREE:
+            message = f"{format_bytes(place.free)} are free for the {place.what}, of {format_bytes(place.total)}."
+            fix = "free some; a merge says before its first byte how much it needs."
+            findings.append(Finding("little-room", "warning", place.path, message, fix, place.free))
         if place.what == "shared memory" and place.total < _LEAST_SHARED:
             message = f"shared memory is {format_bytes(place.total)}; NCCL and data loaders use it between processes."
             fix = "in a container: docker run --ipc=host, or --shm-size=16g."

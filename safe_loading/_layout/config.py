@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound, SafeLoadingError
 
 CONFIG = "config.json"
+_MOST = {r"layer|block|depth": 10_000, r"expert": 100_000, r"num_labels": 1_000_000}
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedConfig:
@@ -36,7 +38,9 @@ def read_config(folder: Path, *, trust_remote_code: bool = False, **options: Any
     path = folder / CONFIG
     if not os.path.lexists(path):
         raise CheckpointNotFound(f"{folder} holds no {CONFIG}. Pass the folder of a model, or save it there again.")
-    read_json_object(path)
+    document = read_json_object(path)
+    _refuse_kinds(path, document)
+    _refuse_bombs(path, document)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # the class of a config, or code of the repository, may raise anything
@@ -44,13 +48,40 @@ def read_config(folder: Path, *, trust_remote_code: bool = False, **options: Any
             raise ArgumentError(
                 f"{path} names code of its repository, which runs only with trust_remote_code=True. Read it first."
             ) from error
-        if isinstance(error, ValueError) and "model_type" in str(error) and "model_type" not in read_json_object(path):
+        if isinstance(error, ValueError) and "model_type" in str(error) and "model_type" not in document:
             raise CheckpointError(
                 f"{path} has no model_type, so transformers cannot tell which model this is. Set it to the "
                 f'architecture, such as "llama".'
             ) from error
         raise CheckpointError(f"{path}: transformers refuses this config: {_said(error)}") from error
     return config
+
+
+def _refuse_kinds(path: Path, document: Mapping[str, Any]) -> None:
+    """Refuse what says which class is built in a form that transformers takes as it is, and fails on later."""
+    problems = []
+    names = document.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        problems.append(f"architectures is {names!r:.100}; it must be a list of names of classes")
+    remote = document.get("auto_map")
+    if remote is not None and not isinstance(remote, dict):
+        problems.append(f"auto_map is {remote!r:.100}; it must be an object")
+    if problems:
+        raise CheckpointError(f"{path} does not say which class is built; correct it:", problems)
+
+
+def _refuse_bombs(path: Path, document: Mapping[str, Any]) -> None:
+    """Refuse counts of modules beyond any model: each module is an object, also on meta, and each label an entry."""
+    parts = {"": document, **{f"{key}.": part for key, part in document.items() if isinstance(part, dict)}}
+    problems = [
+        f"{prefix}{key} is {value}, and no model has more than {most}"
+        for prefix, part in parts.items()
+        for key, value in part.items()
+        for pattern, most in _MOST.items()
+        if type(value) is int and value > most and re.search(pattern, key)
+    ]
+    if problems:
+        raise CheckpointError(f"{path} describes more than can be built; correct it:", problems)
 
 
 @contextlib.contextmanager

@@ -280,6 +280,10 @@ CONFIGS: dict[str, Fault] = {
     "config with a negative size": Fault(config(hidden_size=-32), ("config.json", "-32")),
     "config with text for a size": Fault(config(hidden_size="big"), ("config.json", "big")),
     "config of a size beyond memory": Fault(config(hidden_size=2**62), (str(2**62),)),
+    "config with a number for its classes": Fault(config(architectures=-1), ("architectures is -1",)),
+    "config with text for its code": Fault(config(auto_map="x.Model"), ("auto_map is 'x.Model'",)),
+    "config of very many layers": Fault(config(num_hidden_layers=10**9), ("num_hidden_layers", "10000")),
+    "config of very many labels": Fault(config(num_labels=10**9), ("num_labels", "1000000")),
     "config with code": Fault(
         config(auto_map={"AutoConfig": "x.Config", "AutoModelForCausalLM": "x.Model"}, model_type="zzz"),
         ("trust_remote_code",),
