@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ def BASE() -> Any:
     return AutoModelForCausalLM.from_pretrained("base")
 
 
+@functools.cache
 def PEFT() -> Any:
+    """One for all calls: what is refused is left as it was."""
     return load()
 
 
@@ -87,10 +90,10 @@ CALLS: dict[str, Callable[[], Any]] = {
         f"merge names {bad!r}": lambda bad=bad: s.merge_lora_inplace(PEFT(), adapter_names=bad)
         for bad in (3, [3], b"x")
     },
-    "merge merged": lambda: s.merge_lora_inplace(s.merge_lora_inplace(PEFT())),
-    "load onto merged": lambda: s.load_adapter_on_rank(s.merge_lora_inplace(PEFT()), "adapter", "x"),
+    "merge merged": lambda: s.merge_lora_inplace(s.merge_lora_inplace(load())),
+    "load onto merged": lambda: s.load_adapter_on_rank(s.merge_lora_inplace(load()), "adapter", "x"),
     "head twice": lambda: s.attach_head(
-        s.attach_head(PEFT(), "value", torch.nn.Linear(2, 1)), "value", torch.nn.Linear(2, 1)
+        s.attach_head(load(), "value", torch.nn.Linear(2, 1)), "value", torch.nn.Linear(2, 1)
     ),
     "merge dequantize, adapters kept": lambda: s.merge_lora_inplace(PEFT(), unload=False, dequantize=True),
     **{f"disk {bad!r:.12} base": lambda bad=bad: disk(bad, "adapter", "out") for bad in NO_PATHS},
@@ -162,7 +165,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         for bad in (None, 3, "x", PLAIN, torch.nn.Linear)
     },
     "wrap twice": lambda: s.wrap_transparent(
-        s.wrap_transparent(PEFT(), Mine, prove_calls=False), Mine, prove_calls=False
+        s.wrap_transparent(load(), Mine, prove_calls=False), Mine, prove_calls=False
     ),
     "wrap example": lambda: s.wrap_transparent(PEFT(), Mine, example=3),
     "wrap within": lambda: s.wrap_transparent(PEFT(), Mine, within=3),

@@ -67,8 +67,7 @@ def adapter_of(folder: Path, **config: Any) -> Path:
     return save_adapter(folder / "adapter", plain, **config)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("kind", ["nf4", "nf4 nested", "int8"])
+@pytest.mark.parametrize(("kind", "dora"), [("nf4", True), ("nf4 nested", False), ("int8", False)])
 def test_bitsandbytes_becomes_what_the_merge_in_memory_makes(tmp_path: Path, kind: str, dora: bool) -> None:
     base = bitsandbytes(tmp_path, kind)
     adapter = adapter_of(tmp_path, use_dora=dora)
