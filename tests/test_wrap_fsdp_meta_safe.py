@@ -52,6 +52,15 @@ for name in names:
                     "ok": facts.ok, "findings": [f.code for f in facts.findings],
                 }})
                 del model
+    if world == 4:
+        # two micro-batches, of which the replicas sum the gradients once
+        model = wrap_fsdp_meta_safe(on_meta(make), path, mesh=(2, 2))
+        one.zero_grad()
+        for last in (False, True):
+            model.set_requires_all_reduce(last)
+            for each in (one, model):
+                each(**inputs(name)).loss.backward()
+        report(accumulated={"differences": compared(one, model, torch.zeros(1), torch.zeros(1))})
 if len(sys.argv) > 4:
     from fsdp_sweep import sweep
     sweep(pathlib.Path(folder), sys.argv[4].split(","), report)
@@ -141,7 +150,7 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
 
 
 def test_four_ranks_and_replicas_equal_one_process(four_ranks: list[dict[str, Any]]) -> None:
-    assert len(four_ranks[0]) == 2 * (1 + 2)
+    assert len(four_ranks[0]) == 2 * (1 + 2) + 1
     for found in four_ranks:
         assert {case: facts["differences"] for case, facts in found.items() if facts["differences"] != NOTHING} == {}
 
