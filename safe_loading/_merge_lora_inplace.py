@@ -34,7 +34,7 @@ def merge_lora_inplace(
     *,
     adapter_names: Sequence[str] | None = None,
     check_finite: bool = True,
-    scratch_bytes: int = 1 * MiB,
+    scratch_bytes: int = 4 * MiB,
     progress: bool | None = None,
     unload: bool = True,
     dequantize: bool = False,
@@ -46,7 +46,8 @@ def merge_lora_inplace(
     attribute ``merge_report`` of what is returned, and is logged at level INFO to the logger ``safe_loading``.
 
     Ctrl-C waits until the layer at work is finished. What is left is a model whose merged layers are merged and
-    whose others are not; a second call merges the rest.
+    whose others are not; a second call merges the rest. The same holds when the memory runs out between two layers;
+    within one, a small reserve lets the layer be finished.
 
     Args:
         model: A PeftModel (or one of peft's tuners, such as ``LoraModel``).
@@ -225,11 +226,13 @@ def _carry_out(tuner: Any, plan: Plan, store: Offloaded, *, scratch_bytes: int, 
         for _ in tqdm(range(total), desc="Merging", disable=not shown):
             if came:
                 break
-            group = groups.pop(0)
-            for job in group:
+            for job in groups[0]:
                 if job.road in ("blocks", "tokens"):
-                    apply.merge_by_blocks(job, store, scratch_bytes=scratch_bytes, unload=unload)
-            for job in group:
+                    try:
+                        apply.merge_by_blocks(job, store, scratch_bytes=scratch_bytes, unload=unload)
+                    except (MemoryError, RuntimeError, apply.HalfMerged) as error:
+                        raise _stopped(error, groups, total) from error
+            for job in groups.pop(0):
                 if unload and job.road != "dequantised":
                     apply.unload(job, tuner, places)
     if came:
@@ -238,6 +241,21 @@ def _carry_out(tuner: Any, plan: Plan, store: Offloaded, *, scratch_bytes: int, 
             f"merge_lora_inplace: {total - len(groups)} of {total} layers are merged, the others are unchanged "
             f"({', '.join(left[:3])}, ...). Call it again with the same arguments to merge the rest."
         )
+
+
+def _stopped(error: Exception, groups: list[list[Job]], total: int) -> MergeError:
+    """Return what is raised when something, the memory most likely, ran out while weights were written."""
+    paths = [job.path for group in groups for job in group]
+    state = f"{total - len(groups)} of {total} layers are merged"
+    if isinstance(error, apply.HalfMerged):
+        return MergeError(
+            f"The merge stopped within a layer, which could not be finished; {state}, and this one in part:",
+            [f"{error}. Its weight is neither the base's nor the merged one: load the base anew."],
+        )
+    return MergeError(
+        f"The merge stopped between two layers; {state}, the others are unchanged:",
+        [f"{paths[0]}: {error or type(error).__name__}. Free memory, and call it again: it merges the rest."],
+    )
 
 
 def _unloaded(tuner: Any) -> tuple[torch.nn.Module, list[Finding]]:

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from safe_loading import ArgumentError, MergeError, load_peft_on_rank, merge_lora_inplace
 from safe_loading._lora import apply
+from safe_loading._lora.update import RowMerger
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS = torch.arange(1, 25).reshape(2, 12)
@@ -535,6 +536,59 @@ def test_ctrl_c_finishes_the_layer_and_a_second_call_the_rest(monkeypatch: pytes
     merged = merge_lora_inplace(model)
     assert all(torch.equal(merged.state_dict()[key], tensor) for key, tensor in whole.state_dict().items())
     assert not lora_layers(merged)
+
+
+@pytest.mark.parametrize("config", [{}, {"use_dora": True, "target_modules": ["linear", "embedding", "head"]}])
+@pytest.mark.parametrize("times", [1, 99])
+def test_when_the_memory_runs_out_within_a_weight_it_is_finished_or_named(
+    monkeypatch: pytest.MonkeyPatch, times: int, config: dict[str, Any]
+) -> None:
+    whole = merge_lora_inplace(zoo(config)).state_dict()
+    merged, calls = RowMerger._merged, []
+
+    def failing(self: Any, *args: Any) -> Any:
+        calls.append(self)
+        if number <= len(calls) < number + times:
+            merged(self, *args)  # the scratch is used, and nothing was written
+            raise MemoryError("no more memory")
+        return merged(self, *args)
+
+    monkeypatch.setattr(RowMerger, "_merged", failing)
+    for number in (1, 2, 5, 9):
+        calls.clear()
+        model = zoo(config)
+        if times == 1:
+            found = merge_lora_inplace(model, scratch_bytes=1, check_finite=False).state_dict()
+            assert calls[number - 1] is calls[number]  # once more
+            assert calls[number]._spare is None
+            assert all(torch.equal(found[key], tensor) for key, tensor in whole.items())
+        else:
+            with pytest.raises(MergeError, match=r"could not be finished; \d+ of \d+ layers are merged") as error:
+                merge_lora_inplace(model, scratch_bytes=1, check_finite=False)
+            assert "rows are merged, the rest is not (no more memory)" in str(error.value)
+
+
+def test_when_the_memory_runs_out_between_weights_the_rest_can_be_merged_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, make = merge_lora_inplace(zoo({})).state_dict(), RowMerger.__init__
+    for number in range(COUNT):
+        made: list[int] = []
+
+        def failing(self: Any, *args: Any, made: list[int] = made, number: int = number, **options: Any) -> None:
+            made.append(1)
+            if len(made) == number + 1:
+                raise RuntimeError("can't allocate memory")
+            make(self, *args, **options)
+
+        monkeypatch.setattr(RowMerger, "__init__", failing)
+        model = zoo({})
+        try:
+            merged = merge_lora_inplace(model, check_finite=False)
+        except MergeError as error:  # the first weight of a layer; a later one is merged in the smallest blocks
+            assert "others are unchanged" in str(error) and "can't allocate memory" in str(error)  # noqa: PT017, PT018
+            assert lora_layers(model)
+            merged = merge_lora_inplace(model)
+        assert len(made) > number
+        assert all(torch.equal(merged.state_dict()[key], tensor) for key, tensor in whole.items())
 
 
 def test_a_failing_layer_of_peft_leaves_everything(monkeypatch: pytest.MonkeyPatch) -> None:

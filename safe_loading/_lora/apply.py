@@ -12,25 +12,39 @@ import torch
 from peft.utils.other import AuxiliaryTrainingWrapper
 
 from safe_loading._lora.codes import merge_scaled
+from safe_loading._lora.layers import Piece
 from safe_loading._lora.offload import Offloaded
 from safe_loading._lora.plan import Job
 from safe_loading._lora.tokens import Tokens
-from safe_loading._lora.update import merge_matrix
+from safe_loading._lora.update import PartlyMerged, merge_matrix
 
 Places = dict[int, list[tuple[torch.nn.Module, str]]]
 
 
+class HalfMerged(Exception):
+    """A layer of which a part is merged and a part is not: which weight, and how many of its rows."""
+
+
 def merge_by_blocks(job: Job, store: Offloaded, *, scratch_bytes: int, unload: bool) -> None:
-    """Overwrite the weights of a job, in the offload store too, and mark its layers as merged."""
+    """Overwrite the weights of a job, in the offload store too, and mark its layers as merged.
+
+    Raises:
+        MemoryError, RuntimeError: The memory ran out before anything of the layer was written.
+        HalfMerged: It ran out later, and sufficed not even for the smallest blocks.
+    """
+    written = 0
     for target in job.targets:
         if isinstance(target, Tokens):
             target.write()
             continue
         for piece in target.pieces:
-            if piece.scaled is not None:
-                merge_scaled(piece.update, piece.scaled, scratch_bytes=scratch_bytes)
-                continue
-            norms = merge_matrix(piece.update, piece.matrix, scratch_bytes=scratch_bytes)
+            try:
+                norms = _merged(piece, scratch_bytes, begun=written > 0)
+            except (MemoryError, RuntimeError, PartlyMerged) as error:
+                if written or isinstance(error, PartlyMerged):
+                    raise HalfMerged(f"{job.name_of(target)}: {error}") from error
+                raise
+            written += 1
             if not unload and target.attribute != "bias":
                 for index, norm in norms.items():
                     _keep_norm(job.layer, piece.update.terms[index].name, norm)
@@ -38,6 +52,18 @@ def merge_by_blocks(job: Job, store: Offloaded, *, scratch_bytes: int, unload: b
     for layer, names in job.marks:
         layer.merged_adapters.extend(names)
     job.targets.clear()  # views of the adapter's tensors, which unloading frees
+
+
+def _merged(piece: Piece, scratch_bytes: int, *, begun: bool) -> dict[int, torch.Tensor]:
+    if piece.scaled is not None:
+        merge_scaled(piece.update, piece.scaled, scratch_bytes=scratch_bytes)
+        return {}
+    try:
+        return merge_matrix(piece.update, piece.matrix, scratch_bytes=scratch_bytes)
+    except (MemoryError, RuntimeError):  # before the first row of this piece was written
+        if not begun:
+            raise
+        return merge_matrix(piece.update, piece.matrix, scratch_bytes=1)
 
 
 def unload(job: Job, tuner: Any, places: Places) -> None:

@@ -12,7 +12,7 @@ from safe_loading._report import MiB
 _PROBES = 8  # rows or columns that are looked at to find norms of zero
 
 
-def why_not_finite(update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 1 * MiB) -> str | None:
+def why_not_finite(update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 4 * MiB) -> str | None:
     """Return why the merged weight would not be finite in its dtype, or None when it will be.
 
     The weight is read once. ``|W| + sum(scaling * |row of left| * |column of right|)`` bounds every merged element;

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from safe_loading._lora.update import ROWS, RowMerger, Update
+from safe_loading._lora.update import ROWS, PartlyMerged, RowMerger, Update
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BITS = 29  # of a float64's fraction that a float32 does not have
@@ -96,9 +96,12 @@ def merge_scaled(update: Update, scaled: Scaled, *, scratch_bytes: int) -> None:
     """Overwrite an fp8 weight with its merged values."""
     merger, step = _merger(update, scaled, scratch_bytes), scaled.step
     for start in range(0, len(scaled.codes), step):
-        values = scaled.rows(start, start + step)
-        merger.merge(values, start)
-        scaled.store(values, start)
+        try:
+            values = scaled.rows(start, start + step)
+            merger.merge(values, start)
+            scaled.store(values, start)
+        except (MemoryError, RuntimeError) as error:
+            raise PartlyMerged(start, error) from error
 
 
 def why_scaled_not_finite(update: Update, scaled: Scaled, *, scratch_bytes: int) -> str | None:

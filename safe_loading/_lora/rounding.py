@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
+import numpy as np
 import torch
+
+_Array = np.ndarray[Any, Any]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-_DROPPED = (1 << 29) - 1  # the bits of a float64's fraction that a float32 does not have
-# Elements that are looked at, and mended, together: about one chunk of a hundred holds a middle by chance.
+# A float32 may be a middle when these bits of it, which the target does not have, say so. A middle between two
+# bfloat16 has the highest of them alone. One between two float16 has none of the lowest 12, the subnormal ones too;
+# others have none either, but those do no harm: a step of one float32 leads them over no middle.
+_LOW = {torch.bfloat16: 0xFFFF, torch.float16: 0xFFF}
+_MIDDLE = {torch.bfloat16: 0x8000, torch.float16: 0}
+# Elements that are looked at together: about one chunk of a hundred holds a middle by chance.
 _CHUNKS = {torch.bfloat16: 512, torch.float16: 64}
-_LEAST_CHUNK = 8
-_MENDED = 2048  # elements that are mended at once, which takes 28 bytes for each
-_BFLOAT16_TIE = -(1 << 15)  # 0x8000, the low half of a float32 in the middle between two bfloat16
+_NONE: _Array = np.empty(0, np.int64)
+_BFLOAT16_MIDDLE = -(1 << 15)  # 0x8000 as an int16
 
 
 class Rounder:
@@ -21,9 +27,7 @@ class Rounder:
 
     torch converts float64 to bfloat16 and float16 by way of float32, which rounds twice. That is wrong only where
     the float32 lies in the middle between two numbers of the target and the float64 does not. So the float32 are
-    searched for such middles; they are few, and only the chunks that hold one are rounded with care: the bits that
-    float32 does not have are folded into its last one ("rounding to odd"), so that it says on which side of the
-    middle the value lies. Exact for every normal number of the target, and for float16's subnormal ones too.
+    searched for such middles; they are few, and each is moved by one step to the side on which its float64 lies.
 
     Args:
         dtype: The dtype of the weight.
@@ -36,6 +40,7 @@ class Rounder:
         narrow = dtype not in (torch.float64, torch.float32)
         self._single = torch.empty(size if narrow else 0, dtype=torch.float32, device=device)
         self._low = torch.empty(size if dtype == torch.float16 else 0, dtype=torch.int32, device=device)
+        self._frames: dict[int, _Frame] = {}
 
     @staticmethod
     def bytes_per_element(dtype: torch.dtype) -> int:
@@ -50,7 +55,7 @@ class Rounder:
     def load(self, block: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Copy a block of the weight to float64, exactly, and return it."""
         if self._dtype == torch.float16:  # torch converts float16 to float64 one by one, but to float32 in vectors
-            block = self._single[: block.numel()].view(block.shape).copy_(block)
+            block = self._frame(values).flat.view(values.shape).copy_(block)
         return values.copy_(block)
 
     def store(self, values: torch.Tensor, block: torch.Tensor) -> None:
@@ -58,37 +63,82 @@ class Rounder:
         if self._single.numel() == 0:
             block.copy_(values)
             return
-        single = self._single[: values.numel()].view(values.shape).copy_(values)
-        chunk = math.gcd(values.numel(), _CHUNKS[self._dtype])
-        if chunk < _LEAST_CHUNK:
-            single.copy_(_to_odd(values.clone()))
+        frame = self._frame(values)
+        single = frame.flat.view(values.shape).copy_(values)
+        if frame.on_cpu:
+            frame.mend(values)
         else:
-            found, most = self._middles(single, chunk), _MENDED // chunk
-            for start in range(0, len(found), most):
-                part = found[start : start + most]
-                exact = _to_odd(values.view(-1, chunk).index_select(0, part))
-                single.view(-1, chunk).index_copy_(0, part, exact.float())
+            _mend_on_device(self._dtype, single, values)
         block.copy_(single)
 
-    def _middles(self, single: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Return the numbers of the chunks in which a float32 may lie in the middle between two of the target."""
-        if self._dtype == torch.bfloat16:
+    def _frame(self, values: torch.Tensor) -> _Frame:
+        count = values.numel()
+        if count not in self._frames:
+            self._frames[count] = _Frame(self._dtype, self._single[:count], self._low)
+        return self._frames[count]
+
+
+class _Frame:
+    """The float32 of blocks of one size, and views of them.
+
+    To make a view costs as much as a pass over thousands of elements, and so does each operator of torch on a handful
+    of them; numpy's cost a tenth.
+    """
+
+    def __init__(self, dtype: torch.dtype, flat: torch.Tensor, low: torch.Tensor) -> None:
+        self.flat, self.on_cpu = flat, flat.device.type == "cpu"
+        if not self.on_cpu:
+            return
+        chunk = _CHUNKS[dtype]
+        whole = flat.numel() // chunk * chunk
+        chunks = flat.view(torch.int32)[:whole].view(-1, chunk)
+        self._dtype, self._chunk, self._whole = dtype, chunk, whole
+        self._chunks = chunks.view(torch.int16) if dtype == torch.bfloat16 else chunks
+        self._low = low[:whole].view(-1, chunk)
+        self._least = torch.empty(len(chunks), dtype=self._chunks.dtype)
+        self._least_array = self._least.numpy()
+        self._single: _Array = flat.numpy()
+        self._bits: _Array = self._single.view(np.int32)
+        self._rows = self._bits[:whole].reshape(-1, chunk)
+
+    def mend(self, values: torch.Tensor) -> None:
+        """Move the float32 that lie in a middle, and whose float64 do not, by one step towards those."""
+        at = self._middles()
+        if not len(at):
+            return
+        exact, size = np.abs(values.view(-1).numpy()[at]), np.abs(self._single[at])
+        # The bits of a float32 grow with its size, whatever the sign.
+        self._bits[at] += (exact > size).astype(np.int32) - (exact < size)
+
+    def _middles(self) -> _Array:
+        """Return where a float32 may lie in the middle between two numbers of the target, as flat positions."""
+        dtype, chunk, whole = self._dtype, self._chunk, self._whole
+        found = _NONE if whole == len(self._bits) else self._within(self._bits[whole:])[0] + whole
+        if not whole:
+            return found
+        if dtype == torch.bfloat16:
             # One reduction without a temporary. The high halves are looked at too: -0.0 is found without need.
-            return (single.view(torch.int16).view(-1, 2 * chunk).amin(1) == _BFLOAT16_TIE).nonzero().view(-1)
-        # The middle has bit 12 set and zeros under it; in float16's subnormal range a higher one, and more zeros.
-        low = self._low[: single.numel()].view(single.shape)
-        torch.bitwise_and(single.view(torch.int32), (1 << 12) - 1, out=low)
-        return (low.view(-1, chunk).amin(1) == 0).nonzero().view(-1)
+            torch.amin(self._chunks, 1, out=self._least)
+            chunks = np.flatnonzero(self._least_array == _BFLOAT16_MIDDLE)
+        else:
+            torch.bitwise_and(self._chunks, _LOW[dtype], out=self._low)
+            torch.amin(self._low, 1, out=self._least)
+            chunks = np.flatnonzero(self._least_array == 0)
+        if not len(chunks):
+            return found
+        row, column = self._within(self._rows[chunks])
+        return np.concatenate([chunks[row] * chunk + column, found])
+
+    def _within(self, bits: _Array) -> tuple[_Array, ...]:
+        return np.nonzero((bits & _LOW[self._dtype]) == _MIDDLE[self._dtype])
 
 
-def _to_odd(values: torch.Tensor) -> torch.Tensor:
-    """Cut float64 off to the bits of a float32, in place; the last one is set when anything was cut off."""
-    bits = values.view(torch.int64)
-    sticky = bits & _DROPPED
-    sticky.add_(_DROPPED)  # carries into the last kept bit when any dropped one is set
-    bits.bitwise_or_(sticky)
-    bits.bitwise_and_(~_DROPPED)
-    return values
+def _mend_on_device(dtype: torch.dtype, single: torch.Tensor, values: torch.Tensor) -> None:
+    """Do the same as :meth:`_Frame.mend` where numpy does not reach."""
+    bits = single.view(torch.int32)
+    at = ((bits & _LOW[dtype]) == _MIDDLE[dtype]).nonzero(as_tuple=True)
+    exact, size = values[at].abs_(), single[at].abs_()
+    bits[at] += (exact > size).int() - (exact < size).int()
 
 
 def round_into(values: torch.Tensor, out: torch.Tensor) -> None:

@@ -7,20 +7,33 @@ their results are the same to the last bit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 
 from safe_loading._lora.rounding import Rounder
 from safe_loading._report import MiB
 
-# Matrix kernels sum in an order that depends on the number of rows (a remainder has a kernel of its own) and on the
-# threads when the inner dimension is long. In groups of eight rows and 128 ranks the order is always the same, so the
-# bytes do not depend on the size of the blocks. tests/test_lora_update.py shows it.
+# Matrix kernels sum in an order that depends on the number of rows (a remainder has a kernel of its own), on that of
+# columns, on the stride of the result, and on the threads when the inner dimension is long. In whole rows, groups of
+# eight rows and of 128 ranks the order is always the same, so the bytes do not depend on the size of the blocks.
+# tests/test_lora_update.py shows it. Whole rows are faster too: a tile of a wider weight is fetched in short runs.
 ROWS = 8
 RANKS = 128
-# A matrix kernel packs its right factor anew for each block. Blocks that are narrow and high pay for that less often.
-COLUMNS = 1024
+SPARE_BYTES = 1 << 16  # given up when the memory runs out within a weight; the temporaries of a block are smaller
+LEFT_BYTES = 1 << 17  # of the left factors in float64, which are brought for many blocks at once
+
+
+class PartlyMerged(Exception):
+    """A weight could not be finished, for want of memory.
+
+    Args:
+        rows: How many rows, from the first, are merged.
+        cause: What went wrong.
+    """
+
+    def __init__(self, rows: int, cause: BaseException) -> None:
+        super().__init__(f"{rows} rows are merged, the rest is not ({cause})")
+        self.rows = rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,24 +98,28 @@ class RowMerger:
     """
 
     def __init__(
-        self, update: Update, dtype: torch.dtype, device: torch.device, *, scratch_bytes: int = 1 * MiB
+        self, update: Update, dtype: torch.dtype, device: torch.device, *, scratch_bytes: int = 4 * MiB
     ) -> None:
         rows, columns = update.shape
         self.update = update
         # Not the first term: then what the terms before made and the weight itself are both needed.
         late = any(term.magnitude is not None for term in update.terms[1:])
-        self._width = columns if update.has_magnitude else min(columns, COLUMNS)  # a norm needs the whole row
-        per_row = self._width * (Rounder.bytes_per_element(dtype) + (16 if late else 0))
+        per_row = columns * (Rounder.bytes_per_element(dtype) + (16 if late else 0))
         wanted = scratch_bytes // max(per_row, 1) // ROWS * ROWS
         self.rows_per_block = max(ROWS, min(wanted, -(-rows // ROWS) * ROWS))
-        size = self.rows_per_block * self._width
+        size = self.rows_per_block * columns
         self._values = torch.empty(size, dtype=torch.float64, device=device)
         self._start = torch.empty_like(self._values) if late else None
         self._own = torch.empty_like(self._values) if late else None
         self._rounder = Rounder(dtype, size, device)
-        ranks = max((term.left.shape[1] for term in update.terms), default=0)
-        self._left = torch.empty(self.rows_per_block * ranks, dtype=torch.float64, device=device)
-        self._factors = [term.left.detach() for term in update.terms]
+        self._views: dict[int, torch.Tensor] = {}
+        ranks = sum(term.left.shape[1] for term in update.terms)
+        blocks = max(1, LEFT_BYTES // max(8 * ranks * self.rows_per_block, 1))
+        self._span = max(self.rows_per_block, min(blocks * self.rows_per_block, -(-rows // ROWS) * ROWS))
+        self._left_from = -1
+        self._left = [
+            torch.empty(self._span, term.left.shape[1], dtype=torch.float64, device=device) for term in update.terms
+        ]
         self._right = [term.right.detach().to(device, torch.float64).contiguous() for term in update.terms]
         self._magnitude = {
             index: term.magnitude.detach().to(device, torch.float64).reshape(-1)
@@ -114,26 +131,34 @@ class RowMerger:
             for index in self._magnitude
         }
         self._normed = False
+        self._spare: torch.Tensor | None = torch.empty(SPARE_BYTES, dtype=torch.uint8, device=device)
 
     def add_norms(self, rows: torch.Tensor, start: int) -> None:
         """See some rows for DoRA's norms of columns; each row exactly once, from first to last, in groups of eight."""
         for first, block in self._blocks(rows, start):
             for index in self._magnitude:
                 values, lead = self._load(block, first)
-                self._add(values, index, first - lead, 0)
+                self._add(values, index, first - lead)
                 squares = values.square_().view(-1, ROWS, values.shape[1]).sum(1)
                 for group in squares:  # one after the other, so that the order is that of the rows
                     self.norms[index].add_(group)
 
     def merge(self, rows: torch.Tensor, start: int) -> None:
         """Overwrite rows of the weight, the first of which is row ``start``, with their merged values."""
-        for first, column, block in self._tiles(rows, start):
-            self._rounder.store(self._merged(block, first, column), block)
+        for first, block in self._blocks(rows, start):
+            try:
+                self._rounder.store(self._merged(block, first), block)
+            except (MemoryError, RuntimeError) as error:
+                self._spare = None
+                try:  # a block is written by the last operation on it, so it can be merged once more
+                    self._rounder.store(self._merged(block, first), block)
+                except (MemoryError, RuntimeError):
+                    raise PartlyMerged(first, error) from error
 
     def finite(self, rows: torch.Tensor, start: int) -> bool:
         """Return whether the merged values of these rows are finite in the dtype of the rows; nothing is written."""
-        for first, column, block in self._tiles(rows, start):
-            if not bool(self._merged(block, first, column).to(block.dtype).isfinite().all()):
+        for first, block in self._blocks(rows, start):
+            if not bool(self._merged(block, first).to(block.dtype).isfinite().all()):
                 return False
         return True
 
@@ -144,16 +169,14 @@ class RowMerger:
         ends = [*cuts[1:], start + len(rows)]
         return [(cut, rows[cut - start : end - start]) for cut, end in zip(cuts, ends, strict=True) if end > cut]
 
-    def _tiles(self, rows: torch.Tensor, start: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        for first, block in self._blocks(rows, start):
-            for column in range(0, block.shape[1], max(self._width, 1)):
-                yield first, column, block[:, column : column + self._width]
-
     def _load(self, block: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
         """Copy rows into the buffer, filled up with zeros to whole groups of eight; returns it, and the rows before."""
         lead = first % ROWS
         used = lead + block.shape[0]
-        values = self._buffer(self._values, -(-used // ROWS) * ROWS, block.shape[1])
+        rows = -(-used // ROWS) * ROWS
+        values = self._views.get(rows)
+        if values is None:
+            values = self._views[rows] = self._buffer(self._values, rows, block.shape[1])
         if not lead and used == values.shape[0]:  # by far the most blocks
             return self._rounder.load(block, values), 0
         values[:lead] = 0
@@ -165,33 +188,42 @@ class RowMerger:
     def _buffer(flat: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         return flat[: rows * columns].view(rows, columns)
 
-    def _add(self, values: torch.Tensor, index: int, first: int, column: int) -> None:
-        """Add the delta of one term to whole groups of rows from row ``first`` of the weight, and from ``column``."""
-        right = self._right[index][:, column : column + values.shape[1]]
-        rows = values.shape[0]
-        there = self._factors[index][first : first + rows]
-        left = self._left[: rows * there.shape[1]].view(rows, there.shape[1])
-        if there.shape[0] < rows:
-            left[there.shape[0] :] = 0
-        left[: there.shape[0]].copy_(there).mul_(self.update.terms[index].scaling)
-        for rank in range(0, left.shape[1], RANKS):
+    def _add(self, values: torch.Tensor, index: int, first: int) -> None:
+        """Add the delta of one term to whole groups of rows from row ``first`` of the weight."""
+        right, rows = self._right[index], values.shape[0]
+        if self._left_from < 0 or not self._left_from <= first <= self._left_from + self._span - rows:
+            self._bring_left(first)
+        at = first - self._left_from
+        left = self._left[index][at : at + rows]
+        if right.shape[0] <= RANKS:
+            values.addmm_(left, right)
+            return
+        for rank in range(0, right.shape[0], RANKS):
             values.addmm_(left[:, rank : rank + RANKS], right[rank : rank + RANKS])
 
-    def _merged(self, block: torch.Tensor, first: int, column: int) -> torch.Tensor:
+    def _bring_left(self, first: int) -> None:
+        """Hold the left factors, scaled, from row ``first`` on; beyond the last row they are zero."""
+        self._left_from = first
+        for term, left in zip(self.update.terms, self._left, strict=True):
+            there = term.left.detach()[first : first + len(left)]
+            left[: len(there)].copy_(there).mul_(term.scaling)
+            left[len(there) :] = 0
+
+    def _merged(self, block: torch.Tensor, first: int) -> torch.Tensor:
         values, lead = self._load(block, first)
         start = None if self._start is None else self._buffer(self._start, *values.shape).copy_(values)
         own = values if self._own is None else self._buffer(self._own, *values.shape)
         for index, term in enumerate(self.update.terms):
             if term.magnitude is None:
-                self._add(values, index, first - lead, column)
+                self._add(values, index, first - lead)
             elif index == 0 or start is None:
-                self._add(values, index, first - lead, column)
+                self._add(values, index, first - lead)
                 values.mul_(self._factor(index, values, first, lead, len(block)))
             else:
                 own.copy_(start)
-                self._add(own, index, first - lead, column)
+                self._add(own, index, first - lead)
                 factor = self._factor(index, own, first, lead, len(block))
-                self._add(values, index, first - lead, column)
+                self._add(values, index, first - lead)
                 values.mul_(factor)
         return values[lead : lead + block.shape[0]]
 
@@ -211,7 +243,7 @@ class RowMerger:
         return factor.unsqueeze(1)
 
 
-def merge_rows(update: Update, rows: torch.Tensor, start: int, *, scratch_bytes: int = 1 * MiB) -> None:
+def merge_rows(update: Update, rows: torch.Tensor, start: int, *, scratch_bytes: int = 4 * MiB) -> None:
     """Overwrite rows of a weight, the first of which is row ``start``, with ``round(rows + delta)``.
 
     Args:
@@ -223,7 +255,7 @@ def merge_rows(update: Update, rows: torch.Tensor, start: int, *, scratch_bytes:
     RowMerger(update, rows.dtype, rows.device, scratch_bytes=scratch_bytes).merge(rows, start)
 
 
-def merge_matrix(update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 1 * MiB) -> dict[int, torch.Tensor]:
+def merge_matrix(update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 4 * MiB) -> dict[int, torch.Tensor]:
     """Overwrite a whole weight, seen as a matrix, with its merged values.
 
     Returns:
