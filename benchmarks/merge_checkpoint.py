@@ -2,7 +2,8 @@
 
 A checkpoint of at least 2 GB (a Llama shape, bfloat16, random) and three adapters are made in a temporary folder. Each
 road runs in a process of its own; every output is synced inside the time that is measured, that of ``cp`` too. The
-files are in the page cache. ``cp`` runs before each round, since a disk is not the same from minute to minute.
+files are in the page cache, except for the rows that say cold, before which it is told to forget them. ``cp`` runs
+before each round, since a disk is not the same from minute to minute.
 
 ``--full`` makes a checkpoint of the 8B Llama shape (16 GB, and twice that on the disk), and merges it in a process
 whose data (heap, stacks, private mappings) is limited to 1 GB beyond the imports.
@@ -59,7 +60,7 @@ def main() -> None:
     rows = [row for kind in KINDS for row in _rows(kind, figures)]
     header = ("road", "seconds", "to cp", "peak private MiB", "MiB written", "MiB read by calls")
     notes = (
-        "median of the rounds; outputs synced; warm page cache; seconds without imports",
+        "median of the rounds; outputs synced; seconds without imports; cold rows beside the cold cp",
         "peak: private dirty memory beyond that of the interpreter with its imports, the adapter included",
         "read by calls: mapped files are not in it, so the road through memory shows little",
     )
@@ -83,11 +84,16 @@ def _full(layers: int, folder: str | None) -> None:
 
 
 def _measure(root: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
-    figures: dict[str, list[dict[str, float]]] = {"cp": []}
+    figures: dict[str, list[dict[str, float]]] = {"cp": [], "cp, cold": []}
+    roads = (("ours", True), ("ours, verify=False", False), ("ours, verify=False, cold", False))
     for _ in range(rounds):
         figures["cp"].append({"seconds": _copy(root)})
+        _forget(root / "base")
+        figures["cp, cold"].append({"seconds": _copy(root)})
         for kind in KINDS:
-            for road, verify in (("ours", True), ("ours, verify=False", False), ("load, merge, save", None)):
+            for road, verify in (*roads, ("load, merge, save", None)):
+                if road.endswith("cold"):
+                    _forget(root / "base")
                 spec = {"road": "plain" if verify is None else "ours", "root": str(root), "kind": kind}
                 found = _run({**spec, "verify": verify})
                 figures.setdefault(f"{kind}: {road}", []).append(found)
@@ -97,15 +103,16 @@ def _measure(root: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
 
 
 def _rows(kind: str, figures: dict[str, list[dict[str, float]]]) -> list[tuple[str, ...]]:
-    copied = statistics.median(each["seconds"] for each in figures["cp"])
+    copied = {name: statistics.median(each["seconds"] for each in figures[name]) for name in ("cp", "cp, cold")}
     rows: list[tuple[str, ...]] = []
     if kind == next(iter(KINDS)):
-        rows.append(("cp", f"{copied:.2f}", "1.00x", "-", "-", "-"))
+        rows += [(name, f"{seconds:.2f}", "1.00x", "-", "-", "-") for name, seconds in copied.items()]
     for name, found in figures.items():
         if name.startswith(f"{kind}: "):
             middle = {key: statistics.median(each[key] for each in found) for key in found[0]}
             memory = (common.mib(middle[key]) for key in ("peak", "written", "read"))
-            rows.append((name, f"{middle['seconds']:.2f}", common.ratio(middle["seconds"], copied), *memory))
+            beside = copied["cp, cold" if name.endswith("cold") else "cp"]
+            rows.append((name, f"{middle['seconds']:.2f}", common.ratio(middle["seconds"], beside), *memory))
     return rows
 
 
@@ -122,6 +129,15 @@ def _copy(root: Path) -> float:
     shutil.rmtree(root / "out")
     os.sync()
     return seconds
+
+
+def _forget(folder: Path) -> None:
+    """Tell the page cache to drop the files, which are on the disk."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 def _sync(folder: Path) -> None:
