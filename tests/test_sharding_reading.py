@@ -45,7 +45,9 @@ SAMPLE = [*FIXED, *random.Random(20261121).sample(sorted(set(EVERY) - set(FIXED)
 
 def saved(name: str, folder: Path, seed: int = 0) -> Any:
     """Save a tiny model of a class with random weights in several files, and return the class."""
-    kind = getattr(transformers, name)
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = kind(tiny_config(name))
