@@ -59,3 +59,45 @@ def generation(model: Any, device: Any = "cpu") -> list[torch.Tensor]:
 
 def _field(output: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(output, name, None)) is not None), None)
+
+
+def step_of(model: Any, workload: Workload, device: Any) -> Any:
+    """Return a function that runs a workload once, as training loops and ``generate()`` do."""
+    names, rows, columns = takes(model), workload.batch_size, workload.sequence_length
+
+    def tokens(width: int) -> torch.Tensor:
+        return torch.full((rows, width), 5, device=device)
+
+    if workload.kind == "generate":
+        model.eval()
+        keep = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+        return lambda: _generate(model, workload, tokens, {"use_cache": True, **keep})
+    model.train()
+    if workload.gradient_checkpointing:
+        # the states of the random generators lie on the host, whatever the device
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        if workload.adapter is not None:
+            model.enable_input_require_grads()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=True)
+
+    def train() -> None:
+        batch = {"input_ids": tokens(columns), "attention_mask": tokens(columns), "labels": tokens(columns)}
+        loss = model(**batch, use_cache=False).loss
+        del batch
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return train
+
+
+@torch.no_grad()
+def _generate(model: Any, workload: Workload, tokens: Any, extra: dict[str, Any]) -> None:
+    length = workload.context_length
+    cache = model(input_ids=tokens(length), attention_mask=tokens(length), **extra).past_key_values
+    for step in range(workload.decode_steps):
+        mask = tokens(length + step + 1)
+        cache = model(input_ids=tokens(1), attention_mask=mask, past_key_values=cache, **extra).past_key_values

@@ -110,7 +110,7 @@ def test_places_are_judged():
 
 
 def read(monkeypatch, count=0, kind="cuda", smi=None, **environ):
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -133,6 +133,29 @@ def test_renumbered_devices_are_told(monkeypatch):
     assert codes(findings) == ["devices-renumbered"]
     assert "0 is 4, 1 is 6" in findings[0].message
     assert read(monkeypatch, count=2, CUDA_VISIBLE_DEVICES="0,1")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("value", "listed", "told"),
+    [
+        ("1,0", ["1", "0"], "0 is 1, 1 is 0"),
+        (" 3 , 5 ", ["3", "5"], "0 is 3, 1 is 5"),
+        ("GPU-8f2e,GPU-11aa", ["GPU-8f2e", "GPU-11aa"], "0 is GPU-8f2e, 1 is GPU-11aa"),
+        ("MIG-77d0", ["MIG-77d0"], "0 is MIG-77d0"),
+        ("4,-1,6", ["4"], "0 is 4"),
+        ("0,-1,2", ["0"], None),
+        ("0,1,2", ["0", "1", "2"], None),
+    ],
+)
+def test_what_the_variable_lists_stands_beside_each_device(monkeypatch, value, listed, told):
+    found, findings = read(monkeypatch, count=len(listed), CUDA_VISIBLE_DEVICES=value)
+    assert [(device.index, device.listed_as) for device in found.seen] == list(enumerate(listed))
+    assert codes(findings) == ([] if told is None else ["devices-renumbered"])
+    if told is not None:
+        assert told in findings[0].message
+        assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in findings[0].fix
+        ordered = {"CUDA_VISIBLE_DEVICES": value, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        assert "CUDA_DEVICE_ORDER" not in read(monkeypatch, count=len(listed), **ordered)[1][0].fix
 
 
 def test_hidden_devices_and_too_many_ranks_are_told(monkeypatch):

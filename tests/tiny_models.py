@@ -72,7 +72,7 @@ SIZES: dict[str, Any] = {
 }
 # What the names do not say, by model type; a value is set as it is, wherever in the config its key stands.
 SPECIAL: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1]},
     "deepseek_v3": {"head_dim": 8},
     "axk1": {"head_dim": 8},
     "youtu": {"head_dim": 8},
@@ -93,6 +93,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "instructblip": {"image_token_index": 250},
     "instructblipvideo": {"video_token_index": 250},
     "xmod": {"default_language": "en_XX"},
+    "bailing_hybrid": {"num_expert_group": 1, "n_group": 1},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "hrm_text": {"num_layers_per_stack": None},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16},
     "marian": {"decoder_vocab_size": VOCAB},

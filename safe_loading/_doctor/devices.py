@@ -112,6 +112,9 @@ def _judge(devices: Devices, named: bool) -> list[Finding]:
         pairs = ", ".join(f"{device.index} is {device.listed_as}" for device in devices.seen)
         message = f"devices are renumbered by {devices.variables[0][0]}: {pairs}."
         fix = "max_memory, device_map and torch.device count as this process does, from 0; nvidia-smi does not."
+        # CUDA's own order is the fastest card first; nvidia-smi's is that of the bus
+        if devices.kind == "cuda" and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+            fix += " With cards of several kinds set CUDA_DEVICE_ORDER=PCI_BUS_ID too, or the numbers are not its own."
         findings.append(Finding("devices-renumbered", "info", devices.kind, message, fix))
     return findings + _strays(devices.contexts or ())
 

@@ -793,7 +793,38 @@ Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& least, const at
   return counted.to(self.scalar_type()).to(self.device());
 }
 
+// PyTorch asks a device of its own for these two by name.
+std::optional<Tensor> host_alias_of(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() && tensor->defined() ? std::optional<Tensor>(host_alias(*tensor)) : std::nullopt;
+}
+
+Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+                   at::IntArrayRef output_padding, int64_t groups) {
+  common_device("aten::convolution", {input, weight});
+  const InFallback inside;
+  return at::convolution(host_alias(input), host_alias(weight), host_alias_of(bias), stride, padding, dilation,
+                         transposed, output_padding, groups)
+      .to(input.device());
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, const Tensor& input,
+                                                        const Tensor& weight, at::IntArrayRef stride,
+                                                        at::IntArrayRef padding, at::IntArrayRef dilation,
+                                                        bool transposed, at::IntArrayRef output_padding,
+                                                        int64_t groups, std::array<bool, 3> wanted) {
+  common_device("aten::convolution_backward", {gradient, input, weight});
+  const InFallback inside;
+  auto [d_input, d_weight, d_bias] = at::convolution_backward(
+      host_alias(gradient), host_alias(input), host_alias(weight), at::IntArrayRef({weight.size(transposed ? 1 : 0)}),
+      stride, padding, dilation, transposed, output_padding, groups, wanted);
+  const auto there = [&input](const Tensor& tensor) { return tensor.defined() ? tensor.to(input.device()) : tensor; };
+  return {there(d_input), there(d_weight), there(d_bias)};
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("convolution_overrideable", convolution);
+  library.impl("convolution_backward_overrideable", convolution_backward);
   // PyTorch has these in parts as well, which would go before the fallback: other roundings, and more memory.
   for (const char* name : {"native_layer_norm", "native_group_norm", "mish_backward", "addr"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
