@@ -88,6 +88,20 @@ def ours_fsdp1(folder: str) -> nn.Module:
     return wrap_fsdp_meta_safe(meta_model(folder, attn_implementation="eager"), folder, version=1)
 
 
+def ours_to_f32(folder: str) -> nn.Module:
+    """A bfloat16 checkpoint into a float32 model."""
+    from safe_loading import meta_model, wrap_fsdp_meta_safe
+
+    return wrap_fsdp_meta_safe(meta_model(folder, dtype=torch.float32), folder)
+
+
+def ours_from_f32(folder: str) -> nn.Module:
+    """A float32 checkpoint into a bfloat16 model."""
+    from safe_loading import meta_model, wrap_fsdp_meta_safe
+
+    return wrap_fsdp_meta_safe(meta_model(f"{folder}/f32", dtype=torch.bfloat16), f"{folder}/f32")
+
+
 def ours_scatter(folder: str) -> nn.Module:
     """The weights of rank 0, scattered."""
     from safe_loading import meta_model, wrap_fsdp_meta_safe
@@ -202,7 +216,18 @@ def native(folder: str) -> nn.Module:
 
 ROADS = {
     road.__name__: road
-    for road in (ours, ours_fsdp1, ours_scatter, fsdp1_sync, broadcast, accelerate, dcp_reader, native)
+    for road in (
+        ours,
+        ours_fsdp1,
+        ours_to_f32,
+        ours_from_f32,
+        ours_scatter,
+        fsdp1_sync,
+        broadcast,
+        accelerate,
+        dcp_reader,
+        native,
+    )
 }
 
 
@@ -214,14 +239,14 @@ def _touch(model: nn.Module) -> None:
             local.detach().reshape(-1)[::1024].float().sum()
 
 
-def _equal(model: Any, folder: str) -> bool:
-    """Compare logits and all parameters with the checkpoint, one tensor at a time."""
+def _equal(model: Any, folder: str, cast: bool) -> bool:
+    """Compare logits (of what was not rounded) and all parameters with the checkpoint, one tensor at a time."""
     from safetensors import safe_open
 
     wanted = json.loads(Path(folder, "logits.json").read_text())
+    tokens = torch.arange(1, 17).reshape(1, 16)
     with torch.no_grad():
-        tokens = torch.arange(1, 17).reshape(1, 16)
-        if model(input_ids=tokens).logits[0, -1, :64].float().tolist() != wanted:
+        if not cast and model(input_ids=tokens).logits[0, -1, :64].float().tolist() != wanted:
             return False
     if type(model).__name__ == "FullyShardedDataParallel":
         return True  # the logits went through every weight
@@ -232,7 +257,7 @@ def _equal(model: Any, folder: str) -> bool:
     for name, parameter in model.named_parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         with safe_open(files[name], "pt") as file:
-            if not torch.equal(whole, file.get_tensor(name)):
+            if not torch.equal(whole, file.get_tensor(name).to(whole.dtype)):
                 return False
     return True
 
@@ -261,7 +286,7 @@ def main(folder: str, road: str, out: str) -> None:
         "seconds": meter.seconds,
         "read": meter.read,
         "wire": wire,
-        "equal": _equal(model, folder),
+        "equal": _equal(model, f"{folder}/f32" if road == "ours_from_f32" else folder, "f32" in road),
     }
     report = getattr(model, "fsdp_report", None)
     if report is not None:

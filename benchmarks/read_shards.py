@@ -35,22 +35,26 @@ def make(folder: Path, sizes: dict[str, Any]) -> None:
 
 
 def ours(folder: Path, model: Any, dtype: Any) -> dict[str, Any]:
-    """Read with this package: plan, checks and bytes."""
+    """Read with this package: headers, checks, plan, memory and bytes, as wrap_fsdp_meta_safe does for FSDP2."""
     import torch
-    from torch.distributed.tensor import Shard
 
-    from safe_loading._sharding.reading import Target, read_targets
-    from safe_loading._sharding.regions import box_at
+    from safe_loading._sharding import fsdp2
+    from safe_loading._sharding.facts import parameters_of
+    from safe_loading._sharding.reading import read_targets
+    from safe_loading._sharding.regions import Flat
     from safe_loading._sharding.source import open_source
+    from safe_loading._sharding.targets import Target
 
     source = open_source(folder, model)
-    targets = []
-    for name, parameter in model.named_parameters():
-        box = box_at(parameter.shape, [WORLD], [RANK], [Shard(0)])
-        targets.append(Target(name, tuple(parameter.shape), dtype, box, torch.empty(box.size, dtype=dtype)))
+    parameters = parameters_of(model)
+    shards = fsdp2.allocate(parameters, RANK, WORLD, torch.device("cpu"))
+    targets = [
+        Target(held.name, tuple(held.tensor.shape), dtype, Flat(own.start, own.stop), shards[held.name].view(-1))
+        for held, own in zip(parameters, fsdp2.stretches(parameters, RANK, WORLD), strict=True)
+    ]
     report = read_targets(source, None, targets)
     read = report.bytes_read / source.checkpoint.nbytes * WORLD
-    return {"held": [target.destination for target in targets], "read": read}
+    return {"held": list(shards.values()), "read": read}
 
 
 def slices(folder: Path, model: Any, dtype: Any) -> dict[str, Any]:

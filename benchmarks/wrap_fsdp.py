@@ -20,10 +20,24 @@ from typing import Any
 
 from _common import ENVIRONMENT, MIB, ROOT, headline, mib, ratio, table, write_json
 
-ROADS = ("ours", "ours_fsdp1", "ours_scatter", "fsdp1_sync", "broadcast", "accelerate", "dcp_reader", "native")
+ROADS = (
+    "ours",
+    "ours_fsdp1",
+    "ours_scatter",
+    "ours_to_f32",
+    "ours_from_f32",
+    "fsdp1_sync",
+    "broadcast",
+    "accelerate",
+    "dcp_reader",
+    "native",
+)
+WIDTH = {"ours_to_f32": 2}  # of the model that is made, in models of bfloat16
 NAMES = {
     "ours": "wrap_fsdp_meta_safe, folder",
     "ours_fsdp1": "wrap_fsdp_meta_safe, folder, FSDP1",
+    "ours_to_f32": "wrap_fsdp_meta_safe, bf16 to f32",
+    "ours_from_f32": "wrap_fsdp_meta_safe, f32 to bf16",
     "ours_scatter": "wrap_fsdp_meta_safe, rank 0",
     "fsdp1_sync": "FSDP1 sync_module_states",
     "broadcast": "broadcast_from_rank0",
@@ -68,7 +82,21 @@ def make_checkpoint(folder: Path, hidden: int, layers: int, vocabulary: int) -> 
     with torch.no_grad():
         logits = model(input_ids=torch.arange(1, 17).reshape(1, 16)).logits[0, -1, :64]
     (folder / "logits.json").write_text(json.dumps(logits.float().tolist()))
+    make_float32(folder)
     return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def make_float32(folder: Path) -> None:
+    """Save the checkpoint in float32 beside, with values that bfloat16 has to round."""
+    from safetensors.torch import load_file, save_file
+
+    wide = folder / "f32"
+    wide.mkdir()
+    for path in folder.glob("*.json"):
+        (wide / path.name).write_bytes(path.read_bytes())
+    for path in folder.glob("*.safetensors"):
+        tensors = {name: tensor.float() * (1 + 2**-12) for name, tensor in load_file(path).items()}
+        save_file(tensors, wide / path.name, {"format": "pt"})
 
 
 def run(road: str, ranks: int, folder: Path, timeout: float) -> list[dict[str, Any]] | str:
@@ -93,6 +121,7 @@ def row(road: str, found: list[dict[str, Any]] | str, floor: float, model: int) 
     """Return the line of one road: the worst rank's peak and time, the sum of what was moved."""
     if isinstance(found, str):
         return (NAMES[road], "failed", *[""] * 8)
+    floor *= WIDTH.get(road, 1)
     peak = max(facts["peak"] for facts in found)
     wire = max(facts["wire"] for facts in found)
     read = [facts["bytes_read"] for facts in found if "bytes_read" in facts]
@@ -126,9 +155,11 @@ def main() -> None:
         model = make_checkpoint(folder, *sizes)
         print(f"bf16 Llama, hidden {sizes[0]}, {sizes[1]} layers, {model / MIB:.2f} MiB")
         for ranks in arguments.ranks or ((2,) if arguments.small else (2, 4)):
-            found = {road: run(road, ranks, folder, 600) for road in arguments.roads}
-            floor = model / ranks
-            rows = [row(road, found[road], floor, model) for road in arguments.roads]
+            floor, found, rows = model / ranks, {}, []
+            for road in arguments.roads:
+                found[road] = run(road, ranks, folder, 600)
+                rows.append(row(road, found[road], floor, model))
+                print(*rows[-1], sep="  ", file=sys.stderr, flush=True)  # while the others run
             notes = [f"{NAMES[road]}: {each}" for road, each in found.items() if isinstance(each, str)]
             print(table(f"{ranks} ranks, floor {mib(floor)} MiB per rank", HEADER, rows, notes), flush=True)
             facts[str(ranks)] = found

@@ -19,10 +19,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from safe_loading import CheckpointError, meta_model
 from safe_loading._report import MiB
+from safe_loading._sharding import reading
 from safe_loading._sharding.buffers import compute_buffers
-from safe_loading._sharding.reading import ReadReport, Target, checkpoint_bytes, read_targets
+from safe_loading._sharding.reading import ReadReport, checkpoint_bytes, differing, read_targets
 from safe_loading._sharding.regions import Flat, box_at, whole
 from safe_loading._sharding.source import Source, open_source
+from safe_loading._sharding.targets import Target
 from safe_loading.errors import ArgumentError
 
 EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
@@ -211,6 +213,41 @@ def test_a_wider_destination_holds_the_rounded_values(tmp_path: Path) -> None:
     place = torch.empty(2, dtype=torch.float32)
     read_targets(tmp_path, module, [Target("weight", (2,), torch.bfloat16, whole((2,)), place)])
     assert place.tolist() == [1.0, 1.0]
+
+
+def test_a_second_read_finds_every_bit_that_differs_and_opens_each_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = saved("MixtralForCausalLM", tmp_path)
+    model = meta_model(tmp_path, kind, dtype=torch.bfloat16)
+    source = open_source(tmp_path, model)
+    targets = [
+        Target(name, tuple(each.shape), each.dtype, whole(each.shape), torch.empty(each.shape, dtype=each.dtype))
+        for name, each in model.named_parameters()
+    ]
+    read_targets(source, None, targets)
+    opened: list[Path] = []
+    real = reading.open_regular
+    monkeypatch.setattr(reading, "open_regular", lambda path: opened.append(path) or real(path))
+    assert differing(source, targets, staging_bytes=1000) == []
+    assert sorted(opened) == sorted(source.checkpoint.files)
+    by_name = {target.name: target.destination for target in targets}
+    by_name["model.norm.weight"].view(torch.int16)[-1] ^= 1
+    by_name["model.layers.1.mlp.experts.gate_up_proj"].view(torch.int16)[-1, -1, -1] ^= 1
+    wanted = ["model.layers.1.mlp.experts.gate_up_proj", "model.norm.weight"]
+    assert sorted(differing(source, targets, staging_bytes=1000)) == wanted
+
+
+def test_a_second_read_compares_bits_and_not_numbers(tmp_path: Path) -> None:
+    save_file({"weight": torch.tensor([float("nan"), 0.0])}, tmp_path / "model.safetensors")
+    module = torch.nn.Linear(1, 1, bias=False)
+    module.weight = torch.nn.Parameter(torch.empty(2, device="meta"))
+    source = open_source(tmp_path, module)
+    place = torch.tensor([float("nan"), 0.0])
+    target = Target("weight", (2,), torch.float32, whole((2,)), place)
+    assert differing(source, [target]) == []
+    place[1] = -0.0
+    assert differing(source, [target]) == ["weight"]
 
 
 def test_a_small_buffer_gives_the_same(tmp_path: Path) -> None:

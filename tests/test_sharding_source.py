@@ -10,9 +10,21 @@ import pytest
 import torch
 from models import save_llama
 from safetensors.torch import load_file, save_file
-from transformers import Dinov2Config, Dinov2Model, LlamaForSequenceClassification, LlamaModel
+from tiny_models import tiny_config
+from transformers import (
+    BertForMaskedLM,
+    Dinov2Config,
+    Dinov2Model,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    MixtralForCausalLM,
+    core_model_loading,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from safe_loading import CheckpointError, meta_model
+from safe_loading._layout import layout
+from safe_loading._sharding.names import walk
 from safe_loading._sharding.source import open_source
 
 
@@ -52,6 +64,40 @@ def test_everything_that_does_not_fit_is_named_with_both_sides_and_the_file(tmp_
     assert file in surplus
     assert "quantised" in problems["lm_head.weight"]
     assert len(problems) == 4
+
+
+def test_modules_are_walked_in_the_order_of_torch() -> None:
+    shared = torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(torch.nn.Sequential(shared, torch.nn.ReLU()), shared, torch.nn.Sequential())
+    model.add_module("nothing", None)
+    for repeats in (False, True):
+        wanted = [*model.named_modules(remove_duplicate=not repeats)]
+        assert [*walk(model, repeats=repeats)] == wanted
+    assert len(wanted) > len([*walk(model)])
+
+
+@pytest.mark.parametrize("kind", [MixtralForCausalLM, BertForMaskedLM])
+def test_names_are_put_in_order_and_renamed_as_transformers_does(kind: Any) -> None:
+    with torch.device("meta"):
+        model = kind(tiny_config(kind.__name__))
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
+    known = dict(model.state_dict())
+    old = ["bert.embeddings.LayerNorm.gamma", "model.layers.10.block_sparse_moe.experts.2.w1.weight", "embeddings.x"]
+    old += [name.removeprefix(f"{model.base_model_prefix}.") for name in known]
+    old += ["model.layers.9.block_sparse_moe.gate.weight", "a.shard_11.b", "a.shard_2.b", "a.10.b", "a.b2.c"]
+    names = [*old, *known]
+    assert layout._in_loading_order(names) == sorted(names, key=core_model_loading.dot_natural_key)
+    rename = layout._renamer(renamings, converters, model.base_model_prefix, known)
+    touched = 0
+    for name in names:
+        wanted = core_model_loading.rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if wanted[0] not in known and name in known:
+            wanted = (name, None)
+        assert rename(name) == wanted
+        touched += wanted[0] != name
+    assert touched
 
 
 def test_new_parameters_are_named_by_the_caller(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from safe_loading._report import Finding, format_bytes
 
@@ -50,8 +50,7 @@ _OTHER_FORMATS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Where one tensor lies in its file.
 
     Attributes:

@@ -24,7 +24,7 @@ def chapter(folder: Path) -> str:
         [
             "",
             "wrap_fsdp_meta_safe: each rank reads its own bytes, and no weight travels",
-            "  two ranks of torchrun (gloo) on the CPU; the naive road, computed: all of it, then the shard",
+            "  two ranks of torchrun (gloo) on the CPU; the naive road, computed and not measured: all of it on each",
             "",
             text_table(_HEADER, rows),
         ]

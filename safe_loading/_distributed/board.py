@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from safe_loading._distributed import liveness
@@ -30,6 +30,7 @@ MOST_BYTES = 4 << 20  # TCPStore drops a connection that sends it more than 8 Mi
 _LINGER_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 0.4  # between two looks whether the ranks that are missing still live
+_WHY_ENDED = "killed, out of memory, or an error that its own log shows."
 _TEXT_CHARACTERS = 8000  # of another rank's exception
 
 # How many exchanges a set of ranks has had on a store: the turn is in every key, so no key is used twice. By store,
@@ -48,6 +49,48 @@ def rank_list(ranks: Sequence[int]) -> str:
             runs.append([rank, rank])
     text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def trouble(store: Store, members: tuple[int, ...], rank: int) -> str | None:
+    """Return why the exchange that comes next on this rank cannot go well: a rank failed already, or has ended.
+
+    Args:
+        store: The store that all the ranks see.
+        members: The ranks, ascending.
+        rank: This rank, which has exchanged with them before.
+    """
+    name = _name(members)
+    with _turns_lock:
+        opened, turn = _turns.get(store, {}).get((name, rank), (0, 0))
+    opening = f"safe_loading/{name}/{opened}"
+    if not opened:
+        return None
+    if store.check([f"{opening}/{turn}/result"]):
+        result: dict[str, str] = json.loads(store.get(f"{opening}/{turn}/result"))
+        return result.get("text")
+    gone = _ended(store, opening, members)
+    return f"{_who_ended(gone)} while the other ranks waited for it: {_WHY_ENDED}" if gone else None
+
+
+def _name(members: tuple[int, ...]) -> str:
+    return hashlib.sha256(repr(members).encode()).hexdigest()[:12]
+
+
+def _neighbours(store: Store, opening: str) -> str | None:
+    """Return the key under which the ranks that see one another's processes stand, where the store can append."""
+    place = liveness.neighbourhood()
+    return f"{opening}/on/{place}" if place and cast(Any, store).has_extended_api() else None
+
+
+def _ended(store: Store, opening: str, members: tuple[int, ...]) -> dict[int, int]:
+    """Return the ranks of this machine whose process has ended, with its id."""
+    key = _neighbours(store, opening)
+    return {} if key is None else liveness.ended(store.get(key).decode(), members)
+
+
+def _who_ended(gone: Mapping[int, int]) -> str:
+    pids = ", ".join(map(str, gone.values()))
+    return f"{rank_list(list(gone)).capitalize()} (host {socket.gethostname()}, process {pids}) ended"
 
 
 class Board:
@@ -119,24 +162,19 @@ class Board:
         return result
 
     def _take_turn(self) -> tuple[str, int]:
-        name = hashlib.sha256(repr(self._members).encode()).hexdigest()[:12]
+        name = _name(self._members)
         with _turns_lock:
             turns = _turns.setdefault(self._store, {}).setdefault((name, self._rank), [])
             if not turns:
                 # A store can outlive a process group (torchrun keeps one for all that a job makes), with the last
                 # keys of the group before on it. Each opening of it by this rank has a number of its own.
                 turns[:] = [self._store.add(f"safe_loading/{name}/opened/{self._rank}", 1), 0]
-                if place := self._neighbours(f"safe_loading/{name}/{turns[0]}"):
+                if place := _neighbours(self._store, f"safe_loading/{name}/{turns[0]}"):
                     store: Any = self._store  # torch's stubs of Store lack append and has_extended_api
                     store.append(place, liveness.entry(self._rank))
             opened, turn = turns
             turns[1] += 1
         return f"safe_loading/{name}/{opened}", turn
-
-    def _neighbours(self, opened: str) -> str | None:
-        """Return the key under which the ranks that see one another's processes stand, where the store can append."""
-        place, store = liveness.neighbourhood(), cast(Any, self._store)
-        return f"{opened}/on/{place}" if place and store.has_extended_api() else None
 
     def _arrive(self, payload: str) -> bool:
         """Post, count this rank in, and return whether it is the last."""
@@ -214,18 +252,10 @@ class Board:
 
     def _look_for_the_dead(self) -> None:
         """Publish that a rank has ended before it came; one that came first has posted, and the rest can go on."""
-        key = self._neighbours(self._opened)
-        if key is None:
-            return
-        gone = liveness.ended(self._store.get(key).decode(), self._members)
+        gone = _ended(self._store, self._opened, self._members)
         absent = {rank: pid for rank, pid in gone.items() if not self._store.check([f"{self._key}/{rank}"])}
         if absent:
-            pids = ", ".join(map(str, absent.values()))
-            who = f"{rank_list(list(absent)).capitalize()} (host {socket.gethostname()}, process {pids})"
-            text = (
-                f"{who} ended before all {len(self._members)} ranks could {self._label}: killed, out of memory, or an "
-                f"error that its own log shows."
-            )
+            text = f"{_who_ended(absent)} before all {len(self._members)} ranks could {self._label}: {_WHY_ENDED}"
             self._publish(lambda: {"text": text, "timeout": False})
 
     def _linger(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -72,15 +73,13 @@ def read_layout(
     renamings = [rule for rule in rules if isinstance(rule, loader.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loader.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    prefix, known = getattr(model, "base_model_prefix", None), dict(state)
+    rename = _renamer(renamings, converters, getattr(model, "base_model_prefix", None), dict(state))
     plain: dict[str, Whole] = {}
     groups: dict[str, dict[str, list[Whole]]] = defaultdict(lambda: defaultdict(list))
     unknown, key_of = [], {}
     # The loader's order decides which expert is which in a stack.
-    for name in sorted(tensors, key=loader.dot_natural_key):
-        key, pattern = loader.rename_source_key(name, renamings, converters, prefix, known)
-        if key not in state and name in state:
-            key, pattern = loader.rename_source_key(name, [], [], prefix, known)
+    for name in _in_loading_order(tensors):
+        key, pattern = rename(name)
         key_of[name] = key
         if key not in state:
             unknown.append(name)
@@ -105,6 +104,41 @@ def read_layout(
         opaque[key] = f"the checkpoint makes {list(shape)} of it, the model has {list(state[key].shape)}"
         del of[key]
     return Layout(of, opaque, tuple(unknown), tuple(conversions), mismatched, key_of)
+
+
+def _in_loading_order(names: Iterable[str]) -> list[str]:
+    """Sort names by ``dot_natural_key``, whose parts are the same in thousands of them and are asked for once."""
+    parts = {part for name in names for part in name.split(".")}
+    key_of = {part: loader.dot_natural_key(part)[0] for part in parts}
+    return sorted(names, key=lambda name: [key_of[part] for part in name.split(".")])
+
+
+def _renamer(
+    renamings: list[Any], converters: list[Any], prefix: str | None, known: dict[str, Any]
+) -> Callable[[str], tuple[str, str | None]]:
+    """Return ``rename_source_key`` for one model, which asks the rules themselves only where one of them matches."""
+    rules = [*renamings, *converters]
+    scoped = any(rule.scope_prefix is not None for rule in rules)
+    searches = [rule.compiled_sources.search for rule in rules]
+    plain = prefix if prefix and re.escape(prefix) == prefix else None
+    cut = len(prefix or "") + 1
+
+    def rename(name: str) -> tuple[str, str | None]:
+        # a rule without a scope does nothing to a name in which its pattern is not found
+        touched = scoped
+        for search in () if scoped else searches:  # a loop, since any() with a generator takes twice as long
+            if search(name):
+                touched = True
+                break
+        if touched:
+            key, pattern = loader.rename_source_key(name, renamings, converters, prefix, known)
+            if key in known or name not in known:
+                return key, pattern
+        if plain and f"{prefix}.{name}" not in known and not (name.startswith(plain) and name[cut:] in known):
+            return name, None  # neither to be added nor to be taken away
+        return loader.rename_source_key(name, [], [], prefix, known)
+
+    return rename
 
 
 def _converted(key: str, rule: Any, sources: Mapping[str, list[Whole]], state: Mapping[str, Any]) -> dict[str, Whole]:

@@ -7,12 +7,11 @@ disk is derived from what the loader does, and never guessed from shapes.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A block of a tensor on disk, and where it lies in a Whole.
 
     Attributes:
@@ -35,8 +34,7 @@ class Piece:
         return 1 if self.dims[dim] < 0 else self.size[self.dims[dim]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
+class Whole(NamedTuple):
     """A tensor of the loader: its shape and its pieces."""
 
     shape: tuple[int, ...]
@@ -61,8 +59,7 @@ def stack(parts: Sequence[Whole], dim: int) -> Whole:
     _check_alike(parts, None)
     dim = dim % (len(parts[0].shape) + 1)
     pieces = tuple(
-        dataclasses.replace(
-            piece,
+        piece._replace(
             at=(*piece.at[:dim], number, *piece.at[dim:]),
             dims=(*piece.dims[:dim], -1, *piece.dims[dim:]),
         )
@@ -79,7 +76,7 @@ def concatenate(parts: Sequence[Whole], dim: int) -> Whole:
     _check_alike(parts, dim)
     pieces, offset = [], 0
     for part in parts:
-        pieces += [dataclasses.replace(piece, at=_moved(piece.at, dim, offset)) for piece in part.pieces]
+        pieces += [piece._replace(at=_moved(piece.at, dim, offset)) for piece in part.pieces]
         offset += part.shape[dim]
     shape = parts[0].shape
     return Whole((*shape[:dim], offset, *shape[dim + 1 :]), tuple(pieces))
@@ -107,7 +104,7 @@ def transpose(whole: Whole, one: int, other: int) -> Whole:
     def turned(values: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(values[dim] for dim in order)
 
-    pieces = tuple(dataclasses.replace(p, at=turned(p.at), dims=turned(p.dims)) for p in whole.pieces)
+    pieces = tuple(p._replace(at=turned(p.at), dims=turned(p.dims)) for p in whole.pieces)
     return Whole(turned(whole.shape), pieces)
 
 
@@ -116,13 +113,13 @@ def _cut(piece: Piece, dim: int, start: int, stop: int) -> Piece | None:
     first, last = max(piece.at[dim], start), min(piece.at[dim] + piece.extent(dim), stop)
     if first >= last:
         return None
-    moved = dataclasses.replace(piece, at=_moved(piece.at, dim, first - start - piece.at[dim]))
+    moved = piece._replace(at=_moved(piece.at, dim, first - start - piece.at[dim]))
     source = piece.dims[dim]
     if source < 0:
         return moved
     begin = _moved(piece.begin, source, first - piece.at[dim])
     size = (*piece.size[:source], last - first, *piece.size[source + 1 :])
-    return dataclasses.replace(moved, begin=begin, size=size)
+    return moved._replace(begin=begin, size=size)
 
 
 def _moved(values: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from safe_loading._distributed.exchange import Ranks
+from safe_loading._distributed.waiting import Waiting
 from safe_loading._report import Finding
 from safe_loading._sharding import fsdp1, fsdp2
 from safe_loading._sharding.attached import Wrapped
@@ -189,8 +190,10 @@ def _fill(
         done.bytes_read = read.bytes_read if read is not None else 0
         if setup.verify == "bytes":
             check_read(setup, folder, mine, local, whole)
-    with ranks.together("scatter the weights", timeout=setup.timeout):
-        done.bytes_sent = deliver(setup, mesh, given, owned, local, whole)
+    label = "scatter the weights"
+    wait = Waiting(ranks, label, setup.device, setup.timeout).work
+    with ranks.together(label, timeout=setup.timeout):
+        done.bytes_sent = deliver(setup, mesh, given, owned, local, whole, wait)
     if setup.verify == "bytes":
         check_sent(setup, ranks, mesh, given, owned, local)
     given.values.clear()

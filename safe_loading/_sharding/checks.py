@@ -21,32 +21,36 @@ def check_whole(model: nn.Module, version: int, ignored: Collection[str]) -> Non
         DeviceError: Something is left on meta, or is trained and not sharded.
     """
     problems = []
-    for held in (*parameters_of(model), *buffers_of(model)):
-        tensor = held.tensor
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    parameters = parameters_of(model)
+    for held in (*parameters, *buffers_of(model)):
+        # not to_local(), which goes through autograd
+        local = held.tensor._local_tensor if isinstance(held.tensor, DTensor) else held.tensor
         if local.is_meta:
             problems.append(f"{held.line()}: on meta")
-    problems += [f"{name}: trained, and not sharded" for name in plain(model, version) if name not in ignored]
+    if version == 2:
+        problems += [f"{name}: trained, and not sharded" for name in _plain(parameters) if name not in ignored]
     if problems:
         raise DeviceError("The wrapped model is not whole:", problems)
 
 
 def plain(model: nn.Module, version: int) -> list[str]:
     """Return the trained parameters that are plain tensors, which every rank would train alone."""
-    if version == 1:
-        return []
-    return [
-        held.name for held in parameters_of(model) if held.tensor.requires_grad and not isinstance(held.tensor, DTensor)
-    ]
+    return _plain(parameters_of(model)) if version == 2 else []
+
+
+def _plain(parameters: Iterable[Held]) -> list[str]:
+    return [held.name for held in parameters if held.tensor.requires_grad and not isinstance(held.tensor, DTensor)]
 
 
 def stale_optimizers(held: Iterable[Held]) -> list[Finding]:
     """Return a finding for each optimizer, anywhere in this process, that holds parameters which are now replaced."""
     gone = {id(each.tensor): each.name for each in held}
     findings = []
-    for thing in gc.get_objects():
-        # type() first: isinstance asks strange objects for their __class__, and some answer with an import
-        if not issubclass(type(thing), torch.optim.Optimizer):
+    things = gc.get_objects()
+    # by type(): isinstance asks strange objects for their __class__, and some answer with an import
+    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, torch.optim.Optimizer)}
+    for thing in things if kinds else ():
+        if type(thing) not in kinds:
             continue
         groups = getattr(thing, "param_groups", None) or ()
         names = [gone[id(each)] for group in groups for each in group.get("params", ()) if id(each) in gone]

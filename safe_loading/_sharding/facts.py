@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from safe_loading._sharding.names import canonical
+from safe_loading._sharding.names import canonical, walk
 from safe_loading.errors import ArgumentError
 
 Ignored = nn.Module | nn.Parameter | str
 
 
-@dataclasses.dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """A parameter or a buffer.
 
     Attributes:
@@ -63,35 +61,36 @@ class Held:
 
 def parameters_of(model: nn.Module) -> tuple[Held, ...]:
     """Return the parameters of a model, each once, in the order of ``named_parameters``."""
-    found: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    found: dict[int, Held] = {}
+    for path, module in walk(model, repeats=True):
+        prefix = f"{canonical(path)}." if path else ""
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(parameter, []).append((_join(path, attribute), module, attribute))
-    return tuple(
-        Held(tuple(name for name, _, _ in at), tuple((module, attribute) for _, module, attribute in at), parameter)
-        for parameter, at in found.items()
-    )
+                _found(found, prefix + attribute, (module, attribute), parameter, persistent=True)
+    return tuple(found.values())
 
 
 def buffers_of(model: nn.Module) -> tuple[Held, ...]:
     """Return the buffers of a model, each once, in the order of ``named_buffers``."""
-    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    found: dict[int, Held] = {}
+    for path, module in walk(model, repeats=True):
+        prefix = f"{canonical(path)}." if path else ""
         for attribute, buffer in module._buffers.items():
             if buffer is not None:
-                found.setdefault(id(buffer), []).append((_join(path, attribute), module, attribute))
-                tensors[id(buffer)] = buffer
-    return tuple(
-        Held(
-            tuple(name for name, _, _ in at),
-            tuple((module, attribute) for _, module, attribute in at),
-            tensors[key],
-            any(attribute not in module._non_persistent_buffers_set for _, module, attribute in at),
-        )
-        for key, at in found.items()
-    )
+                saved = attribute not in module._non_persistent_buffers_set
+                _found(found, prefix + attribute, (module, attribute), buffer, persistent=saved)
+    return tuple(found.values())
+
+
+def _found(
+    found: dict[int, Held], name: str, place: tuple[nn.Module, str], tensor: torch.Tensor, *, persistent: bool
+) -> None:
+    before = found.get(id(tensor))
+    if before is None:
+        found[id(tensor)] = Held((name,), (place,), tensor, persistent)
+    else:
+        names, places = (*before.names, name), (*before.places, place)
+        found[id(tensor)] = Held(names, places, tensor, before.persistent or persistent)
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[Ignored]) -> set[nn.Parameter]:
@@ -102,7 +101,8 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[Ignored]) -> set[nn.P
     """
     if isinstance(ignored, (nn.Module, nn.Parameter, str)):
         ignored = [ignored]
-    every = parameters_of(model)
+    ignored = tuple(ignored)
+    every = parameters_of(model) if ignored else ()
     here: set[Any] = {held.tensor for held in every}
     found: set[nn.Parameter] = set()
     problems = []
@@ -134,7 +134,3 @@ def described(parameters: Sequence[Held], buffers: Sequence[Held]) -> list[str]:
 
 def _meant(pattern: str, name: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
-
-
-def _join(path: str, attribute: str) -> str:
-    return canonical(f"{path}.{attribute}" if path else attribute)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +12,7 @@ from safe_loading._distributed.exchange import Ranks
 from safe_loading._report import Finding
 from safe_loading._sharding.facts import Held
 from safe_loading._sharding.names import canonical
-from safe_loading._sharding.scatter import Stretch, broadcast, scatter
+from safe_loading._sharding.scatter import Stretch, Wait, broadcast, scatter
 from safe_loading._sharding.setup import Setup
 from safe_loading.errors import CheckpointError
 
@@ -71,7 +71,7 @@ def agree_on_names(ranks: Ranks, root: int, given: Given, held: Sequence[Held], 
     return dataclasses.replace(given, names=names)
 
 
-def missing(held: Sequence[Held], given: Given, on_disk: frozenset[str], setup: Setup) -> None:
+def missing(held: Sequence[Held], given: Given, on_disk: Set[str], setup: Setup) -> None:
     """Refuse a model of which something would stay without values.
 
     Raises:
@@ -94,6 +94,7 @@ def deliver(
     owned: Callable[[int], Sequence[Stretch]],
     local: Local,
     whole: Local,
+    wait: Wait,
 ) -> int:
     """Move what the root gives to the ranks that own it, and return the bytes that this rank sent.
 
@@ -107,6 +108,7 @@ def deliver(
         owned: What a rank of the shard group owns, in the order of the parameters.
         local: This rank's parts, by name.
         whole: This rank's tensors that nobody splits, by name.
+        wait: Waits for one collective.
     """
     names = given.names
     if not names:
@@ -123,8 +125,8 @@ def deliver(
     ]
     sent = 0
     if len(coordinate) == 1 or coordinate[0] == 0:
-        sent += scatter(parts, source, local.__getitem__, shard_group, device, timeout=setup.timeout)
-        sent += broadcast(entire, source, whole.__getitem__, shard_group, device, timeout=setup.timeout)
+        sent += scatter(parts, source, local.__getitem__, shard_group, device, wait=wait)
+        sent += broadcast(entire, source, whole.__getitem__, shard_group, device, wait=wait)
     if len(coordinate) == 2:
         copies = mesh.get_group(0)
         first = coordinate[0] == 0
@@ -133,7 +135,7 @@ def deliver(
         ]
         for stretches, tensors in ((mine, local), (entire, whole)):
             read = tensors.__getitem__ if first else None
-            sent += broadcast(stretches, read, tensors.__getitem__, copies, device, timeout=setup.timeout)
+            sent += broadcast(stretches, read, tensors.__getitem__, copies, device, wait=wait)
     return sent
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from safe_loading._distributed.exchange import Ranks
 from safe_loading._layout.dtypes import DTYPES
 from safe_loading._report import Finding
 from safe_loading._sharding.names import canonical
-from safe_loading._sharding.reading import ReadReport, Target, read_targets
+from safe_loading._sharding.reading import ReadReport, differing, read_targets
 from safe_loading._sharding.regions import Flat, whole
 from safe_loading._sharding.scatter import Stretch
 from safe_loading._sharding.setup import Setup
 from safe_loading._sharding.source import Source, disk_tensors, open_source
+from safe_loading._sharding.targets import Target
 from safe_loading.errors import RanksDisagree
 
 _SAMPLE_BYTES = 4096
@@ -49,9 +50,9 @@ class Folder:
     findings: tuple[Finding, ...] = ()
 
     @property
-    def names(self) -> frozenset[str]:
+    def names(self) -> Set[str]:
         """The tensors of the model that it holds, by their first names."""
-        return frozenset(self.disk_name)
+        return self.disk_name.keys()
 
     def without(self, names: frozenset[str]) -> Folder:
         """Return it without tensors that come from elsewhere."""
@@ -85,20 +86,39 @@ class Folder:
         """
         if self.source is None:
             return None
-        held = {each.name: each for each in setup.everything()}
+        report = read_targets(self.source, None, self._targets(setup, owned, local, entire))
+        require_unchanged(self.source.checkpoint)
+        return report
+
+    def differing(
+        self,
+        setup: Setup,
+        owned: Sequence[Stretch],
+        local: Mapping[str, torch.Tensor],
+        entire: Mapping[str, torch.Tensor],
+    ) -> list[str]:
+        """Return the tensors of which this rank does not hold what the folder does, by a second read."""
+        return [] if self.source is None else differing(self.source, self._targets(setup, owned, local, entire))
+
+    def _targets(
+        self,
+        setup: Setup,
+        owned: Sequence[Stretch],
+        local: Mapping[str, torch.Tensor],
+        entire: Mapping[str, torch.Tensor],
+    ) -> list[Target]:
+        held = {each.name: each.tensor for each in setup.everything()}
         targets = [
-            self._target(held[each.name].tensor, each.name, Flat(each.start, each.stop), local[each.name])
+            self._target(held[each.name], each.name, Flat(each.start, each.stop), local[each.name])
             for each in owned
             if each.name in self.disk_name
         ]
         targets += [
-            self._target(held[name].tensor, name, whole(held[name].tensor.shape), tensor)
+            self._target(held[name], name, whole(held[name].shape), tensor)
             for name, tensor in entire.items()
             if name in self.disk_name
         ]
-        report = read_targets(self.source, None, targets)
-        require_unchanged(self.source.checkpoint)
-        return report
+        return targets
 
     def _target(self, tensor: torch.Tensor, name: str, region: Any, destination: torch.Tensor) -> Target:
         flat = destination.view(-1) if isinstance(region, Flat) else destination
@@ -177,6 +197,9 @@ def _without_adapters(base: nn.Module) -> Rename:
             elif isinstance(module, peft.utils.other.AuxiliaryTrainingWrapper):
                 copies.add(canonical(path))
 
+    if not layers and not copies:
+        return canonical
+
     def rename(name: str) -> str | None:
         parts, kept = canonical(name).split("."), []
         path = ""
@@ -204,9 +227,9 @@ def _casts(setup: Setup, source: Source, disk_name: Mapping[str, str]) -> list[F
     cast = []
     for held in setup.everything():
         name = source.held_as(disk_name[held.name]) if held.name in disk_name else None
-        kinds = sorted({info.dtype for info in disk_tensors(source, name)}) if name is not None else []
-        if any(DTYPES.get(kind) != held.tensor.dtype for kind in kinds):
-            cast.append((held, kinds))
+        infos = disk_tensors(source, name) if name is not None else []
+        if any(DTYPES.get(info.dtype) != held.tensor.dtype for info in infos):
+            cast.append((held, sorted({info.dtype for info in infos})))
     if not cast:
         return []
     held, kinds = cast[0]

@@ -43,13 +43,13 @@ def mixed_precision_policy(asked: Any) -> MixedPrecision | None:
 
 
 def offload_policy(asked: Any, device: torch.device) -> CPUOffload | None:
-    """Return the policy that is meant.
+    """Return the policy that is meant; on the CPU there is none: FSDP1 would pin the shards for a device.
 
     Raises:
         ArgumentError: It is neither a bool nor a policy of FSDP1.
     """
     if isinstance(asked, CPUOffload):
-        return asked
+        return asked if device.type != "cpu" else None
     if not isinstance(asked, bool):
         raise ArgumentError(f"cpu_offload={asked!r}: pass a bool or a CPUOffload of torch.distributed.fsdp.")
     return CPUOffload(offload_params=True) if asked and device.type != "cpu" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -43,11 +43,13 @@ def mixed_precision_policy(asked: Any) -> MixedPrecisionPolicy:
 
 
 def offload_policy(asked: Any, device: torch.device) -> OffloadPolicy:
-    """Return the policy that is meant; True pins the host memory where there is a device to copy to.
+    """Return the policy that is meant; host memory is pinned only where there is a device to copy to.
 
     Raises:
         ArgumentError: It is neither a bool nor a policy of FSDP2.
     """
+    if isinstance(asked, CPUOffloadPolicy) and device.type == "cpu":
+        return CPUOffloadPolicy(pin_memory=False)
     if isinstance(asked, OffloadPolicy):
         return asked
     if not isinstance(asked, bool):
@@ -74,25 +76,29 @@ def check(parameters: Sequence[Held]) -> list[str]:
     return problems
 
 
-def own_range(shape: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
-    """Return the first element that a rank owns and the one after its last: FSDP2 splits rows as ``chunk`` does."""
+def own_rows(shape: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
+    """Return the first row that a rank owns and the one after its last: FSDP2 splits rows as ``chunk`` does."""
     rows = -(-shape[0] // ranks)
-    row = torch.Size(shape[1:]).numel()
-    return min(rank * rows, shape[0]) * row, min((rank + 1) * rows, shape[0]) * row
+    return min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
 
 
 def stretches(parameters: Sequence[Held], rank: int, ranks: int) -> list[Stretch]:
     """Return what one rank of the shard group owns."""
-    return [Stretch(held.name, *own_range(held.tensor.shape, rank, ranks), held.tensor.dtype) for held in parameters]
+    found = []
+    for held in parameters:
+        shape = held.tensor.shape
+        start, stop = own_rows(shape, rank, ranks)
+        row = math.prod(shape[1:])
+        found.append(Stretch(held.name, start * row, stop * row, held.tensor.dtype))
+    return found
 
 
 def allocate(parameters: Sequence[Held], rank: int, ranks: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Return an empty local shard for each parameter, in the shape that FSDP2 gives it."""
     shards = {}
     for held in parameters:
-        start, stop = own_range(held.tensor.shape, rank, ranks)
-        row = max(1, torch.Size(held.tensor.shape[1:]).numel())
-        shape = ((stop - start) // row, *held.tensor.shape[1:])
+        start, stop = own_rows(held.tensor.shape, rank, ranks)
+        shape = (stop - start, *held.tensor.shape[1:])
         shards[held.name] = torch.empty(shape, dtype=held.tensor.dtype, device=device)
     return shards
 
@@ -150,7 +156,7 @@ def install(parameters: Sequence[Held], shards: Mapping[str, torch.Tensor]) -> N
         module, attribute = held.places[0]
         sharded: Any = module._parameters[attribute]
         shard = shards[held.name]
-        if not isinstance(sharded, DTensor) or sharded.to_local().shape != shard.shape:
+        if not isinstance(sharded, DTensor) or sharded._local_tensor.shape != shard.shape:
             raise DeviceError(
                 f"{held.name}: torch {torch.__version__} gives this rank {getattr(sharded, 'placements', 'all of it')}"
                 f", this package read {list(shard.shape)}. Please report it."
@@ -159,8 +165,3 @@ def install(parameters: Sequence[Held], shards: Mapping[str, torch.Tensor]) -> N
         make: Any = DTensor
         tensor = make(shard, sharded._spec, requires_grad=False)
         held.put(nn.Parameter(tensor, requires_grad=held.tensor.requires_grad))
-
-
-def is_wrapped(model: nn.Module) -> bool:
-    """Whether any module is managed by FSDP2 already."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())

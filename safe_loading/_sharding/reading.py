@@ -18,32 +18,13 @@ from safe_loading._layout.dtypes import DTYPES
 from safe_loading._layout.layout import Conversion
 from safe_loading._report import Finding, MiB
 from safe_loading._sharding.convert import convert
-from safe_loading._sharding.regions import Box, Region, boxes
+from safe_loading._sharding.regions import boxes
 from safe_loading._sharding.source import Source, disk_tensors, open_source
-from safe_loading._sharding.spans import Block, blocks_of
+from safe_loading._sharding.spans import Block
+from safe_loading._sharding.targets import Plan, Target, cut
 from safe_loading.errors import ArgumentError, CheckpointError
 
 STAGING_BYTES = 4 * MiB
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Target:
-    """A part of a parameter, and the memory where it belongs.
-
-    Attributes:
-        name: The parameter's name, as the model's class gives it.
-        shape: The shape of the whole parameter.
-        dtype: The dtype that its values are rounded to.
-        region: The part.
-        destination: A contiguous tensor of that part, on any device: of the box's size, or flat for a range. It may
-            be of a wider dtype.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    region: Region
-    destination: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +83,7 @@ def read_targets(
         if model is None:
             raise ArgumentError("read_targets reads from a folder only with the model that says what lies where.")
         source = open_source(source, model, **options)
-    plan = _Plan(source, targets)
+    plan = Plan(source, targets)
     with _Files(staging_bytes) as files:
         for target, block in plan.in_file_order():
             files.fill(target, block, source.checkpoint.file_of[block.info.name])
@@ -122,44 +103,29 @@ def read_targets(
     )
 
 
-class _Plan:
-    """Which blocks of which files each target needs."""
-
-    def __init__(self, source: Source, targets: Sequence[Target]) -> None:
-        self.missing: list[str] = []
-        self.conversions: dict[str, tuple[Conversion, list[tuple[Target, str]]]] = {}
-        self.twins: list[tuple[Target, str]] = []
-        self._blocks: list[tuple[Target, Block]] = []
-        problems = []
-        for target in targets:
-            held = source.held_as(target.name)
-            problem = _does_not_fit(target, source, held)
-            if problem:
-                problems.append(problem)
-            elif held is None:
-                self.missing.append(target.name)
-            elif target.destination.numel() and held in source.conversions:
-                conversion = source.conversions[held]
-                self.conversions.setdefault(conversion.key, (conversion, []))[1].append((target, held))
-            elif target.destination.numel():
-                self._blocks += cut(source, target, held)
-            if held is not None and target.name in source.same_as and target.destination.numel():
-                self.twins += [(target, other) for other in source.all_held_as(target.name) if other != held]
-        if problems:
-            raise ArgumentError("These targets cannot be filled; nothing was read:", problems)
-
-    def in_file_order(self) -> list[tuple[Target, Block]]:
-        """Return the blocks in the order of the files, which disks like."""
-        return self._blocks
+@torch.no_grad()
+def differing(source: Source, targets: Sequence[Target], *, staging_bytes: int = STAGING_BYTES) -> list[str]:
+    """Read what targets were filled from once more, through the small buffer; return those that hold other bits."""
+    plan, wrong = Plan(source, targets), dict[str, None]()
+    with _Files(staging_bytes) as files:
+        for target, block in plan.in_file_order():
+            if not files.holds(target, block, source.checkpoint.file_of[block.info.name]):
+                wrong[target.name] = None
+        for conversion, group in plan.conversions.values():
+            again = [
+                (target._replace(destination=torch.empty_like(target.destination)), held) for target, held in group
+            ]
+            _fill_converted(source, conversion, again, files)
+            for (target, _), (made, _) in zip(group, again, strict=True):
+                if not _same_bits(target.destination, made.destination):
+                    wrong[target.name] = None
+    return list(wrong)
 
 
-def cut(source: Source, target: Target, held: str) -> Iterator[tuple[Target, Block]]:
-    """Yield the blocks of what the checkpoint holds as ``held``, for a target."""
-    lying = source.layout.of[held]
-    infos = [source.checkpoint.tensors[piece.tensor] for piece in lying.pieces]
-    sizes = [DTYPES[info.dtype].itemsize for info in infos]
-    for block in blocks_of(lying, infos, sizes, target.region):
-        yield target, block
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # not torch.equal: a NaN differs from itself, and zeros of either sign do not
+    bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*bits)
 
 
 class _Files:
@@ -181,8 +147,8 @@ class _Files:
     def fill(self, target: Target, block: Block, path: Path) -> None:
         """Read a block into a target."""
         held = DTYPES[block.info.dtype]
-        flat = target.destination.detach().view(-1)
-        if block.in_order and held == target.dtype == flat.dtype and flat.device.type == "cpu":
+        flat = target.destination.view(-1)
+        if block.in_order and held == target.dtype == flat.dtype and flat.is_cpu:
             self._read(path, block, as_bytes(flat))
             return
         for place, value in self._staged(flat, block, path):
@@ -190,9 +156,9 @@ class _Files:
 
     def holds(self, target: Target, block: Block, path: Path) -> bool:
         """Return whether a target holds a block already."""
-        flat = target.destination.detach().view(-1)
+        flat = target.destination.view(-1)
         staged = self._staged(flat, block, path)
-        return all(torch.equal(place, value.to(target.dtype).to(place)) for place, value in staged)
+        return all(_same_bits(place, value.to(target.dtype).to(place)) for place, value in staged)
 
     def _staged(self, flat: torch.Tensor, block: Block, path: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Read a block part by part into the buffer; yield the place of each in ``flat``, and the part."""
@@ -215,6 +181,10 @@ class _Files:
 
     def _read(self, path: Path, block: Block, memory: memoryview) -> None:
         size = block.itemsize
+        if len(block.dims) == 1:
+            to = block.to * size
+            self._request(path, memory[to : to + block.dims[0][0] * size], block.begin)
+            return
         for at, to, count in block.runs():
             self._request(path, memory[to * size : (to + count) * size], at)
 
@@ -247,13 +217,13 @@ def _fill_converted(source: Source, conversion: Conversion, group: Iterable[tupl
         raise CheckpointError(f"{conversion.key}: transformers cannot convert it: {error}") from error
     for target, held in group:
         value = made[held].to(target.dtype).contiguous()
-        flat = target.destination.detach().view(-1)
+        flat = target.destination.view(-1)
         for to, box in boxes(target.region, target.shape):
             cut = tuple(slice(at, at + size) for at, size in zip(box.offset, box.size, strict=True))
             flat[to : to + box.numel].view(box.size).copy_(value[cut])
 
 
-def _check_twins(source: Source, plan: _Plan, files: _Files) -> None:
+def _check_twins(source: Source, plan: Plan, files: _Files) -> None:
     """Compare what the checkpoint holds under the other names of a tied parameter; transformers would untie them."""
     problems = []
     for target, other in plan.twins:
@@ -268,19 +238,6 @@ def _check_twins(source: Source, plan: _Plan, files: _Files) -> None:
             f"{source.checkpoint.folder}: set tie_word_embeddings=False in the config that the model is built from:",
             problems,
         )
-
-
-def _does_not_fit(target: Target, source: Source, held: str | None) -> str | None:
-    region, destination = target.region, target.destination
-    wanted = region.size if isinstance(region, Box) else (region.numel,)
-    if tuple(destination.shape) != wanted or not destination.is_contiguous():
-        return (
-            f"{target.name}: the region has {list(wanted)}, the destination {list(destination.shape)} with strides "
-            f"{list(destination.stride())}; it must be contiguous"
-        )
-    if held is not None and source.slots[held].shape != target.shape:
-        return f"{target.name}: the target says {list(target.shape)}, the model has {list(source.slots[held].shape)}"
-    return None
 
 
 def checkpoint_bytes(source: Source, names: Iterable[str]) -> int:

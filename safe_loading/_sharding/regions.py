@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -14,8 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from safe_loading.errors import ArgumentError
 
 
-@dataclasses.dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A block of a tensor, as a DTensor's shard is one.
 
     Attributes:
@@ -32,8 +31,7 @@ class Box:
         return math.prod(self.size)
 
 
-@dataclasses.dataclass(frozen=True)
-class Flat:
+class Flat(NamedTuple):
     """A range of a tensor's elements in row-major order, as FSDP1's flat parameter holds it.
 
     Attributes:

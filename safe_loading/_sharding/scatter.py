@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,10 +13,10 @@ from safe_loading._report import MiB
 BLOCK_BYTES = 32 * MiB  # in flight on the rank that sends, over all its receivers
 
 Source = Callable[[str], torch.Tensor]
+Wait = Callable[[dist.Work | None, str], None]  # and whom it waits for
 
 
-@dataclasses.dataclass(frozen=True)
-class Stretch:
+class Stretch(NamedTuple):
     """A run of elements of a tensor, counted in its contiguous form, that one rank owns.
 
     Attributes:
@@ -46,7 +45,7 @@ def scatter(
     device: torch.device,
     *,
     root: int = 0,
-    timeout: float,
+    wait: Wait,
     block_bytes: int = BLOCK_BYTES,
 ) -> int:
     """Send each rank of a group the stretches that it owns, and nothing else.
@@ -58,7 +57,7 @@ def scatter(
         group: The ranks.
         device: Where the blocks are made: one that the group's backend can send from.
         root: The rank within the group that has the weights.
-        timeout: Longest wait for one block, in seconds.
+        wait: Waits for the work of one block; it raises when that takes too long or a rank is lost.
         block_bytes: The scratch of the root.
 
     Returns:
@@ -71,20 +70,23 @@ def scatter(
     streams = [] if source is None else [_Bytes(pieces(stretches, source)) for stretches in owned]
     blocks = [torch.empty(block, dtype=torch.uint8, device=device) for _ in range(max(1, len(streams)))]
     # all of them once: NCCL makes a group's communicator in its first call, and some may own nothing
-    _wait(dist.broadcast(blocks[0][:1], dist.get_global_rank(group, root), group=group, async_op=True), timeout)
+    wait(dist.broadcast(blocks[0][:1], dist.get_global_rank(group, root), group=group, async_op=True), "all ranks")
     sent = 0
     for done in range(0, max(lengths, default=0), block):
         parts = [max(0, min(block, length - done)) for length in lengths]
-        calls = []
+        calls, peers = [], []
         for rank, stream in enumerate(streams):
             stream.read(blocks[rank][: parts[rank]])
             if rank != root and parts[rank]:
                 calls.append(_call(dist.isend, blocks[rank][: parts[rank]], rank, group))
+                peers.append(dist.get_global_rank(group, rank))
                 sent += parts[rank]
         if here != root and parts[here]:
             calls.append(_call(dist.irecv, blocks[0][: parts[here]], root, group))
-        for work in dist.batch_isend_irecv(calls) if calls else ():
-            _wait(work, timeout)
+            peers.append(dist.get_global_rank(group, root))
+        # NCCL makes one work of all
+        for peer, work in zip(peers, dist.batch_isend_irecv(calls) if calls else (), strict=False):
+            wait(work, f"rank {peer}")
         sinks.write(blocks[root if streams else 0][: parts[here]])
     return sent
 
@@ -103,7 +105,7 @@ def broadcast(
     device: torch.device,
     *,
     root: int = 0,
-    timeout: float,
+    wait: Wait,
     block_bytes: int = BLOCK_BYTES,
 ) -> int:
     """Send every rank of a group all the stretches; arguments and result as :func:`scatter` has them."""
@@ -117,14 +119,9 @@ def broadcast(
         if stream is not None:
             stream.read(part)
         work = dist.broadcast(part, src=dist.get_global_rank(group, root), group=group, async_op=True)
-        _wait(work, timeout)
+        wait(work, "all ranks")
         sinks.write(part)
     return total * (dist.get_world_size(group) - 1) if stream is not None else 0
-
-
-def _wait(work: dist.Work | None, timeout: float) -> None:
-    if work is not None:
-        work.wait(datetime.timedelta(seconds=timeout))
 
 
 def pieces(stretches: Sequence[Stretch], source: Source) -> Iterator[torch.Tensor]:

@@ -20,6 +20,7 @@ from safe_loading._distributed.exchange import Ranks
 from safe_loading._sharding import fsdp1, fsdp2
 from safe_loading._sharding.attached import Wrapped, attached, attached_units, wrapped_before
 from safe_loading._sharding.facts import Held, buffers_of, described, ignored_parameters, parameters_of
+from safe_loading._sharding.names import walk
 from safe_loading._sharding.units import Unit, Wrap, plan_units
 from safe_loading.errors import ArgumentError
 
@@ -207,7 +208,7 @@ def _check_words(model: object, source: object, version: object, init_new: objec
         raise ArgumentError(f"verify={verify!r}: pass 'off', 'structure' or 'bytes'.")
     if init_new is not None and not callable(init_new):
         raise ArgumentError(f"init_new is a {type(init_new).__name__}: pass a function that initialises a module.")
-    if any(fsdp1.is_unit(module) for module in model.modules()):
+    if any(fsdp1.is_unit(module) for _, module in walk(model)):
         raise ArgumentError(
             f"This {type(model).__name__} is wrapped by FSDP1 already. What was attached after that (an adapter) is "
             f"plain tensors, which every rank would train alone: attach it first, then wrap; or use version=2."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
 from safe_loading._layout.dtypes import DTYPES
 from safe_loading._layout.layout import Conversion, Layout, read_layout
 from safe_loading._sharding.convert import made_by
-from safe_loading._sharding.names import canonical
+from safe_loading._sharding.names import canonical, walk
 from safe_loading.errors import CheckpointError
 
 New = Callable[[str], bool] | Collection[str]
@@ -132,16 +133,16 @@ def _slots(
 ) -> tuple[dict[str, Slot], dict[str, tuple[str, ...]]]:
     """Return what a ``state_dict`` would hold, and which names are one tensor."""
     slots: dict[str, Slot] = {}
-    of: dict[int, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        persistent = [
-            (name, buffer) for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set
-        ]
-        for leaf, tensor in (*module._parameters.items(), *persistent):
-            name = names(f"{path}.{leaf}" if path else leaf)
-            if tensor is not None and name is not None:
+    of: dict[int, list[str]] = defaultdict(list)
+    for path, module in walk(model, repeats=True):
+        tensors: list[tuple[str, torch.Tensor | None]] = [*module._parameters.items()]
+        if module._buffers:
+            tensors += [each for each in module._buffers.items() if each[0] not in module._non_persistent_buffers_set]
+        prefix = f"{path}." if path else ""
+        for leaf, tensor in tensors:
+            if tensor is not None and (name := names(prefix + leaf)) is not None:
                 slots[name] = Slot(tuple(tensor.shape), tensor.dtype)
-                of.setdefault(id(tensor), []).append(name)
+                of[id(tensor)].append(name)
     tied = {name: tuple(group) for group in of.values() if len(group) > 1 for name in group}
     return slots, tied
 
@@ -150,9 +151,10 @@ def _not_readable(checkpoint: Checkpoint, layout: Layout, slots: Mapping[str, Sl
     """Return a problem for each tensor whose elements do not stand for themselves in the model's dtype."""
     problems = []
     for name, whole in layout.of.items():
-        for disk in dict.fromkeys(piece.tensor for piece in whole.pieces):
+        wanted_dtype = slots[name].dtype if name in slots else None
+        for disk in dict.fromkeys([piece.tensor for piece in whole.pieces]):
             held = DTYPES.get(checkpoint.tensors[disk].dtype)
-            wanted = slots[name].dtype if name in slots else held
+            wanted = wanted_dtype or held
             if held is None or wanted is None or not _casts(held, wanted):
                 problems.append(
                     f"{name}: the model has {wanted}, {checkpoint.file_of[disk]} holds {disk} as "
@@ -217,4 +219,5 @@ def disk_tensors(source: Source, name: str) -> list[TensorInfo]:
         disk = [tensor for group in source.conversions[name].sources.values() for tensor in group]
     else:
         disk = [piece.tensor for piece in source.layout.of[name].pieces]
-    return [source.checkpoint.tensors[tensor] for tensor in dict.fromkeys(disk)]
+    tensors = source.checkpoint.tensors
+    return [tensors[disk[0]]] if len(disk) == 1 else [tensors[tensor] for tensor in dict.fromkeys(disk)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from safe_loading._checkpoint.header import TensorInfo
@@ -67,8 +67,8 @@ class Block(NamedTuple):
             yield from moved._replace(dims=_joined(dims)).parts(limit)
 
 
-def blocks_of(whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int], region: Region) -> Iterator[Block]:
-    """Yield the blocks that a region of a parameter is made of.
+def blocks_of(whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int], region: Region) -> Iterable[Block]:
+    """Return the blocks that a region of a parameter is made of.
 
     Args:
         whole: Where the parameter lies.
@@ -76,12 +76,16 @@ def blocks_of(whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int
         itemsizes: The bytes of an element of each of them.
         region: The part of the parameter that is wanted, which lies in row-major order in memory.
     """
-    stretch = _stretch(region, whole.shape) if _is_as_is(whole, infos) else None
-    if stretch is not None:  # nearly every tensor of nearly every model
-        start, numel = stretch
-        if numel:
-            yield Block(infos[0], infos[0].start + start * itemsizes[0], 0, ((numel, 1, 1),), itemsizes[0])
-        return
+    if _is_as_is(whole, infos):  # nearly every tensor of nearly every model
+        stretch = _stretch(region, whole.shape)
+        if stretch is not None:
+            start, numel = stretch
+            begin = infos[0].start + start * itemsizes[0]
+            return [Block(infos[0], begin, 0, ((numel, 1, 1),), itemsizes[0])] if numel else []
+    return _cut_out(whole, infos, itemsizes, region)
+
+
+def _cut_out(whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int], region: Region) -> Iterator[Block]:
     for to, box in boxes(region, whole.shape):
         strides = row_major(box.size)
         for piece, info, itemsize in zip(whole.pieces, infos, itemsizes, strict=True):
@@ -99,7 +103,7 @@ def _is_as_is(whole: Whole, infos: Sequence[TensorInfo]) -> bool:
     if len(infos) != 1 or whole.shape != infos[0].shape:
         return False
     dims = whole.pieces[0].dims
-    return all(source == dim for dim, source in enumerate(dims))
+    return dims == tuple(range(len(dims)))
 
 
 def _stretch(region: Region, shape: Sequence[int]) -> tuple[int, int] | None:

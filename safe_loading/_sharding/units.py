@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from safe_loading._sharding.names import WRAPPERS, canonical
+from safe_loading._sharding.names import WRAPPERS, canonical, walk
 from safe_loading.errors import ArgumentError
 
 Wrap = Callable[[nn.Module], bool] | type[nn.Module] | str | Collection["type[nn.Module] | str"]
@@ -57,7 +57,7 @@ def plan_units(
     Raises:
         ArgumentError: ``wrap`` names nothing that the model has, or a dtype cannot be separated from another.
     """
-    modules = dict(model.named_modules())
+    modules = dict(walk(model))
     chosen = _default(model, modules) if wrap is None else _asked(wrap, modules)
     groups: list[tuple[str, ...]] = [
         (name,) for name in _outermost_wrappers(chosen, modules) if _has_parameters(modules[name], ignored)
@@ -68,8 +68,10 @@ def plan_units(
     if wrap is None and not flat and (tail := _norm_and_head(model, modules, groups, places)) is not None:
         groups.append(tail)
         kept.add(tail)
-    groups = _separate_dtypes(groups, places, modules, flat=flat)
     owned = _owned(groups, places)
+    more = _separate_dtypes(groups, owned, places, modules, flat=flat)
+    if more != groups:
+        groups, owned = more, _owned(more, places)
     order = sorted(groups, key=lambda group: -max(_depth(name) for name in group))
     units = [_unit(group, owned[group], keeps=group in kept) for group in order if owned[group]]
     return (*units, _unit(("",), owned[("",)], keeps=True))
@@ -81,7 +83,9 @@ def _unit(group: tuple[str, ...], parameters: Sequence[tuple[str, nn.Parameter]]
 
 
 def _default(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
-    hinted = {hint for module in modules.values() for hint in getattr(module, "_no_split_modules", None) or ()}
+    name = "_no_split_modules"  # of the class, or of the instance; not by getattr(), which searches all submodules
+    hints = (vars(module).get(name) or getattr(type(module), name, None) for module in modules.values())
+    hinted = {hint for each in hints for hint in each or ()}
     found = [name for name, module in modules.items() if name and type(module).__name__ in hinted]
     return found or _repeated(modules) or _children(model)
 
@@ -180,9 +184,10 @@ Places = Mapping[nn.Parameter, Sequence[str]]  # the raw names of each parameter
 def _places(model: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, list[str]]:
     places: dict[nn.Parameter, list[str]] = defaultdict(list)
     taken = {id(parameter) for parameter in ignored}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in taken:
-            places[parameter].append(name)
+    for path, module in walk(model, repeats=True):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in taken:
+                places[parameter].append(f"{path}.{attribute}" if path else attribute)
     return places
 
 
@@ -241,21 +246,33 @@ def _norm_and_head(
     return (norms[0], names[head]) if len(norms) == 1 and norms[0] != names[head] else None
 
 
-def _owned(groups: Sequence[tuple[str, ...]], places: Places) -> dict[tuple[str, ...], list[tuple[str, nn.Parameter]]]:
+Owned = dict[tuple[str, ...], list[tuple[str, nn.Parameter]]]  # the parameters of each group, with canonical names
+
+
+def _owned(groups: Sequence[tuple[str, ...]], places: Places) -> Owned:
     of = {name: group for group in groups for name in group}
-    owned: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {group: [] for group in groups}
+    owned: Owned = {group: [] for group in groups}
     owned.setdefault(("",), [])
+    group_of: dict[str, tuple[str, ...]] = {}  # by module: its parameters share it
     for parameter, names in places.items():
-        owned[_innermost(names[0], of)].append((canonical(names[0]), parameter))
+        module = names[0].rpartition(".")[0]
+        if module not in group_of:
+            group_of[module] = _innermost(names[0], of)
+        owned[group_of[module]].append((canonical(names[0]), parameter))
     return owned
 
 
 def _separate_dtypes(
-    groups: list[tuple[str, ...]], places: Places, modules: Mapping[str, nn.Module], *, flat: bool
+    groups: list[tuple[str, ...]],
+    owned: Owned,
+    places: Places,
+    modules: Mapping[str, nn.Module],
+    *,
+    flat: bool,
 ) -> list[tuple[str, ...]]:
     """Give modules of another dtype units of their own: one unit reduces one dtype, and FSDP1 flattens one dtype."""
     problems: list[str] = []
-    for parameters in list(_owned(groups, places).values()):
+    for parameters in owned.values():
         counted = [parameter for _, parameter in parameters if flat or parameter.requires_grad]
         sizes: dict[torch.dtype, int] = defaultdict(int)
         for parameter in counted:
