@@ -2,7 +2,8 @@
 
 Random chains of blocks over two to four devices whose limits admit a contiguous plan on the devices alone. How often
 does a planner send something to the host all the same, how far is its fullest device from the best that can be, and how
-often does the data change devices? Then a Llama of 70 billion parameters, and the seconds that planning takes.
+often does the data change devices? Then a Llama of 70 billion parameters, and the CPU seconds that planning takes as
+layers and devices, kinds of devices, and experts that are modules of their own grow.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from _common import ENVIRONMENT, headline, median, ratio, table, write_json
+from _curves import draw
 
 os.environ.update(ENVIRONMENT)
 
 HOST = 10**15
+PATIENCE = 4.0
 Limits = dict[int | str, int | str]
 Planner = Callable[[Any, Limits], Mapping[str, Any]]
+Series = dict[str, list[tuple[int, float]]]
 
 
 class Block(torch.nn.Module):
@@ -176,21 +181,90 @@ def cards() -> list[list[str]]:
     return rows
 
 
-def growth(layers: list[int]) -> list[list[str]]:
-    """Return the seconds of planning as layers and devices grow, with the ratio to ours."""
-    rows = []
-    for count in layers:
-        model = Chain([4 * 2**20] * count)
-        devices = max(2, count // 16)
-        limits: Limits = dict.fromkeys(range(devices), -(-count // devices) * 4 * 2**20 * 5 // 4)
-        seconds = {}
+class Expert(torch.nn.Module):
+    """The three matrices of an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            self.add_module(name, Block(4 * 2**20))
+
+
+class Layer(torch.nn.Module):
+    """Attention and experts."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.attention = Block(4 * 2**20)
+        self.experts = torch.nn.ModuleList([Expert() for _ in range(experts)])
+
+
+class Mixture(torch.nn.Module):
+    """61 layers of experts."""
+
+    _no_split_modules = ("Layer",)
+    all_tied_weights_keys: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer(experts) for _ in range(61)])
+
+
+def chain_of(layers: int, kinds: int = 1) -> tuple[torch.nn.Module, Limits]:
+    """Return layers of the same size, and a device for 16 of them; of several kinds, one larger than the other."""
+    devices = max(2, layers // 16)
+    sizes = [4 + 2 * (number % kinds) for number in range(devices)]
+    return Chain([4 * 2**20] * layers), {
+        number: layers * 4 * 2**20 * size * 5 // 4 // sum(sizes) for number, size in enumerate(sizes)
+    }
+
+
+def mixture_of(experts: int) -> tuple[torch.nn.Module, Limits]:
+    """Return 61 layers of experts, and eight devices for them."""
+    whole = 61 * (3 * experts + 1) * 4 * 2**20
+    return Mixture(experts), dict.fromkeys(range(8), whole * 5 // 4 // 8)
+
+
+def curves(
+    make: Callable[[int], tuple[torch.nn.Module, Limits]], sizes: list[int]
+) -> dict[str, list[tuple[int, float]]]:
+    """Return each planner's CPU seconds by size; one that took over ``PATIENCE`` seconds is not asked for more."""
+    found: Series = {name: [] for name in PLANNERS}
+    for size in sizes:
+        model, limits = make(size)
         for name, plan in PLANNERS.items():
-            started = time.perf_counter()
-            plan(model, limits)
-            seconds[name] = time.perf_counter() - started
-        base = seconds["plan_device_map"]
-        times = [f"{value:.3f} s ({ratio(value, base)})" for value in seconds.values()]
-        rows.append([f"{count} layers, {devices} devices", *times])
+            if found[name] and found[name][-1][1] > PATIENCE:
+                continue
+            seconds = []
+            while len(seconds) < 3 and sum(seconds) < 1:
+                started = time.process_time()
+                plan(model, limits)
+                seconds.append(time.process_time() - started)
+            found[name].append((size, min(seconds)))
+    return found
+
+
+def growth(quick: bool) -> dict[str, Series]:
+    """Return the CPU seconds of planning by what grows."""
+    layers = [64, 256] if quick else [64, 256, 1024, 2048]
+    return {
+        "A device for 16 layers\nlayers": curves(chain_of, layers),
+        "Three kinds of devices\nlayers": curves(lambda count: chain_of(count, 3), layers),
+        "61 layers of unfused experts\nexperts in a layer": curves(mixture_of, [8, 16] if quick else [8, 32, 128, 256]),
+    }
+
+
+def growth_rows(found: Mapping[str, Series]) -> list[list[str]]:
+    """Return the rows of a table, with the ratio to ours."""
+    rows = []
+    for title, series in found.items():
+        for size, base in series["plan_device_map"]:
+            cells = []
+            for points in series.values():
+                value = dict(points).get(size)
+                cells.append("" if value is None else f"{value:.3f} s ({ratio(value, base)})")
+            what, _, unit = title.partition("\n")
+            rows.append([f"{what}: {size} {unit}", *cells])
     return rows
 
 
@@ -200,6 +274,7 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=400)
     parser.add_argument("--quick", action="store_true", help="few instances and layers")
     parser.add_argument("--json", metavar="FILE", help="write every figure there")
+    parser.add_argument("--figure", metavar="FILE", help="draw the seconds there, as SVG")
     arguments = parser.parse_args()
     for name in ("accelerate.utils.modeling", "transformers.integrations.accelerate"):
         logging.getLogger(name).setLevel(logging.ERROR)  # they warn that these devices are not in this machine
@@ -222,9 +297,12 @@ def main() -> None:
     notes = ("each instance has a plan on its devices alone; the load is that of plans that spill nothing, over ours",)
     print(table(f"{instances} random chains", header, rows, notes))
     print(table("Llama, 70 billion parameters, bfloat16", ("cards", "GB on the host", "largest load"), cards()))
-    layers = [64, 256] if arguments.quick else [64, 256, 1024, 2048]
-    print(table("Seconds to plan", ("chain", *PLANNERS), growth(layers)))
-    write_json(arguments.json, facts)
+    found = growth(arguments.quick)
+    notes = (f"a planner that took more than {PATIENCE:g} s is not asked for more",)
+    print(table("CPU seconds to plan", ("what grows", *PLANNERS), growth_rows(found), notes))
+    if arguments.figure:
+        draw(Path(arguments.figure), found, "s")
+    write_json(arguments.json, {"chains": facts, "seconds": found})
 
 
 if __name__ == "__main__":

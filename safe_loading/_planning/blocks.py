@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -96,8 +97,8 @@ def never_split(model: torch.nn.Module, asked: Iterable[str] | None = None) -> f
         return frozenset([asked] if isinstance(asked, str) else asked)
     names: set[str] = set()
     for module in model.modules():
-        own = getattr(module, "_no_split_modules", None)
-        if own:
+        own: Any = vars(module).get("_no_split_modules") or getattr(type(module), "_no_split_modules", None)
+        if own and not isinstance(own, property):
             names |= {own} if isinstance(own, str) else {name for name in own if isinstance(name, str)}
     return frozenset(names)
 

@@ -161,6 +161,8 @@ class Puzzle:
     def _ways(self) -> tuple[tuple[int, ...], ...]:
         """Return the ways of pinning the groups to devices, a device for each; not all where there are too many."""
         ranked = sorted(range(len(self.pins)), key=lambda number: -self.pins[number].kept)
+        alone = 0
+        ways: list[tuple[int, ...]] = []
         for alone in range(len(ranked), -1, -1):
             count = alone + (alone < len(ranked))  # the largest groups for themselves, the others as one
             ways = list(islice(self._hosts(count), MOST_HOSTS + 1))

@@ -77,6 +77,8 @@ def bytes_of(tensor: torch.Tensor, module: torch.nn.Module | None = None) -> int
         tensor: The tensor; on meta, what the skeleton of the model has in its place.
         module: The module that holds it.
     """
+    if type(tensor) in (torch.nn.Parameter, torch.Tensor):
+        return int(tensor.nbytes)
     kind = type(tensor).__name__
     if kind == "Params4bit":
         return _four_bit(tensor)
