@@ -235,7 +235,7 @@ def curves(
         for name, plan in PLANNERS.items():
             if found[name] and found[name][-1][1] > PATIENCE:
                 continue
-            seconds = []
+            seconds: list[float] = []
             while len(seconds) < 3 and sum(seconds) < 1:
                 started = time.process_time()
                 plan(model, limits)
