@@ -33,7 +33,9 @@ def attach_head(
     peft trains it, saves it with the adapter, and keeps it in the merged model; ``model.<name>(hidden)`` calls it.
     ``PeftModel.from_pretrained`` and ``load_peft_on_rank`` load it when the base has a place for it: attach a module
     like it to the base first. On a base the call makes that place and no more. Whoever forgets it is told by
-    ``load_peft_on_rank`` and ``wrap_transparent``; peft itself leaves the head out without a word.
+    ``load_peft_on_rank``, ``wrap_transparent`` and ``audit_model`` (SL123). peft itself leaves the head out without a
+    word, and nothing in ``adapter_config.json`` changes that: peft 0.21 makes no modules, passes over names in
+    ``modules_to_save`` that the base has not, and does not look at keys of the file that found no place.
 
     Args:
         model: A PeftModel; or a base that becomes one.

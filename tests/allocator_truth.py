@@ -46,6 +46,15 @@ def peak_above_start(run: Callable[[], Any], log: list[int] | None = None) -> in
     return max(itertools.accumulate(sizes), default=0)
 
 
+def held_after(run: Callable[[], Any]) -> int:
+    """Return the bytes on the CPU that what `run` returns holds, a graph of autograd above all."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = run()
+    held = sum(_without_scratch(_events(profiler)))
+    del kept
+    return held
+
+
 def _events(profiler: Any) -> list[_Event]:
     found, stack = [], [(event, 0, 0) for event in profiler.profiler.kineto_results.experimental_event_tree()]
     while stack:

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from allocator_truth import held_after
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
@@ -184,6 +185,25 @@ def test_a_model_of_bitsandbytes_own_layers_is_forecast_as_its_config(bits: int,
     attached = predict_memory(get_peft_model(real, lora()), Workload.train(2, 128))
     expected = predict_memory(config, Workload.train(2, 128, adapter=lora()))
     assert attached.components == expected.components
+
+
+def test_eight_bits_keep_their_inputs_unless_checkpointing_is_reentrant(tmp_path: Path) -> None:
+    """As measured on the CPU's allocator with bitsandbytes 0.50: it keeps them on the node, where no hook sees them."""
+    AutoModelForCausalLM.from_config(tiny()).save_pretrained(tmp_path)
+    kept = []
+    for reentrant in (False, True):
+        base: Any = AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map={"": "cpu"}
+        )
+        base = prepare_model_for_kbit_training(base, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model = get_peft_model(base, lora()).train()
+        ids = torch.ones(2, 128, dtype=torch.long)
+        seen = held_after(lambda model=model, ids=ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
+        trace = predict_memory(model, Workload.train(2, 128, gradient_checkpointing=True))
+        kept.append((seen, trace.components["saved_activations"]))
+    layer = 2 * 128 * (64 + 64 + 64 + 128) * 4  # the inputs of attention, its output layer, and the two of the MLP
+    assert kept[0][0] - kept[1][0] == 2 * layer
+    assert kept[0][1] > kept[1][1] + layer
 
 
 def test_an_adapter_folder_stands_for_its_base(tiny_llama: Path, tiny_adapter: Path) -> None:

@@ -121,7 +121,8 @@ def _checkpoint(model: torch.nn.Module) -> None:
             f"{type(model).__name__} has no gradient_checkpointing_enable(), so it cannot be traced with "
             f"gradient_checkpointing=True. Switch it on in the model itself, and leave it out of the workload."
         )
-    enable()
+    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        enable()  # else it is on already, reentrant or not as the caller wants it
     if not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):  # type: ignore[operator]  # a model's method
         # as the Trainer and peft do, lest a frozen base's checkpointed layers have no gradient; a hook on the embedding
         model.enable_input_require_grads()  # type: ignore[operator]  # a model's method
