@@ -222,6 +222,19 @@ def test_checkpointing_that_does_not_happen() -> None:
     assert "SL120" not in codes(adapted(), asked)
 
 
+def test_a_trainer_puts_the_layers_in_train_mode_itself() -> None:
+    # as from_pretrained and get_peft_model leave it: the PeftModel says that it trains, its layers do not
+    model = adapted()
+    model.gradient_checkpointing_enable()
+    model.get_base_model().eval()
+    workload = Workload.train(2, 64)
+    assert model.training
+    assert "eval mode" in codes(model, workload)["SL120"].message
+    trainer = types.SimpleNamespace(model=model, args=types.SimpleNamespace(gradient_checkpointing=True))
+    assert "SL120" not in codes(model, workload, trainer=trainer)
+    assert not model.get_base_model().training
+
+
 class Detached(LlamaForCausalLM):
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         out = super().forward(input_ids, labels=labels, **kwargs)

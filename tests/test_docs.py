@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,8 +78,11 @@ def _working_in(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if EXAMPLES[page]], ids=lambda page: page.name)
-def test_the_examples_of_a_page_run_in_order(page: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(prepared)
+def test_the_examples_of_a_page_run_in_order(
+    page: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # what a page writes is not there for the next
+    monkeypatch.chdir(shutil.copytree(prepared, tmp_path / "page"))
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for example in EXAMPLES[page]:
         if example.not_run is None:

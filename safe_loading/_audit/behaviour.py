@@ -23,7 +23,8 @@ def check_step(subject: Subject, workload: Workload) -> Iterator[Finding]:
         TraceError: The model's own code cannot run without data.
     """
     as_it_is = workload.replace(gradient_checkpointing=False, optimizer="none")
-    with _left_alone(subject.model):
+    # a trainer calls model.train() before each step
+    with _left_alone(subject.model) if subject.trainer is None else contextlib.nullcontext():
         trace = trace_step(subject.model, as_it_is)
     yield from _checkpointing(subject, workload, trace)
     yield from _gradients(subject, trace)
@@ -50,7 +51,8 @@ def _checkpointing(subject: Subject, workload: Workload, trace: StepTrace) -> It
     if not flagged and later and can:
         return  # the trainer will switch it on, and can
     peaks = _peak(trace)
-    cause = "the model is in eval mode" if not subject.model.training else "its wrapper hides the switch"
+    training = all(subject.model.get_submodule(name).training for name in layers)
+    cause = "its wrapper hides the switch" if training or subject.trainer is not None else "the model is in eval mode"
     with_it = _peak_with_checkpointing(subject, workload)
     saved = max(0, peaks - with_it) if with_it is not None else 0
     yield Finding(

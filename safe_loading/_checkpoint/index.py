@@ -135,12 +135,13 @@ def inspect_checkpoint(
         What could be read, or ``None`` when there is nothing to read; and everything that was found, of any severity.
         When the checkpoint is ``None``, at least one finding is an error.
     """
-    for _ in range(_TRIES):
-        before = stamp(folder)
+    tries = 0
+    while True:
+        before, tries = stamp(folder), tries + 1
         result = _inspect(folder, variant, kind)
-        if stamp(folder) == before:
-            break  # not exchanged for another folder meanwhile
-    return result
+        # once more when it was exchanged for another folder meanwhile
+        if tries == _TRIES or stamp(folder) == before:
+            return result
 
 
 def _inspect(folder: Path, variant: str | None, kind: Kind | None) -> tuple[Checkpoint | None, list[Finding]]:
