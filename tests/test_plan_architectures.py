@@ -23,7 +23,12 @@ WHOLE: dict[str, str] = {
     "XLMWithLMHeadModel": "its forward adds the output of each attention to that of the layer before it, by itself",
 }
 # What cannot be traced, and why: planned by its weights.
-UNTRACED: dict[str, str] = {"XmodForCausalLM": "the language of each row, a value, says which of its adapters runs"}
+UNTRACED: dict[str, str] = {
+    "JetMoeForCausalLM": "how many tokens each expert has, a value, says how it splits them",
+    "XmodForCausalLM": "the language of each row, a value, says which of its adapters runs",
+}
+# What transformers and accelerate compute wrongly from disk, with any map.
+NOT_FROM_DISK: dict[str, str] = {"LongcatFlashForCausalLM": "NaN, with a map made by hand too"}
 # What does not run here, split or not, and why.
 NOT_RUN: dict[str, str] = {
     "BltForCausalLM": "its own forward asks its config for num_hidden_layers, which it has not",
@@ -53,9 +58,7 @@ def not_traced(plan: DeviceMapPlan) -> bool:
     return "not-traced" in [finding.code for finding in plan.findings]
 
 
-@pytest.mark.parametrize(
-    "name", [*SAMPLE, *(pytest.param(n, marks=pytest.mark.slow) for n in EVERY if n not in SAMPLE)]
-)
+@pytest.mark.parametrize("name", [*SAMPLE, *REST])
 def test_a_plan_is_complete_and_runs_to_the_same_logits(name: str, tmp_path: Path) -> None:
     kind = save_tiny(name, tmp_path / "model")
     model: Any = kind.from_pretrained(tmp_path / "model", dtype=torch.float32)
@@ -77,6 +80,8 @@ def test_a_plan_is_complete_and_runs_to_the_same_logits(name: str, tmp_path: Pat
     for key, tensor in named:
         homes.setdefault(tensor.untyped_storage().data_ptr(), set()).add(device_of(key, plan))
     assert all(len(places) == 1 and places <= {0, 1} for places in homes.values()), "a tensor has no place, or two"
+    if name in NOT_FROM_DISK:
+        return
     where = {key: ("cpu", "disk")[int(device)] for key, device in plan.items()}
     split = kind.from_pretrained(tmp_path / "model", dtype=torch.float32, device_map=where, offload_folder=tmp_path)
     found = generation(split)

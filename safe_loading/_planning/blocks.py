@@ -107,7 +107,6 @@ def lay_out(
     model: torch.nn.Module,
     no_split_modules: Iterable[str] | None = None,
     merge: Collection[str] = (),
-    first: Sequence[str] = (),
 ) -> Layout:
     """Cut a model into units.
 
@@ -119,13 +118,10 @@ def lay_out(
         no_split_modules: Names of classes that stay whole. None takes what the model says; a list is believed alone,
             so that an empty one splits down to the leaves.
         merge: Paths of modules that stay whole as well.
-        first: Paths of modules in the order in which they run, when that was seen; others keep their place.
     """
     cutter = _Cutter(never_split(model, no_split_modules), believed=no_split_modules is not None, merge=merge)
     cuts: list[tuple[str, torch.nn.Module | None]]
     cuts = [("", model)] if "" in merge else list(_buffers_first(cutter.cut(model, "")))
-    if first:
-        cuts = _in_order(cuts, first)
     place = {path: number for number, (path, _) in enumerate(cuts)}
     members: list[list[Tensor]] = [[] for _ in cuts]
     tied: dict[tuple[int, ...], None] = {}
@@ -195,19 +191,6 @@ def _buffers_first(
                 continue
         ordered.append((path, module))
     return ordered
-
-
-def _in_order(
-    cuts: list[tuple[str, torch.nn.Module | None]], seen: Sequence[str]
-) -> list[tuple[str, torch.nn.Module | None]]:
-    rank = {path: number for number, path in reversed(list(enumerate(seen)))}
-    places = [rank.get(path) for path, _ in cuts]
-    last = -1
-    keys = []
-    for number, place in enumerate(places):
-        last = place if place is not None else last
-        keys.append((last, number))
-    return [cut for _, cut in sorted(zip(keys, cuts, strict=True), key=lambda pair: pair[0])]
 
 
 def _has_tensors(module: torch.nn.Module) -> bool:

@@ -89,7 +89,6 @@ class Planner:
         self.merged: list[str] = []
         self.joined: list[tuple[str, ...]] = []
         self.extra: dict[Device, int] = {}
-        self.order: tuple[str, ...] = ()
         self.findings: list[Finding] = []
         self.doubted = False
         self.refusal: DeviceMapInfeasible | None = None
@@ -105,7 +104,7 @@ class Planner:
         rounds = 0
         while True:
             rounds += 1
-            layout = lay_out(self.request.model, self.request.no_split_modules, self.merged, self.order)
+            layout = lay_out(self.request.model, self.request.no_split_modules, self.merged)
             layout = layout.joined(self.joined)
             priced = costs(layout.units, self.request.workload, trace)
             device_map, uses = self._placed(layout, priced)
