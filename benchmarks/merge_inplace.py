@@ -95,12 +95,14 @@ def wrong(merged: torch.nn.Module, reference: dict[str, torch.Tensor]) -> float:
 def references(model: Any) -> dict[str, torch.Tensor]:
     """Return every merged weight in float64."""
     found = {}
-    for name, layer in model.base_model.model.items():
-        a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
-        value = layer.base_layer.weight.double() + layer.scaling["default"] * (b @ a)
-        if layer.use_dora["default"]:
-            value *= (layer.lora_magnitude_vector["default"].weight.double() / value.norm(dim=1)).unsqueeze(1)
-        found[f"{name}.weight"] = value.detach()
+    # autograd would keep every value: what is scaled in place is an input of its own norm
+    with torch.no_grad():
+        for name, layer in model.base_model.model.items():
+            a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+            value = layer.base_layer.weight.double() + layer.scaling["default"] * (b @ a)
+            if layer.use_dora["default"]:
+                value *= (layer.lora_magnitude_vector["default"].weight.double() / value.norm(dim=1)).unsqueeze(1)
+            found[f"{name}.weight"] = value
     return found
 
 
