@@ -160,7 +160,7 @@ def test_what_cannot_be_mended_is_never_verified(monkeypatch: pytest.MonkeyPatch
     from safe_loading._planning import planner
 
     lay_out = planner.lay_out
-    monkeypatch.setattr(planner, "lay_out", lambda model, asked, merge, order: lay_out(model, asked, (), order))
+    monkeypatch.setattr(planner, "lay_out", lambda model, asked, merge: lay_out(model, asked))
     plan = plan_device_map(llama(), {0: "90KB", 1: "90KB"}, no_split_modules=[])
     assert not plan.verified
     assert "between devices" in plan.reason
