@@ -8,6 +8,18 @@ from typing import Any
 
 import torch
 
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 
 def save_llama(
     folder: str | os.PathLike[str], dtype: torch.dtype = torch.float32, *, seed: int = 0, **config: Any
@@ -15,20 +27,9 @@ def save_llama(
     """Save a LlamaForCausalLM with random weights in `folder`, in several safetensors shards, and return the folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 101,
-        "max_position_embeddings": 128,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = LlamaForCausalLM(LlamaConfig(**{**sizes, **config}))
+        model: Any = LlamaForCausalLM(LlamaConfig(**{**SIZES, **config}))
     model.to(dtype).save_pretrained(folder, max_shard_size="24KB")
     return Path(folder)
 

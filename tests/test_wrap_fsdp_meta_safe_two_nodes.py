@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from fsdp_cases import NOTHING, llama, reference, save
-from torchrun import ENVIRONMENT, OUT, PRELUDE
+from torchrun import ENVIRONMENT, OUT, PRELUDE, import_path
 
 SCRIPT = """
 import os, pathlib, sys, warnings
@@ -84,9 +84,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     agents = []
-    # the nodes import fsdp_cases, and nothing but pytest put its folder on the path
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, **ENVIRONMENT, OUT: str(folder), "PYTHONPATH": path}
+    environment = {**os.environ, **ENVIRONMENT, OUT: str(folder), "PYTHONPATH": import_path()}
     with (folder / "output.txt").open("w+") as output:
         for node in (0, 1):
             command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]

@@ -121,14 +121,17 @@ def _folder(script: str | Path) -> Iterator[Path]:
         yield folder
 
 
+def import_path() -> str:
+    """Return the PYTHONPATH of scripts that import what the tests share: only pytest puts their folder on its path."""
+    return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def _environment(folder: Path, env: Mapping[str, str | None] | None) -> dict[str, str]:
     # Neither a job that the tests run in nor a rank that starts them may lend its place to these ranks.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "SLURM_"))}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         inherited.pop(name, None)
-    # the scripts import what the tests share
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    wanted = {**inherited, **ENVIRONMENT, OUT: str(folder), "PYTHONPATH": path, **(env or {})}
+    wanted = {**inherited, **ENVIRONMENT, OUT: str(folder), "PYTHONPATH": import_path(), **(env or {})}
     return {name: value for name, value in wanted.items() if value is not None}
 
 

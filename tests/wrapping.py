@@ -6,24 +6,13 @@ import warnings
 from typing import Any
 
 import torch
-from models import save_llama
+from models import SIZES, save_llama
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import Transparent
 
 TOKENS = torch.arange(1, 25).reshape(2, 12)
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 101,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 __all__ = ["SIZES", "TOKENS", "AuxLoss", "Count", "Plain", "Second", "llama", "lora", "peft_llama", "save_llama"]
 
 

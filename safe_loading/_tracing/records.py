@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 Component = Literal[
     "weights",
@@ -18,17 +18,7 @@ Component = Literal[
     "inputs",
     "temporary",
 ]
-COMPONENTS: tuple[Component, ...] = (
-    "weights",
-    "buffers",
-    "adapters",
-    "optimizer",
-    "gradients",
-    "kv_cache",
-    "activations",
-    "inputs",
-    "temporary",
-)
+COMPONENTS: tuple[Component, ...] = get_args(Component)
 Phase = Literal["load", "prefill", "decode", "forward", "backward", "optimizer"]
 
 
