@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_loading import CheckpointError, CheckpointNotFound
-from safe_loading._checkpoint.files import contained, is_lfs_pointer, open_regular, size_of
+from safe_loading._checkpoint.files import is_lfs_pointer, not_contained, open_regular, size_of
 
 
 def refused(path: Path, seconds: float = 10) -> str:
@@ -141,7 +141,7 @@ def test_size_is_that_of_regular_files_only(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "a/b/c.safetensors", "..model", "a..b", "…", "a b", "ab:c"])
 def test_names_inside_the_folder_are_taken(name):
-    assert contained(Path("/ckpt"), name) == Path("/ckpt") / name
+    assert not_contained(Path("/ckpt"), name) is None
 
 
 @pytest.mark.parametrize(
@@ -166,20 +166,17 @@ def test_names_inside_the_folder_are_taken(name):
     ],
 )
 def test_names_that_leave_the_folder_or_are_not_portable_are_refused(name, reason):
-    with pytest.raises(CheckpointError) as caught:
-        contained(Path("/ckpt"), name)
+    found = not_contained(Path("/ckpt"), name)
+    assert found is not None
     for word in ("/ckpt", repr(name), reason, "Fix:"):
-        assert word in str(caught.value)
+        assert word in found
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(alphabet="ab./\\:\0", max_size=12))
 def test_whatever_is_taken_stays_inside(name):
     folder = Path("/ckpt")
-    try:
-        path = contained(folder, name)
-    except CheckpointError:
-        return
-    inside = os.path.normpath(path)
-    assert inside.startswith("/ckpt/")
-    assert inside == str(path) == f"/ckpt/{name}"
+    if not_contained(folder, name) is None:
+        inside = os.path.normpath(folder / name)
+        assert inside.startswith("/ckpt/")
+        assert inside == str(folder / name) == f"/ckpt/{name}"

@@ -10,7 +10,7 @@ import torch
 
 from safe_loading._lora.check import delta_bound, delta_rms, why_not_finite
 from safe_loading._lora.rounding import round_into
-from safe_loading._lora.update import ROWS, RowMerger, Term, Update, merge_matrix, merge_rows
+from safe_loading._lora.update import ROWS, RowMerger, Term, Update, merge_matrix
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -175,7 +175,7 @@ def test_rows_can_be_merged_in_any_pieces(kind: str) -> None:
     for cuts in ((0, 1, 3, 17, 18, 64, 71), (0, 71), (0, 8, 16, 71), tuple(range(72))):
         pieces = weight.double()
         for start, end in itertools.pairwise(cuts):
-            merge_rows(update, pieces[start:end], start, scratch_bytes=3000)
+            RowMerger(update, pieces.dtype, pieces.device, scratch_bytes=3000).merge(pieces[start:end], start)
         assert torch.equal(pieces, whole), cuts
 
 

@@ -14,10 +14,16 @@ from tiny_models import causal_lm_classes, image_text_classes, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from safe_loading import CheckpointError, meta_model
-from safe_loading._sharding.buffers import compute_buffers, rebuild_buffers
+from safe_loading._sharding.buffers import Init, compute_buffers, place_buffers
 
 EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
 SAMPLE = sorted({"FalconH1ForCausalLM", "GemmaForCausalLM", "BloomForCausalLM", *random.Random(4).sample(EVERY, 4)})
+
+
+def rebuild_buffers(model: torch.nn.Module, init: Init | None = None) -> tuple[str, ...]:
+    values = compute_buffers(model, init=init)
+    place_buffers(model, values, device="cpu")
+    return tuple(values)
 
 
 @pytest.mark.parametrize("name", SAMPLE)

@@ -21,7 +21,7 @@ from safe_loading import CheckpointError, meta_model
 from safe_loading._report import MiB
 from safe_loading._sharding import reading
 from safe_loading._sharding.buffers import compute_buffers
-from safe_loading._sharding.reading import ReadReport, checkpoint_bytes, differing, read_targets
+from safe_loading._sharding.reading import ReadReport, differing, disk_tensors, read_targets
 from safe_loading._sharding.regions import Flat, box_at, whole
 from safe_loading._sharding.source import Source, open_source
 from safe_loading._sharding.targets import Target
@@ -123,7 +123,8 @@ def check_class(name: str, folder: Path) -> None:
         if not reports[0].converted:
             read = sum(report.bytes_read for report in reports)
             scalars = sum(t.nbytes for _, t in tensors_of(model) if not t.dim()) * (world - 1) if placement else 0
-            used = checkpoint_bytes(source, full)
+            held = {other for key in full for other in source.all_held_as(key)}
+            used = sum({info.name: info.nbytes for key in held for info in disk_tensors(source, key)}.values())
             assert used <= read <= used + scalars * 2
             assert used == source.checkpoint.nbytes or missing or source.layout.unknown
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from safe_loading._sharding.regions import Box, Flat, box_at, boxes, region_of, whole
+from safe_loading._sharding.regions import Box, Flat, box_at, boxes
 from safe_loading.errors import ArgumentError
 
 
@@ -62,8 +62,3 @@ def test_the_blocks_of_a_range_are_the_range_and_few(seed: int) -> None:
             count += 1
         assert torch.equal(out, tensor.reshape(-1)[start:stop])
         assert count <= max(1, 2 * len(shape) - 1)
-
-
-def test_a_plain_tensor_is_all_its_rank_has() -> None:
-    assert region_of(torch.empty(3, 4, device="meta")) == whole((3, 4)) == Box((0, 0), (3, 4))
-    assert [*boxes(Box((3, 0), (0, 4)), (3, 4))] == []

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from safe_loading._report import Finding
-from safe_loading.errors import CheckpointError
 
 from .faults import fault, raise_faults
 
@@ -108,29 +107,15 @@ def lfs_pointer(path: object) -> Finding:
     return fault("lfs-pointer", path, "is a Git LFS pointer, not the file", LFS_FIX)
 
 
-def contained(folder: Path, name: str) -> Path:
-    """Return the path of a file that a checkpoint names, which must lie inside the checkpoint's folder.
+def not_contained(folder: Path, name: str) -> str | None:
+    """Return why a file that a checkpoint names might lie outside its folder, with the fix; None where it cannot.
 
     The check is of the name alone: a link inside the folder may lead out of it, as in the Hugging Face cache.
 
     Args:
         folder: The folder of the checkpoint.
         name: A relative path with forward slashes, as an index's ``weight_map`` holds it.
-
-    Returns:
-        ``folder / name``.
-
-    Raises:
-        CheckpointError: The name is empty, absolute, leaves the folder or is not portable.
     """
-    reason = not_contained(folder, name)
-    if reason is not None:
-        raise CheckpointError(reason)
-    return folder / name
-
-
-def not_contained(folder: Path, name: str) -> str | None:
-    """Return why :func:`contained` refuses a name, with the fix, or ``None`` when it does not."""
     reason = _name_fault(name)
     if reason is None:
         return None

@@ -42,25 +42,6 @@ def read_json_object(path: Path, *, limit: int = DEFAULT_LIMIT) -> dict[str, Any
     return value
 
 
-def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
-    """Parse the bytes of one JSON object.
-
-    Args:
-        data: The text in UTF-8, without a byte order mark.
-        where: What the bytes are, for the message of an error.
-
-    Returns:
-        The object.
-
-    Raises:
-        CheckpointError: The bytes are not one strict JSON object in UTF-8.
-    """
-    value = try_parse(data, where)
-    if isinstance(value, Finding):
-        raise_faults(where, [value])
-    return value
-
-
 def try_json_object(path: Path, *, limit: int = DEFAULT_LIMIT) -> dict[str, Any] | Finding:
     """Read as :func:`read_json_object` does; return the object, or the finding that says why there is none."""
     file = try_open(path)
@@ -84,7 +65,15 @@ def try_json_object(path: Path, *, limit: int = DEFAULT_LIMIT) -> dict[str, Any]
 
 
 def try_parse(data: bytes, where: str) -> dict[str, Any] | Finding:
-    """Parse as :func:`parse_json_object` does; return the object, or the finding that says why there is none."""
+    """Parse the bytes of one JSON object.
+
+    Args:
+        data: The text in UTF-8, without a byte order mark.
+        where: What the bytes are, for the message of an error.
+
+    Returns:
+        The object, or the finding that says why they are not one strict JSON object.
+    """
     if is_lfs_pointer(data):
         return lfs_pointer(where)
     try:

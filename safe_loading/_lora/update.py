@@ -243,18 +243,6 @@ class RowMerger:
         return factor.unsqueeze(1)
 
 
-def merge_rows(update: Update, rows: torch.Tensor, start: int, *, scratch_bytes: int = 4 * MiB) -> None:
-    """Overwrite rows of a weight, the first of which is row ``start``, with ``round(rows + delta)``.
-
-    Args:
-        update: What is added to the whole weight; one whose ``needs_norms`` is true needs a :class:`RowMerger`.
-        rows: Two dimensions, any float dtype of 16 bits or more, any strides.
-        start: The number of the first row in the weight.
-        scratch_bytes: The largest temporary.
-    """
-    RowMerger(update, rows.dtype, rows.device, scratch_bytes=scratch_bytes).merge(rows, start)
-
-
 def merge_matrix(update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 4 * MiB) -> dict[int, torch.Tensor]:
     """Overwrite a whole weight, seen as a matrix, with its merged values.
 

@@ -19,27 +19,6 @@ Init = Callable[[torch.nn.Module], object]
 _METHODS = ("reset_buffers", "init_buffers", "_init_buffers", "reset_parameters", "_reset_parameters", "init_weights")
 
 
-def rebuild_buffers(
-    model: torch.nn.Module, *, device: torch.device | str = "cpu", init: Init | None = None
-) -> tuple[str, ...]:
-    """Give every buffer of a model on meta its value, and leave every parameter alone.
-
-    Args:
-        model: The model.
-        device: Where the buffers belong.
-        init: For modules whose buffers nothing else fills: called with each of them.
-
-    Returns:
-        The names of the buffers that were rebuilt.
-
-    Raises:
-        CheckpointError: Buffers that could not be rebuilt, each with the fix. The model is unchanged.
-    """
-    values = compute_buffers(model, init=init)
-    place_buffers(model, values, device=device)
-    return tuple(values)
-
-
 def compute_buffers(model: torch.nn.Module, *, init: Init | None = None) -> dict[str, torch.Tensor]:
     """Return the value of every buffer that is on meta and that no state dict holds, on the CPU, by canonical name.
 

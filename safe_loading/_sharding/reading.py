@@ -19,7 +19,7 @@ from safe_loading._layout.layout import Conversion
 from safe_loading._report import Finding, MiB
 from safe_loading._sharding.convert import convert
 from safe_loading._sharding.regions import boxes
-from safe_loading._sharding.source import Source, disk_tensors, open_source
+from safe_loading._sharding.source import Source, open_source
 from safe_loading._sharding.spans import Block
 from safe_loading._sharding.targets import Plan, Target, cut
 from safe_loading.errors import ArgumentError, CheckpointError
@@ -238,9 +238,3 @@ def _check_twins(source: Source, plan: Plan, files: _Files) -> None:
             f"{source.checkpoint.folder}: set tie_word_embeddings=False in the config that the model is built from:",
             problems,
         )
-
-
-def checkpoint_bytes(source: Source, names: Iterable[str]) -> int:
-    """Return the bytes on disk of the tensors that parameters are made of, each counted once."""
-    held = {other for name in names for other in source.all_held_as(name)}
-    return sum({info.name: info.nbytes for name in held for info in disk_tensors(source, name)}.values())

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from safe_loading.errors import ArgumentError
@@ -54,21 +54,6 @@ Region = Box | Flat
 def whole(shape: Sequence[int]) -> Box:
     """Return the region that is all of a tensor."""
     return Box((0,) * len(shape), tuple(shape))
-
-
-def region_of(tensor: torch.Tensor) -> Box:
-    """Return what this rank owns of a parameter: its shard of a DTensor, else all of it.
-
-    Raises:
-        ArgumentError: The shard is no block of the tensor.
-    """
-    if not isinstance(tensor, DTensor):
-        return whole(tensor.shape)
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:  # this rank is not in the mesh
-        return Box((0,) * tensor.dim(), (0,) * tensor.dim())
-    return box_at(tensor.shape, mesh.shape, coordinate, tensor.placements)
 
 
 def box_at(

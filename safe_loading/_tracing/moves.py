@@ -52,10 +52,6 @@ class Placement:
         entry = self.entry(path)
         return self.map[entry] if entry is not None else self.main
 
-    def buffer_home(self, path: str) -> Key:
-        """Return the device of a buffer: buffers of offloaded modules stay where they run."""
-        return self.runs_on(path)
-
     def offloaded(self, path: str) -> bool:
         """Return whether a module's tensors are brought to its device for each forward."""
         return self.hooked and self.home(path) in self._offloads
