@@ -94,11 +94,11 @@ wrong = on_meta(llama)
 from safe_loading._sharding import folder as folders
 class Lying(folders.Folder):
     reads = 0
-    def read(self, setup, owned, local, entire):
-        result = super().read(setup, owned, local, entire)
+    def read(self, setup, part):
+        result = super().read(setup, part)
         Lying.reads += 1
         if Lying.reads == 1 and rank == 1:
-            local["model.norm.weight"][-1] += 1
+            part.local["model.norm.weight"][-1] += 1
         return result
 true, folders.Folder = folders.Folder, Lying
 attempt("bytes", wrong, str(folder / "llama"), verify="bytes")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,28 +22,58 @@ from safe_loading._sharding.checks import check_whole, stale_optimizers
 from safe_loading._sharding.fill import Given, agree_on_names, deliver, from_model, from_state_dict, missing, root_of
 from safe_loading._sharding.folder import Folder, find_folder, open_folder
 from safe_loading._sharding.new import adapter_values, initialised, initialised_adapters, loaded_adapters
-from safe_loading._sharding.scatter import Stretch
+from safe_loading._sharding.part import Part
 from safe_loading._sharding.setup import Setup, make_mesh
 from safe_loading._sharding.verify import check_read, check_sent
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What the steps of a wrap share, once it is known where each value comes from.
+
+    Attributes:
+        setup: What is done.
+        ranks: Who does it.
+        mesh: The mesh of these ranks.
+        given: What the root gives.
+        folder: What the folder gives.
+        whole: The memory of what nobody splits, by name; the computed buffers have their values.
+    """
+
+    setup: Setup
+    ranks: Ranks
+    mesh: DeviceMesh
+    given: Given
+    folder: Folder
+    whole: Mapping[str, torch.Tensor]
+
+    @property
+    def at(self) -> int:
+        """This rank's place in its shard group."""
+        return int(self.mesh.get_local_rank(self.mesh.ndim - 1))
+
+    def together(self, label: str) -> AbstractContextManager[object]:
+        """Do a step on all ranks or on none."""
+        return self.ranks.together(label, timeout=self.setup.timeout)
+
+
+@dataclasses.dataclass(frozen=True)
 class Done:
     """What was done on this rank.
 
     Attributes:
         model: The wrapped model.
+        local_bytes: The parameters and buffers that this rank holds.
         bytes_read: Weight bytes read from disk.
         bytes_sent: Weight bytes sent to other ranks.
-        local_bytes: The parameters and buffers that this rank holds.
         findings: What is worth knowing.
     """
 
     model: nn.Module
-    bytes_read: int = 0
-    bytes_sent: int = 0
-    local_bytes: int = 0
-    findings: list[Finding] = dataclasses.field(default_factory=list)
+    local_bytes: int
+    bytes_read: int
+    bytes_sent: int
+    findings: tuple[Finding, ...] = ()
 
 
 def carry_out(setup: Setup, ranks: Ranks) -> Done:
@@ -51,23 +82,19 @@ def carry_out(setup: Setup, ranks: Ranks) -> Done:
     Nothing of the model is touched before all values are there, for FSDP2; FSDP1 decides while it wraps which part is
     whose, so it is wrapped over empty memory first.
     """
-    done = Done(setup.model)
     with ranks.together("make the device mesh", timeout=setup.timeout):
         mesh = make_mesh(setup)
     given, folder = _find_values(setup, ranks, mesh)
-    done.findings += [*given.findings, *folder.findings]
-    done.findings += stale_optimizers((*setup.sharded, *setup.whole))
+    findings = (*given.findings, *folder.findings, *stale_optimizers((*setup.sharded, *setup.whole)))
     with ranks.together("compute the buffers", timeout=setup.timeout):
         whole = _whole(setup, given, folder)
-    if setup.version == 2:
-        _fsdp2(setup, ranks, mesh, given, folder, whole, done)
-    else:
-        _fsdp1(setup, ranks, mesh, given, folder, whole, done)
+    job = Job(setup, ranks, mesh, given, folder, whole)
+    done = _fsdp2(job) if setup.version == 2 else _fsdp1(job)
     if setup.verify != "off":
-        with ranks.together("check the wrapped model", timeout=setup.timeout):
+        with job.together("check the wrapped model"):
             check_whole(done.model, setup.version, {held.name for held in (*setup.whole, *setup.left)})
-    done.local_bytes += sum(held.nbytes for held in (*setup.whole, *setup.buffers))
-    return done
+    replicated = sum(held.nbytes for held in (*setup.whole, *setup.buffers))
+    return dataclasses.replace(done, local_bytes=done.local_bytes + replicated, findings=findings)
 
 
 def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh) -> tuple[Given, Folder]:
@@ -117,86 +144,54 @@ def _whole(setup: Setup, given: Given, folder: Folder) -> dict[str, torch.Tensor
     return found
 
 
-def _fsdp2(
-    setup: Setup,
-    ranks: Ranks,
-    mesh: DeviceMesh,
-    given: Given,
-    folder: Folder,
-    whole: dict[str, torch.Tensor],
-    done: Done,
-) -> None:
-    rank = mesh.get_local_rank(mesh.ndim - 1)
-    with ranks.together("make room for the shards", timeout=setup.timeout):
-        local = fsdp2.allocate(setup.sharded, rank, setup.shards, setup.host)
-    _fill(
-        setup,
-        ranks,
-        mesh,
-        given,
-        folder,
-        lambda at: fsdp2.stretches(setup.sharded, at, setup.shards),
-        local,
-        whole,
-        done,
-    )
-    with ranks.together("shard the model", timeout=setup.timeout):
+def _fsdp2(job: Job) -> Done:
+    setup = job.setup
+    with job.together("make room for the shards"):
+        local = fsdp2.allocate(setup.sharded, job.at, setup.shards, setup.host)
+    part = Part(lambda at: fsdp2.stretches(setup.sharded, at, setup.shards), job.at, local, job.whole)
+    bytes_read, bytes_sent = _fill(job, part)
+    with job.together("shard the model"):
         _to_meta(setup)
-        _put_whole(setup, whole)
+        _put_whole(setup, job.whole)
         ignored = _ignored(setup)
-        fsdp2.wrap(setup.model, setup.units, mesh, setup.mixed_precision, setup.offload, ignored)
+        fsdp2.wrap(setup.model, setup.units, job.mesh, setup.mixed_precision, setup.offload, ignored)
         fsdp2.install(setup.sharded, local)
         fsdp2.register_methods(setup.model, ())
         entire = tuple(each for each in ignored if not isinstance(each, DTensor))
-        Wrapped(mesh, setup.mixed_precision, setup.offload, entire).keep_with(setup.model)
-    done.local_bytes = sum(shard.numel() * shard.itemsize for shard in local.values())
+        Wrapped(job.mesh, setup.mixed_precision, setup.offload, entire).keep_with(setup.model)
+    return Done(setup.model, sum(shard.numel() * shard.itemsize for shard in local.values()), bytes_read, bytes_sent)
 
 
-def _fsdp1(
-    setup: Setup,
-    ranks: Ranks,
-    mesh: DeviceMesh,
-    given: Given,
-    folder: Folder,
-    whole: dict[str, torch.Tensor],
-    done: Done,
-) -> None:
-    rank = mesh.get_local_rank(mesh.ndim - 1)
-    with ranks.together("shard the model", timeout=setup.timeout):
+def _fsdp1(job: Job) -> Done:
+    setup = job.setup
+    with job.together("shard the model"):
         _to_meta(setup)
-        _put_whole(setup, whole)
+        _put_whole(setup, job.whole)
         ignored = _ignored(setup)
-        model = fsdp1.wrap(setup.model, setup.units, mesh, setup.device, setup.mixed_precision, setup.offload, ignored)
-        local = fsdp1.shards(model, rank, setup.shards)
-    _fill(setup, ranks, mesh, given, folder, lambda at: fsdp1.stretches(model, at, setup.shards), local, whole, done)
-    done.model, done.local_bytes = model, fsdp1.local_bytes(model)
+        policies = (setup.mixed_precision, setup.offload, ignored)
+        model = fsdp1.wrap(setup.model, setup.units, job.mesh, setup.device, *policies)
+        local = fsdp1.shards(model, job.at, setup.shards)
+    bytes_read, bytes_sent = _fill(
+        job, Part(lambda at: fsdp1.stretches(model, at, setup.shards), job.at, local, job.whole)
+    )
+    return Done(model, fsdp1.local_bytes(model), bytes_read, bytes_sent)
 
 
-def _fill(
-    setup: Setup,
-    ranks: Ranks,
-    mesh: DeviceMesh,
-    given: Given,
-    folder: Folder,
-    owned: Callable[[int], Sequence[Stretch]],
-    local: Mapping[str, torch.Tensor],
-    whole: Mapping[str, torch.Tensor],
-    done: Done,
-) -> None:
-    """Read and scatter, and with ``verify="bytes"`` compare both with their sources."""
-    mine = owned(mesh.get_local_rank(mesh.ndim - 1))
-    with ranks.together("read the weights", timeout=setup.timeout):
-        read = folder.read(setup, mine, local, whole)
-        done.bytes_read = read.bytes_read if read is not None else 0
+def _fill(job: Job, part: Part) -> tuple[int, int]:
+    """Read and scatter, and with ``verify="bytes"`` compare both with their sources; return the bytes of each."""
+    setup, ranks = job.setup, job.ranks
+    with job.together("read the weights"):
+        bytes_read = job.folder.read(setup, part)
         if setup.verify == "bytes":
-            check_read(setup, folder, mine, local, whole)
+            check_read(setup, job.folder, part)
     label = "scatter the weights"
     wait = Waiting(ranks, label, setup.device, setup.timeout).work
-    with ranks.together(label, timeout=setup.timeout):
-        done.bytes_sent = deliver(setup, mesh, given, owned, local, whole, wait)
+    with job.together(label):
+        bytes_sent = deliver(setup, job.mesh, job.given, part, wait)
     if setup.verify == "bytes":
-        check_sent(setup, ranks, mesh, given, owned, local)
-    given.values.clear()
+        check_sent(setup, ranks, job.mesh, job.given, part)
+    job.given.values.clear()
+    return bytes_read, bytes_sent
 
 
 def _to_meta(setup: Setup) -> None:

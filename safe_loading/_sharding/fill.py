@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,11 +12,10 @@ from safe_loading._distributed.exchange import Ranks
 from safe_loading._report import Finding
 from safe_loading._sharding.facts import Held
 from safe_loading._sharding.names import canonical
+from safe_loading._sharding.part import Part
 from safe_loading._sharding.scatter import Stretch, Wait, broadcast, scatter
 from safe_loading._sharding.setup import Setup
 from safe_loading.errors import CheckpointError
-
-Local = Mapping[str, torch.Tensor]
 
 
 @dataclasses.dataclass
@@ -87,15 +86,7 @@ def missing(held: Sequence[Held], given: Given, on_disk: Set[str], setup: Setup)
         )
 
 
-def deliver(
-    setup: Setup,
-    mesh: DeviceMesh,
-    given: Given,
-    owned: Callable[[int], Sequence[Stretch]],
-    local: Local,
-    whole: Local,
-    wait: Wait,
-) -> int:
+def deliver(setup: Setup, mesh: DeviceMesh, given: Given, part: Part, wait: Wait) -> int:
     """Move what the root gives to the ranks that own it, and return the bytes that this rank sent.
 
     Within the root's shard group each rank is sent its own part; then, with several replicas, each of them hands its
@@ -105,9 +96,7 @@ def deliver(
         setup: What is done.
         mesh: The mesh.
         given: What the root gives.
-        owned: What a rank of the shard group owns, in the order of the parameters.
-        local: This rank's parts, by name.
-        whole: This rank's tensors that nobody splits, by name.
+        part: What each rank owns, and where this rank's part goes.
         wait: Waits for one collective.
     """
     names = given.names
@@ -117,7 +106,7 @@ def deliver(
     shard_group, device = mesh.get_group(mesh.ndim - 1), setup.device
     is_root = not any(coordinate)
     source = given.values.__getitem__ if is_root else None
-    parts = [[stretch for stretch in owned(rank) if stretch.name in names] for rank in range(setup.shards)]
+    parts = [[stretch for stretch in part.owned(rank) if stretch.name in names] for rank in range(setup.shards)]
     entire = [
         Stretch(held.name, 0, held.tensor.numel(), held.tensor.dtype)
         for held in (*setup.whole, *setup.buffers)
@@ -125,15 +114,15 @@ def deliver(
     ]
     sent = 0
     if len(coordinate) == 1 or coordinate[0] == 0:
-        sent += scatter(parts, source, local.__getitem__, shard_group, device, wait=wait)
-        sent += broadcast(entire, source, whole.__getitem__, shard_group, device, wait=wait)
+        sent += scatter(parts, source, part.local.__getitem__, shard_group, device, wait=wait)
+        sent += broadcast(entire, source, part.whole.__getitem__, shard_group, device, wait=wait)
     if len(coordinate) == 2:
         copies = mesh.get_group(0)
         first = coordinate[0] == 0
         mine = [
             Stretch(stretch.name, 0, stretch.stop - stretch.start, stretch.dtype) for stretch in parts[coordinate[1]]
         ]
-        for stretches, tensors in ((mine, local), (entire, whole)):
+        for stretches, tensors in ((mine, part.local), (entire, part.whole)):
             read = tensors.__getitem__ if first else None
             sent += broadcast(stretches, read, tensors.__getitem__, copies, device, wait=wait)
     return sent

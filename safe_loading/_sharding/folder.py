@@ -20,9 +20,9 @@ from safe_loading._distributed.exchange import Ranks
 from safe_loading._layout.dtypes import DTYPES
 from safe_loading._report import Finding
 from safe_loading._sharding.names import canonical
-from safe_loading._sharding.reading import ReadReport, differing, read_targets
+from safe_loading._sharding.part import Part
+from safe_loading._sharding.reading import differing, read_targets
 from safe_loading._sharding.regions import Flat, whole
-from safe_loading._sharding.scatter import Stretch
 from safe_loading._sharding.setup import Setup
 from safe_loading._sharding.source import Source, disk_tensors, open_source
 from safe_loading._sharding.targets import Target
@@ -72,50 +72,32 @@ class Folder:
                 sides,
             )
 
-    def read(
-        self,
-        setup: Setup,
-        owned: Sequence[Stretch],
-        local: Mapping[str, torch.Tensor],
-        entire: Mapping[str, torch.Tensor],
-    ) -> ReadReport | None:
-        """Read this rank's parts into its shards, and whole what nobody splits.
+    def read(self, setup: Setup, part: Part) -> int:
+        """Read this rank's part into its memory; return the bytes that were read.
 
         Raises:
             CheckpointError: A file changed meanwhile, or cannot be read.
         """
         if self.source is None:
-            return None
-        report = read_targets(self.source, None, self._targets(setup, owned, local, entire))
+            return 0
+        report = read_targets(self.source, None, self._targets(setup, part))
         require_unchanged(self.source.checkpoint)
-        return report
+        return report.bytes_read
 
-    def differing(
-        self,
-        setup: Setup,
-        owned: Sequence[Stretch],
-        local: Mapping[str, torch.Tensor],
-        entire: Mapping[str, torch.Tensor],
-    ) -> list[str]:
+    def differing(self, setup: Setup, part: Part) -> list[str]:
         """Return the tensors of which this rank does not hold what the folder does, by a second read."""
-        return [] if self.source is None else differing(self.source, self._targets(setup, owned, local, entire))
+        return [] if self.source is None else differing(self.source, self._targets(setup, part))
 
-    def _targets(
-        self,
-        setup: Setup,
-        owned: Sequence[Stretch],
-        local: Mapping[str, torch.Tensor],
-        entire: Mapping[str, torch.Tensor],
-    ) -> list[Target]:
+    def _targets(self, setup: Setup, part: Part) -> list[Target]:
         held = {each.name: each.tensor for each in setup.everything()}
         targets = [
-            self._target(held[each.name], each.name, Flat(each.start, each.stop), local[each.name])
-            for each in owned
+            self._target(held[each.name], each.name, Flat(each.start, each.stop), part.local[each.name])
+            for each in part.mine
             if each.name in self.disk_name
         ]
         targets += [
             self._target(held[name], name, whole(held[name].shape), tensor)
-            for name, tensor in entire.items()
+            for name, tensor in part.whole.items()
             if name in self.disk_name
         ]
         return targets

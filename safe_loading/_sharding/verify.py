@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,36 +12,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from safe_loading._distributed.exchange import Ranks
 from safe_loading._sharding.fill import Given, root_of
 from safe_loading._sharding.folder import Folder
+from safe_loading._sharding.part import Part
 from safe_loading._sharding.scatter import Stretch, pieces
 from safe_loading._sharding.setup import Setup
 from safe_loading.errors import CheckpointError, RankError
 
-Local = Mapping[str, torch.Tensor]
 
-
-def check_read(setup: Setup, folder: Folder, owned: Sequence[Stretch], local: Local, whole: Local) -> None:
+def check_read(setup: Setup, folder: Folder, part: Part) -> None:
     """Read what this rank has of the folder once more, through a small buffer, and compare it bit by bit.
 
     Raises:
         CheckpointError: Tensors that are not what the folder holds.
     """
     # a target is called by its name in the checkpoint's class
-    wrong = [
-        f"{name}: the shard of this rank differs from the checkpoint"
-        for name in folder.differing(setup, owned, local, whole)
-    ]
+    wrong = [f"{name}: the shard of this rank differs from the checkpoint" for name in folder.differing(setup, part)]
     if wrong:
         raise CheckpointError("What was read is not what the checkpoint holds; it changed, or memory is bad:", wrong)
 
 
-def check_sent(
-    setup: Setup,
-    ranks: Ranks,
-    mesh: DeviceMesh,
-    given: Given,
-    owned: Callable[[int], Sequence[Stretch]],
-    local: Local,
-) -> None:
+def check_sent(setup: Setup, ranks: Ranks, mesh: DeviceMesh, given: Given, part: Part) -> None:
     """Compare the hash of each rank's part with the hash that the root makes of its source.
 
     Raises:
@@ -49,16 +38,15 @@ def check_sent(
     """
     if not given.names:
         return
-    at = int((mesh.get_coordinate() or [0])[-1])
     with ranks.together("hash the shards", timeout=setup.timeout) as phase:
-        mine = [each for each in owned(at) if each.name in given.names]
+        mine = [each for each in part.mine if each.name in given.names]
         held = [Stretch(each.name, 0, each.stop - each.start, each.dtype) for each in mine]
         sources = []
         if ranks.rank == root_of(mesh):
             for rank in range(setup.shards):
-                parts = [each for each in owned(rank) if each.name in given.names]
+                parts = [each for each in part.owned(rank) if each.name in given.names]
                 sources.append(_hash(parts, given.values.__getitem__))
-        phase.payload = {"at": at, "held": _hash(held, local.__getitem__), "sources": sources}
+        phase.payload = {"at": part.at, "held": _hash(held, part.local.__getitem__), "sources": sources}
     wanted = phase.results[ranks.index(root_of(mesh))]["sources"]
     wrong = [
         f"rank {rank}"
