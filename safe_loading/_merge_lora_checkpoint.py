@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -173,31 +172,8 @@ def _write_weights(
         else:
             facts[plan.name] = facts_of(held)
     shown = _progress.wanted(0) if progress is None else progress
-    with _Bar(sum(plan.nbytes for plan in left), shown) as bar:
+    with _progress.Bar("merging", sum(plan.nbytes for plan in left), shown=shown) as bar:
         stream(
             left, Work(stage, device, threads, verify, lambda plan, own: facts.update({plan.name: own}), bar.advance)
         )
     return facts, left
-
-
-class _Bar:
-    """Context manager: a bar of bytes, moved from any thread."""
-
-    def __init__(self, total: int, shown: bool) -> None:
-        from tqdm import tqdm  # type: ignore[import-untyped]  # no stubs
-
-        self._bar: Any = tqdm(total=total, unit="B", unit_scale=True, desc="merging", disable=not shown)
-        self._guard = threading.Lock()
-
-    def __enter__(self) -> _Bar:
-        """Return itself."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Close the bar."""
-        self._bar.close()
-
-    def advance(self, count: int) -> None:
-        """Add a number of bytes."""
-        with self._guard:
-            self._bar.update(count)

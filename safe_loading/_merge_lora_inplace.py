@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
-from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no py.typed
 
 from . import _progress
 from ._log import logger
@@ -222,8 +221,9 @@ def _carry_out(tuner: Any, plan: Plan, store: Offloaded, *, scratch_bytes: int, 
     """Write, mark and unload, one group after the other; free what a group held."""
     places = parents_of(tuner.model) if unload else {}
     groups, total = plan.groups, len(plan.groups)
-    with apply.interrupts_wait() as came:
-        for _ in tqdm(range(total), desc="Merging", disable=not shown):
+    bar = _progress.Bar("merging", total, unit=" layers", shown=shown)
+    with bar, apply.interrupts_wait() as came:
+        for _ in range(total):
             if came:
                 break
             for job in groups[0]:
@@ -235,6 +235,7 @@ def _carry_out(tuner: Any, plan: Plan, store: Offloaded, *, scratch_bytes: int, 
             for job in groups.pop(0):
                 if unload and job.road != "dequantised":
                     apply.unload(job, tuner, places)
+            bar.advance()
     if came:
         left = [job.path for group in groups for job in group]
         raise KeyboardInterrupt(

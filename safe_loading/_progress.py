@@ -1,11 +1,13 @@
-"""The engines' progress bars: on local rank 0 of a terminal only."""
+"""Progress bars, the engines' and ours: on local rank 0 of a terminal only."""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _TRUE = frozenset({"1", "ON", "YES", "TRUE"})
 
@@ -14,6 +16,37 @@ def wanted(local_rank: int) -> bool:
     """Return whether a bar may be shown: local rank 0, a terminal, HF_HUB_DISABLE_PROGRESS_BARS not set."""
     refused = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in _TRUE
     return local_rank == 0 and not refused and sys.stderr is not None and sys.stderr.isatty()
+
+
+class Bar:
+    """Context manager: a bar that any thread may move.
+
+    Args:
+        what: What is going on.
+        total: How much there is to do, in ``unit``; None where nobody knows.
+        unit: Of what. Bytes are written as kB, MB, ...
+        after: Shown only when it takes longer than this, in seconds.
+        shown: Whether it is shown at all.
+    """
+
+    def __init__(self, what: str, total: int | None, *, unit: str = "B", after: float = 0.0, shown: bool) -> None:
+        from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no py.typed
+
+        self._bar: Any = tqdm(desc=what, total=total, unit=unit, unit_scale=unit == "B", delay=after, disable=not shown)
+        self._guard = threading.Lock()
+
+    def __enter__(self) -> Bar:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the bar."""
+        self._bar.close()
+
+    def advance(self, count: int = 1) -> None:
+        """Add to what is done."""
+        with self._guard:
+            self._bar.update(count)
 
 
 @contextmanager

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import re
 import sys
 
 import huggingface_hub.utils as hub
 import pytest
+from models import SIZES
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as engine
 
-from safe_loading import _progress
+from safe_loading import Workload, _progress
+from safe_loading._tracing.trace import trace_step
 
 
 class Terminal:
@@ -57,3 +61,38 @@ def test_the_engines_bars_are_off_inside_and_as_before_after(before: bool) -> No
     finally:
         (engine.enable_progress_bar if was[0] else engine.disable_progress_bar)()
         (hub.disable_progress_bars if was[1] else hub.enable_progress_bars)()
+
+
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Pretend to be in a terminal; return what is written to it."""
+    terminal, written = Terminal(tty=True), []
+    monkeypatch.setattr(terminal, "write", lambda text: written.append(text) or len(text))
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    return written
+
+
+def test_a_bar_says_what_is_done_and_how_much_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = shown(monkeypatch)
+    with _progress.Bar("merging", 3_000_000, shown=True) as bar:
+        bar.advance(1_500_000)
+    assert "merging:  50%" in written[-2]
+    assert "1.50M/3.00M" in "".join(written)
+    written.clear()
+    with _progress.Bar("merging", 3, shown=False) as bar:
+        bar.advance()
+    assert written == []
+
+
+def test_a_long_trace_counts_the_modules_that_run_and_a_short_one_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, workload = LlamaForCausalLM(LlamaConfig(**SIZES)), Workload.generate(1, 8)
+    modules = len([*model.modules()])
+    written = shown(monkeypatch)
+    trace_step(model, workload)
+    assert written == []
+    bar = _progress.Bar
+    monkeypatch.setattr(_progress, "Bar", lambda *given, **more: bar(*given, **{**more, "after": 0.0}))
+    trace_step(model, workload)
+    counted = int(re.findall(r"tracing: (\d+) modules", "".join(written))[-1])
+    assert modules <= counted <= 3 * modules
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -15,7 +15,9 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from safe_loading import _progress
 from safe_loading._adapter.snapshot import Snapshot
+from safe_loading._distributed.launcher import local_rank
 from safe_loading._tracing import step
 from safe_loading._tracing.attach import attached
 from safe_loading._tracing.functions import Functions
@@ -100,9 +102,9 @@ def _run(
         model.train(workload.kind == "train")
         if workload.gradient_checkpointing:
             _checkpoint(model)
-        install(model, where, ledger, lambda at: setattr(watch, "boundary", at))
         made = Inputs(model, watch.values, device_of(where.main), given)
-        with watch:
+        install(model, where, ledger, lambda at: setattr(watch, "boundary", at))
+        with _bar(model), watch:
             if workload.kind == "train":
                 step.train(model, workload, made, ledger, list(twins.trainable()))
                 cache = None
@@ -110,6 +112,15 @@ def _run(
                 cache = step.generate(model, workload, made, ledger)
         ledger.close()
         del cache  # it outlives the step
+
+
+def _bar(model: torch.nn.Module) -> _progress.Bar:
+    """Return a bar that counts the modules as they run, for a trace of more than a second."""
+    shown = _progress.wanted(local_rank())
+    bar = _progress.Bar("tracing", None, unit=" modules", after=1.0, shown=shown)
+    for module in model.modules() if shown else ():
+        module.register_forward_pre_hook(lambda *_: bar.advance())
+    return bar
 
 
 def _checkpoint(model: torch.nn.Module) -> None:
