@@ -1,0 +1,140 @@
+"""``merge_lora_checkpoint`` with a fault at each call that changes a file; run with the library of `system_calls`.
+
+It prints JSON: for each kind of target the number of calls, how many files second calls found whole, and what went
+wrong, which is nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from faults.system_calls import FAULTS, Calls, Ended, Fault, in_child
+from safe_loading import merge_lora_checkpoint
+
+TARGETS = {
+    # what is there before, and whether two folders can be exchanged in one step
+    "new": (False, True),
+    "replaced": (True, True),
+    "replaced in two steps": (True, False),
+}
+Files = dict[str, bytes]
+
+
+def files(folder: Path) -> Files | None:
+    """Return what a folder holds; None where there is none."""
+    if not folder.exists():
+        return None
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class Sweep:
+    """Merges one pair again and again, each time to a place of its own.
+
+    Args:
+        root: Holds ``base``, ``adapter`` and ``old``, the merge of another adapter: what is replaced.
+        target: A key of `TARGETS`.
+    """
+
+    def __init__(self, root: Path, target: str) -> None:
+        self.root, self.target = root, target
+        self.replaces, self.exchange = TARGETS[target]
+        self.old = files(root / "old") if self.replaces else None
+        place = self.place("counted")
+        calls = Calls(place)
+        calls.arm(exchange=self.exchange)
+        self.merge(place)
+        self.names = calls.names()
+        calls.arm()
+        self.new = files(place / "out")
+        self.resumed = 0
+        self.problems: list[Any] = []
+
+    def place(self, name: str) -> Path:
+        """Make a folder with what is there before."""
+        place = self.root / self.target / name
+        place.mkdir(parents=True)
+        if self.replaces:
+            shutil.copytree(self.root / "old", place / "out")
+        return place
+
+    def merge(self, place: Path) -> int:
+        """Merge, and return how many files an earlier call had left."""
+        report = merge_lora_checkpoint(
+            self.root / "base", self.root / "adapter", place / "out", threads=1, overwrite=True
+        )
+        return len(report.resumed)
+
+    def faulted(self, place: Path, at: int, fault: Fault) -> Ended:
+        """Merge in a forked process, with a fault; return how that ended, its value being the calls."""
+
+        def work() -> list[str]:
+            calls = Calls(place)
+            calls.arm(at, fault, exchange=self.exchange)
+            self.merge(place)
+            return calls.names()
+
+        return in_child(work)
+
+    def run(self, at: int, kind: str, again: int | None) -> None:
+        """One fault, or two, and a call that completes the work."""
+        place = self.place(f"{at} {kind}")
+        for number, turn in ((at, kind), *([] if again is None else [(again, f"{kind}, after {at}")])):
+            before = files(place / "out")
+            self.check(place, before, self.faulted(place, number, FAULTS[kind]), number, turn)
+        self.resumed += self.merge(place)
+        if files(place / "out") != self.new:
+            self.problems.append((at, kind, "not the result"))
+        if [path.name for path in place.iterdir()] != ["out"]:
+            self.problems.append((at, kind, "left behind", [path.name for path in place.iterdir()]))
+        shutil.rmtree(place)
+
+    def check(self, place: Path, before: Files | None, ended: Ended, at: int, kind: str) -> None:
+        """What is there is the old or the new, whole, and what was said about it is true."""
+        now, staged = files(place / "out"), place / ".out.staged"
+        is_old, is_new = now == self.old, now == self.new
+        if not self.exchange and now is None:
+            is_old = files(staged / "before") == self.old  # the moment between two renames
+
+        def wrong(*what: object) -> None:
+            self.problems.append((at, kind, *what, ended.text[-1500:]))
+
+        if not is_old and not is_new:
+            wrong("neither the old nor the new", sorted(now or ()))
+        if ended.status == -9:
+            return
+        if ended.value is not None:
+            if not is_new:
+                wrong("it returned, and the new is not there")
+            if kind.startswith("killed") and len(ended.value) >= at:
+                wrong("not killed")
+            return
+        if "OutputError" not in ended.error or ended.code not in (fault.code for fault in FAULTS.values()):
+            wrong("another error", ended.error[:1], ended.code)
+        elif now != (self.new if "is whole" in ended.text else before) and self.exchange:
+            wrong("what it says is there is not")
+        if not kind.startswith("disk gone") and not is_new and staged.exists():
+            wrong("left its stage", [str(path) for path in staged.rglob("*")])
+
+
+def main(root: Path, sample: int, seed: int) -> None:
+    """Sweep all targets and faults: at every call, or with `sample`, at so many for each."""
+    found = {}
+    for target in TARGETS:
+        sweep, dice = Sweep(root, target), random.Random(f"{seed} {target}")
+        every = range(1, len(sweep.names) + 1)
+        for kind in FAULTS:
+            # The last calls are the commit and what is tidied up after it.
+            chosen = every if not sample else {*dice.sample(every, sample - 1), dice.choice(every[-20:])}
+            for at in sorted(chosen):
+                sweep.run(at, kind, dice.choice(every) if dice.random() < 0.3 else None)
+        found[target] = {"calls": sweep.names, "resumed": sweep.resumed, "problems": sweep.problems}
+    print(json.dumps(found))  # noqa: T201 - read by the test
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
