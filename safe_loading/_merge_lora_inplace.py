@@ -12,6 +12,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 
 from . import _progress
+from ._layout.ends import ends_of
 from ._log import logger
 from ._lora import apply
 from ._lora.by_peft import merge_all_by_peft
@@ -265,11 +266,7 @@ def _unloaded(tuner: Any) -> tuple[torch.nn.Module, list[Finding]]:
     config = getattr(base, "config", None)
     if not getattr(config, "tie_word_embeddings", False):
         return base, []
-    try:
-        head, embedding = base.get_output_embeddings(), base.get_input_embeddings()  # type: ignore[operator]  # a model
-    except (NotImplementedError, AttributeError):
-        return base, []
-    one, other = getattr(head, "weight", None), getattr(embedding, "weight", None)
+    one, other = ends_of(base).weights
     if one is None or other is None or one.data_ptr() == other.data_ptr():
         return base, []
     config.tie_word_embeddings = False  # type: ignore[union-attr]  # not None, it has the attribute

@@ -21,6 +21,7 @@ from safe_loading._adapter.match import Match, match
 from safe_loading._adapter.slots import Routed, Slot, held, new_slots, route
 from safe_loading._adapter.snapshot import Snapshot
 from safe_loading._checkpoint.weights import ADAPTER_CONFIG
+from safe_loading._layout.ends import ends_of
 from safe_loading._report import Finding
 from safe_loading.errors import AdapterError, ArgumentError
 
@@ -239,16 +240,7 @@ def _base(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _embeddings(base: torch.nn.Module) -> list[torch.Tensor]:
-    found = []
-    for get in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            module = getattr(base, get, lambda: None)()
-        except (NotImplementedError, AttributeError):  # transformers raises where a model has none (CLIP, Wav2Vec2)
-            continue
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, torch.Tensor):
-            found.append(weight)
-    return found
+    return [weight for weight in ends_of(base).weights if weight is not None]
 
 
 def _copy(config: PeftConfig) -> PeftConfig:

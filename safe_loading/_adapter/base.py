@@ -17,6 +17,7 @@ from safe_loading._adapter.facts import AdapterFacts
 from safe_loading._checkpoint.faults import listed
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._layout.config import CONFIG, read_config
+from safe_loading._layout.ends import ends_of
 from safe_loading._layout.fit import misfits
 from safe_loading._layout.layout import Layout, read_layout
 from safe_loading._report import Finding
@@ -240,13 +241,8 @@ def untied_findings(model: torch.nn.Module, source: str) -> list[Finding]:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not getattr(text, "tie_word_embeddings", False):
         return []
-    try:
-        module: Any = model
-        ends = [module.get_input_embeddings(), module.get_output_embeddings()]
-    except (NotImplementedError, AttributeError):  # a model without one
-        return []
-    weights = [getattr(end, "weight", None) for end in ends]
-    if any(weight is None for weight in weights) or weights[0] is weights[1]:
+    embedding, head = ends_of(model).weights
+    if embedding is None or head is None or embedding is head:
         return []
     return [
         Finding(

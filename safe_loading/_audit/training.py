@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from safe_loading._audit.subject import Subject, size_of
+from safe_loading._layout.ends import ends_of
 from safe_loading._report import Finding, format_bytes
 from safe_loading._transparent.heads import missing_heads
 
@@ -103,7 +104,7 @@ def check_head(subject: Subject) -> Iterator[Finding]:
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    head: Any = subject.base.get_output_embeddings()
+    head: Any = ends_of(subject.base).head
     layer: Any = head
     if not isinstance(head, BaseTunerLayer):
         return

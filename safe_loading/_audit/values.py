@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from safe_loading._audit.subject import Subject, size_of
+from safe_loading._layout.ends import ends_of
 from safe_loading._report import Finding, format_bytes
 
 
@@ -30,7 +31,7 @@ def check_quantised(subject: Subject) -> Iterator[Finding]:
         return
     kinds = Counter(type(module).__name__ for module in subject.base.modules())
     packed = sum(count for kind, count in kinds.items() if kind in ("Linear4bit", "Linear8bitLt", "QuantLinear"))
-    head = subject.base.get_output_embeddings()
+    head = ends_of(subject.base).head
     plain = {
         name: module.weight
         for name, module in subject.base.named_modules()
@@ -85,10 +86,9 @@ def check_ties(subject: Subject) -> Iterator[Finding]:
     if subject.base is None:
         return
     config = subject.base.config.get_text_config()
-    source, target = subject.base.get_input_embeddings(), subject.base.get_output_embeddings()
-    if not getattr(config, "tie_word_embeddings", False) or source is None or target is None:
+    first, second = ends_of(subject.base).weights
+    if not getattr(config, "tie_word_embeddings", False):
         return
-    first, second = (getattr(getattr(m, "base_layer", m), "weight", None) for m in (source, target))
     if first is None or second is None or first.shape != second.shape:
         return
     if first is not second and first.untyped_storage()._cdata != second.untyped_storage()._cdata:

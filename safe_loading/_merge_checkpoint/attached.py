@@ -16,6 +16,7 @@ from safe_loading._adapter import config as configs
 from safe_loading._adapter.attach import Adapter, attach, prepare
 from safe_loading._adapter.names import PREFIX, canonical_key
 from safe_loading._adapter.snapshot import Snapshot
+from safe_loading._layout.ends import ends_of
 from safe_loading._layout.layout import Layout, read_layout
 from safe_loading._merge_checkpoint import outcome
 from safe_loading._merge_checkpoint.changes import FLOATS, NAMES, Changes
@@ -96,10 +97,8 @@ def _skeleton(sources: Sources, chosen: Any, adapters: Sequence[Adapter]) -> tup
 def _vocabulary(model: Any, adapters: Sequence[Adapter]) -> int | None:
     """Return the rows of the adapters' embeddings when they are not the base's."""
     names = names_of(model)
-    for get in (model.get_input_embeddings, model.get_output_embeddings):
-        try:
-            weight = get().weight
-        except (NotImplementedError, AttributeError):  # a model without one
+    for weight in ends_of(model).weights:
+        if weight is None:
             continue
         for name in names.get(id(weight), ()):
             for shape in _shapes_of(name, adapters):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from safe_loading._layout.ends import ends_of
 from safe_loading._sharding.names import WRAPPERS, canonical, walk
 from safe_loading.errors import ArgumentError
 
@@ -223,12 +224,9 @@ def _norm_and_head(
     model: nn.Module, modules: Mapping[str, nn.Module], groups: Sequence[tuple[str, ...]], places: Places
 ) -> tuple[str, ...] | None:
     """Return the last norm and the head, whose weight a fused loss reads after the norm has run; None for the root."""
-    try:
-        head = model.get_output_embeddings()  # type: ignore[operator]  # a PreTrainedModel; anything else raises
-    except (AttributeError, NotImplementedError, TypeError):
-        return None
+    head = ends_of(model).head
     names = {module: name for name, module in modules.items()}
-    if not isinstance(head, nn.Module) or head not in names or not can_run(head):
+    if head is None or head not in names or not can_run(head):
         return None
     of = {name: group for group in groups for name in group}
     for parameter in head.parameters():

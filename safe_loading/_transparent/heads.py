@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from safe_loading._adapter import values
 from safe_loading._adapter.facts import read_adapter
 from safe_loading._checkpoint.hub import Resolved
+from safe_loading._layout.ends import ends_of
 from safe_loading.errors import AdapterError
 
 HEADS = "_attached_heads"  # in the __dict__ of a base: the names of its heads
@@ -34,11 +35,7 @@ def base_and_path(model: nn.Module) -> tuple[nn.Module, str]:
 
 def place_for(base: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Return the device and the dtype in which the last hidden states of a model come: those of its output layer."""
-    get: Any = getattr(base, "get_output_embeddings", lambda: None)
-    try:
-        layer: Any = get()
-    except (NotImplementedError, AttributeError):  # transformers raises where a model has none
-        layer = None
+    layer: Any = ends_of(base).head
     layer = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
     weights = [*(layer.parameters() if isinstance(layer, nn.Module) else ()), *reversed([*base.parameters()])]
     if not weights:
