@@ -13,13 +13,14 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # A float32 may be a middle when these bits of it, which the target does not have, say so. A middle between two
 # bfloat16 has the highest of them alone. One between two float16 has none of the lowest 12, the subnormal ones too;
-# others have none either, but those do no harm: a step of one float32 leads them over no middle.
+# others have none either, but those do no harm: they are rounded once more, to the same number.
 _LOW = {torch.bfloat16: 0xFFFF, torch.float16: 0xFFF}
 _MIDDLE = {torch.bfloat16: 0x8000, torch.float16: 0}
 # Elements that are looked at together: about one chunk of a hundred holds a middle by chance.
 _CHUNKS = {torch.bfloat16: 512, torch.float16: 64}
-_NONE: _Array = np.empty(0, np.int64)
 _BFLOAT16_MIDDLE = -(1 << 15)  # 0x8000 as an int16
+# The lowest bits of a float64: all but those of the target and two more.
+_DROPPED = {torch.bfloat16: (1 << 43) - 1, torch.float16: (1 << 40) - 1}
 
 
 class Rounder:
@@ -27,7 +28,7 @@ class Rounder:
 
     torch converts float64 to bfloat16 and float16 by way of float32, which rounds twice. That is wrong only where
     the float32 lies in the middle between two numbers of the target and the float64 does not. So the float32 are
-    searched for such middles; they are few, and each is moved by one step to the side on which its float64 lies.
+    searched for such middles; they are few, and are made anew from their float64, so that no middle comes about.
 
     Args:
         dtype: The dtype of the weight.
@@ -37,10 +38,10 @@ class Rounder:
 
     def __init__(self, dtype: torch.dtype, size: int, device: torch.device) -> None:
         self._dtype = dtype
-        narrow = dtype not in (torch.float64, torch.float32)
-        self._single = torch.empty(size if narrow else 0, dtype=torch.float32, device=device)
+        self._narrow = dtype not in (torch.float64, torch.float32)
+        self._single = torch.empty(size if self._narrow else 0, dtype=torch.float32, device=device)
         self._low = torch.empty(size if dtype == torch.float16 else 0, dtype=torch.int32, device=device)
-        self._frames: dict[int, _Frame] = {}
+        self._frames: dict[torch.Size, _Frame] = {}
 
     @staticmethod
     def bytes_per_element(dtype: torch.dtype) -> int:
@@ -55,90 +56,94 @@ class Rounder:
     def load(self, block: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Copy a block of the weight to float64, exactly, and return it."""
         if self._dtype == torch.float16:  # torch converts float16 to float64 one by one, but to float32 in vectors
-            block = self._frame(values).flat.view(values.shape).copy_(block)
+            block = self._frame(values.shape).single.copy_(block)
         return values.copy_(block)
 
     def store(self, values: torch.Tensor, block: torch.Tensor) -> None:
         """Write contiguous float64 ``values`` into ``block``, which may have any strides."""
-        if self._single.numel() == 0:
+        if not self._narrow:
             block.copy_(values)
             return
-        frame = self._frame(values)
-        single = frame.flat.view(values.shape).copy_(values)
-        if frame.on_cpu:
-            frame.mend(values)
-        else:
-            _mend_on_device(self._dtype, single, values)
-        block.copy_(single)
+        frame = self._frame(values.shape)
+        frame.single.copy_(values)
+        frame.mend(values)
+        block.copy_(frame.single)
 
-    def _frame(self, values: torch.Tensor) -> _Frame:
-        count = values.numel()
-        if count not in self._frames:
-            self._frames[count] = _Frame(self._dtype, self._single[:count], self._low)
-        return self._frames[count]
+    def _frame(self, shape: torch.Size) -> _Frame:
+        frame = self._frames.get(shape)
+        if frame is None:
+            frame = self._frames[shape] = _Frame(self._dtype, self._single[: shape.numel()].view(shape), self._low)
+        return frame
 
 
 class _Frame:
-    """The float32 of blocks of one size, and views of them.
+    """The float32 of blocks of one shape, and views of them.
 
     To make a view costs as much as a pass over thousands of elements, and so does each operator of torch on a handful
     of them; numpy's cost a tenth.
+
+    Attributes:
+        single: The float32.
     """
 
-    def __init__(self, dtype: torch.dtype, flat: torch.Tensor, low: torch.Tensor) -> None:
-        self.flat, self.on_cpu = flat, flat.device.type == "cpu"
-        if not self.on_cpu:
+    def __init__(self, dtype: torch.dtype, single: torch.Tensor, low: torch.Tensor) -> None:
+        self.single, self._dtype = single, dtype
+        flat = single.view(-1)
+        if single.device.type != "cpu":
             return
         chunk = _CHUNKS[dtype]
-        whole = flat.numel() // chunk * chunk
+        self._whole = whole = flat.numel() // chunk * chunk
         chunks = flat.view(torch.int32)[:whole].view(-1, chunk)
-        self._dtype, self._chunk, self._whole = dtype, chunk, whole
         self._chunks = chunks.view(torch.int16) if dtype == torch.bfloat16 else chunks
         self._low = low[:whole].view(-1, chunk)
         self._least = torch.empty(len(chunks), dtype=self._chunks.dtype)
-        self._least_array = self._least.numpy()
-        self._single: _Array = flat.numpy()
-        self._bits: _Array = self._single.view(np.int32)
-        self._rows = self._bits[:whole].reshape(-1, chunk)
+        self._least_array: _Array = self._least.numpy()
+        self._rows: _Array = flat[:whole].view(-1, chunk).numpy()
+        self._rest: _Array = flat[whole:].numpy()
+        self._exact: torch.Tensor | None = None
 
     def mend(self, values: torch.Tensor) -> None:
-        """Move the float32 that lie in a middle, and whose float64 do not, by one step towards those."""
-        at = self._middles()
-        if not len(at):
+        """Make the float32 that may lie in a middle anew, so that they do not, unless their float64 does."""
+        if self.single.device.type != "cpu":
+            self._mend_on_device(values)
             return
-        exact, size = np.abs(values.view(-1).numpy()[at]), np.abs(self._single[at])
-        # The bits of a float32 grow with its size, whatever the sign.
-        self._bits[at] += (exact > size).astype(np.int32) - (exact < size)
-
-    def _middles(self) -> _Array:
-        """Return where a float32 may lie in the middle between two numbers of the target, as flat positions."""
-        dtype, chunk, whole = self._dtype, self._chunk, self._whole
-        found = _NONE if whole == len(self._bits) else self._within(self._bits[whole:])[0] + whole
-        if not whole:
-            return found
-        if dtype == torch.bfloat16:
+        if values is not self._exact:
+            flat, self._exact = values.view(-1).numpy().view(np.int64), values
+            self._exact_rows, self._exact_rest = flat[: self._whole].reshape(self._rows.shape), flat[self._whole :]
+        if len(self._rest):
+            _make_anew(self._rest, slice(None), self._exact_rest, self._dtype)
+        if not self._whole:
+            return
+        if self._dtype == torch.bfloat16:
             # One reduction without a temporary. The high halves are looked at too: -0.0 is found without need.
             torch.amin(self._chunks, 1, out=self._least)
-            chunks = np.flatnonzero(self._least_array == _BFLOAT16_MIDDLE)
+            at = (self._least_array == _BFLOAT16_MIDDLE).nonzero()[0]
         else:
-            torch.bitwise_and(self._chunks, _LOW[dtype], out=self._low)
+            torch.bitwise_and(self._chunks, _LOW[self._dtype], out=self._low)
             torch.amin(self._low, 1, out=self._least)
-            chunks = np.flatnonzero(self._least_array == 0)
-        if not len(chunks):
-            return found
-        row, column = self._within(self._rows[chunks])
-        return np.concatenate([chunks[row] * chunk + column, found])
+            at = (self._least_array == 0).nonzero()[0]
+        if len(at):
+            _make_anew(self._rows, at, self._exact_rows.take(at, 0), self._dtype)
 
-    def _within(self, bits: _Array) -> tuple[_Array, ...]:
-        return np.nonzero((bits & _LOW[self._dtype]) == _MIDDLE[self._dtype])
+    def _mend_on_device(self, values: torch.Tensor) -> None:
+        """Do the same where numpy does not reach."""
+        middle = (self.single.view(torch.int32) & _LOW[self._dtype]) == _MIDDLE[self._dtype]
+        at = middle.nonzero(as_tuple=True)
+        self.single[at] = _to_odd(values[at].view(torch.int64), _DROPPED[self._dtype]).view(torch.float64).float()
 
 
-def _mend_on_device(dtype: torch.dtype, single: torch.Tensor, values: torch.Tensor) -> None:
-    """Do the same as :meth:`_Frame.mend` where numpy does not reach."""
-    bits = single.view(torch.int32)
-    at = ((bits & _LOW[dtype]) == _MIDDLE[dtype]).nonzero(as_tuple=True)
-    exact, size = values[at].abs_(), single[at].abs_()
-    bits[at] += (exact > size).int() - (exact < size).int()
+def _make_anew(single: _Array, at: _Array | slice, bits: _Array, dtype: torch.dtype) -> None:
+    with np.errstate(over="ignore"):  # infinity is what a number beyond the dtype's largest becomes
+        single[at] = _to_odd(bits, _DROPPED[dtype]).view(np.float64)
+
+
+def _to_odd(bits: Any, dropped: int) -> Any:
+    """Return the bits of float64 without the lowest, which are folded into the last one kept.
+
+    What is rounded afterwards to a dtype with two bits less is rounded as the whole number would be. Works alike for
+    arrays of numpy and tensors, int64.
+    """
+    return (bits | ((bits & dropped) + dropped)) & ~dropped
 
 
 def round_into(values: torch.Tensor, out: torch.Tensor) -> None:

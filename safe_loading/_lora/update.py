@@ -225,7 +225,7 @@ class RowMerger:
                 factor = self._factor(index, own, first, lead, len(block))
                 self._add(values, index, first - lead)
                 values.mul_(factor)
-        return values[lead : lead + block.shape[0]]
+        return values if len(block) == len(values) else values[lead : lead + len(block)]
 
     def _factor(self, index: int, values: torch.Tensor, first: int, lead: int, count: int) -> torch.Tensor:
         """Return magnitude / norm, to be multiplied with the buffer."""
@@ -236,11 +236,11 @@ class RowMerger:
                     norm.sqrt_()
                 self._normed = True
             return magnitude / self.norms[index]
-        norms = torch.linalg.vector_norm(values, dim=1)
-        self.norms[index][first : first + count] = norms[lead : lead + count]
-        factor = torch.zeros_like(norms)
-        factor[lead : lead + count] = magnitude[first : first + count] / norms[lead : lead + count]
-        return factor.unsqueeze(1)
+        norms: torch.Tensor = torch.linalg.vector_norm(values, dim=1, keepdim=True)
+        inside, of_rows = norms[lead : lead + count], slice(first, first + count)
+        self.norms[index][of_rows] = inside[:, 0]
+        torch.div(magnitude[of_rows].unsqueeze(1), inside, out=inside)  # rows beyond are zero, and thrown away
+        return norms
 
 
 def merge_matrix(update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 4 * MiB) -> dict[int, torch.Tensor]:
