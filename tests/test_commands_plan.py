@@ -44,7 +44,18 @@ def test_json_is_the_plan(folder: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_training_counts_gradients(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", folder, "--max-memory", "0=4MB", "--train", "8", "--gradient-checkpointing", "--json"]
     assert command_line.main(words) == 0
-    assert DeviceMapPlan.from_json(capsys.readouterr().out).devices[0].gradients > 0
+    plan = DeviceMapPlan.from_json(capsys.readouterr().out)
+    assert plan.devices[0].gradients > 0
+    assert "batch_size=1, sequence_length=8" in plan.facts.workload
+
+
+@pytest.mark.parametrize("words", [["--train", "2x8"], ["--train", "8", "--batch", "2"]])
+def test_rows_are_told_with_the_tokens_or_apart(
+    folder: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line.main(["plan", folder, "--max-memory", "0=4MB", "--no-verify", "--json", *words]) == 0
+    plan = DeviceMapPlan.from_json(capsys.readouterr().out)
+    assert "batch_size=2, sequence_length=8" in plan.facts.workload
 
 
 def test_what_does_not_fit_leaves_with_3(folder: str) -> None:
@@ -69,6 +80,8 @@ def test_what_does_not_fit_leaves_with_3(folder: str) -> None:
         (["--max-memory", "0"], "is no limit"),
         (["--max-memory", "0=1GB", "0=2GB"], "is there twice"),
         (["--max-memory", "0=1GB", "--train", "8", "--context", "8"], "exclude each other"),
+        (["--max-memory", "0=1GB", "--train", "2x8", "--batch", "4"], "--train 2x8 has 2 rows, and --batch 4"),
+        (["--max-memory", "0=1GB", "--train", "x8"], "--train x8: say rows and tokens, as 4x1024"),
     ],
 )
 def test_what_cannot_be_read_is_told_on_stderr(

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from safe_loading._commands import INFEASIBLE, NOT_OK, OK, Answer
+from safe_loading._commands.training import add_training, training
 
 if TYPE_CHECKING:
     from safe_loading._commands import Commands
@@ -21,13 +22,14 @@ def add(commands: Commands) -> None:
     parser.add_argument("--max-memory", nargs="+", metavar="DEVICE=SIZE", help=limits)
     parser.add_argument("--batch", type=int, default=1, help="rows of a batch (1)")
     parser.add_argument("--context", type=int, help="tokens in the cache; without it only weights are counted")
-    parser.add_argument("--train", type=int, metavar="LENGTH", help="plan for training on rows of so many tokens")
-    parser.add_argument("--gradient-checkpointing", action="store_true", help="with --train")
-    parser.add_argument("--optimizer", default="adamw", help="with --train (adamw)")
-    parser.add_argument("--adapter", metavar="FOLDER", help="of the adapter that is trained or attached")
+    add_training(parser)
     parser.add_argument("--dtype", help="of the weights, as bfloat16; by default the checkpoint's")
-    parser.add_argument("--objective", choices=("balance", "fill"), default="balance")
-    parser.add_argument("--offload", choices=("never", "cpu", "disk"), default="never")
+    parser.add_argument(
+        "--objective", choices=("balance", "fill"), default="balance", help="even loads, or as few devices as will do"
+    )
+    parser.add_argument(
+        "--offload", choices=("never", "cpu", "disk"), default="never", help="where what does not fit may go"
+    )
     parser.add_argument("--overhead", metavar="SIZE", help="bytes to keep free on each accelerator")
     parser.add_argument("--no-verify", action="store_true", help="do not run the step on simulated devices")
     parser.add_argument("--trust-remote-code", action="store_true", help="the repository's own code may run")
@@ -89,13 +91,7 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     if arguments.train is not None and arguments.context is not None:
         raise ArgumentError("--train and --context exclude each other.")
     if arguments.train is not None:
-        return Workload.train(
-            arguments.batch,
-            arguments.train,
-            gradient_checkpointing=arguments.gradient_checkpointing,
-            optimizer=arguments.optimizer,
-            adapter=arguments.adapter,
-        )
+        return training(arguments, arguments.batch)
     if arguments.context is not None:
         return Workload.generate(arguments.batch, arguments.context, adapter=arguments.adapter)
     return Workload.weights_only()
