@@ -27,6 +27,7 @@ CHECKS: tuple[Check, ...] = (
     wrappers.check_wrapper,
     wrappers.check_prefix,
     wrappers.check_loss,
+    wrappers.check_unread_loss,
     training.check_trainable,
     training.check_outside,
     training.check_head,

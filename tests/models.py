@@ -34,6 +34,25 @@ def save_llama(
     return Path(folder)
 
 
+def tokenizer() -> Any:
+    """A tokenizer of the vocabulary of `save_llama`, whose words are ``w4`` to ``w100``."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **{f"w{number}": number for number in range(4, 101)}}
+    inner = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = Whitespace()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+
+
+def save_tokenizer(folder: str | os.PathLike[str]) -> None:
+    """Save `tokenizer` beside a model."""
+    tokenizer().save_pretrained(os.fspath(folder))
+
+
 def save_adapter(
     folder: str | os.PathLike[str],
     base: str | os.PathLike[str],

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from models import tokenizer
 from torch import nn
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from wrapping import Count, llama, peft_llama
 
-from safe_loading import wrap_transparent
+from safe_loading import Transparent, audit_model, unwrap_transparent, wrap_transparent
 
 STEPS = 2
 ROWS = [list(range(3, 3 + length)) for length in (5, 9, 14, 3, 11, 7, 12, 4, 6, 13, 8, 10, 5, 9, 3, 14)]
@@ -76,6 +79,7 @@ def trained(make: Callable[[Any, Path, Watch], Trainer], model: Any, folder: Pat
         "files": [str(path.relative_to(folder)) for path in files],
         "weights": weights.read_bytes(),
         "reference": getattr(trainer, "ref_model", None),
+        "fused": "forward" in vars(trainer.model.get_base_model()),
         "bytes": sum({p.untyped_storage().data_ptr(): p.nbytes for p in trainer.model.parameters()}.values()),
     }
 
@@ -85,17 +89,6 @@ def plain_trainer(model: Any, folder: Path, watch: Watch) -> Trainer:
     return Trainer(
         model, TrainingArguments(**options(folder)), train_dataset=rows, data_collator=collate, callbacks=[watch]
     )
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{number}": number for number in range(3, 101)}}
-    inner = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    inner.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
 def table(columns: dict[str, list[Any]]) -> Any:
@@ -121,15 +114,96 @@ def dpo_trainer(model: Any, folder: Path, watch: Watch) -> Trainer:
     return trl.DPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer(), callbacks=[watch])
 
 
+class Loss(Transparent):
+    """Doubles the loss, which changes no digit of the gradients."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().__call__(*args, **kwargs)
+        out.loss = 2 * out.loss
+        return out
+
+
+class LogProbs(Transparent):
+    """Doubles what trl's fused head returns for each token."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().__call__(*args, **kwargs)
+        out.log_probs = 2 * out.log_probs
+        return out
+
+
+def three_arguments(model: Any) -> Any:
+    """Replace the forward of the object by one that passes three arguments on, and not `num_items_in_batch`."""
+    original = model.get_base_model().forward
+
+    def forward(self: Any, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **_: Any) -> Any:
+        return original(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+    model.get_base_model().forward = types.MethodType(forward, model.get_base_model())
+    return model
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """What each trainer does with the bare model, trained once."""
+
+    @functools.cache
+    def train(make: Callable[..., Trainer]) -> dict[str, Any]:
+        return trained(make, peft_llama(llama()), tmp_path_factory.mktemp("bare"))
+
+    return train
+
+
 @pytest.mark.parametrize("make", [plain_trainer, sft_trainer, dpo_trainer])
-def test_a_trainer_sees_no_difference(make: Callable[..., Trainer], tmp_path: Path) -> None:
-    bare = trained(make, peft_llama(llama()), tmp_path / "bare")
+def test_a_trainer_sees_no_difference(make: Callable[..., Trainer], bare: Any, tmp_path: Path) -> None:
     model = peft_llama(llama())
-    wrapped = trained(make, wrap_transparent(model, Count), tmp_path / "wrapped")
-    assert wrapped == bare
-    assert len(bare["log"]) == STEPS
-    assert bare["layers"] == 3
-    assert bare["saved"] > 0
-    assert bare["reference"] is None  # the reference is the model with its adapter disabled
+    assert trained(make, wrap_transparent(model, Count), tmp_path) == bare(make)
+    assert len(bare(make)["log"]) == STEPS
+    assert bare(make)["layers"] == 3
+    assert bare(make)["saved"] > 0
+    assert bare(make)["reference"] is None  # the reference is the model with its adapter disabled
+    assert bare(make)["fused"] is (make is not plain_trainer)  # trl multiplies with the weight of the head itself
     assert model.calls >= STEPS * 4
     assert not isinstance(peft_llama(), Count)
+
+
+@pytest.mark.parametrize(("make", "mixin"), [(plain_trainer, Loss), (sft_trainer, LogProbs)])
+def test_the_loss_of_the_code_is_what_is_trained(
+    make: Callable[..., Trainer], mixin: type[Transparent], bare: Any, tmp_path: Path
+) -> None:
+    twice = trained(make, wrap_transparent(peft_llama(llama()), mixin), tmp_path)
+    for key in ("loss", "grad_norm"):
+        assert twice["log"][0][key] == pytest.approx(2 * bare(make)["log"][0][key], rel=1e-6)
+
+
+def test_a_forward_that_drops_an_argument_trains_another_loss(bare: Any, tmp_path: Path) -> None:
+    """What the equality above would find: the trainer divides by the tokens of four batches, the forward by its own."""
+    other = trained(plain_trainer, three_arguments(peft_llama(llama())), tmp_path)
+    assert other["log"][0]["loss"] != pytest.approx(bare(plain_trainer)["log"][0]["loss"], rel=0.01)
+    assert other["weights"] != bare(plain_trainer)["weights"]
+
+
+@pytest.mark.parametrize(
+    ("make", "mixin", "told"),
+    [
+        (plain_trainer, Loss, False),
+        (sft_trainer, Loss, True),
+        (sft_trainer, LogProbs, False),
+        (dpo_trainer, Loss, True),
+        (dpo_trainer, Count, False),
+    ],
+)
+def test_a_trainer_that_makes_its_own_loss_is_told_of(
+    make: Callable[..., Trainer], mixin: type[Transparent], told: bool, tmp_path: Path
+) -> None:
+    trainer = make(wrap_transparent(peft_llama(llama()), mixin), tmp_path, Watch())
+    found = [finding for finding in audit_model(trainer.model, trainer=trainer).findings if finding.code == "SL125"]
+    assert bool(found) is told
+    if make is sft_trainer:
+        batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+        losses = []
+        for wrapped in (True, False):
+            losses.append(float(trainer.compute_loss(trainer.model, dict(batch))))
+            if wrapped:
+                unwrap_transparent(trainer.model)
+        assert (losses[0] == losses[1]) is told

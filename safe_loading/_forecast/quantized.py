@@ -43,7 +43,8 @@ def quantize(model: nn.Module, config: Any) -> None:
         raise ArgumentError(f"quantization_config is {method!r}; only bitsandbytes' 4 and 8 bits can be forecast.")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ArgumentError(
-            "The config is quantised with bitsandbytes, which is not installed: pip install bitsandbytes"
+            "The config is quantised with bitsandbytes, which is not installed: "
+            "pip install 'safe-loading[bitsandbytes]'"
         )
     base: Any = importlib.import_module("transformers.quantizers.base").HfQuantizer
     fixed = getattr(model, "_keep_in_fp32_modules", None)
