@@ -58,7 +58,7 @@ EXAMPLES = {page: examples(page, page.read_text(encoding="utf-8")) for page in P
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the examples name: a base, three adapters of which one does not fit, a model with a tokenizer."""
+    """A folder with what the examples name: a base, three adapters (one does not fit), a model and its tokenizer."""
     folder = tmp_path_factory.mktemp("docs")
     with _working_in(folder):
         save_llama("base", torch.bfloat16)
