@@ -75,7 +75,9 @@ def injecting(adapter: object, model: object) -> Iterator[None]:
         AdapterError: It raised.
     """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft's use of what transformers will drop; nobody's here
+            yield
     except (SafeLoadingError, MemoryError):
         raise
     except Exception as error:  # each method has its own checks, and its own errors

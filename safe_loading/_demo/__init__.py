@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safe_loading._demo.fsdp import chapter as fsdp
@@ -11,6 +14,7 @@ from safe_loading._demo.memory import chapter as memory
 from safe_loading._demo.merge import chapter as merge
 from safe_loading._demo.plan import chapter as plan
 from safe_loading._demo.wrap import chapter as wrap
+from safe_loading._progress import engine_bars
 
 Chapter = Callable[[Path], str]
 _CHAPTERS: tuple[Chapter, ...] = (load, merge, fsdp, wrap, plan, memory)
@@ -26,4 +30,19 @@ def chapters(folder: Path) -> Iterator[str]:
         SafeLoadingError: A chapter found that something is not as promised.
     """
     for chapter in _CHAPTERS:
-        yield chapter(folder).rstrip() + "\n"
+        with _hushed():
+            text = chapter(folder)
+        yield text.strip() + "\n"
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Leave the tables alone on the screen: no bars, no warnings, no logs of the engines."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with engine_bars(local_rank=1), warnings.catch_warnings():  # any rank but 0 shows no bar
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

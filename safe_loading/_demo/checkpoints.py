@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import torch
@@ -31,12 +30,10 @@ def make_llama(folder: Path) -> Path:
 
 def make_adapter(folder: Path, base: Path) -> Path:
     """Save a float32 LoRA adapter over every linear layer of ``base``, its lora_B random as if trained."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(LlamaForCausalLM.from_pretrained(base), config)
-        for name, parameter in model.named_parameters():
-            if ".lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.02)
-        model.save_pretrained(str(folder))
+    config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(base), config)
+    for name, parameter in model.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    model.save_pretrained(str(folder))
     return folder

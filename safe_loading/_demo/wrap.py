@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from safe_loading import Transparent, load_peft_on_rank, wrap_transparent
-from safe_loading._progress import engine_bars
 from safe_loading._report import format_bytes, text_table
 from safe_loading.errors import SafeLoadingError
 
@@ -44,13 +42,10 @@ def chapter(folder: Path) -> str:
     """Take one training step with the first chapter's adapter, bare and wrapped in two ways; return the table."""
     found: dict[str, tuple[int, int, int, float]] = {}
     for road in ("bare PeftModel", "wrap_transparent", "plain nn.Module"):
-        with engine_bars(local_rank=1), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model: Any = load_peft_on_rank(
-                folder / "adapter", folder / "base", device="cpu", ranks="self", is_trainable=True
-            )
-            model = wrap_transparent(model, Count) if road == "wrap_transparent" else model
-            found[road] = _step(Plain(model) if road.startswith("plain") else model)
+        disk = (folder / "adapter", folder / "base")
+        model: Any = load_peft_on_rank(*disk, device="cpu", ranks="self", is_trainable=True)
+        model = wrap_transparent(model, Count) if road == "wrap_transparent" else model
+        found[road] = _step(Plain(model) if road.startswith("plain") else model)
         if road == "wrap_transparent" and (model.calls != 1 or not model.wrap_report.ok):
             raise SafeLoadingError("The wrapped code did not run as it promises.")
     if found["bare PeftModel"] != found["wrap_transparent"]:
@@ -61,7 +56,6 @@ def chapter(folder: Path) -> str:
     ]
     return "\n".join(
         [
-            "",
             "wrap: user code around a model that stays the same object to every trainer",
             "  one training step; a trainer switches checkpointing on where the model lets it",
             "",
