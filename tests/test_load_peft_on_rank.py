@@ -3,9 +3,11 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import random
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,12 @@ from safe_loading import (
     CheckpointError,
     CheckpointNotFound,
     PickleRefused,
+    load_adapter_on_rank,
     load_peft_on_rank,
+    merge_lora_checkpoint,
 )
 from safe_loading._adapter import base as bases
+from safe_loading._adapter import values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS = torch.arange(1, 25).reshape(2, 12)
@@ -829,6 +834,42 @@ def test_a_base_that_is_written_again_while_it_is_loaded_is_an_error(
         load_peft_on_rank(tiny_adapter, base)
     monkeypatch.undo()
     load_peft_on_rank(tiny_adapter, base)
+
+
+@pytest.mark.parametrize("verb", ["load_peft_on_rank", "load_adapter_on_rank", "hot swap", "merge_lora_checkpoint"])
+def test_an_adapter_that_is_cut_or_written_again_while_it_is_read_is_an_error_and_no_bus_error(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    adapter = Path(shutil.copytree(tiny_adapter, tmp_path / "adapter"))
+    file, data = adapter / faults.WEIGHTS, (adapter / faults.WEIGHTS).read_bytes()
+    model = load_peft_on_rank(tiny_adapter, tiny_llama)
+    calls: dict[str, Callable[[], Any]] = {
+        "load_peft_on_rank": lambda: load_peft_on_rank(adapter, tiny_llama),
+        "load_adapter_on_rank": lambda: load_adapter_on_rank(model, adapter, "two"),
+        "hot swap": lambda: load_adapter_on_rank(model, adapter, "default", hotswap=True),
+        "merge_lora_checkpoint": lambda: merge_lora_checkpoint(tiny_llama, adapter, tmp_path / "out"),
+    }
+    before, original = state(model), values._tensor
+
+    def during(act: Callable[[], Any]) -> Callable[..., Any]:
+        def first(*arguments: Any) -> Any:
+            made = original(*arguments)
+            monkeypatch.setattr(values, "_tensor", original)
+            act()
+            return made
+
+        return first
+
+    for act, said in (
+        (lambda: os.truncate(file, 100), r"adapter_model.safetensors became shorter while it was read"),
+        (lambda: os.utime(file, ns=(1, 1)), r"adapter_model.safetensors was written again while it was read"),
+    ):
+        file.write_bytes(data)
+        monkeypatch.setattr(values, "_tensor", during(act))
+        with pytest.raises(CheckpointError, match=said):
+            calls[verb]()
+    assert state(model) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
 def test_what_the_base_holds_beyond_its_class_is_told_and_two_values_of_a_tied_weight_are_refused(

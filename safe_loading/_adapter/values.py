@@ -1,27 +1,32 @@
-"""The tensors of an adapter file, on the host: read by mmap, renamed, and looked at once for what training leaves."""
+"""The tensors of an adapter file, on the host: read, renamed, and looked at once for what training leaves."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 
 import torch
-from safetensors.torch import load_file
 
 from safe_loading._adapter import names
 from safe_loading._adapter.facts import AdapterFacts
+from safe_loading._checkpoint.copy import read_into
+from safe_loading._checkpoint.files import open_regular
+from safe_loading._checkpoint.header import Header, TensorInfo, read_header
+from safe_loading._layout.dtypes import DTYPES
 from safe_loading._report import Finding
 from safe_loading.errors import AdapterError, CheckpointError
 
 
 def read_tensors(facts: AdapterFacts) -> dict[str, torch.Tensor]:
-    """Return the adapter's tensors by their key on disk, mapped from the file where the format allows it.
+    """Return the adapter's tensors by their key on disk, in memory of their own.
 
     Raises:
-        CheckpointError: A pickle holds something else than tensors.
+        CheckpointError: The file was written again since its header was read, or got shorter; or a pickle holds
+            something else than tensors.
     """
     if facts.header is not None:
-        return load_file(facts.weights, device="cpu")
+        return _read(facts.header)
     try:
         tensors = torch.load(facts.weights, map_location="cpu", weights_only=True)
     except Exception as error:  # the unpickler raises whatever a damaged or a hostile file makes it raise
@@ -29,6 +34,27 @@ def read_tensors(facts: AdapterFacts) -> dict[str, torch.Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{facts.weights} is no mapping of names to tensors.")
     return tensors
+
+
+def _read(header: Header) -> dict[str, torch.Tensor]:
+    # Not mapped: a training loop saves over its adapter, and a mapped file that gets shorter ends the process (SIGBUS).
+    path = header.path
+    with open_regular(path) as file:
+        before = os.fstat(file.fileno())
+        tensors = {name: _tensor(file.fileno(), header, info) for name, info in header.tensors.items()}
+        after = os.fstat(file.fileno())
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or read_header(path) != header:
+        raise CheckpointError(f"{path} was written again while it was read. Load it again when its writer is done.")
+    return tensors
+
+
+def _tensor(descriptor: int, header: Header, info: TensorInfo) -> torch.Tensor:
+    dtype = DTYPES.get(info.dtype)
+    if dtype is None:
+        raise CheckpointError(f"{header.path}: {info.name!r} is {info.dtype}, a dtype that torch does not have.")
+    tensor = torch.empty(info.shape, dtype=dtype)
+    read_into(descriptor, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), info.start)
+    return tensor
 
 
 def rename(

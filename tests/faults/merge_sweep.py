@@ -6,6 +6,8 @@ wrong, which is nothing.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import random
 import shutil
@@ -45,11 +47,7 @@ class Sweep:
         self.replaces, self.exchange = TARGETS[target]
         self.old = files(root / "old") if self.replaces else None
         place = self.place("counted")
-        calls = Calls(place)
-        calls.arm(exchange=self.exchange)
-        self.merge(place)
-        self.names = calls.names()
-        calls.arm()
+        self.names: list[str] = self.faulted(place, 0, Fault(0)).value
         self.new = files(place / "out")
         self.resumed = 0
         self.problems: list[Any] = []
@@ -86,7 +84,10 @@ class Sweep:
         for number, turn in ((at, kind), *([] if again is None else [(again, f"{kind}, after {at}")])):
             before = files(place / "out")
             self.check(place, before, self.faulted(place, number, FAULTS[kind]), number, turn)
-        self.resumed += self.merge(place)
+        completed = in_child(lambda: self.merge(place))
+        self.resumed += completed.value or 0
+        if completed.value is None:
+            self.problems.append((at, kind, "the last call failed", completed.text))
         if files(place / "out") != self.new:
             self.problems.append((at, kind, "not the result"))
         if [path.name for path in place.iterdir()] != ["out"]:
@@ -103,9 +104,11 @@ class Sweep:
         def wrong(*what: object) -> None:
             self.problems.append((at, kind, *what, ended.text[-1500:]))
 
+        if ended.status not in (0, -9):
+            wrong("no answer, or a crash", ended.status)
         if not is_old and not is_new:
             wrong("neither the old nor the new", sorted(now or ()))
-        if ended.status == -9:
+        if ended.status:
             return
         if ended.value is not None:
             if not is_new:
@@ -121,10 +124,23 @@ class Sweep:
             wrong("left its stage", [str(path) for path in staged.rglob("*")])
 
 
-def main(root: Path, sample: int, seed: int) -> None:
-    """Sweep all targets and faults: at every call, or with `sample`, at so many for each."""
+def warm(root: Path) -> None:
+    """Import what a merge imports, and no more: a process that has computed in threads is not safe to fork (MKL)."""
+
+    def work() -> list[str]:
+        merge_lora_checkpoint(root / "base", root / "adapter", root / "warm")
+        return list(sys.modules)
+
+    for name in in_child(work).value:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def main(root: Path, sample: int, seed: int, *targets: str) -> None:
+    """Sweep targets (all, when none is named) and faults: at every call, or with `sample`, at so many for each."""
+    warm(root)
     found = {}
-    for target in TARGETS:
+    for target in targets or TARGETS:
         sweep, dice = Sweep(root, target), random.Random(f"{seed} {target}")
         every = range(1, len(sweep.names) + 1)
         for kind in FAULTS:
@@ -137,4 +153,4 @@ def main(root: Path, sample: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).with_suffix(".c")
+SECONDS = 60  # after which a piece of work is ended, far above what the slowest machine needs
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Ended:
     """How a piece of work in a forked process ended.
 
     Attributes:
-        status: Its wait status; -9 when it was killed.
+        status: Its wait status; -9 when it was killed, -14 when it gave no answer.
         value: What it returned; None when it did not return.
         error: What it raised, as the names of its class and of all above it; empty when it raised nothing.
         code: The error's errno.
@@ -112,13 +114,15 @@ def in_child(work: Callable[[], Any]) -> Ended:
     child = os.fork()
     if child == 0:
         os.close(reads)
+        signal.alarm(SECONDS)
         try:
             told: dict[str, Any] = {"value": work()}
         except BaseException as error:
             classes = [kind.__name__ for kind in type(error).__mro__]
             text = f"{error}" if "SafeLoadingError" in classes else traceback.format_exc()
             told = {"error": classes, "code": getattr(error, "errno", None), "text": text}
-        os.write(writes, json.dumps(told).encode())
+        with os.fdopen(writes, "wb") as pipe:
+            pipe.write(json.dumps(told).encode())
         os._exit(0)
     os.close(writes)
     with os.fdopen(reads, "rb") as pipe:
