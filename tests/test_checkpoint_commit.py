@@ -19,7 +19,7 @@ from faults.operations import broken_disk, disk_full, operations
 
 from safe_loading import CheckpointError, OutputError
 from safe_loading._checkpoint import commit as commits
-from safe_loading._checkpoint import journal, output
+from safe_loading._checkpoint import journal, output, stages
 from safe_loading._checkpoint.commit import Stage
 from safe_loading._checkpoint.index import read_checkpoint, require_unchanged
 
@@ -240,7 +240,7 @@ def test_the_journal_drops_a_line_that_was_cut_off(tmp_path: Path) -> None:
 def test_another_writer_is_named_and_a_dead_one_blocks_nobody(tmp_path: Path) -> None:
     with Stage(tmp_path / "out", JOB) as stage:
         stage.write("one.bin", b"1")
-        with pytest.raises(OutputError, match=rf"pid {os.getpid()}\) is writing"):
+        with pytest.raises(OutputError, match=rf"pid {os.getpid()} on .*\) is writing"):
             save(tmp_path / "out")
         assert (stage.files / "one.bin").exists()
         stage.commit()
@@ -250,6 +250,153 @@ def test_another_writer_is_named_and_a_dead_one_blocks_nobody(tmp_path: Path) ->
     save(tmp_path / "late")
     assert held(tmp_path / "late") == FILES
     assert not root.exists()
+
+
+AT_ONCE = """
+import sys, time
+from pathlib import Path
+from safe_loading import OutputError
+from safe_loading._checkpoint.commit import Stage
+root, name, others = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+def wait_for(pattern, count):
+    end = time.monotonic() + 60
+    while len(list(root.glob(pattern))) < count and time.monotonic() < end:
+        time.sleep(0.01)
+(root / f"{name}.here").touch()
+wait_for("*.here", others + 1)
+try:
+    with Stage(root / "out", {"name": name}, overwrite=True) as stage:
+        stage.write("who", name.encode())
+        wait_for("*.told", others)
+        stage.commit()
+    print("wrote")
+except OutputError as error:
+    print(error)
+    (root / f"{name}.told").touch()
+"""
+
+
+@pytest.mark.parametrize(("count", "there"), [(2, True), (4, False)])
+def test_of_processes_that_write_one_output_at_once_one_writes_and_the_others_are_told(
+    tmp_path: Path, count: int, there: bool
+) -> None:
+    if there:
+        fill(tmp_path / "out", OLD)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", AT_ONCE, str(tmp_path), str(number), str(count - 1)],
+            env=child_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(count)
+    ]
+    said = [process.communicate(timeout=120)[0].strip() for process in started]
+    (winner,) = [number for number, text in enumerate(said) if text == "wrote"]
+    assert held(tmp_path / "out") == {"who": str(winner).encode()}
+    for number, text in enumerate(said):
+        if number != winner:
+            assert f"Another process (pid {started[winner].pid} on " in text
+    assert not list(tmp_path.glob(".*"))
+
+
+def leave(folder: Path, name: str) -> Path:
+    """What ``kill -9`` leaves beside an output."""
+
+    def interrupted() -> None:
+        with left:
+            left.write("one.bin", b"1", {"sha256": ""})
+            raise KeyboardInterrupt
+
+    left = Stage(folder / name, JOB)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    return left.root
+
+
+def age(root: Path, days: float) -> None:
+    for path in (*root.rglob("*"), root):
+        os.utime(path, (path.stat().st_mtime - days * 86400,) * 2)
+
+
+def test_a_stage_that_nobody_goes_on_with_is_swept_after_a_week_and_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stale, late, touched, aside, written = (leave(tmp_path, name) for name in ("stale", "late", "slow", "aside", "w"))
+    own = fill(tmp_path / ".my.staged", {"journal": b"mine", "lock": b""})
+    (aside / "before").mkdir()  # what an output was: the call for that output moves it back
+    lock = journal.take_lock(written, tmp_path / "w")  # its writer lives, and waits for something
+    for root in (stale, touched, aside, written, own):
+        age(root, 8)
+    age(late, 6)
+    os.utime(touched / "files" / "one.bin")
+    (tmp_path / ".link.staged").symlink_to(stale)
+    with caplog.at_level("WARNING", "safe_loading"):
+        save(tmp_path / "out")
+    os.close(lock)
+    assert not stale.exists()
+    assert all(path.exists() for path in (late, touched, aside, written, own))
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith(f"Deleted {stale} (")
+    assert "an interrupted call left it more than a week ago" in said
+    assert save(tmp_path / "late") == (3, None)
+
+
+def test_on_a_file_system_of_several_machines_each_has_its_stage_and_one_of_them_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel's lock ends at the machine's own door."""
+    monkeypatch.setattr(stages, "is_shared", lambda kind: True)
+    folder = fill(tmp_path / "out", OLD)
+
+    def on(machine: str, **options: Any) -> Stage:
+        monkeypatch.setattr(stages, "_machine", lambda: machine)
+        return Stage(folder, {"by": machine}, overwrite=True, **options)
+
+    with on("one") as one:
+        one.write("who", b"one")
+        with pytest.raises(OutputError, match=r"Another machine \(pid \d+ on .*\) is writing .*staged-one' [01] s ago"):
+            on("two").__enter__()
+        age(one.root, 1)  # nothing written for a day: that machine is gone, or hangs
+        with on("two") as two:
+            two.write("who", b"two")
+            two.commit()
+        one.commit()
+    assert held(folder) == {"who": b"one"}  # each whole, one after the other
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_of_two_machines_that_replace_a_folder_in_two_steps_one_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "is_shared", lambda kind: True)
+    monkeypatch.setattr(commits, "check_alone", lambda stage, output: None)  # neither saw the other
+    monkeypatch.setattr(commits, "exchange", lambda one, other: False)
+    folder = fill(tmp_path / "out", OLD)
+    monkeypatch.setattr(stages, "_machine", lambda: "one")
+    one = Stage(folder, JOB, overwrite=True).__enter__()
+    monkeypatch.setattr(stages, "_machine", lambda: "two")
+    two = Stage(folder, JOB, overwrite=True).__enter__()
+    one.write("who", b"one")
+    two.write("who", b"two")
+    rename = Path.rename
+
+    def between(path: Path, target: Path) -> Path:
+        moved = rename(path, target)
+        if path == folder:  # the old one stands aside: the moment in which the other comes
+            monkeypatch.setattr(Path, "rename", rename)
+            two.commit()
+        return moved
+
+    monkeypatch.setattr(Path, "rename", between)
+
+    monkeypatch.setattr(Stage, "__enter__", lambda stage: stage)  # both have begun
+    with pytest.raises(OutputError, match="not empty"), one:
+        one.commit()
+    with two:
+        pass
+    assert held(folder) == {"who": b"two"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_lock_on_a_file_that_was_just_deleted_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +413,7 @@ def test_a_lock_on_a_file_that_was_just_deleted_is_taken_again(tmp_path: Path, m
     monkeypatch.setattr(fcntl, "flock", slow)
     descriptor = journal.take_lock(root, tmp_path / "out")
     assert len(taken) == 2
-    assert (root / "lock").read_text() == f"{os.getpid()}\n"
+    assert (root / "lock").read_text().startswith(f"pid {os.getpid()} on ")
     os.close(descriptor)
 
 

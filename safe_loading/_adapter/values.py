@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -53,7 +54,8 @@ def _tensor(descriptor: int, header: Header, info: TensorInfo) -> torch.Tensor:
     if dtype is None:
         raise CheckpointError(f"{header.path}: {info.name!r} is {info.dtype}, a dtype that torch does not have.")
     tensor = torch.empty(info.shape, dtype=dtype)
-    read_into(descriptor, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), info.start)
+    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # a buffer, which numpy's stubs say only for Python 3.12
+    read_into(descriptor, memoryview(data), info.start)
     return tensor
 
 

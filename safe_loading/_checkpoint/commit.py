@@ -8,6 +8,8 @@ Everything is written beside the output first, on the same file system::
         files/    what becomes the output
         before/   the folder that was there, for a moment, where the system cannot exchange two folders at once
 
+(``.NAME.staged-MACHINE`` on a file system of several machines: see ``stages``.)
+
 A file counts when it was synced and the journal says so. The last step is one rename (an exchange, when a folder is
 replaced). A second call finds the journal, keeps what it can verify and goes on; the inode of ``files/``, written down
 before the rename, tells it whether the rename happened.
@@ -28,6 +30,7 @@ from safe_loading.errors import OutputError, SafeLoadingError
 
 from . import journal as journals
 from .output import check_free, check_room, size_below
+from .stages import check_alone, stage_of, sweep
 from .swap import exchange, sync_folder
 from .terminate import SigtermRaises, Terminated
 
@@ -58,7 +61,7 @@ class Stage:
         self, output: Path, job: Mapping[str, Any], *, needed: int = 0, overwrite: bool = False, resume: bool = True
     ) -> None:
         self.output = output
-        self.root = output.parent / f".{output.name}.staged"
+        self.root = stage_of(output)
         self.files = self.root / "files"
         self.finished: dict[str, Any] | None = None
         self._before = self.root / "before"
@@ -86,7 +89,9 @@ class Stage:
         self._sigterm.begin()
         try:
             self._lock = journals.take_lock(self.root, self.output)
+            check_alone(self.root, self.output)
             self._open()
+            sweep(self.root)
         except OutputError:
             if self._lock is not None:
                 self._abandon()

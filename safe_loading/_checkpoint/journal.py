@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,10 @@ def take_lock(root: Path, output: Path) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            writer = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
             raise OutputError(
-                f"Another process (pid {writer}) is writing {str(output)!r}: it holds {str(path)!r}. Wait for it, end "
-                f"it, or name another output."
+                f"Another process ({writer(root)}) is writing {str(output)!r}: it holds {str(path)!r}. Wait for it, "
+                f"end it, or name another output."
             ) from None
         except BaseException:
             os.close(descriptor)
@@ -52,10 +52,18 @@ def take_lock(root: Path, output: Path) -> int:
         os.close(descriptor)  # locked a file that its last writer deleted meanwhile
 
 
+def writer(root: Path) -> str:
+    """Return who took the lock in a folder last: "pid 7 on a-host"."""
+    try:
+        return _read(root / "lock").decode(errors="replace").strip() or "just begun"
+    except OSError:
+        return "unknown"
+
+
 def _signed(descriptor: int) -> int:
     try:
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     except BaseException:
         os.close(descriptor)
         raise

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
 
+from safe_loading._checkpoint.mounts import is_shared, kind_of
 from safe_loading._checkpoint.swap import exchange
 from safe_loading._report import Finding, GiB, format_bytes
 
-# A file system of several machines: locks are not reliable there, and mmap is slow.
-_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p", "afs"})
 _LEAST_SHARED = GiB
 _LEAST_FREE = GiB
 
@@ -67,7 +65,7 @@ def judge_places(places: tuple[Place, ...]) -> list[Finding]:
             message = f"two folders cannot be exchanged at once on this file system ({place.kind or 'unknown'})."
             fix = "replacing a checkpoint takes two steps there; a new folder is whole or absent in any case."
             findings.append(Finding("no-exchange", "warning", place.path, message, fix))
-        if place.kind in _NETWORK and place.what != "shared memory":
+        if is_shared(place.kind) and place.what != "shared memory":
             message = f"the {place.what} lies on a network file system ({place.kind})."
             fix = "load from a local disk where you can; mapped files are read page by page over the network."
             findings.append(Finding("network-disk", "info", place.path, message, fix))
@@ -87,7 +85,7 @@ def _place(what: str, path: Path, *, try_exchange: bool = False) -> Place:
     there = next(parent for parent in (wanted, *wanted.parents) if parent.exists())
     usage = shutil.disk_usage(there)
     exchanges = _try_exchange(there) if try_exchange else None
-    return Place(what, str(wanted), _kind_of(there), usage.total, usage.free, exchanges)
+    return Place(what, str(wanted), kind_of(there), usage.total, usage.free, exchanges)
 
 
 def _try_exchange(folder: Path) -> bool | None:
@@ -99,19 +97,3 @@ def _try_exchange(folder: Path) -> bool | None:
             return exchange(one, other)
     except OSError:  # not writable: nothing will be exchanged there
         return None
-
-
-def _kind_of(folder: Path) -> str:
-    """Return the kind of a file system by the longest mount point above the folder, as Linux lists them."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return ""
-    real, best, kind = str(folder.resolve()), "", ""
-    for line in lines:
-        mount, _, source = line.partition(" - ")
-        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), mount.split(" ")[4])
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):  # of two mounts at one point the later one is seen
-            best, kind = point, source.split(" ")[0]
-    return kind
