@@ -112,7 +112,7 @@ def _check(
         for job in jobs:
             problems += not_finite(job, scratch_bytes=scratch_bytes)
     problems += torn_ties(tuner.model, jobs, store)
-    problems += store.lacking((target.owner, target.attribute) for job in jobs for target in job.targets)
+    problems += store.lacking((target.owner, n) for job in jobs for target in job.targets for n in target.written)
     made: list[Replacement] = []
     if dequantize:
         quantised = [job for job in jobs if job.road == "dequantised"]

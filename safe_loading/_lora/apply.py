@@ -48,7 +48,7 @@ def merge_by_blocks(job: Job, store: Offloaded, *, scratch_bytes: int, unload: b
             if not unload and target.attribute != "bias":
                 for index, norm in norms.items():
                     _keep_norm(job.layer, piece.update.terms[index].name, norm)
-    store.settle((target.owner, target.attribute) for target in job.targets)
+    store.settle((target.owner, name) for target in job.targets for name in target.written)
     for layer, names in job.marks:
         layer.merged_adapters.extend(names)
     job.targets.clear()  # views of the adapter's tensors, which unloading frees

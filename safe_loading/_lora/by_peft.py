@@ -97,6 +97,8 @@ class _Backup:
 
     def __init__(self) -> None:
         self._tensors: list[tuple[dict[str, Any], str, Any, torch.Tensor, torch.Tensor]] = []
+        self._orders: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._facts: list[tuple[Any, dict[str, Any]]] = []
         self._attributes: list[tuple[Any, dict[str, Any], list[str]]] = []
         self.bytes = 0
 
@@ -110,18 +112,25 @@ class _Backup:
                 continue
             places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for tensors in places:
+                self._orders.append((tensors, dict(tensors)))
                 for name, tensor in tensors.items():
                     if tensor is not None and not tensor.is_meta:
                         copy = tensor.detach().clone()
                         self._tensors.append((tensors, name, tensor, tensor.data, copy))
+                        # bitsandbytes keeps there whether a weight is codes already, and peft's merge changes it
+                        self._facts.append((tensor, dict(vars(tensor))))
                         self.bytes += copy.nbytes
 
     def restore(self) -> None:
         """Put every weight back, in its own storage."""
-        for tensors, name, tensor, data, copy in self._tensors:
+        for _, _, tensor, data, copy in self._tensors:
             data.copy_(copy)
             tensor.data = data
-            tensors[name] = tensor
+        for tensors, order in self._orders:
+            tensors.clear()
+            tensors.update(order)
+        for tensor, facts in self._facts:
+            vars(tensor).update(facts)
         for module, attributes, merged in self._attributes:
             vars(module).update(attributes)
             if _is_tuner(module):
@@ -144,6 +153,8 @@ class _Backup:
                 tensor.data = data
                 tensors[name] = tensor
         self._tensors.clear()
+        self._orders.clear()
+        self._facts.clear()
         self._attributes.clear()
 
 

@@ -22,11 +22,13 @@ class Scaled:
         scales: What the numbers of each block are multiplied with, (blocks of rows, blocks of columns) or one number
             for the whole matrix; None for a weight without scales.
         block: Rows and columns of a block.
+        scales_name: The name of the scales in their module.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor | None
     block: tuple[int, int]
+    scales_name: str = ""
 
     @property
     def step(self) -> int:
@@ -37,7 +39,7 @@ class Scaled:
         """Return what some rows stand for in float64, exactly; ``stop`` may lie beyond the last."""
         stop = min(stop, len(self.codes))
         values = self.codes[start:stop].to(torch.float32).double()
-        return values if self.scales is None else values.mul_(self._spread(start, stop))
+        return values if self.scales is None else values.mul_(_spread(self._grid(), self.block, start, values.shape))
 
     def store(self, values: torch.Tensor, start: int) -> None:
         """Write float64 values, whole blocks from row ``start`` on, each rounded once.
@@ -46,28 +48,24 @@ class Scaled:
         largest value / largest fp8 number, rounded up; a power of two where scales are powers of two.
         """
         rows = self.codes[start : start + len(values)]
-        if self.scales is not None:
-            grid = self._grid()
-            first, last = start // self.block[0], (start + len(values) - 1) // self.block[0] + 1
-            needed = self._largest(values, start) / torch.finfo(self.codes.dtype).max
-            held = grid[first:last].float().double()
-            grid[first:last] = _up(torch.where(needed <= held, held, needed), grid.dtype)
-            scales = self._spread(start, start + len(values))
-            values = torch.where(scales == 0, 0.0, values / scales)
-        rows.copy_(to_fp8(values, rows.dtype))
+        if self.scales is None:
+            rows.copy_(to_fp8(values, rows.dtype))
+            return
+        high, grid = self.block[0], self._grid()
+        blocks = grid[start // high : (start + len(values) - 1) // high + 1]
+        needed = self._largest(values, start) / torch.finfo(self.codes.dtype).max
+        held = blocks.float().double()
+        scales = _up(torch.where(needed <= held, held, needed), grid.dtype)
+        spread = _spread(scales, self.block, 0, values.shape)
+        codes = to_fp8(torch.where(spread == 0, 0.0, values / spread), rows.dtype)
+        blocks.copy_(scales)  # nothing is written before everything is there
+        rows.copy_(codes)
 
     def _grid(self) -> torch.Tensor:
         scales = self.scales
         if scales is None:
             raise ValueError("there are no scales")
         return scales.view(1, 1) if scales.numel() == 1 else scales
-
-    def _spread(self, start: int, stop: int) -> torch.Tensor:
-        """Return the scale of each element of some rows, in float64."""
-        grid = self._grid()
-        rows = torch.arange(start, stop, device=grid.device) // self.block[0]
-        columns = torch.arange(self.codes.shape[1], device=grid.device) // self.block[1]
-        return grid.float().double()[rows][:, columns]
 
     def _largest(self, values: torch.Tensor, start: int) -> torch.Tensor:
         """Return the largest absolute value of each block of rows that begin with a block."""
@@ -82,26 +80,64 @@ class Scaled:
 def scaled_of(module: Any, attribute: str) -> Scaled | None:
     """Return an fp8 weight of a module with its scales, or None when it is no fp8 matrix.
 
-    The scales are those of transformers' FP8Linear: ``weight_scale_inv``, one for each block of ``block_size``.
+    The scales are those of transformers: of an FP8Linear ``weight_scale_inv``, one for each block of ``block_size``; of
+    an FP8Embedding ``weight_scale``, a single one.
+
+    Raises:
+        NotImplementedError: It is scaled, or used, in a way that is not known here.
     """
     weight = getattr(module, attribute)
     if weight.dtype not in FP8 or weight.dim() != 2:
         return None
-    scales = getattr(module, f"{attribute}_scale_inv", None)
+    name = f"{attribute}_scale" if type(module).__name__ == "FP8Embedding" else f"{attribute}_scale_inv"
+    scales = getattr(module, name, None)
+    others = {*module._parameters, *module._buffers} - {name, attribute, "activation_scale", "bias"}
+    unknown = sorted(other for other in others if "scale" in other)
+    if unknown or hasattr(module, "n_groups"):
+        what = (
+            f"scales of another kind ({', '.join(unknown)})" if unknown else "groups of rows, each with its own input"
+        )
+        raise NotImplementedError(
+            f"its fp8 {type(module).__name__} has {what}. Merge into the base before it is quantised, with "
+            f"merge_lora_checkpoint"
+        )
     block = getattr(module, "block_size", None) or tuple(weight.shape)
-    return Scaled(weight.data, None if scales is None else scales.data, (int(block[0]), int(block[1])))
+    if scales is None:
+        return Scaled(weight.data, None, (int(block[0]), int(block[1])))
+    return Scaled(weight.data, scales.data, (int(block[0]), int(block[1])), name)
 
 
 def merge_scaled(update: Update, scaled: Scaled, *, scratch_bytes: int) -> None:
-    """Overwrite an fp8 weight with its merged values."""
+    """Overwrite an fp8 weight with its merged values.
+
+    Raises:
+        MemoryError, RuntimeError: The memory ran out before anything was written.
+        PartlyMerged: It ran out later, and for the same rows once more.
+    """
     merger, step = _merger(update, scaled, scratch_bytes), scaled.step
+
+    def merge(start: int) -> None:  # the rows are written by the last operation on them
+        values = scaled.rows(start, start + step)
+        merger.merge(values, start)
+        scaled.store(values, start)
+
     for start in range(0, len(scaled.codes), step):
         try:
-            values = scaled.rows(start, start + step)
-            merger.merge(values, start)
-            scaled.store(values, start)
-        except (MemoryError, RuntimeError) as error:
-            raise PartlyMerged(start, error) from error
+            merge(start)
+        except (MemoryError, RuntimeError, PartlyMerged) as error:
+            try:
+                merge(start)
+            except (MemoryError, RuntimeError, PartlyMerged):
+                if not start:
+                    raise MemoryError(str(error)) from error
+                raise PartlyMerged(start, error) from error
+
+
+def _spread(grid: torch.Tensor, block: tuple[int, int], start: int, shape: torch.Size) -> torch.Tensor:
+    """Return the scale of each element of some rows, in float64."""
+    rows = torch.arange(start, start + shape[0], device=grid.device) // block[0]
+    columns = torch.arange(shape[1], device=grid.device) // block[1]
+    return grid.float().double()[rows][:, columns]
 
 
 def why_scaled_not_finite(update: Update, scaled: Scaled, *, scratch_bytes: int) -> str | None:
@@ -160,10 +196,13 @@ def unnested(
 
 
 def is_quantised(module: Any) -> bool:
-    """Return whether a layer's weight is codes: quantised by bitsandbytes, torchao, HQQ, GPTQ, AWQ, or scaled fp8."""
+    """Return whether a module's weights are codes: quantised by bitsandbytes, torchao, HQQ, GPTQ, AWQ, or fp8."""
     if any(hasattr(module, name) for name in ("qweight", "W_q")):
         return True
-    weight = module._parameters.get("weight") if isinstance(module, torch.nn.Module) else None
+    tensors = module._parameters if isinstance(module, torch.nn.Module) else {}
+    if any(name.endswith("_scale_inv") for name in tensors):  # the experts of transformers too
+        return True
+    weight = tensors.get("weight")
     if weight is None:
         return False
     named = type(weight).__name__ in ("Params4bit", "Int8Params") or type(weight).__module__.startswith("torchao.")

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from safe_loading._lora.codes import is_quantised, values_of
-from safe_loading._lora.layers import CannotMerge, linear_terms, whole
+from safe_loading._lora.layers import linear_terms, whole
 from safe_loading._lora.plan import Job
 from safe_loading._lora.rounding import round_into
 from safe_loading._lora.tensors import parents_of, tuner_layers
 from safe_loading._lora.update import ROWS, RowMerger, Update
+from safe_loading._lora.variants import CannotMerge, is_known, refuse_impossible
 from safe_loading._report import Finding, format_bytes
 
 
@@ -102,9 +103,14 @@ def _modules(layer: Any) -> Iterator[Any]:
 def _plain(model: Any, layer: Any, names: Sequence[str], scratch_bytes: int, check_finite: bool) -> torch.nn.Linear:
     base: Any = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
     if not isinstance(base, torch.nn.Linear):
-        raise CannotMerge(f"its quantised {type(base).__name__} is no Linear, which alone is dequantised here")
+        raise CannotMerge(
+            f"its quantised {type(base).__name__} is no Linear, which alone is dequantised here. Merge into the base "
+            f"before it is quantised, with merge_lora_checkpoint"
+        )
     if base.weight.is_meta:
         raise CannotMerge("its quantised weight is offloaded. Load the model without offloading")
+    if names:
+        _check_variants(layer, names)
     dtype = _dtype(model, base)
     values = values_of(base)
     terms = linear_terms(_not_transposed(layer), names) if names else []
@@ -129,6 +135,14 @@ def _plain(model: Any, layer: Any, names: Sequence[str], scratch_bytes: int, che
     if bias is not None or any(layer.lora_bias.get(name) for name in names):
         new.bias = torch.nn.Parameter(_bias(layer, base, names, dtype), requires_grad=False)
     return new.train(base.training)
+
+
+def _check_variants(layer: Any, names: Sequence[str]) -> None:
+    refuse_impossible(layer, names)
+    for name in names:
+        if not is_known(layer.lora_variant.get(name)):
+            kind = type(layer.lora_variant[name]).__name__
+            raise CannotMerge(f"adapter {name!r} is a {kind}, which is not known here. Keep it as an adapter")
 
 
 def _bias(layer: Any, base: Any, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:

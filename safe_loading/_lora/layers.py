@@ -8,25 +8,12 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import layer as lora
-from peft.tuners.lora import variants
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from safe_loading._lora.codes import Scaled, scaled_of
 from safe_loading._lora.update import Term, Update
-
-# Their delta is scaling * B @ A, as without a variant.
-_PLAIN = (variants.MiCALinearVariant, variants.MiCAEmbeddingVariant, variants.VeloraLinearVariant)
-_DORA = (variants.DoraLinearVariant, variants.DoraEmbeddingVariant, variants._DoraConvNdVariant)
-_IMPOSSIBLE = {
-    variants.ALoraLinearVariant: "aLoRA applies its delta only after the invocation tokens, which no weight can do",
-    variants.ArrowLinearVariant: "Arrow chooses among its adapters by the input, which no weight can do",
-    variants.QALoraLinearVariant: "QALoRA changes the zero points of a quantised weight, and peft cannot merge it",
-}
-
-
-class CannotMerge(Exception):
-    """Why a layer cannot be merged, with the fix."""
+from safe_loading._lora.variants import CannotMerge, is_dora, is_known, refuse_impossible
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,14 +47,18 @@ class Target:
     tensor: torch.Tensor
     pieces: tuple[Piece, ...]
 
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The names of the tensors of ``owner`` that merging writes: the weight, and the scales of an fp8 one."""
+        scales = (piece.scaled.scales_name for piece in self.pieces if piece.scaled is not None)
+        return (self.attribute, *dict.fromkeys(name for name in scales if name))
+
 
 def is_blocked(layer: torch.nn.Module, names: Sequence[str]) -> bool:
     """Return whether :func:`targets` knows this kind of layer with these adapters; otherwise it is peft's to merge."""
     if type(layer) not in _BUILDERS:
         return False
-    known = (*_PLAIN, *_DORA, *_IMPOSSIBLE)
-    used = [layer.lora_variant.get(name) for name in names]  # type: ignore[union-attr,operator]  # a LoraLayer
-    return all(variant is None or isinstance(variant, known) for variant in used)
+    return all(is_known(layer.lora_variant.get(name)) for name in names)  # type: ignore[union-attr,operator]  # a LoraLayer
 
 
 def adapters_of(layer: Any) -> frozenset[str]:
@@ -85,10 +76,7 @@ def targets(layer: Any, names: Sequence[str]) -> list[Target]:
     Raises:
         CannotMerge: The reason and the fix.
     """
-    for name in names:
-        reason = _IMPOSSIBLE.get(type(layer.lora_variant.get(name)))
-        if reason is not None:
-            raise CannotMerge(f"{reason}. Keep adapter {name!r} as an adapter")
+    refuse_impossible(layer, names)
     found = _BUILDERS[type(layer)](layer, names)
     for target in found:
         for piece in target.pieces:
@@ -101,7 +89,7 @@ def _factors(layer: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _magnitude(layer: Any, name: str) -> torch.Tensor | None:
-    if not isinstance(layer.lora_variant.get(name), _DORA):
+    if not is_dora(layer.lora_variant.get(name)):
         return None
     return whole(layer.lora_magnitude_vector[name].weight.data).reshape(-1)
 
@@ -223,8 +211,12 @@ def _bias(layer: Any, base: Any, names: Sequence[str]) -> list[Target]:
 def _whole(base: Any, attribute: str, weight: torch.Tensor, terms: list[Term], *, axis: int) -> Target:
     if weight.dim() != 2:
         raise CannotMerge(f"its {attribute} has the shape {list(weight.shape)}, not two dimensions (ZeRO-3? Gather it)")
+    try:
+        scaled = scaled_of(base, attribute)
+    except NotImplementedError as error:
+        raise CannotMerge(str(error)) from error
     update = Update((weight.shape[0], weight.shape[1]), tuple(terms), axis)
-    target = Target(base, attribute, weight, (Piece(weight, update, scaled_of(base, attribute)),))
+    target = Target(base, attribute, weight, (Piece(weight, update, scaled),))
     if not isinstance(weight, DTensor):
         return target
     _check_shapes(target, target.pieces[0])

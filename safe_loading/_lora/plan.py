@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,10 +14,11 @@ from peft.utils.other import ModulesToSaveWrapper
 
 from safe_loading._lora.check import why_not_finite
 from safe_loading._lora.codes import is_quantised, why_scaled_not_finite
-from safe_loading._lora.layers import CannotMerge, Piece, Target, adapters_of, is_blocked, targets
+from safe_loading._lora.layers import Piece, Target, adapters_of, is_blocked, targets
 from safe_loading._lora.offload import Offloaded
 from safe_loading._lora.tensors import Sharing, check_tensor, same_change, same_memory, tuner_layers
 from safe_loading._lora.tokens import Tokens, tokens
+from safe_loading._lora.variants import CannotMerge, refuse_impossible
 
 Road = Literal["blocks", "tokens", "peft", "dequantised"]
 
@@ -86,6 +87,10 @@ def make_plan(model: torch.nn.Module, names: Sequence[str] | None, *, unload: bo
 def not_finite(job: Job, *, scratch_bytes: int) -> list[str]:
     """Return the reasons why weights of a job would not be finite."""
     problems = []
+    if job.road == "peft":
+        # peft's own check comes layer by layer, and for torchao before the adapter is added
+        bad = [name for name in job.names if not all(_is_finite(t) for t in _tensors_of(job.layer, name))]
+        problems += [f"{job.path}: its adapter {name!r} holds NaN or infinity." for name in bad]
     for target in job.targets:
         if isinstance(target, Tokens):
             reasons = [target.why_not_finite()]
@@ -94,6 +99,19 @@ def not_finite(job: Job, *, scratch_bytes: int) -> list[str]:
         found = sorted({reason for reason in reasons if reason})
         problems += [f"{job.name_of(target)}: {reason}." for reason in found]
     return problems
+
+
+def _tensors_of(layer: Any, name: str) -> Iterator[torch.Tensor]:
+    """Yield the tensors of one adapter of a tuner layer, whatever its kind."""
+    for attribute in layer.adapter_layer_names:
+        part = getattr(layer, attribute, None)
+        if isinstance(part, (torch.nn.ModuleDict, torch.nn.ParameterDict)) and name in part:
+            held: Any = part[name]
+            yield from [held] if isinstance(held, torch.Tensor) else held.parameters()
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or not tensor.is_floating_point() or bool(tensor.detach().isfinite().all())
 
 
 def _why_not_finite(piece: Piece, scratch_bytes: int) -> str | None:
@@ -149,7 +167,7 @@ def _job(path: str, layer: BaseTunerLayer, names: Sequence[str] | None, dequanti
         if not chosen:
             continue
         if not is_blocked(part, chosen):
-            _check_lora_bias(part, chosen)
+            _check_peft_merge(part, chosen)
             return Job(path, layer, "peft", chosen, [], [], before)
         if part.merged_adapters and any(part.use_dora.get(name) for name in chosen):
             raise CannotMerge(
@@ -163,13 +181,28 @@ def _job(path: str, layer: BaseTunerLayer, names: Sequence[str] | None, dequanti
     return _checked(Job(path, layer, "blocks", first, found, marks, before))
 
 
-def _check_lora_bias(layer: Any, names: Sequence[str]) -> None:
-    """Refuse what peft's merge of quantised layers does wrong: it adds the bias of lora_B without its scaling."""
+def _check_peft_merge(layer: Any, names: Sequence[str]) -> None:
+    """Refuse what peft cannot merge, and what its merge of quantised layers does wrong.
+
+    It adds the bias of lora_B without its scaling, and merges a variant into a torchao layer as a plain LoRA.
+    """
+    refuse_impossible(layer, names)
+    kind = type(layer).__name__
+    if type(layer).merge is BaseTunerLayer.merge:
+        raise CannotMerge(
+            f"peft has no merge for a {kind}. Merge into the base before it is quantised, with merge_lora_checkpoint"
+        )
     having = [name for name in names if layer.lora_bias.get(name) and layer.scaling[name] != 1]
     if having and is_quantised(layer.get_base_layer()):
         raise CannotMerge(
             f"adapter {having[0]!r} has lora_bias=True, and peft merges that into a quantised layer without its "
             f"scaling, {layer.scaling[having[0]]:g}. Merge with dequantize=True"
+        )
+    varied = [name for name in names if layer.lora_variant.get(name) is not None]
+    if varied and kind == "TorchaoLoraLinear":
+        raise CannotMerge(
+            f"adapter {varied[0]!r} is a {type(layer.lora_variant[varied[0]]).__name__}, which peft merges into a "
+            f"torchao layer as a plain LoRA. Merge with dequantize=True"
         )
 
 

@@ -6,10 +6,11 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.tensor import DTensor
 
-from safe_loading._lora.layers import CannotMerge, Target
+from safe_loading._lora.layers import Target
 from safe_loading._lora.rounding import DTYPES
 from safe_loading._lora.tokens import Tokens
 from safe_loading._lora.update import Update
+from safe_loading._lora.variants import CannotMerge
 
 
 def check_tensor(target: Target | Tokens) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from safe_loading._lora.layers import CannotMerge, tensor_of
+from safe_loading._lora.layers import tensor_of
+from safe_loading._lora.variants import CannotMerge
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,6 +27,11 @@ class Tokens:
     attribute: str
     tensor: torch.Tensor
     rows: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The name of the tensor that is written."""
+        return (self.attribute,)
 
     def why_not_finite(self) -> str | None:
         """Return why the rows would not be finite in the dtype of the weight, or None."""

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from peft.tuners.lora import layer as lora
 
-from safe_loading._lora.layers import CannotMerge, adapters_of, is_blocked, targets
+from safe_loading._lora.layers import adapters_of, is_blocked, targets
 from safe_loading._lora.update import Update
+from safe_loading._lora.variants import CannotMerge
 
 Found = list[tuple[torch.nn.Module, str, tuple[int, ...], Update]]
 
