@@ -190,7 +190,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write every figure there")
     args = parser.parse_args()
     print(headline())
-    rows = sorted(measured_rows(), key=lambda row: row["model_config"]["num_params"])
+    archive = [] if args.group == "malloc" else measured_rows()
+    rows = sorted(archive, key=lambda row: row["model_config"]["num_params"])
     rows = [row for row in rows if args.group in (None, _group(row))]
     found = list(compare(rows[:QUICK] if args.quick else rows))
     groups = sorted({row["group"] for row in found})
@@ -206,11 +207,13 @@ def main() -> None:
         "worst %",
     )
     cells = [(f"{row['model']} {row['step']}", *_cells(row)) for row in found]
-    print(table("Each row", ("row", "measured MiB", "ours %", "formula %", "reserved %", "CPU s"), cells))
-    print(table("Allocated and reserved bytes against a Tesla T4", header, summary))
+    if cells:
+        print(table("Each row", ("row", "measured MiB", "ours %", "formula %", "reserved %", "CPU s"), cells))
+        print(table("Allocated and reserved bytes against a Tesla T4", header, summary))
     steps = against_malloc() if args.group in (None, "malloc") else ()
     malloc = [(name, ours, real, f"{_percent(ours, real):+.3f}") for name, ours, real in steps]
-    print(table("Against the CPU's allocator", ("step", "traced bytes", "real bytes", "%"), malloc))
+    if malloc:
+        print(table("Against the CPU's allocator", ("step", "traced bytes", "real bytes", "%"), malloc))
     write_json(args.json, {"rows": found, "malloc": malloc})
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safe_loading._report import KiB, MiB
 from safe_loading._tracing import allocator as rules
 from safe_loading._tracing.allocator import CachingAllocator, CannotAllocate, round_size, segment_size
-from safe_loading._tracing.replay import replay
+from safe_loading._tracing.replay import EMPTY_CACHE, replay
 
 SIZES = st.one_of(
     st.integers(1, 4 * KiB),
@@ -102,6 +102,12 @@ def test_cached_segments_are_given_back_before_memory_runs_out() -> None:
     bounded = replay(events, limit=40 * MiB)
     assert (bounded.reserved_peak_bytes, bounded.retries, bounded.failed_at) == (40 * MiB, 1, None)
     assert replay(events, limit=40 * MiB - 1).failed_at == 2
+
+
+def test_an_empty_cache_gives_free_segments_back() -> None:
+    events = [(0, 30 * MiB), (0, -1), EMPTY_CACHE, (1, 40 * MiB)]
+    assert replay(events).reserved_peak_bytes == 40 * MiB
+    assert replay([event for event in events if event != EMPTY_CACHE]).reserved_peak_bytes == 70 * MiB
 
 
 def test_a_segment_in_which_something_lives_is_not_given_back() -> None:

@@ -15,10 +15,13 @@ from allocator_truth import held_after
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from transformers.core_model_loading import dot_natural_key
 
 from safe_loading import ArgumentError, Workload, largest_micro_batch, predict_memory
+from safe_loading._forecast.timeline import Loading, order_of, run_events
 from safe_loading._report import MiB
 from safe_loading._tracing.cuda_paths import cuda_paths
+from safe_loading._tracing.records import Block, StepTrace
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -79,7 +82,46 @@ def test_what_a_gpu_measured(
         found = predict_memory(config, workload, capability=(7, 5), attn_implementation=attention, keep_outputs=True)
     limit = 0.012 if quantised == "nf4" else 0.001
     assert found.allocated_peak_bytes / MiB == pytest.approx(allocated, rel=limit)
-    assert found.reserved_peak_bytes / MiB == pytest.approx(reserved, rel=0.03)
+    assert found.reserved_peak_bytes / MiB == pytest.approx(reserved, rel=0.005 if quantised == "nf4" else 0.001)
+
+
+def test_a_run_is_loaded_as_the_engines_do_and_each_thread_takes_its_scratch_at_its_first_product() -> None:
+    names = [
+        "m.embed.weight",
+        "m.layers.10.q.weight",
+        "m.layers.10.q.absmax",
+        "m.layers.10.q.code",
+        "m.layers.2.q.weight",
+    ]
+    parts = ["weights", "weights", "buffers", "buffers", "weights"]
+    load = [Block(100 + i, 0, part, "", "load", name) for i, (name, part) in enumerate(zip(names, parts, strict=True))]
+    adapter = Block(200, 0, "adapters", "", "load", "m.layers.2.q.lora_A.default.weight")
+    step = [
+        Block(size, 0, "temporary", "", phase, op)
+        for size, phase, op in (
+            (300, "forward", "aten.add.Tensor"),
+            (301, "forward", "aten.mm.default"),
+            (302, "backward", "aten.bmm.default"),
+            (303, "backward", "aten.mm.default"),
+        )
+    ]
+    blocks = (*load, adapter, *step)
+    trace = StepTrace("", blocks, tuple(range(len(blocks))), {}, {})
+    loading = Loading(True, {"m.layers.10.q.weight": (50, 51)}, {"m.embed.weight": 60})
+    events = run_events(trace, 0, loading, (8, 9), steps=1)
+    sizes = {key: size for key, size in events if size > 0}
+    said = [size if size != -1 else -sizes[key] for key, size in events if key < 10 or size > 0]
+    # all at once; each weight in the checkpoint's order; the cast; an empty cache; the adapter
+    assert said[:2] == [60 + 101 + 104, -(60 + 101 + 104)]
+    assert said[2:12] == [60, 104, 50, 51, 102, 101, 103, -50, -51, 100]
+    assert said[12:15] == [-60, -2, 200]
+    assert said[15:21] == [300, 301, 8, 302, 9, 303]
+
+
+def test_the_order_of_a_checkpoint_is_the_engines() -> None:
+    names = ["lm_head.weight", "model.layers.10.mlp.up.weight", "model.layers.9.mlp.up.weight", "model.norm2.weight"]
+    names += ["model.norm10.weight", "model.norm.weight", "model.embed_tokens.weight", "model.layers.9.a1.b.weight"]
+    assert sorted(names, key=order_of) == sorted(names, key=dot_natural_key)
 
 
 def test_the_parts_are_arithmetic_and_sum_to_the_peak() -> None:

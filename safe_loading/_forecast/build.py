@@ -16,7 +16,7 @@ from safe_loading._adapter.config import read_peft_config
 from safe_loading._checkpoint.hub import resolve, small_files
 from safe_loading._checkpoint.paths import path_text
 from safe_loading._checkpoint.weights import ADAPTER_CONFIG
-from safe_loading._forecast.quantized import is_stand_in, quantize
+from safe_loading._forecast.quantized import arrival, is_stand_in, quantize
 from safe_loading._forecast.timeline import Loading
 from safe_loading._layout.config import read_config
 from safe_loading._meta_model import meta_model
@@ -73,7 +73,8 @@ def build(source: Any, workload: Workload, options: Mapping[str, Any], prepare: 
     quantize(model, quantised)
     recast = _prepared(model) if prepare and workload.kind == "train" else {}
     notes = ("What is not quantised is cast to float32, as prepare_model_for_kbit_training does.",) if recast else ()
-    return Built(model, name, workload, Loading(True, _arrived(model), recast), notes)
+    arrived = {f"{path}.weight": arrival(layer) for path, layer in model.named_modules() if is_stand_in(layer)}
+    return Built(model, name, workload, Loading(True, arrived, recast), notes)
 
 
 def _adapted(folder: Path, workload: Workload) -> tuple[str, Workload]:
@@ -104,13 +105,3 @@ def _prepared(model: torch.nn.Module) -> dict[str, int]:
             before[name] = parameter.nbytes
             parameter.data = parameter.data.to(torch.float32)
     return before
-
-
-def _arrived(model: torch.nn.Module) -> dict[str, int]:
-    """The weights that were in 16 bits before they were quantised, and their bytes then."""
-    found: dict[str, int] = {}
-    for name, module in model.named_modules():
-        if is_stand_in(module):
-            layer: Any = module
-            found[f"{name}.weight"] = layer.out_features * layer.in_features * layer.stands_for_16_bits.itemsize
-    return found

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from safe_loading._forecast.quantized import eight_bit_class, four_bit_class, is_stand_in
+from safe_loading._forecast.quantized import arrival, eight_bit_class, four_bit_class, is_stand_in
 from safe_loading._forecast.timeline import Loading, own_name
 
 
@@ -28,7 +28,8 @@ def standing_in(model: nn.Module) -> Iterator[Loading | None]:
     try:
         for name, module in made.items():
             model.set_submodule(name, module)
-        yield Loading(True, _arrived(made), _recast(model)) if found else None
+        arrived = {own_name(f"{name}.weight"): arrival(layer) for name, layer in made.items()}
+        yield Loading(True, arrived, _recast(model)) if found else None
     finally:
         for name, module in found.items():
             model.set_submodule(name, module)
@@ -60,13 +61,6 @@ def _stand_in(module: Any) -> nn.Module:
         made = eight_bit_class()(linear, SimpleNamespace(llm_int8_threshold=module.state.threshold))
     result: nn.Module = made.train(module.training)
     return result
-
-
-def _arrived(made: dict[str, Any]) -> dict[str, int]:
-    return {
-        own_name(f"{name}.weight"): layer.out_features * layer.in_features * layer.stands_for_16_bits.itemsize
-        for name, layer in made.items()
-    }
 
 
 def _recast(model: nn.Module) -> dict[str, int]:

@@ -63,6 +63,12 @@ def is_stand_in(module: nn.Module) -> bool:
     return getattr(module, "stands_for_16_bits", None) is not None
 
 
+def arrival(layer: Any) -> tuple[int, ...]:
+    """Return the bytes of what a stand-in's weight was before: 16 bits, twice where it went over the host to 8 bits."""
+    size: int = layer.out_features * layer.in_features * layer.stands_for_16_bits.itemsize
+    return (size, size) if hasattr(layer, "scales") else (size,)
+
+
 class Params4bit(nn.Parameter):
     """A packed weight, under the name by which engines know one."""
 

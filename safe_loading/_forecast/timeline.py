@@ -1,19 +1,24 @@
 """From the trace of one step to the allocations of a run: loading, a first step, and steps after it. No torch.
 
 What the allocator reserves depends on the order of everything before: how the weights came, that the optimizer's state
-is born at the end of the first step, and that cuBLAS takes its scratch in between. So a run is put together from one
-traced step, and replayed.
+is born at the end of the first step, and that cuBLAS takes its scratch at the first product of each thread. So a run is
+put together from one traced step, and replayed.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from safe_loading._tracing.records import Block, StepTrace
+from safe_loading._tracing.replay import EMPTY_CACHE
 
-_PASSING = -1  # the key of what is there for a moment only
+_PASSING = -1  # the first key of what is there for a moment only; the others lie below
+_BELOW = -1 << 40
 _OF_THE_BASE = ("weights", "buffers")
+_PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")
+_THREAD_OF = {"prefill": 0, "forward": 0, "backward": 1}
 STEPS = 3  # the second step meets the cache that the first one left, and the third finds it settled
 
 
@@ -23,12 +28,14 @@ class Loading:
 
     Attributes:
         warmed: Whether transformers took all of it in one block first and gave it back (``device_map=`` does).
-        arrived: Tensors that were there in another form first: a weight in 16 bits that is then quantised.
-        recast: Tensors that were cast once everything was there, and what they took before.
+        arrived: Tensors that were there in another form first, and its blocks: a weight in 16 bits that is quantised,
+            which goes to the host and back for 8 bits.
+        recast: Tensors that were cast once everything was there, and what they took before. peft empties the cache
+            afterwards.
     """
 
     warmed: bool = False
-    arrived: Mapping[str, int] = field(default_factory=dict)
+    arrived: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     recast: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -41,7 +48,8 @@ def run_events(
         trace: One step.
         device: The device whose events are wanted.
         loading: How the weights came.
-        workspaces: What libraries take from the allocator before the first step is over, and keep.
+        workspaces: What cuBLAS takes from the allocator at the first product of each thread, and keeps: the thread of
+            the forward pass, and that of the backward pass.
         steps: How often the step is run.
     """
     blocks = trace.blocks
@@ -51,7 +59,7 @@ def run_events(
     there = set(resident)
     base = len(blocks)
     events = list(_loaded([(i, blocks[i]) for i in resident if i not in set(born_later)], loading))
-    events += [(-1 - base - place, size) for place, size in enumerate(workspaces)]
+    scratch = {thread: (-1 - 2 * base - thread, size) for thread, size in enumerate(workspaces)}
     step = [index for index in own if index not in there]
     survivors = {index for index in step if index >= 0} - {~index for index in step if index < 0}
     for number in range(steps):
@@ -63,6 +71,9 @@ def run_events(
                 born_later = []
             if index >= 0:
                 events.append((index + shift, block.bytes))
+                thread = _THREAD_OF.get(block.phase)
+                if thread in scratch and block.op.startswith(_PRODUCTS):
+                    events.append(scratch.pop(thread))
             else:  # a resident tensor that the step itself gives up stays, since the next step finds it again
                 events += [(~index + shift, -1)] if ~index not in there else []
         events += [(i, blocks[i].bytes) for i in born_later]
@@ -73,27 +84,59 @@ def run_events(
 
 def _loaded(resident: list[tuple[int, Block]], loading: Loading) -> Iterator[tuple[int, int]]:
     """The base's tensors, then what was cast, then the adapters; keys below zero are of what goes again."""
-    base = [(index, own_name(block.op), block.bytes) for index, block in resident if block.component in _OF_THE_BASE]
+    base = {own_name(block.op): (index, block) for index, block in resident if block.component in _OF_THE_BASE}
+    weights = {name: (index, block.bytes) for name, (index, block) in base.items() if block.component == "weights"}
     if loading.warmed:
-        weights = {index for index, block in resident if block.component == "weights"}
-        yield _PASSING, sum(loading.recast.get(name, size) for index, name, size in base if index in weights)
+        yield _PASSING, sum(loading.recast.get(name, size) for name, (_, size) in weights.items())
         yield _PASSING, -1
-    waiting: dict[int, int] = {}
-    for index, name, size in base:
+    parts: defaultdict[str, list[tuple[int, Block]]] = defaultdict(list)
+    for name in base:
+        owner = f"{name.rpartition('.')[0]}.weight"
+        if name != owner and owner in loading.arrived:
+            parts[owner].append(base[name])
+    made = {index for found in parts.values() for index, _ in found}
+    waiting: dict[str, int] = {}
+    for name in sorted(base, key=order_of) if loading.warmed else base:
+        index, block = base[name]
         if name in loading.recast:
-            waiting[index] = _PASSING - 1 - len(waiting)
-            yield waiting[index], loading.recast[name]
-            continue
-        if name in loading.arrived:
-            yield _PASSING, loading.arrived[name]
-        yield index, size
-        if name in loading.arrived:
-            yield _PASSING, -1
-    for index, _, size in base:
-        if index in waiting:
+            waiting[name] = _PASSING - 1 - len(waiting)
+            yield waiting[name], loading.recast[name]
+        elif name in loading.arrived:
+            yield from _quantised(base[name], parts[name], loading.arrived[name])
+        elif index not in made:
+            yield index, block.bytes
+    for name, (index, size) in weights.items():
+        if name in waiting:
             yield index, size
-            yield waiting[index], -1
+            yield waiting[name], -1
+    if waiting:
+        yield EMPTY_CACHE
     yield from ((index, block.bytes) for index, block in resident if block.component not in _OF_THE_BASE)
+
+
+def _quantised(
+    weight: tuple[int, Block], parts: list[tuple[int, Block]], arrived: tuple[int, ...]
+) -> Iterator[tuple[int, int]]:
+    """A weight as it came, its statistics, what is kept of it, and its other parts."""
+    keys = [_BELOW - place for place in range(len(arrived))]
+    yield from zip(keys, arrived, strict=True)
+    for index, block in sorted([*parts, weight], key=lambda part: _place(part[1].op)):
+        yield index, block.bytes
+    yield from ((key, -1) for key in keys)
+
+
+def _place(name: str) -> int:
+    """bitsandbytes makes the statistics first."""
+    return 0 if name.endswith((".absmax", ".scales")) else 1 if name.endswith(".weight") else 2
+
+
+def order_of(name: str) -> list[tuple[int, int | str, int]]:
+    """Return the key by which transformers sorts a checkpoint's tensors, numbers by value (``dot_natural_key``)."""
+    found: list[tuple[int, int | str, int]] = []
+    for part in name.split("."):
+        word = part.rstrip("0123456789")
+        found.append((0, int(part), 0) if part.isdigit() else (1, word, int(part[len(word) :] or -1)))
+    return found
 
 
 def own_name(name: str) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from safe_loading._tracing.allocator import CachingAllocator, CannotAllocate
 
+EMPTY_CACHE = (0, -2)  # the event of `torch.cuda.empty_cache`
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -34,7 +36,7 @@ def replay(events: Iterable[tuple[int, int]], *, limit: int | None = None, expan
 
     Args:
         events: In order: ``(key, size)`` takes `size` bytes under a key of the caller's choice, ``(key, -1)`` gives
-            them back. A size of 0 takes nothing, as in torch.
+            them back. A size of 0 takes nothing, as in torch. `EMPTY_CACHE` gives free segments back to the driver.
         limit: The most bytes that may be reserved, such as the card's memory less its context; None for no limit.
         expandable_segments: The setting of that name in ``PYTORCH_ALLOC_CONF``.
     """
@@ -42,7 +44,9 @@ def replay(events: Iterable[tuple[int, int]], *, limit: int | None = None, expan
     addresses: dict[int, int] = {}
     failed_at = None
     for index, (key, size) in enumerate(events):
-        if size > 0:
+        if (key, size) == EMPTY_CACHE:
+            allocator.empty_cache()
+        elif size > 0:
             try:
                 addresses[key] = allocator.malloc(size)
             except CannotAllocate:
