@@ -65,8 +65,8 @@ def step_of(model: Any, workload: Workload, device: Any) -> Any:
     """Return a function that runs a workload once, as training loops and ``generate()`` do."""
     names, rows, columns = takes(model), workload.batch_size, workload.sequence_length
 
-    def tokens(width: int) -> torch.Tensor:
-        return torch.full((rows, width), 5, device=device)
+    def tokens(width: int, value: int = 5) -> torch.Tensor:
+        return torch.full((rows, width), value, device=device)
 
     if workload.kind == "generate":
         model.eval()
@@ -83,7 +83,7 @@ def step_of(model: Any, workload: Workload, device: Any) -> Any:
     optimizer = torch.optim.AdamW(trained, foreach=True)
 
     def train() -> None:
-        batch = {"input_ids": tokens(columns), "attention_mask": tokens(columns), "labels": tokens(columns)}
+        batch = {"input_ids": tokens(columns), "attention_mask": tokens(columns, 1), "labels": tokens(columns)}
         loss = model(**batch, use_cache=False).loss
         del batch
         loss.backward()
@@ -97,7 +97,7 @@ def step_of(model: Any, workload: Workload, device: Any) -> Any:
 @torch.no_grad()
 def _generate(model: Any, workload: Workload, tokens: Any, extra: dict[str, Any]) -> None:
     length = workload.context_length
-    cache = model(input_ids=tokens(length), attention_mask=tokens(length), **extra).past_key_values
+    cache = model(input_ids=tokens(length), attention_mask=tokens(length, 1), **extra).past_key_values
     for step in range(workload.decode_steps):
-        mask = tokens(length + step + 1)
+        mask = tokens(length + step + 1, 1)
         cache = model(input_ids=tokens(1), attention_mask=mask, past_key_values=cache, **extra).past_key_values

@@ -204,6 +204,6 @@ def test_two_embeddings_that_are_added_go_together_and_the_stack_is_still_split(
 def test_the_caches_of_several_layers_add_up_in_the_count() -> None:
     one, two = (
         sum(use.kv_cache for use in plan_device_map(llama(), limits, workload=STEP, verify=False).devices)
-        for limits in ({0: "1GB"}, {0: "400KB", 1: "400KB"})
+        for limits in ({0: "1GB"}, {0: "800KB", 1: "800KB"})
     )
     assert one == two == 3 * 2 * 2 * (64 + 1) * 2 * 8 * 4  # layers, keys and values, rows, tokens, heads, size, bytes

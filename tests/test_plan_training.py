@@ -13,7 +13,7 @@ from safe_loading import Workload
 if TYPE_CHECKING:
     from conftest import Simulated
 
-ROWS, COLUMNS = 2, 24
+ROWS, COLUMNS = 3, 48
 KINDS = ("generate", "train", "train, checkpointing", "train, adapter", "train, adapter, checkpointing")
 ARCHITECTURES = [
     "LlamaForCausalLM",
@@ -26,10 +26,13 @@ ARCHITECTURES = [
     "GPTNeoXForCausalLM",
     "BloomForCausalLM",
     "CohereForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
 ]
-# How much more than counted may be there. The simulated accelerator keeps more than the CPU in a backward pass: 5 % on
-# one device, where test_tracing_truth.py shows that the count is that of the CPU's allocator.
-UNDER = {"generate": 0.001, "train": 0.12}
+EAGER_ONLY = {"Gemma2ForCausalLM", "BloomForCausalLM"}  # transformers has no other attention for them
+# The sums must be equal, but for one case. Where attention drops out, torch takes the kernel apart, and its mask has
+# four bytes an element on the host, as is counted, and one on an accelerator.
+OVER = {"GPT2LMHeadModel sdpa train": 1.1}
 
 RUNS = """
     import gc, json, sys, traceback, torch, torch_npu
@@ -41,7 +44,6 @@ RUNS = """
     from tiny_models import tiny_config
     import transformers
     from safe_loading import plan_device_map
-    from safe_loading._tracing.trace import trace_step
 
     # as in test_plan_on_simulated_devices.py: these devices stand for those of CUDA
     accelerate.utils.modeling.is_npu_available = accelerate.hooks.is_npu_available = lambda: False
@@ -51,7 +53,7 @@ RUNS = """
         torch.manual_seed(0)
         model = getattr(transformers, name)._from_config(
             tiny_config(name), dtype=torch.float32, attn_implementation=attention)
-        limit = trace_step(model, work).devices[0].peak_bytes - 1
+        limit = plan_device_map(model, {0: 10**12}, workload=work).devices[0].used - 1
         plan = plan_device_map(model, {0: limit, 2: limit}, workload=work)
         gc.collect()
         torch_npu.reset()
@@ -84,18 +86,18 @@ def workload(kind: str) -> Workload:
     return Workload.train(ROWS, COLUMNS, "checkpointing" in kind, optimizer="adamw_foreach", adapter=adapter)
 
 
-def cases(names: list[str], attentions: tuple[str, ...], kinds: tuple[str, ...]) -> list[tuple[str, str, str]]:
-    return [(name, attention, kind) for name in names for attention in attentions for kind in kinds]
+def cases(name: str) -> list[tuple[str, str, str]]:
+    attentions = ("eager",) if name in EAGER_ONLY else ("sdpa", "eager")
+    return [(name, attention, kind) for attention in attentions for kind in KINDS]
 
 
 SAMPLE = [
     ("LlamaForCausalLM", "sdpa", "generate"),
-    ("LlamaForCausalLM", "sdpa", "train"),
-    ("LlamaForCausalLM", "sdpa", "train, adapter, checkpointing"),
-    ("LlamaForCausalLM", "eager", "generate"),
-    ("GPT2LMHeadModel", "eager", "generate"),
+    ("MixtralForCausalLM", "sdpa", "train"),
+    ("GPTNeoXForCausalLM", "eager", "generate"),
+    ("GPTNeoXForCausalLM", "eager", "train, checkpointing"),
+    ("Qwen3ForCausalLM", "sdpa", "train, adapter, checkpointing"),
 ]
-ALL = cases(ARCHITECTURES, ("sdpa", "eager"), KINDS)
 
 
 def judge(found: dict[str, Any]) -> dict[str, Any]:
@@ -105,13 +107,13 @@ def judge(found: dict[str, Any]) -> dict[str, Any]:
         if "error" in facts:
             wrong[case] = facts["error"][-900:]
             continue
-        under = UNDER[case.split()[2].rstrip(",")]
+        over = next((more for start, more in OVER.items() if case.startswith(start)), 1.0)
         said = [] if facts["verified"] else [facts["reason"]]
         if len(facts["peaks"]) < 2:
             said.append("one device is enough")
         for device, peak in facts["peaks"].items():
             used = facts["used"][device]
-            if peak > facts["limit"] or not peak * (1 - under) <= used <= peak * 1.1 + 2048:
+            if peak > facts["limit"] or not peak <= used <= peak * over:
                 said.append(f"device {device}: {used} counted, {peak} measured, limit {facts['limit']}")
         if said:
             wrong[case] = said
@@ -126,8 +128,8 @@ def test_what_is_counted_is_what_is_there(simulated: Simulated) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_same_for_ten_architectures(simulated: Simulated, name: str) -> None:
-    own = [case for case in ALL if case[0] == name]
+def test_the_same_for_twelve_architectures(simulated: Simulated, name: str) -> None:
+    own = cases(name)
     found = simulated.run(RUNS, count=3, timeout=900, args=[json.dumps(own)])
     assert len(found) == len(own)
     assert judge(found) == {}

@@ -227,6 +227,14 @@ def live_bytes_follow_the_tensors():
 
 
 @rule
+def a_kernel_of_the_cpu_is_not_taken_apart():
+    x = torch.ones(10, device="npu:3")
+    before = counters(3, "allocations")[0]
+    y = torch.ops.aten.silu_backward(x, x)
+    return counters(3, "allocations")[0] - before, y.device.index
+
+
+@rule
 def in_place_needs_no_memory():
     x = torch.ones(10, device="npu:3")
     y = torch.full((10,), 3.0, device="npu:3")
@@ -529,6 +537,10 @@ def test_an_operation_in_place_needs_no_memory(rules: dict[str, Any]) -> None:
     before, after, values = rules["in_place_needs_no_memory"]
     assert before == after
     assert values == [6.0] * 10
+
+
+def test_what_the_cpu_has_a_kernel_for_is_one_kernel_here(rules: dict[str, Any]) -> None:
+    assert rules["a_kernel_of_the_cpu_is_not_taken_apart"] == [1, 3]
 
 
 def test_views_share_memory(rules: dict[str, Any]) -> None:

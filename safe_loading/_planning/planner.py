@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -10,12 +11,14 @@ import torch
 
 from safe_loading._log import logger
 from safe_loading._report import Finding
+from safe_loading._tracing.cuda_paths import AMPERE, cuda_paths
 from safe_loading._tracing.records import StepTrace
 from safe_loading._tracing.trace import trace_step
 from safe_loading._workload import Workload
 from safe_loading.errors import DeviceMapInfeasible, TraceError
 
 from .accounts import counted, gathered, measured
+from .available import accelerator
 from .blocks import Layout, beside_stack, lay_out
 from .costs import Cost, costs
 from .explain import infeasible
@@ -154,7 +157,8 @@ class Planner:
         if placement is None:
             placement = {"": self.request.running[0]}
         try:
-            return trace_step(self.request.model, workload, placement=placement, inputs=self.request.inputs)
+            with self._kernels():
+                return trace_step(self.request.model, workload, placement=placement, inputs=self.request.inputs)
         except TraceError as error:
             self.reason = self.reason or str(error)
             if self.request.workload.kind != "weights_only" and not self.findings:
@@ -162,6 +166,12 @@ class Planner:
                 fix = "leave room for them in max_memory, or pass overhead=."
                 self.findings.append(Finding("not-traced", "warning", self.name, message, fix))
             return None
+
+    def _kernels(self) -> contextlib.AbstractContextManager[None]:
+        """Take the kernels of the accelerator, of an A100 where there is none to ask, or of the host."""
+        if self.request.running == ["cpu"]:
+            return contextlib.nullcontext()
+        return cuda_paths(AMPERE if accelerator() in ("cuda", "cpu") else None)
 
     def _placed(self, layout: Layout, priced: Sequence[Cost]) -> tuple[dict[str, Device], list[DeviceUse]]:
         """Return the map, and what each device will hold by the costs of the units."""

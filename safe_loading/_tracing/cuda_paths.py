@@ -21,14 +21,17 @@ AMPERE = (8, 0)  # the first compute capability with flash attention
 
 
 @contextlib.contextmanager
-def cuda_paths(capability: tuple[int, int]) -> Iterator[None]:
-    """Inside, softmax, dropout and attention allocate what they allocate on a GPU of this compute capability."""
-    paths = _Paths(capability)
+def cuda_paths(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Inside, softmax, dropout and attention allocate what they allocate on a GPU of this compute capability.
+
+    None is an accelerator that is no GPU of NVIDIA's. Of these torch knows one thing: their dropout is CUDA's.
+    """
+    paths = _Paths(capability or (0, 0))
     before = {name: getattr(functional, name) for name in ("softmax", "dropout", "scaled_dot_product_attention")}
     paths.softmax_elsewhere, paths.dropout_elsewhere = before["softmax"], before["dropout"]
     paths.attention_elsewhere = before["scaled_dot_product_attention"]
     try:
-        for name in before:
+        for name in before if capability is not None else ("dropout",):
             setattr(functional, name, getattr(paths, name))
         yield
     finally:

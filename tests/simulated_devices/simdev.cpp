@@ -826,7 +826,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("convolution_overrideable", convolution);
   library.impl("convolution_backward_overrideable", convolution_backward);
   // PyTorch has these in parts as well, which would go before the fallback: other roundings, and more memory.
-  for (const char* name : {"native_layer_norm", "native_group_norm", "mish_backward", "addr"}) {
+  for (const char* name : {"native_layer_norm", "native_group_norm", "mish_backward", "silu_backward", "addr"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
   library.impl("histc", histc);
