@@ -54,6 +54,26 @@ def test_a_file_is_read_as_strictly_as_bytes(tmp_path, data, words):
     assert words[0] in str(caught.value)
 
 
+KEYS = st.sampled_from(["a", "b", '"', ":", "{"])
+LEAVES = st.sampled_from([0, "a", '"', [], ["a"], {}, [{"a": "b"}]])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(KEYS, LEAVES | st.lists(st.tuples(KEYS, LEAVES), max_size=3).map(tuple)), max_size=4))
+def test_a_key_that_stands_twice_is_found_wherever_it_stands(pairs):
+    twice = False
+
+    def written(pairs: Any) -> str:
+        nonlocal twice
+        twice |= len(dict(pairs)) < len(pairs)
+        texts = (written(value) if isinstance(value, tuple) else json.dumps(value) for _, value in pairs)
+        entries = [f"{json.dumps(key)}: {text}" for (key, _), text in zip(pairs, texts, strict=True)]
+        return "{" + ", ".join(entries) + "}"
+
+    found = try_parse(written(pairs).encode(), "x")
+    assert isinstance(found, Finding) == twice
+
+
 def test_every_duplicate_is_named():
     found = try_parse(b'{"a": 1, "a": 2, "b": 1, "c": {}, "c": 0}', "x")
     assert isinstance(found, Finding)

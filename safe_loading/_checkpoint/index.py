@@ -270,7 +270,7 @@ def _index_faults(index: Index, headers: Mapping[str, Header]) -> list[Finding]:
             message = f"holds {len(extra)} tensors that {index.path.name} does not name: {listed(extra)}"
             size = sum(header.tensors[name].nbytes for name in extra)
             findings.append(fault("tensor-unindexed", header.path, message, _SAVE_AGAIN, size))
-    there = sum(info.nbytes for header in headers.values() for info in header.tensors.values())
+    there = sum(header.nbytes - header.data_start for header in headers.values())
     whole = len(headers) == len(placed)
     if whole and index.total_size is not None and index.total_size != there:
         # No error: transformers counts a tensor that two names share twice, but it is written once.

@@ -101,6 +101,10 @@ BAD_FILES: dict[str, BadFile] = {
     "offsets of 4300 digits": BadFile(
         safetensors({"w": entry(start=10**4300 - 2, stop=10**4300 - 1)}), "offsets", ("'w'", "beyond 63 bits")
     ),
+    # multiplied to its end, this takes minutes
+    "shape of many lengths": BadFile(
+        safetensors({"w": entry(shape=[0] + [10**9] * 300_000, stop=0)}), "shape", ("overflows",)
+    ),
     "shape of 4300 digits": BadFile(safetensors({"w": entry(shape=[10**4300 - 1] * 2)}, b"x"), "shape", ("overflows",)),
     "size too large": BadFile(
         safetensors({"w": entry("BF16", [2, 3], 0, 14)}, bytes(14)),
