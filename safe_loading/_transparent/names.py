@@ -14,9 +14,8 @@ from safe_loading._transparent.routing import ROUTES
 from safe_loading.errors import ArgumentError
 
 REPORT = "wrap_report"
-STATE = (
-    "_transparent_state"  # in the __dict__ of a wrapped model: the names of the state of each mixin, innermost first
-)
+# In the __dict__ of a wrapped model: the names of the state of each mixin, innermost first.
+STATE = "_transparent_state"
 _RESERVED = (REPORT, STATE, ROUTES)
 _WHY = {
     "__init__": "it is never called, since the model exists already: pass state as keywords of wrap_transparent",
