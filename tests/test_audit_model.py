@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -70,11 +70,6 @@ def test_full_training_and_inference_are_clean_too() -> None:
     assert codes(base(), STEP) == {}
     frozen = base().requires_grad_(False).eval()
     assert audit_model(frozen).ok
-
-
-def hides_quantisation(model: Any) -> Any:
-    model.get_base_model().__dict__["is_loaded_in_8bit"] = True
-    return model
 
 
 def test_a_wrapper_hides() -> None:
@@ -192,6 +187,23 @@ def test_the_step_of_bitsandbytes_own_layers_is_looked_at(bits: int, tiny_llama:
     report = audit_model(model, Workload.train(1, 128), forecast=False)
     assert "step" in report.checked
     assert not report.skipped
+
+
+def test_what_layers_in_8_bits_keep_under_checkpointing(tiny_llama: Path) -> None:
+    found = []
+    for reentrant in (False, True):
+        base: Any = LlamaForCausalLM.from_pretrained(
+            tiny_llama, quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map={"": "cpu"}
+        )
+        base = prepare_model_for_kbit_training(base, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model = adapted(base)
+        if not reentrant:
+            base.enable_input_require_grads()
+        found.append(codes(model, Workload.train(2, 64)))
+    # three layers: the inputs of attention, of its output layer, and the two of the MLP, in float32
+    assert found[0]["SL124"].bytes == 3 * 2 * 64 * (32 + 32 + 32 + 64) * 4
+    assert "SL124" not in found[1]
+    assert not [module for module in model.modules() if module._forward_pre_hooks]
 
 
 def test_sizes_are_bytes() -> None:

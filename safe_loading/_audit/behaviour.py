@@ -10,6 +10,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from safe_loading._audit.subject import Subject
+from safe_loading._forecast.quantized import is_stand_in
 from safe_loading._report import Finding, format_bytes
 from safe_loading._tracing.records import StepTrace
 from safe_loading._tracing.trace import trace_step
@@ -17,16 +18,18 @@ from safe_loading._workload import Workload
 
 
 def check_step(subject: Subject, workload: Workload) -> Iterator[Finding]:
-    """Yield findings about checkpointing, gradients and what outlives the step.
+    """Yield findings about checkpointing, gradients, what 8-bit layers keep and what outlives the step.
 
     Raises:
         TraceError: The model's own code cannot run without data.
     """
     as_it_is = workload.replace(gradient_checkpointing=False, optimizer="none")
     # a trainer calls model.train() before each step
-    with _left_alone(subject.model) if subject.trainer is None else contextlib.nullcontext():
+    left = _left_alone(subject.model) if subject.trainer is None else contextlib.nullcontext()
+    with left, _inputs_of_8_bits(subject.model) as inputs:
         trace = trace_step(subject.model, as_it_is)
     yield from _checkpointing(subject, workload, trace)
+    yield from _kept_inputs(subject, workload, trace, inputs)
     yield from _gradients(subject, trace)
     yield from _survivors(trace)
 
@@ -65,6 +68,52 @@ def _checkpointing(subject: Subject, workload: Workload, trace: StepTrace) -> It
         "call model.train(), and gradient_checkpointing_enable() on the model that has the layers.",
         saved,
     )
+
+
+def _kept_inputs(
+    subject: Subject, workload: Workload, trace: StepTrace, inputs: dict[str, dict[int, int]]
+) -> Iterator[Finding]:
+    """bitsandbytes keeps the input of a layer in 8 bits on the graph's node, where checkpointing cannot drop it."""
+    arguments = getattr(subject.trainer, "args", None)
+    later = workload.gradient_checkpointing or bool(getattr(arguments, "gradient_checkpointing", False))
+    if (getattr(arguments, "gradient_checkpointing_kwargs", None) or {}).get("use_reentrant"):
+        return
+    again, layers = checkpointed(subject, trace)
+    inside = {n: kept for n, kept in inputs.items() if any(n.startswith(f"{a}.") for a in (layers if later else again))}
+    size = sum({key: size for kept in inside.values() for key, size in kept.items()}.values())
+    if size:
+        yield Finding(
+            "SL124",
+            "warning",
+            next(iter(inside)),
+            f"{len(inside)} layers in 8 bits keep {format_bytes(size)} of inputs that checkpointing should drop.",
+            "gradient_checkpointing_kwargs={'use_reentrant': True} and enable_input_require_grads(), or 4 bits.",
+            size,
+        )
+
+
+@contextlib.contextmanager
+def _inputs_of_8_bits(model: torch.nn.Module) -> Iterator[dict[str, dict[int, int]]]:
+    """Note the storages that go into layers in 8 bits while a graph is built, and so are kept; not the recomputed."""
+    found: dict[str, dict[int, int]] = {}
+
+    def note(name: str, given: tuple[Any, ...]) -> None:
+        recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass
+        for tensor in () if recomputed else given[:1]:
+            if tensor.requires_grad:
+                storage = tensor.untyped_storage()
+                found.setdefault(name, {})[storage._cdata] = storage.nbytes()
+
+    handles = [
+        module.register_forward_pre_hook(lambda _, given, name=name: note(name, given))
+        for name, module in model.named_modules()
+        if is_stand_in(module) and hasattr(module, "scales")
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _peak_with_checkpointing(subject: Subject, workload: Workload) -> int | None:
