@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -67,6 +68,48 @@ def loopback() -> int:
         if line.strip().startswith("lo:"):
             return int(line.split()[9])
     return 0
+
+
+class Counts:
+    """What a wrap asks of the file system and of the store, counted while the roads of this package run."""
+
+    def __init__(self) -> None:
+        self.reads = self.exchanges = self.asked = self.polls = 0
+
+    def begin(self) -> None:
+        """Count from now on; another road than ours asks for none of it."""
+        reading: Any = importlib.import_module("safe_loading._sharding.reading")
+        exchange: Any = importlib.import_module("safe_loading._distributed.exchange")
+        read, board, own = reading.read_into, exchange.Board, exchange._own_store
+        stores: dict[int, Store] = {}
+
+        def counted(*arguments: Any) -> None:
+            self.reads += 1
+            read(*arguments)
+
+        def counted_board(*arguments: Any) -> Any:
+            self.exchanges += 1
+            return board(*arguments)
+
+        def counted_store() -> Any:
+            real = own()
+            return stores.setdefault(id(real), Store(real, self))
+
+        reading.read_into, exchange.Board, exchange._own_store = counted, counted_board, counted_store
+
+
+class Store:
+    """A store that counts what is asked of it."""
+
+    def __init__(self, store: Any, counts: Counts) -> None:
+        self._store, self._counts = store, counts
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "check":
+            self._counts.polls += 1
+        else:
+            self._counts.asked += 1
+        return getattr(self._store, name)
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
@@ -274,6 +317,8 @@ def main(folder: str, road: str, out: str) -> None:
     dist.init_process_group("gloo")
     meta_model(folder)
     dist.barrier()
+    counts = Counts()
+    counts.begin()
     wire = loopback()
     with Meter() as meter:
         model = ROADS[road](folder)
@@ -291,6 +336,7 @@ def main(folder: str, road: str, out: str) -> None:
     report = getattr(model, "fsdp_report", None)
     if report is not None:
         facts |= {"bytes_read": report.bytes_read, "bytes_sent": report.bytes_sent}
+        facts |= {"tensors": len([*model.parameters()]), **vars(counts)}
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()
 

@@ -139,6 +139,40 @@ def row(road: str, found: list[dict[str, Any]] | str, floor: float, model: int) 
     )
 
 
+LARGE = ("70B in bfloat16", 141_107_000_000, 723)  # a Llama's bytes and tensors
+
+
+def estimate(found: list[dict[str, Any]], folder: Path) -> str:
+    """Return what a start costs on many ranks: each rank's figures in ``ours``, per tensor and per exchange."""
+    tensors = found[0]["tensors"]
+    headers = sum(int.from_bytes(path.open("rb").read(8), "little") for path in folder.glob("*.safetensors")) / tensors
+    reads = max(facts["reads"] for facts in found) / tensors
+    asked, exchanges = (max(facts[name] for facts in found) for name in ("asked", "exchanges"))
+    name, size, count = LARGE
+    rows = [
+        (
+            str(ranks),
+            f"{size / ranks / 1e9:.3f}",
+            f"{reads * count:.0f}",
+            f"{reads * count * ranks:,.0f}",
+            f"{headers * count * ranks / 1e6:.1f}",
+            "0",
+            str(exchanges),
+            f"{asked * ranks:,}",
+        )
+        for ranks in (64, 1024)
+    ]
+    header = (
+        *("ranks", "GB a rank", "reads a rank", "reads in all", "MB of headers", "weight bytes sent"),
+        *("exchanges", "store requests"),
+    )
+    notes = [
+        f"measured on each rank: {reads:.2f} reads a tensor, {headers:.0f} bytes of header a tensor, {exchanges} "
+        f"exchanges, {asked} requests to the store beside polls ({tensors} tensors)"
+    ]
+    return table(f"Estimated start of {name}, {count} tensors, one FSDP group", header, rows, notes)
+
+
 def main() -> None:
     """Run the roads and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -162,6 +196,9 @@ def main() -> None:
                 print(*rows[-1], sep="  ", file=sys.stderr, flush=True)  # while the others run
             notes = [f"{NAMES[road]}: {each}" for road, each in found.items() if isinstance(each, str)]
             print(table(f"{ranks} ranks, floor {mib(floor)} MiB per rank", HEADER, rows, notes), flush=True)
+            own = found.get("ours")
+            if isinstance(own, list):
+                print(estimate(own, folder), flush=True)
             facts[str(ranks)] = found
     write_json(arguments.json, facts)
 

@@ -17,6 +17,7 @@ from ._sharding.attached import wrapped_before
 from ._sharding.carry_out import Done, carry_out
 from ._sharding.peak import Peak
 from ._sharding.report import FsdpReport, FsdpUnit
+from ._sharding.saving import make_saving_whole
 from ._sharding.setup import Setup, prepare, ranks_of
 from ._sharding.units import Wrap
 
@@ -46,6 +47,8 @@ def wrap_fsdp_meta_safe(
     ``safe_loading``.
 
     Called again on a model that FSDP2 wrapped, it shards what was attached since (an adapter, a head) and nothing else.
+
+    ``save_pretrained`` of the result gathers what it saves: call it on every rank, and the first one writes.
 
     Args:
         model: The model. Make it with :func:`meta_model`, or under ``torch.device("meta")``.
@@ -103,6 +106,7 @@ def wrap_fsdp_meta_safe(
         done = carry_out(setup, ranks)
     report = _report(setup, done, ranks.rank, ranks.size, peak.bytes, time.perf_counter() - started)
     done.model.__dict__["fsdp_report"] = report
+    make_saving_whole(done.model, ranks, setup.device, timeout)
     logger.info("%s", report)
     return done.model
 

@@ -21,9 +21,9 @@ from safe_loading import CheckpointError, meta_model
 from safe_loading._report import MiB
 from safe_loading._sharding import reading
 from safe_loading._sharding.buffers import compute_buffers
-from safe_loading._sharding.reading import ReadReport, differing, disk_tensors, read_targets
+from safe_loading._sharding.reading import ReadReport, differing, read_targets
 from safe_loading._sharding.regions import Flat, box_at, whole
-from safe_loading._sharding.source import Source, open_source
+from safe_loading._sharding.source import Source, disk_tensors, open_source
 from safe_loading._sharding.targets import Target
 from safe_loading.errors import ArgumentError
 

@@ -9,7 +9,7 @@ from fsdp_cases import NOTHING, llama, reference
 from torchrun import run_ranks
 
 SCRIPT = """
-import os, pathlib, shutil, sys, types, warnings
+import os, pathlib, shutil, sys, time, types, warnings
 import torch, torch.distributed as dist
 warnings.simplefilter("ignore")
 from torch import nn
@@ -21,6 +21,9 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from transformers import logging as transformers_logging
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from fsdp_cases import *
 from safe_loading import wrap_fsdp_meta_safe
 
@@ -153,6 +156,73 @@ if rank == 0:
 dist.barrier()
 ours = wrap_fsdp_meta_safe(on_meta(small), "org/tiny")
 report(hub=[differences(one, ours, batch), ours.fsdp_report.bytes_read, ours.fsdp_report.bytes_sent])
+
+# saved on every rank, as people call it: plainly, with is_main_process, and with a state dict of their own
+def read_back(make, path):
+    again = type(reference(make)).from_pretrained(path, attn_implementation="eager")
+    names = dict(again.named_parameters()).keys()
+    return names == dict(reference(make).named_parameters()).keys() and all(
+        torch.equal(p, dict(again.named_parameters())[n]) for n, p in reference(make).named_parameters())
+
+for name in ("llama", "gpt2", "mixtral"):  # plain, tied, and experts that are stacked in the model
+    make = CASES[name]
+    real = lambda: reference(make) if rank == 0 else on_meta(make)
+    for version in (2, 1):
+        ours = wrap_fsdp_meta_safe(real(), version=version)
+        for label, options in (("plainly", {}), ("main", {"is_main_process": rank == 0})):
+            path = f"{folder}/saved {name} {version} {label}"
+            ours.save_pretrained(path, **options)
+            dist.barrier()
+            wrong = differences(reference(make), ours, batch)["gradients"]
+            report(**{f"saved {name} {version} {label}": [read_back(make, path), *wrong]})
+        if version == 2:
+            given = get_model_state_dict(ours, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            if rank == 0:
+                ours.save_pretrained(f"{folder}/given {name}", state_dict=given)
+            dist.barrier()
+            report(**{f"given {name}": read_back(make, f"{folder}/given {name}")})
+
+# an adapter: no weight of the base is gathered for it
+torch.manual_seed(7)
+single = get_peft_model(reference(small), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+for version in (2, 1):
+    torch.manual_seed(7)
+    base = reference(small) if rank == 0 else on_meta(small)
+    ours = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    if version == 2:
+        for number, layer in enumerate(base.model.layers):
+            base.model.layers[number] = checkpoint_wrapper(layer)
+    ours = wrap_fsdp_meta_safe(ours, version=version)
+    gathered = []
+    full_tensor = DTensor.full_tensor
+    DTensor.full_tensor = lambda self, **options: gathered.append(self.numel()) or full_tensor(self, **options)
+    ours.save_pretrained(f"{folder}/adapter {version}", safe_serialization=True)
+    DTensor.full_tensor = full_tensor
+    dist.barrier()
+    single.save_pretrained(f"{folder}/adapter of {rank} {version}")
+    one_file, other = (load_file(f"{folder}/{n}/adapter_model.safetensors")
+        for n in (f"adapter {version}", f"adapter of {rank} {version}"))
+    report(**{f"adapter {version}": [
+        one_file.keys() == other.keys() and all(torch.equal(t, other[n]) for n, t in one_file.items()),
+        sum(gathered), sum(p.numel() for p in single.parameters() if p.requires_grad),
+    ]})
+
+# the first rank cannot write; it is told not to; the others do not come
+def refused(call):
+    started = time.monotonic()
+    try:
+        call()
+        return None
+    except Exception as error:
+        return [type(error).__name__, str(error), time.monotonic() - started]
+pathlib.Path(f"{folder}/a file").touch()
+report(unsaved=[
+    refused(lambda: ours.save_pretrained(f"{folder}/a file")),
+    refused(lambda: ours.save_pretrained(f"{folder}/x", is_main_process=False)),
+])
+late = wrap_fsdp_meta_safe(on_meta(small), folder, timeout=2)
+report(alone=refused(lambda: late.save_pretrained(f"{folder}/alone")) if rank == 0 else None)
+dist.barrier()
 dist.destroy_process_group()
 """
 
@@ -210,3 +280,38 @@ def test_a_hub_id_is_read_from_the_links_of_its_cache(found: list[dict[str, Any]
         assert bytes_sent == 0
         read += bytes_read
     assert read == sum(parameter.nbytes for parameter in reference(lambda: llama(num_hidden_layers=2)).parameters())
+
+
+@pytest.mark.parametrize("label", ["plainly", "main"])
+@pytest.mark.parametrize("version", [2, 1])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_save_pretrained_on_every_rank_writes_the_whole_model(
+    found: list[dict[str, Any]], name: str, version: int, label: str
+) -> None:
+    assert [facts[f"saved {name} {version} {label}"] for facts in found] == [[True]] * 2
+
+
+def test_a_state_dict_of_the_callers_own_is_saved_as_it_is(found: list[dict[str, Any]]) -> None:
+    assert all(facts[f"given {name}"] for facts in found for name in ("llama", "gpt2", "mixtral"))
+
+
+@pytest.mark.parametrize("version", [2, 1])
+def test_save_pretrained_of_an_adapter_gathers_the_adapter_alone(found: list[dict[str, Any]], version: int) -> None:
+    for facts in found:
+        equal, gathered, trained = facts[f"adapter {version}"]
+        assert equal
+        assert gathered == (trained if version == 2 else 0)  # FSDP1 has no DTensor
+
+
+def test_a_save_that_cannot_be_is_an_error_on_every_rank(found: list[dict[str, Any]]) -> None:
+    for rank, facts in enumerate(found):
+        a_file, nobody = facts["unsaved"]
+        assert a_file[0] == ("ValueError" if rank == 0 else "RankError")
+        assert "should be a directory" in a_file[1]
+        assert nobody[0] == ("ArgumentError" if rank == 0 else "RankError")
+        assert "pass rank == 0" in nobody[1]
+    kind, text, seconds = found[0]["alone"]
+    assert kind == "RankTimeout"
+    assert "for rank 1" in text
+    assert "call save_pretrained, which every rank must do" in text
+    assert seconds < 10

@@ -65,10 +65,11 @@ def trouble(store: Store, members: tuple[int, ...], rank: int) -> str | None:
     opening = f"safe_loading/{name}/{opened}"
     if not opened:
         return None
+    # looked at before the result: who left because of a failure has published that failure
+    gone = _ended(store, opening, members)
     if store.check([f"{opening}/{turn}/result"]):
         result: dict[str, str] = json.loads(store.get(f"{opening}/{turn}/result"))
         return result.get("text")
-    gone = _ended(store, opening, members)
     return f"{_who_ended(gone)} while the other ranks waited for it: {_WHY_ENDED}" if gone else None
 
 

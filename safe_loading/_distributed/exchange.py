@@ -11,6 +11,8 @@ import dataclasses
 import json
 import math
 import socket
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed does not declare that it exports this
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_own_stores: weakref.WeakKeyDictionary[Store, Store] = weakref.WeakKeyDictionary()
+_own_stores_lock = threading.Lock()
 
 
 @dataclasses.dataclass
@@ -78,9 +83,7 @@ class Ranks:
             members = tuple(range(world)) if ranks == "all" else (rank,)
         else:
             members = _chosen(ranks, rank, world, there)
-        # torch's only way to the default group's store; ProcessGroup has none of its own for gloo and MPI alike.
-        store = dist.distributed_c10d._get_default_store() if len(members) > 1 else None
-        return cls(rank, members, store)
+        return cls(rank, members, _own_store() if len(members) > 1 else None)
 
     def index(self, rank: int) -> int:
         """Return the place of a rank in the results of an exchange."""
@@ -194,6 +197,27 @@ def host_identity() -> str:
     except OSError:  # not Linux, or /proc is hidden
         boot = ""
     return f"{socket.gethostname()} {boot}".strip()
+
+
+def _own_store() -> Store:
+    """Return the store of the default process group, over a connection that nobody else in this process uses.
+
+    A connection serves one call at a time, and torch waits in one for as long as its own limit says: while it makes a
+    group, for ranks that may have died. What these ranks say to one another must get through meanwhile.
+    """
+    # torch's only way to the default group's store; ProcessGroup has none of its own for gloo and MPI alike.
+    theirs: Any = dist.distributed_c10d._get_default_store()
+    kinds: Any = dist  # torch's stubs say neither that it exports the stores nor what these have
+    inner = theirs
+    while isinstance(inner, kinds.PrefixStore):
+        inner = inner.underlying_store
+    if not isinstance(inner, kinds.TCPStore):  # the others hold no connection, and a FileStore counts its copies
+        store: Store = theirs
+        return store
+    with _own_stores_lock:
+        if theirs not in _own_stores:
+            _own_stores[theirs] = theirs.clone()
+        return _own_stores[theirs]
 
 
 def _chosen(ranks: Sequence[int], rank: int, world: int, there: bool) -> tuple[int, ...]:

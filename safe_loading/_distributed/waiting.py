@@ -45,6 +45,13 @@ class Waiting:
     device: torch.device
     timeout: float
 
+    def begin(self, start: Callable[[], _T]) -> _T:
+        """Start a collective, which fails at once where a rank has closed its connection; errors as :meth:`work`."""
+        try:
+            return start()
+        except (RuntimeError, OSError) as error:
+            raise self._explained(error) from error
+
     def work(self, work: dist.Work | None, peer: str = "the other ranks") -> None:
         """Wait for a collective, or a message to or from ``peer``.
 
@@ -72,6 +79,8 @@ class Waiting:
 
         def run() -> None:
             try:
+                if self.device.type != "cpu":  # a thread starts on device 0
+                    torch.accelerator.set_device_index(self.device)
                 made.append(wait())
             except BaseException as error:  # raised in the thread that asked
                 failed.append(error)

@@ -82,8 +82,9 @@ def carry_out(setup: Setup, ranks: Ranks) -> Done:
     Nothing of the model is touched before all values are there, for FSDP2; FSDP1 decides while it wraps which part is
     whose, so it is wrapped over empty memory first.
     """
-    with ranks.together("make the device mesh", timeout=setup.timeout):
-        mesh = make_mesh(setup)
+    label = "make the device mesh"
+    with ranks.together(label, timeout=setup.timeout):
+        mesh = make_mesh(setup, Waiting(ranks, label, setup.device, setup.timeout))
     given, folder = _find_values(setup, ranks, mesh)
     findings = (*given.findings, *folder.findings, *stale_optimizers((*setup.sharded, *setup.whole)))
     with ranks.together("compute the buffers", timeout=setup.timeout):
@@ -185,9 +186,9 @@ def _fill(job: Job, part: Part) -> tuple[int, int]:
         if setup.verify == "bytes":
             check_read(setup, job.folder, part)
     label = "scatter the weights"
-    wait = Waiting(ranks, label, setup.device, setup.timeout).work
+    waiting = Waiting(ranks, label, setup.device, setup.timeout)
     with job.together(label):
-        bytes_sent = deliver(setup, job.mesh, job.given, part, wait)
+        bytes_sent = deliver(setup, job.mesh, job.given, part, waiting)
     if setup.verify == "bytes":
         check_sent(setup, ranks, job.mesh, job.given, part)
     job.given.values.clear()

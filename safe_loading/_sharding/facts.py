@@ -63,10 +63,12 @@ def parameters_of(model: nn.Module) -> tuple[Held, ...]:
     """Return the parameters of a model, each once, in the order of ``named_parameters``."""
     found: dict[int, Held] = {}
     for path, module in walk(model, repeats=True):
+        if not module._parameters:
+            continue
         prefix = f"{canonical(path)}." if path else ""
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                _found(found, prefix + attribute, (module, attribute), parameter, persistent=True)
+                _found(found, prefix + attribute, (module, attribute), parameter, True)
     return tuple(found.values())
 
 
@@ -74,16 +76,18 @@ def buffers_of(model: nn.Module) -> tuple[Held, ...]:
     """Return the buffers of a model, each once, in the order of ``named_buffers``."""
     found: dict[int, Held] = {}
     for path, module in walk(model, repeats=True):
+        if not module._buffers:
+            continue
         prefix = f"{canonical(path)}." if path else ""
         for attribute, buffer in module._buffers.items():
             if buffer is not None:
                 saved = attribute not in module._non_persistent_buffers_set
-                _found(found, prefix + attribute, (module, attribute), buffer, persistent=saved)
+                _found(found, prefix + attribute, (module, attribute), buffer, saved)
     return tuple(found.values())
 
 
 def _found(
-    found: dict[int, Held], name: str, place: tuple[nn.Module, str], tensor: torch.Tensor, *, persistent: bool
+    found: dict[int, Held], name: str, place: tuple[nn.Module, str], tensor: torch.Tensor, persistent: bool
 ) -> None:
     before = found.get(id(tensor))
     if before is None:

@@ -9,11 +9,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from safe_loading._distributed.exchange import Ranks
+from safe_loading._distributed.waiting import Waiting
 from safe_loading._report import Finding
 from safe_loading._sharding.facts import Held
 from safe_loading._sharding.names import canonical
 from safe_loading._sharding.part import Part
-from safe_loading._sharding.scatter import Stretch, Wait, broadcast, scatter
+from safe_loading._sharding.scatter import Stretch, broadcast, meet, scatter
 from safe_loading._sharding.setup import Setup
 from safe_loading.errors import CheckpointError
 
@@ -86,7 +87,7 @@ def missing(held: Sequence[Held], given: Given, on_disk: Set[str], setup: Setup)
         )
 
 
-def deliver(setup: Setup, mesh: DeviceMesh, given: Given, part: Part, wait: Wait) -> int:
+def deliver(setup: Setup, mesh: DeviceMesh, given: Given, part: Part, waiting: Waiting) -> int:
     """Move what the root gives to the ranks that own it, and return the bytes that this rank sent.
 
     Within the root's shard group each rank is sent its own part; then, with several replicas, each of them hands its
@@ -97,7 +98,7 @@ def deliver(setup: Setup, mesh: DeviceMesh, given: Given, part: Part, wait: Wait
         mesh: The mesh.
         given: What the root gives.
         part: What each rank owns, and where this rank's part goes.
-        wait: Waits for one collective.
+        waiting: How to wait for one collective.
     """
     names = given.names
     if not names:
@@ -114,17 +115,19 @@ def deliver(setup: Setup, mesh: DeviceMesh, given: Given, part: Part, wait: Wait
     ]
     sent = 0
     if len(coordinate) == 1 or coordinate[0] == 0:
-        sent += scatter(parts, source, part.local.__getitem__, shard_group, device, wait=wait)
-        sent += broadcast(entire, source, part.whole.__getitem__, shard_group, device, wait=wait)
+        meet(shard_group, device, waiting)
+        sent += scatter(parts, source, part.local.__getitem__, shard_group, device, waiting=waiting)
+        sent += broadcast(entire, source, part.whole.__getitem__, shard_group, device, waiting=waiting)
     if len(coordinate) == 2:
         copies = mesh.get_group(0)
+        meet(copies, device, waiting)
         first = coordinate[0] == 0
         mine = [
             Stretch(stretch.name, 0, stretch.stop - stretch.start, stretch.dtype) for stretch in parts[coordinate[1]]
         ]
         for stretches, tensors in ((mine, part.local), (entire, part.whole)):
             read = tensors.__getitem__ if first else None
-            sent += broadcast(stretches, read, tensors.__getitem__, copies, device, wait=wait)
+            sent += broadcast(stretches, read, tensors.__getitem__, copies, device, waiting=waiting)
     return sent
 
 

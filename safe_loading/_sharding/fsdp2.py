@@ -97,9 +97,9 @@ def allocate(parameters: Sequence[Held], rank: int, ranks: int, device: torch.de
     """Return an empty local shard for each parameter, in the shape that FSDP2 gives it."""
     shards = {}
     for held in parameters:
-        start, stop = own_rows(held.tensor.shape, rank, ranks)
-        shape = (stop - start, *held.tensor.shape[1:])
-        shards[held.name] = torch.empty(shape, dtype=held.tensor.dtype, device=device)
+        whole = held.tensor.shape
+        start, stop = own_rows(whole, rank, ranks)
+        shards[held.names[0]] = torch.empty((stop - start, *whole[1:]), dtype=held.tensor.dtype, device=device)
     return shards
 
 

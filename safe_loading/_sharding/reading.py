@@ -147,7 +147,7 @@ class _Files:
     def fill(self, target: Target, block: Block, path: Path) -> None:
         """Read a block into a target."""
         held = DTYPES[block.info.dtype]
-        flat = target.destination.view(-1)
+        flat = target.destination if target.destination.dim() == 1 else target.destination.view(-1)
         if block.in_order and held == target.dtype == flat.dtype and flat.is_cpu:
             self._read(path, block, as_bytes(flat))
             return

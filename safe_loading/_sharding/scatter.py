@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from safe_loading._distributed.waiting import Waiting
 from safe_loading._report import MiB
 
 BLOCK_BYTES = 32 * MiB  # in flight on the rank that sends, over all its receivers
 
 Source = Callable[[str], torch.Tensor]
-Wait = Callable[[dist.Work | None, str], None]  # and whom it waits for
 
 
 class Stretch(NamedTuple):
@@ -45,7 +46,7 @@ def scatter(
     device: torch.device,
     *,
     root: int = 0,
-    wait: Wait,
+    waiting: Waiting,
     block_bytes: int = BLOCK_BYTES,
 ) -> int:
     """Send each rank of a group the stretches that it owns, and nothing else.
@@ -57,7 +58,7 @@ def scatter(
         group: The ranks.
         device: Where the blocks are made: one that the group's backend can send from.
         root: The rank within the group that has the weights.
-        wait: Waits for the work of one block; it raises when that takes too long or a rank is lost.
+        waiting: How to wait for a block; it raises when that takes too long or a rank is lost.
         block_bytes: The scratch of the root.
 
     Returns:
@@ -69,8 +70,6 @@ def scatter(
     sinks = _Bytes([_bytes_of(into(stretch.name)) for stretch in owned[here]])
     streams = [] if source is None else [_Bytes(pieces(stretches, source)) for stretches in owned]
     blocks = [torch.empty(block, dtype=torch.uint8, device=device) for _ in range(max(1, len(streams)))]
-    # all of them once: NCCL makes a group's communicator in its first call, and some may own nothing
-    wait(dist.broadcast(blocks[0][:1], dist.get_global_rank(group, root), group=group, async_op=True), "all ranks")
     sent = 0
     for done in range(0, max(lengths, default=0), block):
         parts = [max(0, min(block, length - done)) for length in lengths]
@@ -84,11 +83,21 @@ def scatter(
         if here != root and parts[here]:
             calls.append(_call(dist.irecv, blocks[0][: parts[here]], root, group))
             peers.append(dist.get_global_rank(group, root))
-        # NCCL makes one work of all
-        for peer, work in zip(peers, dist.batch_isend_irecv(calls) if calls else (), strict=False):
-            wait(work, f"rank {peer}")
+        works = waiting.begin(partial(dist.batch_isend_irecv, calls)) if calls else ()
+        for peer, work in zip(peers, works, strict=False):  # NCCL makes one work of all
+            waiting.work(work, f"rank {peer}")
         sinks.write(blocks[root if streams else 0][: parts[here]])
     return sent
+
+
+def meet(group: dist.ProcessGroup, device: torch.device, waiting: Waiting) -> None:
+    """Bring all ranks of a group together once, though some of them may have nothing to send or to receive later.
+
+    NCCL makes the communicator of a group in its first call, and that call waits for all of them by itself.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8, device=device)
+    first = dist.get_global_rank(group, 0)
+    waiting.work(waiting.call(lambda: dist.broadcast(nothing, first, group=group, async_op=True)), "all ranks")
 
 
 def _call(
@@ -105,7 +114,7 @@ def broadcast(
     device: torch.device,
     *,
     root: int = 0,
-    wait: Wait,
+    waiting: Waiting,
     block_bytes: int = BLOCK_BYTES,
 ) -> int:
     """Send every rank of a group all the stretches; arguments and result as :func:`scatter` has them."""
@@ -114,12 +123,13 @@ def broadcast(
     stream = None if source is None else _Bytes(pieces(stretches, source))
     sinks = _Bytes([_bytes_of(into(stretch.name)) for stretch in stretches])
     buffer = torch.empty(block, dtype=torch.uint8, device=device)
+    first = dist.get_global_rank(group, root)
     for done in range(0, total, block):
         part = buffer[: min(block, total - done)]
         if stream is not None:
             stream.read(part)
-        work = dist.broadcast(part, src=dist.get_global_rank(group, root), group=group, async_op=True)
-        wait(work, "all ranks")
+        work = waiting.begin(partial(dist.broadcast, part, first, group=group, async_op=True))
+        waiting.work(work, "all ranks")
         sinks.write(part)
     return total * (dist.get_world_size(group) - 1) if stream is not None else 0
 

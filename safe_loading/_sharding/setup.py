@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from safe_loading._adapter.guard import own_device
 from safe_loading._checkpoint.hub import adapter_files, resolve
 from safe_loading._distributed.exchange import Ranks
+from safe_loading._distributed.waiting import Waiting
 from safe_loading._sharding import fsdp1, fsdp2
 from safe_loading._sharding.attached import Wrapped, attached, attached_units, wrapped_before
 from safe_loading._sharding.facts import Held, buffers_of, described, ignored_parameters, parameters_of
@@ -186,15 +187,20 @@ def prepare(
     )
 
 
-def make_mesh(setup: Setup) -> DeviceMesh:
-    """Return the mesh; a collective where it has to be made."""
+def make_mesh(setup: Setup, waiting: Waiting) -> DeviceMesh:
+    """Return the mesh; a collective where it has to be made, in which torch itself knows no dead rank and no limit.
+
+    Raises:
+        RankError: A rank failed or ended meanwhile.
+        RankTimeout: It took too long.
+    """
     if setup.given_mesh is not None:
         return setup.given_mesh
     if setup.device.type != "cpu":
         torch.accelerator.set_device_index(setup.device)
     # transformers' names; peft takes the dimension "fsdp" for FSDP2, and any other for tensor parallelism
     names = ("dp_replicate", "fsdp")[-len(setup.mesh) :]
-    return init_device_mesh(setup.device.type, setup.mesh, mesh_dim_names=names)
+    return waiting.call(lambda: init_device_mesh(setup.device.type, setup.mesh, mesh_dim_names=names))
 
 
 def _check_words(model: object, source: object, version: object, init_new: object, verify: object) -> None:

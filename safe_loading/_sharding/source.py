@@ -135,11 +135,14 @@ def _slots(
     slots: dict[str, Slot] = {}
     of: dict[int, list[str]] = defaultdict(list)
     for path, module in walk(model, repeats=True):
-        tensors: list[tuple[str, torch.Tensor | None]] = [*module._parameters.items()]
+        tensors: dict[str, torch.Tensor | None] = {**module._parameters}
         if module._buffers:
-            tensors += [each for each in module._buffers.items() if each[0] not in module._non_persistent_buffers_set]
+            skipped = module._non_persistent_buffers_set
+            tensors |= {leaf: tensor for leaf, tensor in module._buffers.items() if leaf not in skipped}
+        if not tensors:
+            continue
         prefix = f"{path}." if path else ""
-        for leaf, tensor in tensors:
+        for leaf, tensor in tensors.items():
             if tensor is not None and (name := names(prefix + leaf)) is not None:
                 slots[name] = Slot(tuple(tensor.shape), tensor.dtype)
                 of[id(tensor)].append(name)
@@ -150,15 +153,19 @@ def _slots(
 def _not_readable(checkpoint: Checkpoint, layout: Layout, slots: Mapping[str, Slot]) -> list[str]:
     """Return a problem for each tensor whose elements do not stand for themselves in the model's dtype."""
     problems = []
+    tensors = checkpoint.tensors
     for name, whole in layout.of.items():
         wanted_dtype = slots[name].dtype if name in slots else None
+        first = tensors[whole.pieces[0].tensor].dtype
+        if len(whole.pieces) == 1 and wanted_dtype is not None and DTYPES.get(first) == wanted_dtype:
+            continue  # nearly every one
         for disk in dict.fromkeys([piece.tensor for piece in whole.pieces]):
-            held = DTYPES.get(checkpoint.tensors[disk].dtype)
+            held = DTYPES.get(tensors[disk].dtype)
             wanted = wanted_dtype or held
             if held is None or wanted is None or not _casts(held, wanted):
                 problems.append(
                     f"{name}: the model has {wanted}, {checkpoint.file_of[disk]} holds {disk} as "
-                    f"{checkpoint.tensors[disk].dtype}, which is quantised. Load it with from_pretrained, call "
+                    f"{tensors[disk].dtype}, which is quantised. Load it with from_pretrained, call "
                     f"dequantize(), save it, and pass that folder"
                 )
     return problems

@@ -71,8 +71,8 @@ class Plan:
 
 def cut(source: Source, target: Target, held: str) -> list[tuple[Target, Block]]:
     """Return the blocks of what the checkpoint holds as ``held``, for a target."""
-    lying = source.layout.of[held]
-    infos = [source.checkpoint.tensors[piece.tensor] for piece in lying.pieces]
+    lying, tensors = source.layout.of[held], source.checkpoint.tensors
+    infos = [tensors[piece.tensor] for piece in lying.pieces]
     sizes = [DTYPES[info.dtype].itemsize for info in infos]
     return [(target, block) for block in blocks_of(lying, infos, sizes, target.region)]
 
@@ -80,7 +80,7 @@ def cut(source: Source, target: Target, held: str) -> list[tuple[Target, Block]]
 def _does_not_fit(target: Target, source: Source, held: str | None) -> str | None:
     region, destination = target.region, target.destination
     wanted = region.size if isinstance(region, Box) else (region.numel,)
-    if tuple(destination.shape) != wanted or not destination.is_contiguous():
+    if destination.shape != wanted or not destination.is_contiguous():
         return (
             f"{target.name}: the region has {list(wanted)}, the destination {list(destination.shape)} with strides "
             f"{list(destination.stride())}; it must be contiguous"
