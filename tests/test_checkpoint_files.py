@@ -63,7 +63,7 @@ def test_a_fifo_that_takes_the_place_of_a_file_after_the_first_look_is_refused(t
     path = tmp_path / "model.safetensors"
     os.mkfifo(path)
     regular = os.stat_result([stat.S_IFREG | 0o644, *path.stat()[1:]])
-    monkeypatch.setattr(Path, "stat", lambda self: regular)
+    monkeypatch.setattr(Path, "stat", lambda self, **how: regular)
     closed: list[int] = []
     monkeypatch.setattr(os, "close", lambda fd, real=os.close: (closed.append(fd), real(fd)))
     assert "FIFO" in refused(path)

@@ -71,9 +71,34 @@ def test_a_single_file_and_an_adapter_are_read(tmp_path):
 
 def test_shards_may_be_links_and_may_lie_in_folders_below(tmp_path):
     folder = write_model(tmp_path / "m", {"sub/x.safetensors": {"a": 1}, "y.safetensors": {"b": 1}})
-    (folder / "y.safetensors").rename(tmp_path / "blob")
-    (folder / "y.safetensors").symlink_to("../blob")
+    (folder / "y.safetensors").rename(folder / "sub" / "blob")
+    (folder / "y.safetensors").symlink_to("sub/blob")
     assert sorted(read_checkpoint(folder).tensors) == ["a", "b"]
+
+
+@pytest.mark.parametrize("place", ["models--a--b/snapshots/abc", "downloads"])
+def test_links_to_blobs_of_a_hub_cache_are_followed_from_anywhere(tmp_path, place):
+    blobs = tmp_path / "models--a--b" / "blobs"
+    folder = write_model(tmp_path / place, {"x.safetensors": {"a": 1}, "y.safetensors": {"b": 1}})
+    blobs.mkdir(parents=True)
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / f"{number:040x}")
+        path.symlink_to(os.path.relpath(blobs / f"{number:040x}", folder))
+    assert sorted(read_checkpoint(folder).tensors) == ["a", "b"]
+    (tmp_path / "link").symlink_to(folder)
+    assert sorted(read_checkpoint(tmp_path / "link").tensors) == ["a", "b"]
+
+
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path):
+    folder = write_model(tmp_path / "m", {"x.safetensors": {"a": 1}, "sub/y.safetensors": {"b": 1}})
+    (folder / "x.safetensors").rename(tmp_path / "secret")
+    (folder / "x.safetensors").symlink_to("../secret")
+    with pytest.raises(CheckpointError, match=r"x.safetensors: is a symbolic link out of its folder, to '.*/secret'"):
+        read_checkpoint(folder)
+    (folder / "sub").rename(tmp_path / "other")
+    (folder / "sub").symlink_to(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"'sub/y.safetensors' passes through a link that leads out"):
+        read_checkpoint(folder)
 
 
 def test_a_single_file_goes_before_an_index_and_says_so(tmp_path):

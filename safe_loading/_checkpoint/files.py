@@ -29,8 +29,10 @@ LFS_FIX = "run `git lfs pull` in the folder, or download the file again"
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; never block.
 
-    Symbolic links are followed, since the Hugging Face cache is made of them. What is no regular file is refused
-    before it is opened, so that a FIFO cannot hang the caller and a device is not touched.
+    Symbolic links are followed inside their folder and to the blobs of a Hugging Face cache, and no further: a folder
+    that came with a link to something else of this machine's would bring it into the model, or into what is saved of
+    it. What is no regular file is refused before it is opened, so that a FIFO cannot hang the caller and a device is
+    not touched.
 
     Args:
         path: The file.
@@ -40,7 +42,7 @@ def open_regular(path: Path) -> BinaryIO:
 
     Raises:
         CheckpointNotFound: There is no such file, or it is a link to nothing.
-        CheckpointError: It is no regular file, or may not be read.
+        CheckpointError: It is no regular file, leads out of its folder, or may not be read.
     """
     opened = try_open(path)
     if isinstance(opened, Finding):
@@ -51,7 +53,7 @@ def open_regular(path: Path) -> BinaryIO:
 def try_open(path: Path) -> BinaryIO | Finding:
     """Open a regular file as :func:`open_regular` does; return the file, or the finding that says why not."""
     try:
-        refused = _not_regular(path, path.stat().st_mode)
+        refused = _not_regular(path, path.stat().st_mode) or _leads_out(path)
         if refused is not None:
             return refused
         descriptor = os.open(path, _FLAGS)
@@ -97,6 +99,24 @@ def _not_regular(path: Path, mode: int) -> Finding | None:
     )
 
 
+def _leads_out(path: Path) -> Finding | None:
+    if not path.is_symlink():
+        return None
+    real = path.resolve()
+    if real.is_relative_to(path.parent.resolve()) or _is_blob(real):
+        return None
+    message = f"is a symbolic link out of its folder, to {str(real)!r}; it was not opened"
+    fix = (
+        "put the file itself there, or name the folder in which it lies; do not trust a folder that came with the link"
+    )
+    return fault("outside-link", path, message, fix)
+
+
+def _is_blob(real: Path) -> bool:
+    """Return whether a file is a blob of a Hugging Face cache, which snapshots and older downloads link to."""
+    return real.parent.name == "blobs" and real.parent.parent.name.startswith(("models--", "datasets--", "spaces--"))
+
+
 def is_lfs_pointer(head: bytes) -> bool:
     """Return whether a file that begins with ``head`` is a Git LFS pointer and not the file it stands for."""
     return head.startswith(_LFS_HEAD)
@@ -110,13 +130,16 @@ def lfs_pointer(path: object) -> Finding:
 def not_contained(folder: Path, name: str) -> str | None:
     """Return why a file that a checkpoint names might lie outside its folder, with the fix; None where it cannot.
 
-    The check is of the name alone: a link inside the folder may lead out of it, as in the Hugging Face cache.
+    The check is of the name, and of the folders below the first that it passes through; where the file itself leads,
+    if it is a link, is for :func:`try_open`.
 
     Args:
         folder: The folder of the checkpoint.
         name: A relative path with forward slashes, as an index's ``weight_map`` holds it.
     """
     reason = _name_fault(name)
+    if reason is None and "/" in name and not (folder / name).parent.resolve().is_relative_to(folder.resolve()):
+        reason = "passes through a link that leads out of the folder"
     if reason is None:
         return None
     return (

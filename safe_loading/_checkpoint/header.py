@@ -40,6 +40,8 @@ BITS: Mapping[str, int] = {
 _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 _MAX_INT64 = 2**63 - 1
 _MOST_BITS = 8 * _MAX_INT64
+# Frameworks whose weights are the transpose of torch's, or lie otherwise, under names that may be the same.
+_OTHER_LAYOUTS = frozenset({"tf", "flax", "jax", "paddle", "pd"})
 _AGAIN = "download or copy the file again, or save it again"
 _OTHER_FORMATS = (
     (b"PK\x03\x04", "a zip archive, as torch.save writes; convert it to safetensors"),
@@ -176,6 +178,9 @@ def _check_document(path: Path, document: dict[str, Any], size: int, data_start:
     reason = _metadata_fault(metadata)
     if reason is not None:
         findings.append(fault("metadata", path, f"__metadata__ {reason}; it must map text to text", _AGAIN))
+    elif metadata.get("format") in _OTHER_LAYOUTS:
+        message = f"its metadata says format {metadata['format']!r}, whose weights lie otherwise than those of 'pt'"
+        findings.append(fault("other-format", path, message, "convert it with that framework, or load its 'pt' files"))
     tensors: dict[str, TensorInfo] = {}
     end, in_order = data_start, True
     for name, entry in document.items():

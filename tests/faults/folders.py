@@ -133,6 +133,15 @@ def moved(target: str) -> Change:
     return change
 
 
+def behind_a_link(folder: Path) -> None:
+    """Let the index name the first weight file through a link to a folder outside."""
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.mkdir()
+    (folder / "sub").symlink_to(elsewhere)
+    name = first(folder).name
+    moved(f"sub/{name}")(folder)
+
+
 def config(**fields: Any) -> Change:
     """Replace fields of config.json; `...` takes one out."""
     return _json_fields("config.json", fields)
@@ -178,6 +187,17 @@ def single_beside(folder: Path) -> None:
     shutil.copy(first(folder), folder / "model.safetensors")
 
 
+def outside(name: str | None = None) -> Change:
+    """Move the first weight file, or a file, out of the folder, and leave a link to it."""
+
+    def change(folder: Path) -> None:
+        path = folder / name if name else first(folder)
+        path.rename(folder.parent / "secret")
+        path.symlink_to("../secret")
+
+    return change
+
+
 def swapped(folder: Path) -> None:
     """Exchange two weight files, as a hasty copy does."""
     one, two = sorted(folder.glob("*.safetensors"))[:2]
@@ -220,6 +240,9 @@ WEIGHTS: dict[str, Fault] = {
     "dangling link": Fault(instead(lambda path: path.symlink_to("nowhere")), ("nowhere",)),
     "folder in its place": Fault(instead(Path.mkdir), ("a directory",)),
     "FIFO in its place": Fault(instead(os.mkfifo), ("a FIFO",)),
+    "not readable": Fault(lambda folder: first(folder).chmod(0), ("may not read it", "chmod u+r")),
+    "link out of the folder": Fault(outside(), ("out of its folder", "secret")),
+    "saved by TensorFlow": Fault(header(lambda h: h.update(__metadata__={"format": "tf"})), ("'tf'", "'pt'")),
     "device in its place": Fault(instead(lambda path: path.symlink_to("/dev/zero")), ("a character device",)),
 }
 """Faults of one safetensors file, of a model or an adapter alike."""
@@ -238,6 +261,7 @@ INDEXES: dict[str, Fault] = {
         ),
         (INDEX, "same key twice", "'metadata'"),
     ),
+    "index through a link": Fault(behind_a_link, ("passes through a link", "do not trust")),
     "index a FIFO": Fault(instead(os.mkfifo, INDEX), (INDEX, "a FIFO")),
     "two shards exchanged": Fault(swapped, ("lacks", "places in it")),
     "tensor that no file has": Fault(
@@ -274,6 +298,8 @@ CONFIGS: dict[str, Fault] = {
     "config not UTF-8": Fault(put("config.json", b'{"model_type": "\xff"}'), ("config.json", "UTF-8")),
     "config a FIFO": Fault(instead(os.mkfifo, "config.json"), ("config.json", "FIFO")),
     "config a folder": Fault(instead(Path.mkdir, "config.json"), ("config.json", "directory")),
+    "config not readable": Fault(lambda f: (f / "config.json").chmod(0), ("config.json", "may not read it")),
+    "config a link out of the folder": Fault(outside("config.json"), ("config.json", "out of its folder")),
     "config a pointer": Fault(put("config.json", LFS_POINTER), ("config.json", "git lfs pull")),
     "config of no known model": Fault(config(model_type="zzz"), ("config.json", "zzz")),
     "config without model_type": Fault(config(model_type=..., architectures=...), ("config.json", "model_type")),
@@ -298,6 +324,9 @@ ADAPTER_CONFIGS: dict[str, Fault] = {
         put("adapter_config.json", '{"peft_type": "LORA", "r": 4, "r": 8}'), ("adapter_config.json", "'r'")
     ),
     "adapter config a FIFO": Fault(instead(os.mkfifo, "adapter_config.json"), ("adapter_config.json", "FIFO")),
+    "adapter config not readable": Fault(
+        lambda folder: (folder / "adapter_config.json").chmod(0), ("adapter_config.json", "may not read it")
+    ),
     "adapter config no object": Fault(put("adapter_config.json", "3"), ("adapter_config.json", "int")),
     "adapter without peft_type": Fault(adapter_config(peft_type=...), ("adapter_config.json", "peft_type")),
     "adapter of no method": Fault(adapter_config(peft_type="ZZZ"), ("adapter_config.json", "ZZZ")),
