@@ -7,6 +7,7 @@ The readers of this package return *a value, or the finding that says why there 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from safe_loading._report import Finding, Severity
@@ -60,3 +61,10 @@ def listed(names: Iterable[str]) -> str:
     text = ", ".join(repr(name) for name in every[:_NAMES_SHOWN])
     more = len(every) - _NAMES_SHOWN
     return f"{text} and {more} more" if more > 0 else text
+
+
+def truncated(path: Path, there: int, needed: int, what: str) -> Finding:
+    """Return the finding for a file that ends before what it must hold."""
+    message = f"is cut short: {there} bytes are there, {needed} are needed {what} ({needed - there} bytes are missing)"
+    fix = "download or copy the file again; the download was probably cut off"
+    return fault("truncated", path, message, fix, needed - there)

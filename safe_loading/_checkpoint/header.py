@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from safe_loading._report import Finding, format_bytes
 
-from .faults import fault, listed, raise_faults
+from .faults import fault, listed, raise_faults, truncated
 from .files import is_lfs_pointer, lfs_pointer, try_open, unreadable
 from .strict_json import try_parse
 
@@ -150,12 +150,12 @@ def _header_bytes(path: Path, file: BinaryIO, size: int) -> bytes | Finding:
         message = f"says that its header has {length} bytes, which must be {limits}{kind}"
         return fault("header-length", path, message, _AGAIN)
     if 8 + length > size:
-        return _truncated(path, size, 8 + length, "for the header alone")
+        return truncated(path, size, 8 + length, "for the header alone")
     file.seek(8)
     data = file.read(length)
     if len(data) < length:
         # Someone cuts the file while it is read.
-        return _truncated(path, 8 + len(data), 8 + length, "for the header alone")
+        return truncated(path, 8 + len(data), 8 + length, "for the header alone")
     if not data.startswith(b"{"):
         message = f"the header begins with {data[:1]!r}, not with '{{': this is no safetensors file"
         return fault("header-start", path, message, _AGAIN)
@@ -164,12 +164,6 @@ def _header_bytes(path: Path, file: BinaryIO, size: int) -> bytes | Finding:
         message = f"describes more than {MAX_TENSORS} tensors in {format_bytes(length)} of header"
         return fault("header-bomb", path, message, "save it in several files; do not trust it before you know why")
     return data
-
-
-def _truncated(path: Path, there: int, needed: int, what: str) -> Finding:
-    message = f"is cut short: {there} bytes are there, {needed} are needed {what} ({needed - there} bytes are missing)"
-    fix = "download or copy the file again; the download was probably cut off"
-    return fault("truncated", path, message, fix, needed - there)
 
 
 def _check_document(path: Path, document: dict[str, Any], size: int, data_start: int) -> Header | list[Finding]:
@@ -287,7 +281,7 @@ def _layout_faults(path: Path, tensors: Mapping[str, TensorInfo], size: int, dat
             end, before = info.stop, f"tensor {info.name!r}"
     if end > size:
         cut = [info.name for info in tensors.values() if info.stop > size]
-        findings.append(_truncated(path, size, end, f"({format_bytes(end)}); incomplete: {listed(cut)}"))
+        findings.append(truncated(path, size, end, f"({format_bytes(end)}); incomplete: {listed(cut)}"))
     elif end < size:
         message = f"holds {size - end} bytes after {before}, which ends at byte {end} of {size}"
         findings.append(fault("trailing-bytes", path, message, _AGAIN, size - end))
