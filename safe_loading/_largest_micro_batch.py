@@ -33,7 +33,7 @@ def largest_micro_batch(
         model_or_config: As for `predict_memory`.
         workload: A training or generating workload; its ``batch_size`` is not looked at.
         memory: What the card has, in bytes, context included: ``24 * 2**30`` for 24 GiB.
-        **options: The keyword arguments of `predict_memory`.
+        **options: The keyword arguments of `predict_memory`, without ``inputs``.
 
     Raises:
         ArgumentError: Not even one row fits; the text says what one row takes.
@@ -44,6 +44,8 @@ def largest_micro_batch(
     whole_number(memory, "memory", least=1, what="the bytes of the card")
     if workload.kind == "weights_only":
         raise ArgumentError("Workload.weights_only() has no batch. Pass Workload.train(...) or Workload.generate(...).")
+    if options.get("inputs") is not None:
+        raise ArgumentError("inputs have a number of rows of their own. Forecast each size with predict_memory.")
     known: dict[int, MemoryForecast] = {}
 
     def fits(rows: int) -> bool:

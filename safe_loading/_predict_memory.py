@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ def predict_memory(
     model_or_config: torch.nn.Module | PreTrainedConfig | str | os.PathLike[str],
     workload: Workload,
     *,
+    inputs: Mapping[str, torch.Tensor] | None = None,
     capability: tuple[int, int] = (8, 0),
     context_bytes: int | None = None,
     expandable_segments: bool = False,
@@ -49,6 +50,9 @@ def predict_memory(
             ``PeftModel``. It is not changed. A config with a ``quantization_config`` of bitsandbytes gives layers in
             4 or 8 bits.
         workload: What is run, as ``Workload.train(batch_size=4, sequence_length=1024)``.
+        inputs: What the model is fed with, by argument name, where tokens are not all of it: images, audio, a batch of
+            your collator. Shapes and dtypes count, and whole numbers that are not on meta keep their values, such as
+            the places of images in a text. What is left out is made from the workload.
         capability: Compute capability of the GPU, which decides between attention kernels and the size of cuBLAS's
             scratch: (7, 5) a T4, (8, 0) an A100, (8, 9) an L4 or RTX 4090, (9, 0) an H100.
         context_bytes: The CUDA context; None takes what was measured for this capability, or an allowance.
@@ -73,13 +77,15 @@ def predict_memory(
     parts = capability if isinstance(capability, tuple) else ()
     if [type(part) for part in parts] != [int, int]:
         raise ArgumentError(f"capability={capability!r:.80}: pass major and minor, as (8, 0).")
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (inputs or {}).values()):
+        raise ArgumentError("inputs: pass tensors by argument name, as {'pixel_values': torch.empty(4, 3, 336, 336)}.")
     if context_bytes is not None:
         whole_number(context_bytes, "context_bytes", least=0, what="a number of bytes")
     options = {"auto_class": auto_class, "dtype": dtype, "attn_implementation": attn_implementation}
     options |= {"trust_remote_code": trust_remote_code, "revision": revision}
     made = build(model_or_config, workload, options, prepare_for_kbit)
     with standing_in(made.model) as loading, cuda_paths(capability), _held_outputs(made.model, keep_outputs):
-        trace = trace_step(made.model, made.workload)
+        trace = trace_step(made.model, made.workload, inputs=inputs)
     device = next(iter(trace.devices))
     workspaces = workspaces_of(capability, training=workload.kind == "train")
     workspaces = () if workload.kind == "weights_only" else workspaces

@@ -255,6 +255,27 @@ def test_an_adapter_folder_stands_for_its_base(tiny_llama: Path, tiny_adapter: P
     assert adapted.components["optimizer"] < alone.components["optimizer"]
 
 
+def test_the_users_own_batch_is_what_is_run() -> None:
+    ids = torch.ones(3, 48, dtype=torch.long)
+    batch = {"input_ids": ids, "attention_mask": ids, "labels": ids}
+    expected = predict_memory(tiny(), Workload.train(3, 48))
+    for given in (batch, {name: tensor.to("meta") for name, tensor in batch.items()}):
+        found = predict_memory(tiny(), Workload.train(1, 8), inputs=given)
+        assert found.components == expected.components
+    config = AutoConfig.for_model("vit", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32)
+    config.architectures = ["ViTForImageClassification"]
+    images = {"pixel_values": torch.empty(4, 3, 32, 32), "labels": ids[0, :4]}
+    sizes = [
+        predict_memory(config, Workload.train(rows, 1), inputs=inputs).components["saved_activations"]
+        for rows, inputs in ((4, None), (1, images), (1, None))
+    ]
+    assert sizes[0] == sizes[1] > 2 * sizes[2]
+    with pytest.raises(ArgumentError, match="pass tensors by argument name"):
+        predict_memory(tiny(), Workload.train(1, 8), inputs={"input_ids": [[1, 2]]})
+    with pytest.raises(ArgumentError, match="rows of their own"):
+        largest_micro_batch(tiny(), Workload.train(1, 8), 2**30, inputs=batch)
+
+
 def test_a_held_output_is_counted() -> None:
     config = tiny(vocab_size=4096)
     free, held = (predict_memory(config, Workload.train(1, 256), keep_outputs=keep) for keep in (False, True))
