@@ -40,9 +40,10 @@ class StepMemory:
 
     Attributes:
         step: Its number, from 1 on.
-        live_bytes: Of all tensors that Python can reach when it is over, each storage once.
+        live_bytes: When it is over: of all tensors that Python can reach, each storage once; on accelerators what their
+            allocator holds, which has what a graph saved for its backward pass too.
         growth_bytes: How much more than after the step before.
-        peak_bytes: The most that was allocated on the accelerator during it; on the CPU, `live_bytes`.
+        peak_bytes: The same with the most that each accelerator's allocator held during it; the CPU has no peak.
         grown: What came and stayed, largest first.
     """
 
@@ -66,7 +67,7 @@ class MemoryGuard:
 
     Call `step` at the end of each step. Each writes one line to ``logging.getLogger("safe_loading")``, at level INFO,
     or WARNING once memory has grown in `patience` steps in a row; logging's levels say what is shown. It looks at the
-    tensors that Python can reach, on every device: some milliseconds a step, and never a CUDA context.
+    tensors that Python can reach and at the allocators' counters: some milliseconds a step, and never a CUDA context.
 
     ::
 
@@ -85,10 +86,12 @@ class MemoryGuard:
         self.steps: list[StepMemory] = []
         self._patience = whole_number(patience, "patience", least=1, what="a number of steps")
         self._before: dict[int, tuple[Any, int]] = {}
+        self._live = 0
 
     def __enter__(self) -> MemoryGuard:
         """Take what is there as the start."""
         self._before = _storages()
+        self._live = _held(self._before)
         _reset_peak()
         return self
 
@@ -101,8 +104,7 @@ class MemoryGuard:
     def step(self) -> StepMemory:
         """Record a step, log a line, and return the record."""
         now = _storages()
-        live = sum(size for _, size in now.values())
-        before = self.steps[-1].live_bytes if self.steps else sum(size for _, size in self._before.values())
+        live, before = _held(now), self._live
         came = Counter({kind: 0 for kind, _ in now.values()})
         sizes: Counter[Any] = Counter()
         for key, (kind, size) in now.items():
@@ -113,10 +115,10 @@ class MemoryGuard:
             GrownTensors(shape, dtype, device, came[shape, dtype, device], size)
             for (shape, dtype, device), size in sizes.most_common()
         )
-        peak = _peak()
-        record = StepMemory(len(self.steps) + 1, live, live - before, live if peak is None else peak, grown)
+        peak = _held(now, "max_memory_allocated")
+        record = StepMemory(len(self.steps) + 1, live, live - before, peak, grown)
         self.steps.append(record)
-        self._before = now
+        self._before, self._live = now, live
         _reset_peak()
         logger.log(logging.WARNING if self.leaking else logging.INFO, "%s", record)
         return record
@@ -173,8 +175,17 @@ def _storages() -> dict[int, tuple[Any, int]]:
     return found
 
 
-def _device() -> Any:
-    """The accelerator's module, once something uses it: asking must not make a context."""
+def _held(storages: dict[int, tuple[Any, int]], counter: str = "memory_allocated") -> int:
+    """Return what tensors on the host take, and by a counter of the accelerators what is on these."""
+    module = _accelerator()
+    if module is None:
+        return sum(size for _, size in storages.values())
+    on_host = sum(size for (_, _, device), size in storages.values() if device == "cpu")
+    return on_host + sum(int(getattr(module, counter)(index)) for index in range(module.device_count()))
+
+
+def _accelerator() -> Any:
+    """The accelerator's module, once something uses it: asking must not make a context, and its counters make none."""
     for name in ("cuda", "xpu", "npu"):
         module = getattr(torch, name, None)
         if module is not None and getattr(module, "is_initialized", lambda: False)():
@@ -182,15 +193,10 @@ def _device() -> Any:
     return None
 
 
-def _peak() -> int | None:
-    module = _device()
-    return int(module.max_memory_allocated()) if module is not None else None
-
-
 def _reset_peak() -> None:
-    module = _device()
-    if module is not None:
-        module.reset_peak_memory_stats()
+    module = _accelerator()
+    for index in range(module.device_count()) if module is not None else ():
+        module.reset_peak_memory_stats(index)
 
 
 def _signed(size: int) -> str:

@@ -63,18 +63,37 @@ def test_the_report() -> None:
     assert str(guard).splitlines()[0].split() == ["step", "live", "growth", "peak"]
 
 
+ON_TWO_DEVICES = """
+import torch
+from safe_loading import MemoryGuard
+kept, first, last = [], f"{KIND}:0", f"{KIND}:{COUNT - 1}"
+weight = torch.ones(1024, device=first, requires_grad=True)
+with MemoryGuard() as guard:
+    for _ in range(3):
+        kept.append([torch.ones(1024, device=last), weight.exp().exp(), torch.ones(1024)])
+        passing = torch.ones(4096, device=last)
+        del passing
+        record = guard.step()
+report({
+    "growth": [step.growth_bytes for step in guard.steps],
+    "above": [step.peak_bytes - step.live_bytes for step in guard.steps],
+    "devices": sorted({grown.device for grown in record.grown}),
+})
+"""
+
+
 def test_on_the_simulated_accelerator(simulated: Any) -> None:
-    found = simulated.run(
-        """
-        import torch, torch_npu
-        from safe_loading import MemoryGuard
-        kept = []
-        with MemoryGuard() as guard:
-            for _ in range(3):
-                kept.append(torch.ones(1024, device="npu:0"))
-                guard.step()
-        report({"growth": [s.growth_bytes for s in guard.steps], "devices": [g.device for g in guard.steps[-1].grown]})
-        """
-    )
-    assert found["growth"] == [4096, 4096, 4096]
-    assert found["devices"] == ["npu:0"]
+    found = simulated.run("import torch_npu\nKIND, COUNT = 'npu', 2\n" + ON_TWO_DEVICES)
+    # a tensor on each device and on the host, and what exp saved, which no object of Python's refers to
+    assert found["growth"] == [4 * 4096] * 3
+    assert found["devices"] == ["cpu", "npu:0", "npu:1"]
+    assert found["above"] == [4 * 4096] * 3  # what was there for a moment
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu() -> None:
+    found: dict[str, Any] = {}
+    exec(ON_TWO_DEVICES, {"KIND": "cuda", "COUNT": torch.cuda.device_count(), "report": found.update})
+    assert found["growth"] == [4 * 4096] * 3
+    assert found["devices"][:2] == ["cpu", "cuda:0"]

@@ -96,7 +96,7 @@ assert_type(plan, safe_loading.DeviceMapPlan)
 assert_type(plan.verified, bool)
 assert_type(safe_loading.limit_device_memory({0: "20GiB"}), dict[int, float])
 safe_loading.plan_device_map("base", unknown=1)  # expect-error: every option is named
-forecast = predict_memory("folder", Workload.train(4, 1024))
+forecast = predict_memory("folder", Workload.train(4, 1024), inputs={"pixel_values": torch.empty(1)})
 assert_type(forecast, MemoryForecast)
 assert_type(forecast.allocated_peak_bytes, int)
 assert_type(forecast.fits(1), bool)
