@@ -15,7 +15,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._layout import pieces
-from safe_loading._layout.pieces import CannotFollow, Whole
+from safe_loading._layout.pieces import CannotFollow, Moved, Whole
+
+_MOVING = ("PermuteForRope", "Interleave")  # by name: older transformers lack the second
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,6 +49,7 @@ class Layout:
         mismatched: The shape of those which the checkpoint holds in another shape than the model.
         key_of: The name at run time that each tensor on disk stands for, those that are unknown included; the first
             one for a tensor that becomes several.
+        moved: Of the opaque ones, those whose conversion only puts rows into another order, and what it does.
     """
 
     of: Mapping[str, Whole]
@@ -55,6 +58,7 @@ class Layout:
     conversions: tuple[Conversion, ...] = ()
     mismatched: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     key_of: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    moved: Mapping[str, Moved] = dataclasses.field(default_factory=dict)
 
 
 def read_layout(
@@ -87,23 +91,27 @@ def read_layout(
             plain.setdefault(key, pieces.on_disk(name, tensors[name].shape))
         else:
             groups[key][pattern].append(pieces.on_disk(name, tensors[name].shape))
-    of, opaque = dict(plain), {}
-    conversions = []
+    of: dict[str, Whole] = dict(plain)
+    opaque: dict[str, str] = {}
+    conversions, moved = [], {}
     for key, sources in groups.items():
         rule = by_pattern[next(iter(sources))]
-        try:
-            of.update(_converted(key, rule, sources, state))
-        except CannotFollow as reason:
-            names = {pattern: tuple(whole.pieces[0].tensor for whole in parts) for pattern, parts in sources.items()}
-            conversions.append(Conversion(key, rule, names, tuple(_targets(key, rule))))
-            opaque.update(dict.fromkeys(_targets(key, rule), str(reason)))
+        made, why = _followed(key, rule, sources, state, getattr(model, "config", None))
+        if why is None:
+            of.update({name: each.whole for name, each in made.items()})
+            continue
+        moved.update(made)
+        names = {pattern: tuple(whole.pieces[0].tensor for whole in parts) for pattern, parts in sources.items()}
+        conversions.append(Conversion(key, rule, names, tuple(_targets(key, rule))))
+        opaque.update(dict.fromkeys(_targets(key, rule), why))
     mismatched = {
         key: whole.shape for key, whole in of.items() if key in state and whole.shape != tuple(state[key].shape)
     }
     for key, shape in mismatched.items():
         opaque[key] = f"the checkpoint makes {list(shape)} of it, the model has {list(state[key].shape)}"
         del of[key]
-    return Layout(of, opaque, tuple(unknown), tuple(conversions), mismatched, key_of)
+    moved = {key: each for key, each in moved.items() if key in state and each.whole.shape == tuple(state[key].shape)}
+    return Layout(of, opaque, tuple(unknown), tuple(conversions), mismatched, key_of, moved)
 
 
 def _in_loading_order(names: Iterable[str]) -> list[str]:
@@ -141,7 +149,22 @@ def _renamer(
     return rename
 
 
-def _converted(key: str, rule: Any, sources: Mapping[str, list[Whole]], state: Mapping[str, Any]) -> dict[str, Whole]:
+def _followed(
+    key: str, rule: Any, sources: Mapping[str, list[Whole]], state: Mapping[str, Any], config: Any
+) -> tuple[dict[str, Moved], str | None]:
+    """Return what a converter makes, and why that is no mere matter of pieces."""
+    try:
+        made = _converted(key, rule, sources, state, config)
+    except CannotFollow as reason:
+        return {}, str(reason)
+    if all(each.order is None for each in made.values()):
+        return made, None
+    return made, "transformers puts its rows into another order"
+
+
+def _converted(
+    key: str, rule: Any, sources: Mapping[str, list[Whole]], state: Mapping[str, Any], config: Any
+) -> dict[str, Moved]:
     """Apply the operations of one converter, as ``WeightConverter.convert`` does."""
     # in the order of the patterns: Concatenate keeps it
     held: dict[str, list[Whole]] = {pattern: sources[pattern] for pattern in rule.source_patterns if pattern in sources}
@@ -149,16 +172,42 @@ def _converted(key: str, rule: Any, sources: Mapping[str, list[Whole]], state: M
         lacking = sorted(set(rule.source_patterns) - held.keys())
         raise CannotFollow(f"the checkpoint lacks what {lacking} stand for")
     targets = list(rule.target_patterns)
+    moves: dict[str, tuple[int, tuple[int, ...]]] = {}
     for operation in rule.operations:
-        held = _applied(operation, held, targets, key, state)
+        if moves:
+            raise CannotFollow(f"transformers converts it by {type(operation).__name__}, after rows were moved")
+        if type(operation).__name__ in _MOVING:
+            moves = _moves(operation, held, rule, config)
+        else:
+            held = _applied(operation, held, targets, key, state)
     result = {}
     for pattern, wholes in held.items():
         if len(wholes) != 1:
             raise CannotFollow(f"{len(wholes)} tensors are left after the conversions")
-        result[key if len(held) == 1 else key.replace(targets[0], pattern)] = wholes[0]
+        made = Moved(wholes[0], *moves.get(pattern, ()))
+        result[key if len(held) == 1 else key.replace(targets[0], pattern)] = made
     if set(result) != set(_targets(key, rule)):
         raise CannotFollow(f"the conversions end in {sorted(result)}")
     return result
+
+
+def _moves(
+    operation: Any, held: Mapping[str, list[Whole]], rule: Any, config: Any
+) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Return the dimension and the order of what an operation moves: it is given numbers in the place of rows."""
+    moves = {}
+    for pattern, wholes in held.items():
+        dim, shape = getattr(operation, "dim", 0), wholes[0].shape
+        rows = list(range(shape[dim]))
+        numbers = torch.tensor(rows, device="cpu").view([-1 if d == dim else 1 for d in range(len(shape))])
+        try:
+            made = operation.convert({pattern: [numbers]}, rule.source_patterns, rule.target_patterns, config=config)
+        except (RuntimeError, ValueError) as error:  # an odd number of rows, heads that do not divide them
+            raise CannotFollow(f"{type(operation).__name__} of {list(shape)}: {error}") from error
+        (order,) = (value[0] if isinstance(value, list) else value for value in made.values())
+        if order.flatten().tolist() != rows:
+            moves[pattern] = dim, tuple(order.flatten().tolist())
+    return moves
 
 
 def _applied(

@@ -41,6 +41,20 @@ class Whole(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
+class Moved(NamedTuple):
+    """A tensor of the loader whose rows are a Whole's in another order.
+
+    Attributes:
+        whole: The rows in the order in which the disk holds them.
+        dim: The dimension that the rows are numbered along.
+        order: For each row of the loader's tensor, which row of ``whole`` it is; None where it is the same.
+    """
+
+    whole: Whole
+    dim: int = 0
+    order: tuple[int, ...] | None = None
+
+
 class CannotFollow(Exception):
     """A conversion does more than move elements, or is applied in a way that this module does not know.
 

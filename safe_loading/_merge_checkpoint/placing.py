@@ -12,7 +12,7 @@ import torch
 
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._layout.layout import Layout
-from safe_loading._layout.pieces import Piece, Whole
+from safe_loading._layout.pieces import Moved, Piece, Whole
 from safe_loading._lora.update import Term, Update, merge_matrix
 from safe_loading._merge_checkpoint.changes import FLOATS, Changes, Part
 from safe_loading._merge_checkpoint.edits import Edit
@@ -28,6 +28,7 @@ def place_edits(edits: Iterable[Edit], layout: Layout, tensors: Mapping[str, Ten
     parts: Parts = {}
     for edit in edits:
         found = [name for name in edit.names if name in layout.of]
+        moved = [name for name in edit.names if name in layout.moved]
         if edit.own:
             _untie_values(edit, layout, changes)
         elif edit.apart:
@@ -38,6 +39,11 @@ def place_edits(edits: Iterable[Edit], layout: Layout, tensors: Mapping[str, Ten
             first = layout.of[found[0]].pieces
             for name in found[1:]:
                 changes.tied |= {p.tensor: first[0].tensor for p in layout.of[name].pieces}
+        elif len(moved) == len(edit.names) == 1:
+            try:
+                _place(_as_on_disk(edit, layout.moved[moved[0]]), layout.moved[moved[0]].whole, tensors, parts, changes)
+            except _CannotPlaceError as reason:
+                changes.problems.append(f"{edit.names[0]}: {reason}")
         elif edit.value is not None and not any(name in layout.opaque for name in edit.names):
             changes.added[edit.names[0]] = None  # a new head, which the checkpoint cannot have
             changes.values[edit.names[0]] = _edited_value(edit).contiguous()
@@ -159,6 +165,33 @@ def _resize(edit: Edit, whole: Whole, tensors: Mapping[str, TensorInfo], changes
 
 class _CannotPlaceError(Exception):
     pass
+
+
+def _as_on_disk(edit: Edit, moved: Moved) -> Edit:
+    """Return an edit of the rows in the order in which the disk holds them."""
+    if moved.order is None:
+        return edit
+    if edit.rows or edit.starts:
+        raise _CannotPlaceError(f"its rows have another order on disk. {_BY_HAND}")
+    order = torch.tensor(moved.order)
+    value = None if edit.value is None else torch.empty_like(edit.value).index_copy_(moved.dim, order, edit.value)
+    back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
+    updates = {index: _reordered(update, moved.dim - len(index), back) for index, update in edit.updates.items()}
+    return dataclasses.replace(edit, value=value, updates=updates)
+
+
+def _reordered(update: Update, axis: int, order: torch.Tensor) -> Update:
+    """Return the update of a weight whose rows (``axis`` 0) or columns (1) are taken in another order."""
+    if not 0 <= axis <= 1 or update.shape[axis] != len(order):
+        raise _CannotPlaceError(f"its elements have another order on disk. {_BY_HAND}")
+    if update.has_magnitude and update.axis != axis:  # the norms would be summed in another order, to other bits
+        raise _CannotPlaceError(f"a DoRA whose norms run along what has another order on disk. {_BY_HAND}")
+    terms = []
+    for term in update.terms:
+        left, right = (term.left[order], term.right) if axis == 0 else (term.left, term.right[:, order])
+        magnitude = None if term.magnitude is None else term.magnitude.reshape(-1)[order]
+        terms.append(dataclasses.replace(term, left=left, right=right, magnitude=magnitude))
+    return dataclasses.replace(update, terms=tuple(terms))
 
 
 def _parts(edit: Edit, piece: Piece, info: TensorInfo) -> list[Part]:
