@@ -54,14 +54,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="merge-", dir=arguments.folder) as temporary:
         root = Path(temporary)
         _run({"road": "make", "root": str(root), "layers": max(1, round((size * 1e9 - OTHER_BYTES) / LAYER_BYTES))})
-        figures = _measure(root, rounds)
+        figures = _measure(root, rounds, arguments.json)
         base = sum(path.stat().st_size for path in (root / "base").iterdir())
     print(common.headline())
     rows = [row for kind in KINDS for row in _rows(kind, figures)]
-    header = ("road", "seconds", "to cp", "peak private MiB", "MiB written", "MiB read by calls")
+    header = ("road", "seconds", "to cp", "CPU s", "peak private MiB", "MiB written", "MiB read by calls")
     notes = (
         "median of the rounds; outputs synced; seconds without imports; cold rows beside the cold cp",
-        "peak: private dirty memory beyond that of the interpreter with its imports, the adapter included",
+        "CPU s: of all threads, system and user; the seconds of busy machines differ more than these",
+        "peak: memory that is no file's beyond that of the interpreter with its imports, the adapter included",
         "read by calls: mapped files are not in it, so the road through memory shows little",
     )
     print(common.table(f"a checkpoint of {base / 1e9:.2f} GB, {rounds} rounds", header, rows, notes))
@@ -76,20 +77,21 @@ def _full(layers: int, folder: str | None) -> None:
         copied = _copy(root)
         found = _run({"road": "ours", "root": str(root), "kind": "all linear", "verify": True, "limit": LIMIT})
     print(common.headline())
-    header = ("road", "seconds", "to cp", "peak private MiB")
-    rows = [("cp", f"{copied:.1f}", "1.00x", "-")]
-    rows.append(("ours", f"{found['seconds']:.1f}", common.ratio(found["seconds"], copied), common.mib(found["peak"])))
+    header = ("road", "seconds", "to cp", "CPU s", "peak private MiB")
+    seconds, to_cp = found["seconds"], common.ratio(found["seconds"], copied["seconds"])
+    rows = [("cp", f"{copied['seconds']:.1f}", "1.00x", f"{copied['cpu']:.1f}", "-")]
+    rows.append(("ours", f"{seconds:.1f}", to_cp, f"{found['cpu']:.1f}", common.mib(found["peak"])))
     notes = (f"data limited to {LIMIT / 1e9:.0f} GB beyond the imports; all linear layers, hashes taken",)
     print(common.table(f"a checkpoint of {base / 1e9:.2f} GB", header, rows, notes))
 
 
-def _measure(root: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
+def _measure(root: Path, rounds: int, file: str | None) -> dict[str, list[dict[str, float]]]:
     figures: dict[str, list[dict[str, float]]] = {"cp": [], "cp, cold": []}
-    roads = (("ours", True), ("ours, verify=False", False), ("ours, verify=False, cold", False))
+    roads = (("ours", True), ("ours, verify=False", False), ("ours, cold", True))
     for _ in range(rounds):
-        figures["cp"].append({"seconds": _copy(root)})
+        figures["cp"].append(_copy(root))
         _forget(root / "base")
-        figures["cp, cold"].append({"seconds": _copy(root)})
+        figures["cp, cold"].append(_copy(root))
         for kind in KINDS:
             for road, verify in (*roads, ("load, merge, save", None)):
                 if road.endswith("cold"):
@@ -99,36 +101,47 @@ def _measure(root: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
                 figures.setdefault(f"{kind}: {road}", []).append(found)
                 shutil.rmtree(root / "out")
                 os.sync()
+                common.write_json(file, {"figures": figures})  # a run that is cut off leaves what it has
     return figures
 
 
 def _rows(kind: str, figures: dict[str, list[dict[str, float]]]) -> list[tuple[str, ...]]:
-    copied = {name: statistics.median(each["seconds"] for each in figures[name]) for name in ("cp", "cp, cold")}
+    copied = {name: _median(figures[name]) for name in ("cp", "cp, cold")}
     rows: list[tuple[str, ...]] = []
     if kind == next(iter(KINDS)):
-        rows += [(name, f"{seconds:.2f}", "1.00x", "-", "-", "-") for name, seconds in copied.items()]
+        for name, own in copied.items():
+            rows.append((name, f"{own['seconds']:.2f}", "1.00x", f"{own['cpu']:.2f}", "-", "-", "-"))
     for name, found in figures.items():
         if name.startswith(f"{kind}: "):
-            middle = {key: statistics.median(each[key] for each in found) for key in found[0]}
+            middle = _median(found)
             memory = (common.mib(middle[key]) for key in ("peak", "written", "read"))
-            beside = copied["cp, cold" if name.endswith("cold") else "cp"]
-            rows.append((name, f"{middle['seconds']:.2f}", common.ratio(middle["seconds"], beside), *memory))
+            beside = copied["cp, cold" if name.endswith("cold") else "cp"]["seconds"]
+            times = f"{middle['seconds']:.2f}", common.ratio(middle["seconds"], beside), f"{middle['cpu']:.2f}"
+            rows.append((name, *times, *memory))
     return rows
+
+
+def _median(found: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(each[key] for each in found) for key in found[0]}
 
 
 def _run(spec: dict[str, Any]) -> Any:
     return common.spawn([__file__], [spec], {}, 1800)[0]
 
 
-def _copy(root: Path) -> float:
+def _copy(root: Path) -> dict[str, float]:
     os.sync()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), _cpu()
     subprocess.run(["cp", "-r", str(root / "base"), str(root / "out")], check=True)
     _sync(root / "out")
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, _cpu() - cpu
     shutil.rmtree(root / "out")
     os.sync()
-    return seconds
+    return {"seconds": seconds, "cpu": cpu}
+
+
+def _cpu() -> float:
+    return sum(os.times()[:4])
 
 
 def _forget(folder: Path) -> None:
@@ -164,14 +177,14 @@ def child(spec: dict[str, Any]) -> dict[str, float]:
     run = work(root / "base", adapter, root / "out", spec["verify"])
     if "limit" in spec:
         _limit(spec["limit"])
-    before, calls = common.private_bytes()[1], _calls()
-    with common.PeakSampler(lambda: 0) as sampler:
-        start = time.perf_counter()
+    before, calls = common.anonymous_bytes(), _calls()
+    with common.PeakSampler(lambda: 0, 0.005, common.anonymous_bytes) as sampler:
+        start, cpu = time.perf_counter(), time.process_time()
         run()
-        seconds = time.perf_counter() - start
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     after = _calls()
     moved = {"read": float(after["rchar"] - calls["rchar"]), "written": float(after["wchar"] - calls["wchar"])}
-    return {"seconds": seconds, "peak": float(sampler.peak - before), **moved}
+    return {"seconds": seconds, "cpu": cpu, "peak": float(sampler.peak - before), **moved}
 
 
 def _ours(base: Path, adapter: Path, output: Path, verify: bool) -> Any:

@@ -25,7 +25,7 @@ from ._merge_checkpoint.plan import FilePlan, plan_files
 from ._merge_checkpoint.record import Outcome, job, report, report_file
 from ._merge_checkpoint.report import MergeReport
 from ._merge_checkpoint.sources import REPORT, ask, find
-from ._merge_checkpoint.stream import Facts, Work, Written, facts_of, is_whole, stream
+from ._merge_checkpoint.stream import Facts, Work, Written, facts_of, is_whole, one_torch_thread, stream
 from .errors import ArgumentError
 
 
@@ -106,7 +106,7 @@ def merge_lora_checkpoint(
         base_subfolder=base_subfolder,
         base_kwargs=dict(base_kwargs or {}),
     )
-    with guarded(own), _progress.engine_bars(0):
+    with one_torch_thread(), guarded(own), _progress.engine_bars(0):
         sources = find(request, dequantize=dequantize)
         check_apart(target, sources.folders)
         changes, casts = find_changes(sources, wanted)

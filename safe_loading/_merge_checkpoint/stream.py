@@ -72,12 +72,12 @@ def stream(plans: Sequence[FilePlan], work: Work) -> None:
     local = threading.local()
     inputs = _Inputs(plans)
     with (
-        _one_torch_thread_each() as prepare,
+        one_torch_thread(),
         _Disk() as disk,
-        concurrent.futures.ThreadPoolExecutor(work.threads, "merge", prepare) as pool,
+        concurrent.futures.ThreadPoolExecutor(work.threads, "merge", torch.set_num_threads, (1,)) as pool,
     ):
         files = [_File(plan, work, inputs, disk) for plan in plans]
-        tasks = [pool.submit(file.run, tensor, local) for file in files for tensor in (file.plan.tensors or (None,))]
+        tasks = [pool.submit(file.run, tensor, local) for file in files for tensor in file.order()]
         try:
             for task in concurrent.futures.as_completed(tasks):
                 task.result()
@@ -190,6 +190,10 @@ class _File:
         self._target = -1
         self._cloned = False
 
+    def order(self) -> Sequence[TensorPlan | None]:
+        """Return the tensors in the order in which they are begun: the largest first, so that all threads end alike."""
+        return sorted(self.plan.tensors, key=lambda tensor: -tensor.target.nbytes) or (None,)
+
     def run(self, tensor: TensorPlan | None, local: Any) -> None:
         """Write one tensor; None stands for a file without tensors."""
         if self._disk.stop.is_set():
@@ -275,10 +279,11 @@ def is_whole(plan: FilePlan, path: Path, facts: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _one_torch_thread_each() -> Iterator[Callable[[], None]]:
-    """Let each thread compute alone: they are as many as the cores, and would get in each other's way."""
+def one_torch_thread() -> Iterator[None]:
+    """Let torch compute in one thread: what is small costs more to share than to do, and the streams are threads."""
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        yield lambda: torch.set_num_threads(1)
+        yield
     finally:
         torch.set_num_threads(before)
