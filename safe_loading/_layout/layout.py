@@ -184,8 +184,8 @@ def _converted(
     for pattern, wholes in held.items():
         if len(wholes) != 1:
             raise CannotFollow(f"{len(wholes)} tensors are left after the conversions")
-        made = Moved(wholes[0], *moves.get(pattern, ()))
-        result[key if len(held) == 1 else key.replace(targets[0], pattern)] = made
+        dim, order = moves.get(pattern, (0, None))
+        result[key if len(held) == 1 else key.replace(targets[0], pattern)] = Moved(wholes[0], dim, order)
     if set(result) != set(_targets(key, rule)):
         raise CannotFollow(f"the conversions end in {sorted(result)}")
     return result

@@ -192,7 +192,8 @@ class _File:
 
     def order(self) -> Sequence[TensorPlan | None]:
         """Return the tensors in the order in which they are begun: the largest first, so that all threads end alike."""
-        return sorted(self.plan.tensors, key=lambda tensor: -tensor.target.nbytes) or (None,)
+        tensors = sorted(self.plan.tensors, key=lambda tensor: -tensor.target.nbytes)
+        return tensors or (None,)
 
     def run(self, tensor: TensorPlan | None, local: Any) -> None:
         """Write one tensor; None stands for a file without tensors."""
