@@ -23,6 +23,7 @@ from safe_loading._layout.layout import Layout
 from safe_loading._layout.pieces import concatenate, split, transpose
 from safe_loading._layout.pieces import on_disk as piece_on_disk
 from safe_loading._lora.update import Term, Update, merge_matrix
+from safe_loading._merge_checkpoint import attached
 from safe_loading._merge_checkpoint.changes import Changes
 from safe_loading._merge_checkpoint.edits import Edit
 from safe_loading._merge_checkpoint.placing import place_edits
@@ -111,6 +112,27 @@ def test_64_mib_are_enough_for_tensors_that_are_larger(tmp_path: Path, dora: boo
     adapter = (tmp_path / "large" / "adapter" / "adapter_model.safetensors").stat().st_size
     assert max(tensor.nbytes for tensor in on_disk(tmp_path / "large" / "base").values()) > 96 << 20
     assert run(MEMORY, tmp_path / "warm", tmp_path / "large", (64 << 20) + adapter)[-1] == "DONE"
+
+
+def test_an_adapter_is_in_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_llama(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    real_prepare, real_place, memory = attached.prepare, attached.place_edits, {}
+
+    def prepare(*args: Any, **options: Any) -> Any:
+        made = real_prepare(*args, **options)
+        memory["read"] = {tensor.untyped_storage().data_ptr() for tensor in made.tensors.values()}
+        return made
+
+    def place(edits: Any, *args: Any) -> Any:
+        terms = [term for edit in edits for update in edit.updates.values() for term in update.terms]
+        memory["used"] = {x.untyped_storage().data_ptr() for term in terms for x in (term.left, term.right)}
+        return real_place(edits, *args)
+
+    monkeypatch.setattr(attached, "prepare", prepare)
+    monkeypatch.setattr(attached, "place_edits", place)
+    merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    assert memory["used"] == memory["read"]
 
 
 # ----------------------------------------------------------------------------------------------------- file system

@@ -121,6 +121,7 @@ def attach(
     undo: Sequence[Snapshot],
     dtype: torch.dtype | None = None,
     strict: bool = True,
+    copy: bool = True,
 ) -> Attached:
     """Attach an adapter to ``model``, a base model or a PeftModel that has other adapters.
 
@@ -131,6 +132,7 @@ def attach(
         undo: A snapshot of ``model`` as it is now, then earlier ones; told of base weights that are overwritten.
         dtype: Their dtype; None leaves each as it is on disk.
         strict: Whether a finding of severity "error" refuses the adapter.
+        copy: Whether the model gets tensors of its own; without it, those of the adapter, where none must be moved.
 
     Raises:
         AdapterError: It does not fit; every reason is in ``problems``.
@@ -146,7 +148,7 @@ def attach(
         undo[0].restore()
         again = dataclasses.replace(adapter, config=config)
         wrapped, found, slots, renamed = _structure(model, again, hollow=False)
-    place.fill(slots, found.values, device, dtype)
+    place.fill(slots, found.values, device, dtype, copy=copy)
     written = place.write_base(wrapped, found.base_writes, adapter.where, undo)
     now = (held(slot.owner, slot.name) for slot in slots.values())
     made = [tensor for tensor in now if tensor is not None]

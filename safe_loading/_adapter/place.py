@@ -13,7 +13,12 @@ from safe_loading._report import Finding
 
 
 def fill(
-    slots: Mapping[str, Slot], values: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
+    slots: Mapping[str, Slot],
+    values: Mapping[str, torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    *,
+    copy: bool = True,
 ) -> None:
     """Put each value into its slot, on ``device``, in its own dtype or in ``dtype`` when one is given.
 
@@ -32,7 +37,7 @@ def fill(
                     _set(slot, _like(slot, slot.tensor.detach().to(common)))
             continue
         if len({id(slot.tensor) for slot in group}) == 1:
-            moved = _moved(values[held[0].key], device, dtype)
+            moved = _moved(values[held[0].key], device, dtype, copy=copy)
             made = _like(group[0], moved)
             for slot in group:
                 _set(slot, made)
@@ -60,12 +65,12 @@ def _end(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset()) + last + 1
 
 
-def _moved(value: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+def _moved(value: torch.Tensor, device: torch.device, dtype: torch.dtype | None, *, copy: bool) -> torch.Tensor:
     if dtype is not None and value.is_floating_point():
         value = value.to(dtype)
     if device.type == "cpu":
-        # A copy, and not the file's mapping: whoever saves over the adapter's file would change the model.
-        return value.clone(memory_format=torch.contiguous_format)
+        # A copy: the adapter's tensors may go into several models, each of which changes its own.
+        return value.clone(memory_format=torch.contiguous_format) if copy else value.contiguous()
     return value.to(device).contiguous()
 
 

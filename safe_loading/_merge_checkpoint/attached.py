@@ -142,7 +142,8 @@ def _attach_all(skeleton: torch.nn.Module, adapters: Sequence[Adapter]) -> Any:
     model = skeleton
     for adapter in adapters:
         with _NothingToCompare():
-            model = attach(model, _without_start(adapter), _CPU, undo=[Snapshot(model)]).model
+            # the factors are only read here, and one copy of an adapter is enough
+            model = attach(model, _without_start(adapter), _CPU, undo=[Snapshot(model)], copy=False).model
     return model
 
 
