@@ -5,19 +5,23 @@ from __future__ import annotations
 import copy
 import json
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from safe_loading import ArgumentError, Workload, attach_head, audit_model
 from safe_loading.__main__ import main
+from safe_loading._audit.devices import fsdp_units
 
 STEP = Workload.train(1, 8)
 
@@ -324,17 +328,26 @@ def test_a_context_elsewhere() -> None:
     assert "SL116" not in codes(model)
 
 
-def test_one_unit_of_fsdp() -> None:
-    from safe_loading._audit import devices
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
-    model = adapted()
-    size = sum(p.nbytes for p in model.parameters())
-    with mock.patch.object(devices, "fsdp_units", return_value={"": size}):
-        assert codes(model)["SL117"].bytes == size
-    layers = {f"layers.{n}": 10 for n in range(3)}
-    with mock.patch.object(devices, "fsdp_units", return_value={"": 5, **layers}):
-        assert "SL117" not in codes(model)
-    assert devices.fsdp_units(model) == {}
+
+def test_one_unit_of_fsdp(one_rank: None) -> None:
+    whole, layered = adapted(), adapted()
+    size = sum(p.nbytes for p in whole.parameters())
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(whole, mesh=mesh)
+    assert codes(whole)["SL117"].bytes == size
+    for layer in layered.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(layered, mesh=mesh)
+    assert "SL117" not in codes(layered)
+    units = fsdp_units(layered)
+    assert len(units) == 4
+    assert sum(units.values()) == size
 
 
 def test_the_model_is_not_changed() -> None:
