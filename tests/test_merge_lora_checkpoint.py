@@ -417,6 +417,22 @@ def test_an_adapter_of_another_base_is_refused_with_all_its_reasons(tmp_path: Pa
     refused(tmp_path, tiny_llama, adapter, AdapterError, "the file has")
 
 
+def test_keys_that_find_no_module_are_named_with_those_that_are_near(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    names = {"layers.0.self_attn.q_proj": "layers.0.self_attn.q_porj", "layers.1.": "layers.11."}
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for key in list(tensors):
+            for old, new in names.items():
+                if old in key:
+                    tensors[key.replace(old, new)] = tensors.pop(key)
+
+    adapter = faults.edited(tiny_adapter, tmp_path / "adapter", tensors=rename)
+    near = r"q_porj' \(nearest: model.layers.0.self_attn.q_proj, .*'model.layers.11.\S+ \(nearest: model.layers.1, "
+    refused(tmp_path, tiny_llama, adapter, AdapterError, f"(?s){near}")
+
+
 def test_codes_of_eight_bits_are_refused(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 
@@ -194,9 +195,20 @@ def _unexpected(where: str, key: str, modules: set[str], model: PeftModel) -> Fi
         "adapter-key-unexpected",
         "error",
         f"{where}: {key}",
-        f"{type(model.get_base_model()).__name__} has no module {path.removeprefix('base_model.model.')!r}.",
+        f"{type(model.get_base_model()).__name__} has no module {path.removeprefix('base_model.model.')!r} (nearest: "
+        f"{_nearest(path, modules, model)}).",
         "pass the base that the adapter was trained on.",
     )
+
+
+def _nearest(path: str, modules: set[str], model: PeftModel) -> str:
+    """Return modules that stand where a path leaves the model, those first whose names are most like it."""
+    parent, name = path, ""
+    while parent and parent not in modules:
+        parent, _, name = parent.rpartition(".")
+    children = [child for child, _ in model.get_submodule(parent).named_children()]
+    near = difflib.get_close_matches(name, children, n=3, cutoff=0.0)
+    return ", ".join(f"{parent}.{child}".removeprefix("base_model.model.").lstrip(".") for child in near) or "none"
 
 
 def _missing(where: str, slots: Mapping[str, Slot], routed: Routed) -> list[Finding]:
