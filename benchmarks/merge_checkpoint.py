@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="0.3 GB, one round: shows that it works and no more")
     parser.add_argument("--full", action="store_true", help="16 GB in 1 GB of memory, ours beside cp")
     parser.add_argument("--layers", type=int, default=32, help="of the checkpoint of --full")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of adapters")
     parser.add_argument("--rounds", type=int, default=3, help="of which the median is shown")
     parser.add_argument("--folder", help="where the files are made, on the disk that is to be measured")
     parser.add_argument("--json", help="write every figure to this file")
@@ -54,10 +55,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="merge-", dir=arguments.folder) as temporary:
         root = Path(temporary)
         _run({"road": "make", "root": str(root), "layers": max(1, round((size * 1e9 - OTHER_BYTES) / LAYER_BYTES))})
-        figures = _measure(root, rounds, arguments.json)
+        figures = _measure(root, rounds, arguments.kinds, arguments.json)
         base = sum(path.stat().st_size for path in (root / "base").iterdir())
     print(common.headline())
-    rows = [row for kind in KINDS for row in _rows(kind, figures)]
+    rows: list[tuple[str, ...]] = [
+        (n, f"{own['seconds']:.2f}", "1.00x", f"{own['cpu']:.2f}", "-", "-", "-") for n, own in _copied(figures)
+    ]
+    rows += [row for kind in arguments.kinds for row in _rows(kind, figures)]
     header = ("road", "seconds", "to cp", "CPU s", "peak private MiB", "MiB written", "MiB read by calls")
     notes = (
         "median of the rounds; outputs synced; seconds without imports; cold rows beside the cold cp",
@@ -85,14 +89,14 @@ def _full(layers: int, folder: str | None) -> None:
     print(common.table(f"a checkpoint of {base / 1e9:.2f} GB", header, rows, notes))
 
 
-def _measure(root: Path, rounds: int, file: str | None) -> dict[str, list[dict[str, float]]]:
+def _measure(root: Path, rounds: int, kinds: list[str], file: str | None) -> dict[str, list[dict[str, float]]]:
     figures: dict[str, list[dict[str, float]]] = {"cp": [], "cp, cold": []}
     roads = (("ours", True), ("ours, verify=False", False), ("ours, cold", True))
     for _ in range(rounds):
         figures["cp"].append(_copy(root))
         _forget(root / "base")
         figures["cp, cold"].append(_copy(root))
-        for kind in KINDS:
+        for kind in kinds:
             for road, verify in (*roads, ("load, merge, save", None)):
                 if road.endswith("cold"):
                     _forget(root / "base")
@@ -106,11 +110,8 @@ def _measure(root: Path, rounds: int, file: str | None) -> dict[str, list[dict[s
 
 
 def _rows(kind: str, figures: dict[str, list[dict[str, float]]]) -> list[tuple[str, ...]]:
-    copied = {name: _median(figures[name]) for name in ("cp", "cp, cold")}
+    copied = dict(_copied(figures))
     rows: list[tuple[str, ...]] = []
-    if kind == next(iter(KINDS)):
-        for name, own in copied.items():
-            rows.append((name, f"{own['seconds']:.2f}", "1.00x", f"{own['cpu']:.2f}", "-", "-", "-"))
     for name, found in figures.items():
         if name.startswith(f"{kind}: "):
             middle = _median(found)
@@ -119,6 +120,10 @@ def _rows(kind: str, figures: dict[str, list[dict[str, float]]]) -> list[tuple[s
             times = f"{middle['seconds']:.2f}", common.ratio(middle["seconds"], beside), f"{middle['cpu']:.2f}"
             rows.append((name, *times, *memory))
     return rows
+
+
+def _copied(figures: dict[str, list[dict[str, float]]]) -> list[tuple[str, dict[str, float]]]:
+    return [(name, _median(figures[name])) for name in ("cp", "cp, cold")]
 
 
 def _median(found: list[dict[str, float]]) -> dict[str, float]:
