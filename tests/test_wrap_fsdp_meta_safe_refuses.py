@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fsdp_cases import NOTHING
 from torchrun import run_ranks
 
 SCRIPT = """
@@ -160,6 +161,25 @@ unmoved = torch.equal(state, torch.get_rng_state())
 single = with_head(reference(llama)); torch.manual_seed(5); init(single.value)
 equal = [torch.equal(whole(getattr(headed.value, n)), getattr(single.value, n)) for n in ("weight", "bias")]
 report(new=[*equal, unmoved])
+# a classifier over a language model's folder: its head is new, and the folder's has no place
+from transformers import LlamaForSequenceClassification, LlamaModel
+classifier = lambda: (LlamaForSequenceClassification, llama(num_labels=3, pad_token_id=0)[1])
+single = reference(classifier)
+single.model.load_state_dict(one.model.state_dict())
+torch.manual_seed(5)
+torch.nn.init.normal_(single.score.weight)
+batch = {"input_ids": TOKENS, "labels": torch.tensor([0, 2])}
+for version in (2, 1):
+    torch.manual_seed(5)
+    model = wrap_fsdp_meta_safe(
+        on_meta(classifier), str(folder / "llama"), version=version,
+        init_new=lambda module: torch.nn.init.normal_(module.weight),
+    )
+    report(**{f"classifier {version}": [
+        differences(single, model, batch), [f.code for f in model.fsdp_report.findings]
+    ]})
+attempt("new head without a word", on_meta(classifier), str(folder / "llama"))
+attempt("head that is not wanted", on_meta(lambda: (LlamaModel, llama()[1])), str(folder / "llama"))
 with torch.device("meta"):
     empty = with_head(on_meta(llama))
 attempt("not initialised", empty, str(folder / "llama"), init_new=lambda module: None)
@@ -193,6 +213,11 @@ REFUSED = {
     "bytes": ("CheckpointError|RankError", ["model.norm.weight", "differs from the checkpoint"]),
     "not initialised": ("ArgumentError|RankError", ["init_new left", "value.weight"]),
     "new without a word": ("CheckpointError|RankError", ["value.weight: float32[3, 60]", "init_new=fn(module)"]),
+    "new head without a word": (
+        "CheckpointError|RankError",
+        ["score.weight: float32[3, 60]", "init_new=fn(module)", "lm_head.weight"],
+    ),
+    "head that is not wanted": ("CheckpointError|RankError", ["lm_head.weight", "a head that the model does not have"]),
     "no such folder": ("CheckpointNotFound|RankError", ["nowhere"]),
     "missing shard": ("CheckpointError|CheckpointNotFound|RankError", ["lacking"]),
 }
@@ -226,8 +251,6 @@ def test_a_file_that_the_index_does_not_name_is_not_read(found: list[dict[str, A
 
 
 def test_bytes_are_verified(found: list[dict[str, Any]]) -> None:
-    from fsdp_cases import NOTHING
-
     for facts in found:
         assert facts["verified"] == ["bytes", NOTHING, NOTHING]
 
@@ -259,3 +282,10 @@ def test_ignored_parameters_stay_whole(found: list[dict[str, Any]]) -> None:
 
 def test_new_parameters_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
     assert [facts["new"] for facts in found] == [[True, True, True]] * 2
+
+
+@pytest.mark.parametrize("version", [2, 1])
+def test_a_classifier_over_a_language_models_folder_equals_one_process(
+    found: list[dict[str, Any]], version: int
+) -> None:
+    assert [facts[f"classifier {version}"] for facts in found] == [[NOTHING, ["head-not-loaded"]]] * 2

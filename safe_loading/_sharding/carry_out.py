@@ -123,7 +123,7 @@ def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh) -> tuple[Given, F
             lacking = [held for held in lacking if held.name not in given.values]
             if setup.init_new is not None and lacking:
                 given.values.update(initialised(setup.model, lacking, setup.init_new))
-            missing(parameters, given, folder.names, setup)
+            missing(parameters, given, folder.names, setup, heads=folder.heads)
     given = agree_on_names(ranks, root, given, setup.everything(), timeout=setup.timeout)
     return given, folder.without(given.names)
 

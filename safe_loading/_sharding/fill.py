@@ -71,19 +71,25 @@ def agree_on_names(ranks: Ranks, root: int, given: Given, held: Sequence[Held], 
     return dataclasses.replace(given, names=names)
 
 
-def missing(held: Sequence[Held], given: Given, on_disk: Set[str], setup: Setup) -> None:
+def missing(held: Sequence[Held], given: Given, on_disk: Set[str], setup: Setup, *, heads: Sequence[str] = ()) -> None:
     """Refuse a model of which something would stay without values.
 
     Raises:
-        CheckpointError: Parameters that nothing fills.
+        CheckpointError: Parameters that nothing fills; with them, what the folder holds of another head.
     """
-    lacking = [each for each in held if each.name not in given.values and each.name not in on_disk]
+    lacking = [each.line() for each in held if each.name not in given.values and each.name not in on_disk]
+    if setup.init_new is None and heads and not lacking:
+        raise CheckpointError(
+            f"The folder {setup.folder} holds a head that the model does not have. Build the model with it, or pass "
+            f"init_new=fn(module) where the model has a new one of its own:",
+            heads,
+        )
     if lacking:
         fix = "init_new= left them out" if setup.init_new else "pass init_new=fn(module) if they are new"
         where = f"the folder {setup.folder}" if setup.folder is not None else "the source"
         raise CheckpointError(
             f"{len(lacking)} of {len(held)} tensors have no values: neither {where} has them nor rank 0; {fix}:",
-            [each.line() for each in lacking],
+            [*lacking, *heads],
         )
 
 

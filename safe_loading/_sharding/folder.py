@@ -50,6 +50,11 @@ class Folder:
     findings: tuple[Finding, ...] = ()
 
     @property
+    def heads(self) -> Sequence[str]:
+        """The tensors of another task's head that it holds, which the model does not know."""
+        return self.source.heads if self.source is not None else ()
+
+    @property
     def names(self) -> Set[str]:
         """The tensors of the model that it holds, by their first names."""
         return self.disk_name.keys()
@@ -130,7 +135,7 @@ def open_folder(setup: Setup, path: Path | None) -> Folder:
         return Folder()
     base, prefix = base_of(setup.model)
     rename = _without_adapters(base)
-    source = open_source(path, base, init_new=lambda name: True, names=rename)
+    source = open_source(path, base, init_new=lambda name: True, heads=True, names=rename)
     if source.layout.mismatched:
         mismatched = frozenset(source.layout.mismatched)
         open_source(path, base, init_new=lambda name: name not in mismatched, names=rename)
@@ -141,7 +146,8 @@ def open_folder(setup: Setup, path: Path | None) -> Folder:
             if inside is not None and held.persistent and source.held_as(inside) is not None:
                 disk_name[held.name] = inside
                 break
-    return Folder(source, disk_name, _digest(source), (*source.checkpoint.findings, *_casts(setup, source, disk_name)))
+    findings = (*source.checkpoint.findings, *_casts(setup, source, disk_name), *_heads(source))
+    return Folder(source, disk_name, _digest(source), findings)
 
 
 def _digest(source: Source) -> str:
@@ -202,6 +208,21 @@ def _without_adapters(base: nn.Module) -> Rename:
         return ".".join(kept)
 
     return rename
+
+
+def _heads(source: Source) -> list[Finding]:
+    """Return a finding for the head of another task, which stays where it is."""
+    if not source.heads:
+        return []
+    return [
+        Finding(
+            "head-not-loaded",
+            "info",
+            source.heads[0].partition(":")[0],
+            f"the checkpoint was saved with another head, whose {len(source.heads)} tensors this model does not have.",
+            "none needed when the model's own head is new, and init_new= gives it values.",
+        )
+    ]
 
 
 def _casts(setup: Setup, source: Source, disk_name: Mapping[str, str]) -> list[Finding]:

@@ -43,6 +43,7 @@ class Source:
         missing: What the checkpoint does not hold and need not: names of new modules, and what the class says.
         config: The model's config, which transformers' converters read.
         unexpected: What the checkpoint holds and the model does not know; empty unless that was allowed.
+        heads: Of these the tensors of another task's head, each with its file.
     """
 
     checkpoint: Checkpoint
@@ -53,6 +54,7 @@ class Source:
     missing: tuple[str, ...]
     config: Any
     unexpected: tuple[str, ...]
+    heads: tuple[str, ...] = ()
 
     def held_as(self, name: str) -> str | None:
         """Return the name under which the checkpoint holds a parameter: its own, or one that it is tied to."""
@@ -72,6 +74,7 @@ def open_source(
     *,
     init_new: New = (),
     strict: bool = True,
+    heads: bool = False,
     variant: str | None = None,
     names: Callable[[str], str | None] = canonical,
 ) -> Source:
@@ -82,6 +85,7 @@ def open_source(
         model: The model as its class makes it (on meta, or real): before FSDP1 wraps it, and without an adapter.
         init_new: What is new, and not expected in the checkpoint: names, or a function of a name.
         strict: Whether tensors that the model does not know are an error; else they are listed in ``unexpected``.
+        heads: Whether the head of another task (a language model's, under a classifier) is no error; it is listed.
         variant: The variant of the files, such as ``"fp16"``.
         names: From a name in the model to the name that its class gives it; None for what is not of the checkpoint.
 
@@ -117,15 +121,17 @@ def open_source(
         if not is_new(name) and not (optional and optional.search(name))
     ]
     unexpected = _unexpected(model, layout)
+    others = [disk for disk in unexpected if heads and _is_head(model, disk, checkpoint.tensors)]
     if strict:
-        problems += [_surplus(checkpoint, layout, disk) for disk in unexpected]
+        problems += [_surplus(checkpoint, layout, disk) for disk in unexpected if disk not in others]
     if problems:
         raise CheckpointError(
             f"{checkpoint.folder} does not fit this {type(model).__name__}; nothing was read. Pass the checkpoint that "
             f"the model was built from, and name what is truly new in init_new=:",
             problems,
         )
-    return dataclasses.replace(source, missing=tuple(lacking), unexpected=tuple(unexpected))
+    told = tuple(_surplus(checkpoint, layout, disk) for disk in others)
+    return dataclasses.replace(source, missing=tuple(lacking), unexpected=tuple(unexpected), heads=told)
 
 
 def _slots(
@@ -190,6 +196,12 @@ def _unexpected(model: torch.nn.Module, layout: Layout) -> list[str]:
         patterns.add(r"(^|\.)position_ids$")
     ignored = _pattern(patterns)
     return [disk for disk in layout.unknown if not (ignored and ignored.search(layout.key_of[disk]))]
+
+
+def _is_head(model: torch.nn.Module, disk: str, tensors: Collection[str]) -> bool:
+    """Whether a tensor stands outside the base model, in a checkpoint that has the base model under its prefix."""
+    base = f"{getattr(model, 'base_model_prefix', '')}."
+    return base != "." and not disk.startswith(base) and any(name.startswith(base) for name in tensors)
 
 
 def _surplus(checkpoint: Checkpoint, layout: Layout, disk: str) -> str:
