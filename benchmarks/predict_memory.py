@@ -213,8 +213,8 @@ def main() -> None:
     args = parser.parse_args()
     print(headline())
     if args.group in (None, "8B"):  # first, since the largest resident size is of the whole process
-        header = ("peak GiB", "CPU s", "resident MiB, imports included")
-        print(table("What the forecast of Llama-3-8B costs", header, [cost()]))
+        columns = ("peak GiB", "CPU s", "resident MiB, imports included")
+        print(table("What the forecast of Llama-3-8B costs", columns, [cost()]))
     archive = [] if args.group in ("malloc", "8B") else measured_rows()
     rows = sorted(archive, key=lambda row: row["model_config"]["num_params"])
     rows = [row for row in rows if args.group in (None, _group(row))]
