@@ -195,8 +195,9 @@ def _accelerator() -> Any:
 
 def _reset_peak() -> None:
     module = _accelerator()
-    for index in range(module.device_count()) if module is not None else ():
-        module.reset_peak_memory_stats(index)
+    if module is not None:
+        for index in range(module.device_count()):
+            module.reset_peak_memory_stats(index)
 
 
 def _signed(size: int) -> str:
