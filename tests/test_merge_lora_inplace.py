@@ -16,6 +16,7 @@ import pytest
 import torch
 from models import save_adapter, save_llama
 from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft.tuners.lora import VeloraConfig, variants
 from peft.tuners.lora.layer import LoraLayer, MultiheadAttention, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from test_load_peft_on_rank import KINDS
@@ -223,6 +224,14 @@ def test_lora_bias_is_added_to_the_bias_with_its_scaling() -> None:
     assert torch.allclose(merged(TOKENS), before, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("config", [{"init_lora_weights": "mica"}, {"velora_config": VeloraConfig(num_groups=4)}])
+def test_variants_that_add_what_a_plain_lora_adds(config: dict[str, Any]) -> None:
+    model = zoo({"target_modules": ["linear", "head"], "r": 2, **config})
+    assert model.base_model.model.linear.lora_variant
+    before = model(TOKENS)
+    assert torch.allclose(check_merged(model, ["default"])(TOKENS), before, atol=1e-4, rtol=1e-4)
+
+
 def mixtral() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -268,6 +277,18 @@ def test_a_convolution_in_channels_last_keeps_its_strides() -> None:
     strides = layer.base_layer.weight.stride()
     merged = check_merged(model, ["default"])
     assert merged.two.weight.stride() == strides
+
+
+def test_a_weight_that_is_a_view_changes_nothing_beside_it() -> None:
+    model = zoo({"target_modules": ["linear"]})
+    layer, wide = model.base_model.model.linear, torch.full((40, 70), 7.0)
+    wide[2:34, 3:51:2] = layer.base_layer.weight.data
+    layer.base_layer.weight.data = wide[2:34, 3:51:2]
+    merged = check_merged(model, ["default"])
+    assert merged.linear.weight.data_ptr() == wide[2:, 3:].data_ptr()
+    beside = torch.ones(40, 70, dtype=torch.bool)
+    beside[2:34, 3:51:2] = False
+    assert bool((wide[beside] == 7).all())
 
 
 def test_the_same_layer_in_two_places_is_merged_once_and_replaced_in_both() -> None:
@@ -405,6 +426,17 @@ def grouped() -> Any:
     return peft_model(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)), LoraConfig(target_modules=["0"], r=4))
 
 
+def dilated() -> Any:
+    return peft_model(nn.Sequential(nn.Conv2d(4, 4, 3, dilation=2)), LoraConfig(target_modules=["0"], r=4))
+
+
+def varied(variant: Any) -> Any:
+    """Made by hand: Arrow wants adapters on disk, QALoRA the layers of GPTQ, whose merge peft refuses before."""
+    model = zoo({"target_modules": ["linear"]})
+    model.base_model.model.linear.lora_variant["default"] = variant
+    return model
+
+
 def tied_llama(**config: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -447,6 +479,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"head: adapter 'default' has lora_bias=True.*layer\.bias =",
     ),
     "groups": (grouped, "groups=2"),
+    "dilation": (dilated, r"dilation=\(2, 2\)"),
+    "Arrow": (lambda: varied(variants.ArrowLinearVariant()), "linear: Arrow chooses among its adapters by the input"),
+    "QALoRA": (lambda: varied(variants.QALoraLinearVariant()), "linear: QALoRA changes the zero points"),
     "a tied embedding": (
         lambda: tied_llama(target_modules=["embed_tokens"]),
         r"embed_tokens.weight shares its memory with lm_head.weight.*tie_word_embeddings=False",
@@ -624,6 +659,17 @@ def test_other_tuners_go_peft_s_own_way_and_keep_their_storage(config: Any) -> N
     assert all(torch.equal(merged.state_dict()[key], tensor) for key, tensor in theirs.state_dict().items())
     assert [finding.code for finding in merged.merge_report.findings] == ["merged-by-peft"]
     assert {weight.road for weight in merged.merge_report.weights} == {"peft"}
+
+
+def test_a_mixed_model_is_merged_each_layer_by_its_own_road() -> None:
+    torch.manual_seed(0)
+    model: Any = get_peft_model(Zoo(), LoraConfig(target_modules=["linear"], r=4), "default", mixed=True)
+    model.add_adapter("other", LoHaConfig(target_modules=["head"], init_weights=False))
+    model.set_adapter(["default", "other"])
+    before = randomised(model)(TOKENS)
+    merged = merge_lora_inplace(model)
+    assert torch.allclose(merged(TOKENS), before, atol=1e-4, rtol=1e-4)
+    assert {weight.road for weight in merged.merge_report.weights} == {"blocks", "peft"}
 
 
 def test_ia3_goes_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torchrun import run_ranks
 SCRIPT = """
     import copy, sys, torch
     import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.tensor import DTensor, Shard
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -85,6 +86,13 @@ SCRIPT = """
         merge_lora_inplace(model)
     except MergeError as error:
         report(dora=str(error))
+    model = make({}, torch.float32)
+    layers = model.base_model.model.model.layers
+    layers[0] = FullyShardedDataParallel(layers[0], use_orig_params=True, device_id=torch.device("cpu"))
+    try:
+        merge_lora_inplace(model)
+    except MergeError as error:
+        report(fsdp1=str(error))
     dist.destroy_process_group()
 """
 
@@ -113,3 +121,8 @@ def test_a_nan_on_one_rank_is_refused_on_all_and_nothing_is_written(ranks: list[
 
 def test_norms_that_cross_ranks_are_refused(ranks: list[dict[str, Any]]) -> None:
     assert all("along which DoRA takes norms" in rank["dora"] for rank in ranks)
+
+
+def test_fsdp1_is_refused_with_the_road(ranks: list[dict[str, Any]]) -> None:
+    text = r"layers\.0 is wrapped by FSDP1.*Save the adapter, and merge it into the unsharded base"
+    assert all(re.search(text, rank["fsdp1"]) for rank in ranks)
