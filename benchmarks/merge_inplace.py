@@ -24,6 +24,7 @@ from _common import ENVIRONMENT, headline, median, mib, ratio, table, write_json
 os.environ.update(ENVIRONMENT)
 
 PROMISED = {"bfloat16": 3.5, "float16": 3.5, "float32": 2.0, "dora": 6.0}
+CASES = {"lora16": (16, False), "lora64": (64, False), "dora16": (16, True), "dora64": (64, True)}
 ROADS = ("merge_and_unload", "safe_merge=True", "merge_lora_inplace")
 
 
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--quick", action="store_true", help="small sizes, one repeat")
     parser.add_argument("--json", metavar="FILE", help="write every figure there")
     args = parser.parse_args()
@@ -143,7 +145,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     every: dict[str, Any] = {}
     print(headline([f"{torch.get_num_threads()} thread"]))
-    for rank, dora in ((16, False), (64, False), (16, True), (64, True)):
+    for rank, dora in (CASES[case] for case in args.cases):
         rows, notes = [], []
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             name = str(dtype).removeprefix("torch.")
