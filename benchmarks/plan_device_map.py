@@ -2,8 +2,8 @@
 
 Random chains of blocks over two to four devices whose limits admit a contiguous plan on the devices alone. How often
 does a planner send something to the host all the same, how far is its fullest device from the best that can be, and how
-often does the data change devices? Then a Llama of 70 billion parameters, and the CPU seconds that planning takes as
-layers and devices, kinds of devices, and experts that are modules of their own grow.
+often does the data change devices? Then a Llama of 70 billion parameters, the CPU seconds that planning takes as layers
+and devices, kinds of devices, and experts that are modules of their own grow, and the peaks of steps that are run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from _common import ENVIRONMENT, headline, median, ratio, table, write_json
 from _curves import draw
+from _peaks import STEPS, peaks
 
 os.environ.update(ENVIRONMENT)
 
@@ -300,6 +301,9 @@ def main() -> None:
     found = growth(arguments.quick)
     notes = (f"a planner that took more than {PATIENCE:g} s is not asked for more",)
     print(table("CPU seconds to plan", ("what grows", *PLANNERS), growth_rows(found), notes))
+    columns = ("model", *(f"{step}: {what}" for step in STEPS for what in ("weights", "plan")))
+    notes = ("what is counted over what the host's allocator gave at most; accelerate's planners count the weights",)
+    print(table("Predicted over measured peaks", columns, peaks(), notes))
     if arguments.figure:
         draw(Path(arguments.figure), found, "s")
     write_json(arguments.json, {"chains": facts, "seconds": found})

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from safe_loading import DeviceMapInfeasible, DeviceMapPlan, Workload, plan_device_map
+from safe_loading._planning.blocks import never_split
 
 STEP = Workload.generate(2, 64)
 
@@ -87,6 +88,27 @@ class Weights(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"logits": (self.one.weight + self.other.weight)[input_ids]}
+
+
+@pytest.mark.parametrize(
+    ("says", "found"),
+    [
+        ({"A", "B"}, {"A", "B", "Inner"}),
+        (("A", "B"), {"A", "B", "Inner"}),
+        (["A"], {"A", "Inner"}),
+        ("A", {"A", "Inner"}),
+        ([], {"Inner"}),
+        (None, {"Inner"}),
+    ],
+)
+def test_what_may_not_be_split_is_read_in_every_form_and_from_nested_models(says: Any, found: set[str]) -> None:
+    outer, inner = torch.nn.Module(), torch.nn.Module()
+    inner._no_split_modules = ["Inner"]  # type: ignore[assignment]  # as models of transformers do
+    outer.add_module("vision", inner)
+    assert never_split(outer) == {"Inner"}
+    outer._no_split_modules = says
+    assert never_split(outer) == found
+    assert never_split(outer, ["C"]) == {"C"}
 
 
 def codes(plan: DeviceMapPlan) -> list[str]:

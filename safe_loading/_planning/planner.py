@@ -12,6 +12,7 @@ import torch
 from safe_loading._log import logger
 from safe_loading._report import Finding
 from safe_loading._tracing.cuda_paths import AMPERE, cuda_paths
+from safe_loading._tracing.memo import Known
 from safe_loading._tracing.records import StepTrace
 from safe_loading._tracing.trace import trace_step
 from safe_loading._workload import Workload
@@ -93,6 +94,7 @@ class Planner:
         self.joined: list[tuple[str, ...]] = []
         self.extra: dict[Device, int] = {}
         self.findings: list[Finding] = []
+        self._known: Known = {}
         self.doubted = False
         self.refusal: DeviceMapInfeasible | None = None
         self.reason = "" if request.verify else "verify=False"
@@ -158,7 +160,8 @@ class Planner:
             placement = {"": self.request.running[0]}
         try:
             with self._kernels():
-                return trace_step(self.request.model, workload, placement=placement, inputs=self.request.inputs)
+                inputs, known = self.request.inputs, self._known
+                return trace_step(self.request.model, workload, placement=placement, inputs=inputs, known=known)
         except TraceError as error:
             self.reason = self.reason or str(error)
             if self.request.workload.kind != "weights_only" and not self.findings:

@@ -89,7 +89,8 @@ def _accounts(name: str, module: torch.nn.Module, ledger: Ledger) -> None:
 
 
 def _holds_tensors(module: torch.nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+    own = (held for part in module.modules() for held in (part._parameters, part._buffers))
+    return any(tensor is not None for held in own for tensor in held.values())
 
 
 def _sends(

@@ -23,7 +23,7 @@ from safe_loading._tracing.attach import attached
 from safe_loading._tracing.functions import Functions
 from safe_loading._tracing.inputs import Inputs
 from safe_loading._tracing.ledger import Ledger, device_of, device_uses, module_uses, phase_peaks
-from safe_loading._tracing.memo import Memo
+from safe_loading._tracing.memo import Known, Memo
 from safe_loading._tracing.moves import Placement, install
 from safe_loading._tracing.records import StepTrace
 from safe_loading._tracing.twins import Twins
@@ -41,6 +41,7 @@ def trace_step(
     *,
     placement: Mapping[str, int | str] | None = None,
     inputs: Mapping[str, torch.Tensor] | None = None,
+    known: Known | None = None,
 ) -> StepTrace:
     """Run one step of `model` on fake tensors, and return all the memory that it takes.
 
@@ -56,6 +57,8 @@ def trace_step(
         inputs: Tensors of which shape and dtype are taken, by the name of forward's argument, for models whose inputs
             are not tokens (on ``meta``, say); they replace those that would be made.
 
+        known: What earlier traces of this model remembered of its operations; it grows.
+
     Raises:
         TraceError: The model cannot be traced; the text says why.
     """
@@ -65,7 +68,7 @@ def trace_step(
         where = Placement(placement)
         with _unchanged(model), attached(model, workload.adapter) as running:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
-            watch = Watch(ledger, values, Memo(fake), several=where.hooked)
+            watch = Watch(ledger, values, Memo(fake, known), several=where.hooked)
             try:
                 _run(running, workload, where, inputs, watch, fake)
             except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -153,10 +154,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
         return tree_map_only(torch.Tensor, fake, value)
 
     def _same_device(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func in _MOVES:
             self._note_move(func, args, kwargs)
             return args, kwargs
+        tensors = list(_tensors((*args, *kwargs.values())))
         weighty = [t for t in tensors if t.dim() or t.device.index is not None]
         if func in _INDEXING:
             weighty = [t for t in weighty if t is args[0] or t.device.index is not None]
@@ -178,8 +179,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
         self.problems.setdefault(Problem(str(func), where, keys, words, self.ledger.phase, makers))
 
     def _first(self, args: Any) -> int | None:
-        leaves = (leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-        return next((number for leaf in leaves if (number := self.ledger.number(leaf)) is not None), None)
+        return next((number for leaf in _tensors(args) if (number := self.ledger.number(leaf)) is not None), None)
 
     def _maker(self, number: int | None, module: str) -> str | None:
         """Return the module inside `module` that made a block; what `module` itself computed is followed back."""
@@ -214,6 +214,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
             Crossing(source, target, module, size, count, phase, asked)
             for (source, target, module, phase, asked), (size, count) in self.moved.items()
         )
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among an operation's arguments, which are in lists at most."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 class UnknownValue(RuntimeError):
