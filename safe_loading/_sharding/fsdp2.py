@@ -86,10 +86,11 @@ def stretches(parameters: Sequence[Held], rank: int, ranks: int) -> list[Stretch
     """Return what one rank of the shard group owns."""
     found = []
     for held in parameters:
-        shape = held.tensor.shape
+        tensor = held.tensor
+        shape = tensor.shape
         start, stop = own_rows(shape, rank, ranks)
         row = math.prod(shape[1:])
-        found.append(Stretch(held.name, start * row, stop * row, held.tensor.dtype))
+        found.append(Stretch(held.names[0], start * row, stop * row, tensor.dtype))
     return found
 
 
@@ -97,9 +98,10 @@ def allocate(parameters: Sequence[Held], rank: int, ranks: int, device: torch.de
     """Return an empty local shard for each parameter, in the shape that FSDP2 gives it."""
     shards = {}
     for held in parameters:
-        whole = held.tensor.shape
-        start, stop = own_rows(whole, rank, ranks)
-        shards[held.names[0]] = torch.empty((stop - start, *whole[1:]), dtype=held.tensor.dtype, device=device)
+        tensor = held.tensor
+        rows, *rest = tensor.shape
+        start, stop = own_rows((rows,), rank, ranks)
+        shards[held.names[0]] = torch.empty((stop - start, *rest), dtype=tensor.dtype, device=device)
     return shards
 
 

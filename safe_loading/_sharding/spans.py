@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -39,7 +40,8 @@ class Block(NamedTuple):
     @property
     def in_order(self) -> bool:
         """Whether its elements stand in the file in the order of memory, so that runs of them can be read in place."""
-        return self.dims[-1][1:] == (1, 1)
+        _, on_disk, in_memory = self.dims[-1]
+        return on_disk == in_memory == 1
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """Yield each run of a block that is in order: first byte in the file, first element in memory, count."""
@@ -103,7 +105,12 @@ def _is_as_is(whole: Whole, infos: Sequence[TensorInfo]) -> bool:
     if len(infos) != 1 or whole.shape != infos[0].shape:
         return False
     dims = whole.pieces[0].dims
-    return dims == tuple(range(len(dims)))
+    return dims == _in_turn(len(dims))
+
+
+@functools.cache
+def _in_turn(count: int) -> tuple[int, ...]:
+    return tuple(range(count))
 
 
 def _stretch(region: Region, shape: Sequence[int]) -> tuple[int, int] | None:
