@@ -184,7 +184,7 @@ def _of_unit(unit: nn.Module, state: Mapping[str, tuple[nn.Module, str]], keep: 
     return whole
 
 
-def _kept(model: nn.Module, state: Mapping[str, Any], options: Mapping[str, Any]) -> Collection[str]:
+def _kept(model: Any, state: Mapping[str, Any], options: Mapping[str, Any]) -> Collection[str]:
     """Return the names of a state dict that are saved: all of them, or what peft saves of a model with adapters."""
     peft: Any = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
