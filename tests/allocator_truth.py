@@ -148,7 +148,8 @@ def training(
     if checkpointing:
         # the states of the random generators lie on the host, whatever the device
         options = {"use_reentrant": False, "preserve_rng_state": False}
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # transformers 5.17
+        getattr(model, f"{name}_checkpointing_enable")(**{f"{name}_checkpointing_kwargs": options})
     extra = {"use_cache": False} if hasattr(model.config.get_text_config(), "use_cache") else {}
     whole = type(model).__name__.endswith(("ForImageClassification", "ForSequenceClassification"))
 

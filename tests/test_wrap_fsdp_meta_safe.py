@@ -71,6 +71,7 @@ dist.destroy_process_group()
 EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
 FIXED = ["FalconH1ForCausalLM:2", "MistralLarge4ForConditionalGeneration:2", "T5Gemma2ForConditionalGeneration:2"]
 FIXED += ["Qwen2VLForConditionalGeneration:1"]
+FIXED = [case for case in FIXED if case.split(":")[0] in EVERY]  # transformers 5.17 lacks MistralLarge4
 SAMPLE = sorted({*FIXED, *(f"{name}:2" for name in random.Random(20261121).sample(EVERY, 2))})
 TWO = [f"{name} {version} None {source}" for name in CASES for version in (2, 1) for source in ("folder", "model")]
 TWO += ["llama 2 None state", "llama 1 None state"]

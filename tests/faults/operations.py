@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pathlib
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,6 +52,9 @@ class Operations:
 
 
 ORIGINAL = {name: getattr(os, name) for name in CHANGES}
+# pathlib of Python 3.10 has bound some functions of os before anybody replaces them there.
+_accessor: Any = getattr(pathlib, "_NormalAccessor", None)
+BOUND = frozenset(name for name in CHANGES if getattr(_accessor, name, None) is ORIGINAL[name])
 
 
 def kill() -> None:
@@ -92,12 +96,16 @@ def operations(at: int | None = None, then: Callable[[], None] = kill) -> Iterat
     commit.exchange = exchanged
     for name in CHANGES:
         setattr(os, name, counted(name))
+        if name in BOUND:
+            setattr(_accessor, name, staticmethod(counted(name)))
     try:
         yield state
     finally:
         commit.exchange = exchange
         for name, original in ORIGINAL.items():
             setattr(os, name, original)
+            if name in BOUND:
+                setattr(_accessor, name, staticmethod(original))
 
 
 def in_child(work: Callable[[], None]) -> int:
