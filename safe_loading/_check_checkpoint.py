@@ -1,4 +1,4 @@
-"""Is this folder whole and safe to load? Headers and configs only; imports no torch."""
+"""Is this folder whole and safe to load? Headers and configs only, without torch, unless the values are asked for."""
 
 from __future__ import annotations
 
@@ -103,14 +103,15 @@ class CheckpointReport:
         return [(file.name, str(file.tensors), format_bytes(file.bytes)) for file in self.files]
 
 
-def check_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
+def check_checkpoint(path: str | os.PathLike[str], *, values: bool = False) -> CheckpointReport:
     """Check that a checkpoint is whole and safe to load, from headers and configs alone.
 
-    No tensor byte is read and torch is not imported, so that a folder of any size takes a fraction of a second. The
-    tensor bytes themselves are not judged: NaN, for one, is not seen.
+    No tensor byte is read and torch is not imported, so that a folder of any size takes a fraction of a second.
 
     Args:
         path: The folder of a model or of an adapter, or one ``.safetensors`` file.
+        values: Whether to read every tensor too, once, through 4 MiB of memory: for NaN and infinity, and, where
+            :func:`merge_lora_checkpoint` left its ``merge_report.json``, for other bytes than it wrote.
 
     Returns:
         The report. A bad checkpoint raises nothing; its faults are findings of severity ``"error"``.
@@ -127,10 +128,16 @@ def check_checkpoint(path: str | os.PathLike[str]) -> CheckpointReport:
         if finding.code in ("not-found", "broken-link"):
             raise_faults(place, [finding])
         return _report(place, "file", {}, [finding])
-    return _check_folder(place) if place.is_dir() else _check_file(place)
+    return _check_folder(place, values) if place.is_dir() else _check_file(place, values)
 
 
-def _check_file(path: Path) -> CheckpointReport:
+def _contents(folder: Path, headers: Mapping[str, Header]) -> list[Finding]:
+    from ._layout.contents import check_contents  # torch, which nothing else here needs
+
+    return [*check_contents(folder, headers)]
+
+
+def _check_file(path: Path, values: bool) -> CheckpointReport:
     if path.name.endswith(PICKLE_SUFFIXES):
         command = conversion_command(path.parent, path.name, f"{path.stem}.safetensors")
         message = "is a pickle by its name, which can run code when it is read"
@@ -138,11 +145,12 @@ def _check_file(path: Path) -> CheckpointReport:
         return _report(path, "file", {}, [fault("pickle-only", path, message, fix, size_of(path))])
     header = try_header(path)
     if isinstance(header, Header):
-        return _report(path, "file", {path.name: header}, [])
+        headers = {path.name: header}
+        return _report(path, "file", headers, _contents(path.parent, headers) if values else [])
     return _report(path, "file", {}, header)
 
 
-def _check_folder(folder: Path) -> CheckpointReport:
+def _check_folder(folder: Path, values: bool) -> CheckpointReport:
     names = names_in(folder)
     if isinstance(names, Finding):
         return _report(folder, "model", {}, [names])
@@ -158,6 +166,8 @@ def _check_folder(folder: Path) -> CheckpointReport:
     else:
         findings += _model_config(folder, names, tensors) + _prefix(folder, tensors)
     findings += _beside(folder, names)
+    if values and checkpoint is not None:
+        findings += _contents(folder, checkpoint.headers)
     return _report(folder, kind, checkpoint.headers if checkpoint is not None else {}, findings)
 
 

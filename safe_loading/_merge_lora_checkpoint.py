@@ -17,6 +17,7 @@ from ._arguments import whole_number
 from ._checkpoint.commit import Stage
 from ._checkpoint.index import require_unchanged
 from ._checkpoint.output import check_apart, output_path
+from ._layout.contents import REPORT
 from ._log import logger
 from ._merge_checkpoint.attached import find_changes
 from ._merge_checkpoint.changes import FLOATS, NAMES
@@ -24,7 +25,7 @@ from ._merge_checkpoint.files import small_files
 from ._merge_checkpoint.plan import FilePlan, plan_files
 from ._merge_checkpoint.record import Outcome, job, report, report_file
 from ._merge_checkpoint.report import MergeReport
-from ._merge_checkpoint.sources import REPORT, ask, find
+from ._merge_checkpoint.sources import ask, find
 from ._merge_checkpoint.stream import Facts, Work, Written, facts_of, is_whole, one_torch_thread, stream
 from .errors import ArgumentError
 

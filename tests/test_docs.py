@@ -34,6 +34,7 @@ CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*|SL[0-9]{3}")
 PAGE_OF = {
     "_checkpoint": "checkpoints.md",
     "_check_checkpoint": "checkpoints.md",
+    "_layout": "checkpoints.md",
     "_lora": "merging.md",
     "_merge_lora_inplace": "merging.md",
     "_merge_checkpoint": "merge_checkpoint.md",

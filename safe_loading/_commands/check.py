@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    summary = "is this folder whole and safe to load? reads headers only"
+    summary = "is this folder whole and safe to load? reads headers only, unless --values"
     parser = commands.add_parser("check", help=summary, description=summary)
     parser.add_argument("path", metavar="DIR", help="the folder of a model or adapter, or one .safetensors file")
+    parser.add_argument("--values", action="store_true", help="read every tensor: NaN, infinity, hashes of a merge")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=_run)
 
@@ -23,5 +24,5 @@ def add(commands: Commands) -> None:
 def _run(arguments: argparse.Namespace) -> Answer:
     from safe_loading._check_checkpoint import check_checkpoint
 
-    report = check_checkpoint(arguments.path)
+    report = check_checkpoint(arguments.path, values=arguments.values)
     return Answer([report.to_json() if arguments.json else str(report)], OK if report.ok else NOT_OK)

@@ -15,10 +15,10 @@ from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
 from safe_loading._checkpoint.paths import path_text
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._checkpoint.weights import PICKLE_SUFFIXES
+from safe_loading._layout.contents import REPORT
 from safe_loading._merge_checkpoint.coded import Coded, decoded
 from safe_loading.errors import ArgumentError, MergeError
 
-REPORT = "merge_report.json"
 TEMPLATES = frozenset({"chat_template.jinja", "chat_template.json"})
 TOKENIZER = TEMPLATES | {
     "tokenizer.json",

@@ -80,7 +80,7 @@ def whole_order(base: transformers.PreTrainedModel) -> None:
 assert_type(WrapReport("Model", (), ()).ok, bool)
 wrap_transparent(model, torch.nn.Linear)  # expect-error: a mixin derives from Transparent
 
-checked = check_checkpoint("folder")
+checked = check_checkpoint("folder", values=True)
 assert_type(checked, CheckpointReport)
 assert_type(checked.ok, bool)
 try:
