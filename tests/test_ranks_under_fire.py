@@ -1,7 +1,7 @@
 """A rank is killed or raises at any step of a verb that ranks call together: the others raise, and say whose fault.
 
 ``wrap_fsdp_meta_safe`` has a file of its own, and ``merge_lora_inplace`` has one exchange only. One process imports
-everything and forks the ranks of each case; it holds the store, as torchrun does, so that any rank may die.
+everything and forks the ranks of each case; another holds the store, as torchrun does, so that any rank may die.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from safe_loading import load_adapter_on_rank, load_peft_on_rank
 from safe_loading._distributed.exchange import Ranks
 
 folder, base, adapter, second, cases = *map(pathlib.Path, sys.argv[1:5]), json.loads(sys.argv[5])
-server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+# in a process of its own: its threads hold locks, which a fork would take along locked
+ours, theirs = os.pipe()
+server_pid = os.fork()
+if not server_pid:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(theirs, str(server.port).encode())
+    signal.pause()
+port = int(os.read(ours, 10))
 steps = 0
 
 def alone():
@@ -66,7 +73,7 @@ def arm(kind, at):
     Ranks.together, Ranks.exchange = together, exchange
 
 def rank_main(number, verb, world, victim, kind, at, rank):
-    store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world)
     make, call = VERBS[verb]
     made = make()
@@ -105,6 +112,7 @@ for number, (verb, world, victim, kind, at) in enumerate(cases):
         "pid": pids[victim],
         "ranks": [json.loads(path.read_text()) if path.exists() else None for path in paths],
     }})
+os.kill(server_pid, signal.SIGKILL)
 """
 VERBS = ("load_peft_on_rank", "load_adapter_on_rank")
 Case = tuple[str, int, int, str, int]  # verb, ranks, who fails, how, at which step
