@@ -261,7 +261,11 @@ def test_the_users_own_batch_is_what_is_run() -> None:
     expected = predict_memory(tiny(), Workload.train(3, 48))
     for given in (batch, {name: tensor.to("meta") for name, tensor in batch.items()}):
         found = predict_memory(tiny(), Workload.train(1, 8), inputs=given)
-        assert found.components == expected.components
+        for part in ("weights", "gradients", "optimizer", "temporary"):
+            assert found.components[part] == expected.components[part]
+        # where transformers does not see that the mask hides nothing, it builds one, and it is kept
+        kept = expected.components["saved_activations"]
+        assert kept <= found.components["saved_activations"] < 1.1 * kept
     config = AutoConfig.for_model("vit", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32)
     config.architectures = ["ViTForImageClassification"]
     images = {"pixel_values": torch.empty(4, 3, 32, 32), "labels": ids[0, :4]}
