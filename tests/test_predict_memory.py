@@ -263,7 +263,7 @@ def test_the_users_own_batch_is_what_is_run() -> None:
         found = predict_memory(tiny(), Workload.train(1, 8), inputs=given)
         for part in ("weights", "gradients", "optimizer", "temporary"):
             assert found.components[part] == expected.components[part]
-        # where transformers does not see that the mask hides nothing, it builds one, and it is kept
+        # not to the byte: in some runs 64 KiB more are alive at the peak, and why is not known yet
         kept = expected.components["saved_activations"]
         assert kept <= found.components["saved_activations"] < 1.1 * kept
     config = AutoConfig.for_model("vit", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32)
