@@ -25,8 +25,9 @@ from ._merge_checkpoint.files import small_files
 from ._merge_checkpoint.plan import FilePlan, plan_files
 from ._merge_checkpoint.record import Outcome, job, report, report_file
 from ._merge_checkpoint.report import MergeReport
+from ._merge_checkpoint.resume import facts_of, is_whole
 from ._merge_checkpoint.sources import ask, find
-from ._merge_checkpoint.stream import Facts, Work, Written, facts_of, is_whole, one_torch_thread, stream
+from ._merge_checkpoint.stream import Facts, Work, Written, one_torch_thread, stream
 from .errors import ArgumentError
 
 

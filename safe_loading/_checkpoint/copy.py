@@ -11,6 +11,9 @@ from pathlib import Path
 from safe_loading.errors import CheckpointError
 
 _BLOCK = 1 << 20
+# For larger ones the kernel takes larger pieces of memory, which a virtual machine may have to ask its host for.
+_WRITE_BYTES = 1 << 18
+_AHEAD_BYTES = 32 << 20
 _NOT_HERE = frozenset({errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
 _SYNC_FILE_RANGE_WRITE = 2
 _FICLONE = 0x40049409  # _IOW(0x94, 9, int) of linux/fs.h
@@ -76,8 +79,31 @@ def read_into(descriptor: int, buffer: memoryview, at: int) -> None:
 def write_from(descriptor: int, buffer: memoryview, at: int) -> None:
     """Write a whole buffer to a file."""
     while buffer:
-        done = os.pwrite(descriptor, buffer, at)
+        done = os.pwrite(descriptor, buffer[:_WRITE_BYTES], at)
         buffer, at = buffer[done:], at + done
+
+
+class ReadAhead:
+    """Lets the kernel read what will soon be asked for, so that whoever works on a range seldom waits for the disk.
+
+    Args:
+        descriptor: The file; one below zero stands for none.
+        start: The first byte of the range.
+        count: How many bytes it has.
+    """
+
+    def __init__(self, descriptor: int, start: int, count: int) -> None:
+        self._descriptor, self._start, self._count = descriptor, start, count
+        self._asked = 0
+
+    def reach(self, at: int) -> None:
+        """Tell that the bytes of the range before ``at`` are about to be read."""
+        if self._descriptor < 0 or self._asked >= min(self._count, at + _AHEAD_BYTES // 2):
+            return
+        end = min(self._count, at + _AHEAD_BYTES)
+        if hasattr(os, "posix_fadvise"):  # not on macOS and Windows
+            os.posix_fadvise(self._descriptor, self._start + self._asked, end - self._asked, os.POSIX_FADV_WILLNEED)
+        self._asked = end
 
 
 def start_writing_back(descriptor: int, at: int, count: int) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from safe_loading._checkpoint.copy import copy_range, read_into, write_from
+from safe_loading._checkpoint.copy import ReadAhead, copy_range, read_into, write_from
 from safe_loading._layout.dtypes import DTYPES
 from safe_loading._lora.rounding import round_into
 from safe_loading._lora.update import ROWS, RowMerger
@@ -81,6 +80,7 @@ class TensorWriter:
         self._left: tuple[int, torch.Tensor] | None = None  # the first row, and what the starts left
         self._digest = hashlib.sha256() if hashed else None
         info = plan.source or plan.target
+        self._ahead = ReadAhead(source, info.start, info.nbytes)
         self._from, self._to = DTYPES.get(info.dtype), DTYPES.get(plan.target.dtype)
         self._decoder: Decoder | None = None
         if plan.coded is not None:
@@ -115,6 +115,7 @@ class TensorWriter:
             return
         for at in range(0, source.nbytes, _COPY_BYTES):
             count = min(_COPY_BYTES, source.nbytes - at)
+            self._ahead.reach(at + count)
             if not self._there:
                 copy_range(self._source, source.start + at, self._target, target.start + at, count)
             if self._digest is not None:
@@ -161,6 +162,7 @@ class TensorWriter:
         if self._decoder is not None:
             return self._decoder.rows(start, stop)
         width = plan.columns * self._from.itemsize
+        self._ahead.reach(stop * width)
         read_into(self._source, self._buffers.take("in", (stop - start) * width), plan.source.start + start * width)
         return self._buffers.tensor("in", self._from, stop - start, plan.columns)
 
@@ -242,25 +244,6 @@ class TensorWriter:
             f"at the base and at the adapter's lora_B (training that diverged), or take a wider dtype (bfloat16 in the "
             f"place of float16)."
         )
-
-
-def is_written(plan: TensorPlan, file: Any, sha256: str | None) -> bool:
-    """Return whether an open file holds the tensor that a hash tells of."""
-    digest = hashlib.sha256()
-    file.seek(plan.target.start)
-    left = plan.target.nbytes
-    while left and (data := file.read(min(left, BLOCK_BYTES))):
-        digest.update(data)
-        left -= len(data)
-    return not left and digest.hexdigest() == sha256
-
-
-def is_header(path: Path, head: bytes, size: int) -> bool:
-    """Return whether a file has that size and begins with that header."""
-    if path.stat().st_size != size:
-        return False
-    with path.open("rb") as file:
-        return file.read(len(head)) == head
 
 
 def block_dtype(dtype: torch.dtype | None) -> torch.dtype:

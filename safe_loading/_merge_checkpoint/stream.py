@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 
 from safe_loading._checkpoint.commit import Stage
 from safe_loading._checkpoint.copy import clone, start_writing_back, write_from
-from safe_loading._merge_checkpoint.blocks import Buffers, TensorWriter, is_header, is_written
+from safe_loading._merge_checkpoint.blocks import Buffers, TensorWriter
 from safe_loading._merge_checkpoint.plan import FilePlan, TensorPlan
 
 WRITE_BACK_BYTES = 16 << 20  # how much is handed to the disk at once
@@ -77,7 +78,7 @@ def stream(plans: Sequence[FilePlan], work: Work) -> None:
         concurrent.futures.ThreadPoolExecutor(work.threads, "merge", torch.set_num_threads, (1,)) as pool,
     ):
         files = [_File(plan, work, inputs, disk) for plan in plans]
-        tasks = [pool.submit(file.run, tensor, local) for file in files for tensor in file.order()]
+        tasks = [pool.submit(file.run, tensor, local) for file, tensor in _order(files, work.threads)]
         try:
             for task in concurrent.futures.as_completed(tasks):
                 task.result()
@@ -263,20 +264,10 @@ class _File:
                 write_from(self._target, memoryview(self.plan.head), 0)
 
 
-def facts_of(facts: Mapping[str, Any]) -> Facts:
-    """Return what the journal says about the tensors of a file."""
-    return {name: Written(sha256, largest) for name, (sha256, largest) in facts["tensors"].items()}
-
-
-def is_whole(plan: FilePlan, path: Path, facts: Mapping[str, Any]) -> bool:
-    """Return whether a file is what a plan says: its header byte for byte, its tensors by their hashes."""
-    known = facts_of(facts)
-    if facts.get("bytes") != plan.nbytes or known.keys() != {tensor.target.name for tensor in plan.tensors}:
-        return False
-    if not is_header(path, plan.head, plan.nbytes):
-        return False
-    with path.open("rb") as file:
-        return all(is_written(tensor, file, known[tensor.target.name].sha256) for tensor in plan.tensors)
+def _order(files: Sequence[_File], threads: int) -> list[tuple[_File, TensorPlan | None]]:
+    """Return the tasks so that threads work on files of their own while they can: two that write one file wait."""
+    lanes = [[(file, tensor) for file in files[first::threads] for tensor in file.order()] for first in range(threads)]
+    return [task for tasks in itertools.zip_longest(*lanes) for task in tasks if task is not None]
 
 
 @contextmanager
