@@ -86,7 +86,8 @@ def test_threads_begin_with_files_of_their_own(threads: int) -> None:
         SimpleNamespace(name=name, order=lambda size=size: tuple(range(size)))
         for name, size in (("a", 3), ("b", 5), ("c", 1), ("d", 1))
     ]
-    tasks = [(file.name, tensor) for file, tensor in _order(files, threads)]
+    ordered: Any = _order(files, threads)
+    tasks = [(file.name, tensor) for file, tensor in ordered]
     assert len({name for name, _ in tasks[:threads]}) == threads
     assert sorted(tasks) == sorted((file.name, tensor) for file in files for tensor in file.order())
     if threads == 1:

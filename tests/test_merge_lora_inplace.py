@@ -365,6 +365,41 @@ def test_the_memory_is_the_scratch_and_the_factors(tmp_path: Path, simulated: An
     assert len({json.dumps(seen["sums"]) for seen in facts.values()}) == 1
 
 
+WITHOUT_FLOAT64 = """
+    import sys, torch, torch_npu
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from safe_loading import load_peft_on_rank, merge_lora_inplace
+    from safe_loading._lora import update
+
+    class NoFloat64(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            for tensor in tree_leaves((args, kwargs, made)):
+                if isinstance(tensor, torch.Tensor) and tensor.device.type == "npu" and tensor.dtype == torch.float64:
+                    raise TypeError(f"{function}: this device has no float64")
+            return made
+
+    base, adapter = sys.argv[1:]
+    expected = merge_lora_inplace(load_peft_on_rank(adapter, base, device="cpu")).state_dict()
+    update.WITHOUT_FLOAT64 = frozenset({"npu"})
+    model = load_peft_on_rank(adapter, base, device=0)
+    with NoFloat64():
+        merged = merge_lora_inplace(model, scratch_bytes=1 << 14).state_dict()
+    report({name: tensor.device.type == "npu" and torch.equal(tensor.cpu(), expected[name])
+            for name, tensor in merged.items()})
+"""
+
+
+@pytest.mark.parametrize("kind", ["all linear", "dora"])
+def test_a_device_without_float64_holds_the_same_bits(tmp_path: Path, simulated: Any, kind: str) -> None:
+    base = save_llama(tmp_path / "base", torch.bfloat16)
+    adapter = save_adapter(tmp_path / "adapter", base, dtype=torch.bfloat16, **KINDS[kind])
+    equal = simulated.run(WITHOUT_FLOAT64, args=[base, adapter])
+    assert equal
+    assert all(equal.values()), [name for name, same in equal.items() if not same]
+
+
 # ---------------------------------------------------------------------------------------------------- all or nothing
 
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from safe_loading._lora.update import RowMerger, Update
+from safe_loading._lora.update import RowMerger, Update, exact
 from safe_loading._report import MiB
 
 _PROBES = 8  # rows or columns that are looked at to find norms of zero
@@ -52,8 +52,8 @@ def delta_rms(update: Update) -> float:
     terms = [term for term in update.terms if term.left.numel() and term.right.numel()]
     if not terms or 0 in update.shape:
         return 0.0
-    left = torch.cat([term.left.detach().double() * term.scaling for term in terms], 1)
-    right = torch.cat([term.right.detach().double().to(left.device) for term in terms], 0)
+    left = torch.cat([exact(term.left) * term.scaling for term in terms], 1)
+    right = torch.cat([exact(term.right, left.device) for term in terms], 0)
     total = float(((left.T @ left) * (right @ right.T)).sum())
     return math.sqrt(max(total, 0.0) / (update.shape[0] * update.shape[1]))
 
@@ -70,11 +70,11 @@ def _surely_finite(update: Update, matrix: torch.Tensor, largest: float) -> bool
     if more or term.magnitude is None or not bound < math.inf:
         return False
     # Each element of (W + delta) / norm is at most 1, unless the norm is zero; then the first elements are, too.
-    left, right = term.left.detach().double(), term.right.detach().double().to(term.left.device)
+    left, right = exact(term.left), exact(term.right, term.left.device)
     if update.axis == 0:
-        probe = matrix[:, :_PROBES].double() + term.scaling * (left @ right[:, :_PROBES]).to(matrix.device)
+        probe = exact(matrix[:, :_PROBES], left.device) + term.scaling * (left @ right[:, :_PROBES])
     else:
-        probe = matrix[:_PROBES].double() + term.scaling * (left[:_PROBES] @ right).to(matrix.device)
+        probe = exact(matrix[:_PROBES], left.device) + term.scaling * (left[:_PROBES] @ right)
     nothing = probe.abs().amax(1 - update.axis) <= 1e-9 * bound
     return _largest(term.magnitude) < limit and not bool(nothing.any())
 
@@ -89,4 +89,4 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _longest(factor: torch.Tensor, dim: int) -> float:
-    return float(torch.linalg.vector_norm(factor.detach().double(), dim=dim).max())
+    return float(torch.linalg.vector_norm(exact(factor), dim=dim).max())

@@ -21,6 +21,16 @@ ROWS = 8
 RANKS = 128
 SPARE_BYTES = 1 << 16  # given up when the memory runs out within a weight; the temporaries of a block are smaller
 LEFT_BYTES = 1 << 17  # of the left factors in float64, which are brought for many blocks at once
+WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices; their blocks are merged on the CPU
+
+
+def exact(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Return a tensor in float64 on a device, its own by default; on the CPU where the device has no float64."""
+    return tensor.detach().to(_sums_on(device or tensor.device)).double()
+
+
+def _sums_on(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
 
 
 class PartlyMerged(Exception):
@@ -102,6 +112,7 @@ class RowMerger:
     ) -> None:
         rows, columns = update.shape
         self.update = update
+        self._device = device = _sums_on(device)
         # Not the first term: then what the terms before made and the weight itself are both needed.
         late = any(term.magnitude is not None for term in update.terms[1:])
         per_row = columns * (Rounder.bytes_per_element(dtype) + (16 if late else 0))
@@ -120,9 +131,9 @@ class RowMerger:
         self._left = [
             torch.empty(self._span, term.left.shape[1], dtype=torch.float64, device=device) for term in update.terms
         ]
-        self._right = [term.right.detach().to(device, torch.float64).contiguous() for term in update.terms]
+        self._right = [exact(term.right, device).contiguous() for term in update.terms]
         self._magnitude = {
-            index: term.magnitude.detach().to(device, torch.float64).reshape(-1)
+            index: exact(term.magnitude, device).reshape(-1)
             for index, term in enumerate(update.terms)
             if term.magnitude is not None
         }
@@ -135,7 +146,8 @@ class RowMerger:
 
     def add_norms(self, rows: torch.Tensor, start: int) -> None:
         """See some rows for DoRA's norms of columns; each row exactly once, from first to last, in groups of eight."""
-        for first, block in self._blocks(rows, start):
+        for first, there in self._blocks(rows, start):
+            block = there.to(self._device)
             for index in self._magnitude:
                 values, lead = self._load(block, first)
                 self._add(values, index, first - lead)
@@ -145,7 +157,8 @@ class RowMerger:
 
     def merge(self, rows: torch.Tensor, start: int) -> None:
         """Overwrite rows of the weight, the first of which is row ``start``, with their merged values."""
-        for first, block in self._blocks(rows, start):
+        for first, there in self._blocks(rows, start):
+            block = there.to(self._device)
             try:
                 self._rounder.store(self._merged(block, first), block)
             except (MemoryError, RuntimeError) as error:
@@ -154,11 +167,13 @@ class RowMerger:
                     self._rounder.store(self._merged(block, first), block)
                 except (MemoryError, RuntimeError):
                     raise PartlyMerged(first, error) from error
+            if block is not there:
+                there.copy_(block)
 
     def finite(self, rows: torch.Tensor, start: int) -> bool:
         """Return whether the merged values of these rows are finite in the dtype of the rows; nothing is written."""
         for first, block in self._blocks(rows, start):
-            if not bool(self._merged(block, first).to(block.dtype).isfinite().all()):
+            if not bool(self._merged(block.to(self._device), first).to(block.dtype).isfinite().all()):
                 return False
         return True
 
@@ -205,7 +220,7 @@ class RowMerger:
         """Hold the left factors, scaled, from row ``first`` on; beyond the last row they are zero."""
         self._left_from = first
         for term, left in zip(self.update.terms, self._left, strict=True):
-            there = term.left.detach()[first : first + len(left)]
+            there = term.left.detach()[first : first + len(left)].to(self._device)
             left[: len(there)].copy_(there).mul_(term.scaling)
             left[len(there) :] = 0
 
