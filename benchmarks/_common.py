@@ -1,7 +1,8 @@
-"""What the benchmarks share: tables, JSON, the line of versions and hardware, processes, private memory."""
+"""What the benchmarks share: options, tables, JSON, the line of versions and hardware, processes, private memory."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -36,6 +37,22 @@ ENVIRONMENT = {
 
 class ChildFailed(RuntimeError):
     """A process of a benchmark failed; the text holds the end of what it said."""
+
+
+def options(description: str | None, quick: str, repeats: int | None = None) -> argparse.ArgumentParser:
+    """Return a parser of ``--quick`` and ``--json``, which every benchmark has, and of ``--repeats`` where it is given.
+
+    Args:
+        description: What the benchmark measures: its ``__doc__``.
+        quick: What ``--quick`` runs.
+        repeats: How often each road is measured by default; None where that is not one number.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", metavar="FILE", help="write every figure there")
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=repeats, help=f"of each road; {repeats} by default")
+    return parser
 
 
 def headline(extra: Iterable[str] = ()) -> str:

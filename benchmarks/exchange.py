@@ -6,7 +6,6 @@ Each is called many times in turns by 2 and by 4 real ranks on gloo, each time a
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _common import headline, median, ratio, spawn, table, write_json
+from _common import headline, median, options, ratio, spawn, table, write_json
 
 PROMISED_MS = 2.0
 
@@ -54,10 +53,7 @@ def rank_main(spec: dict[str, Any]) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--quick", action="store_true", help="20 repeats")
-    parser.add_argument("--json", metavar="FILE", help="write every figure there")
+    parser = options(__doc__, "20 repeats", 200)
     args = parser.parse_args()
     repeats = 20 if args.quick else args.repeats
     rows, facts = [], {}

@@ -5,14 +5,13 @@ Each figure is the median of fresh processes that take turns, after one that war
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import time
 
-from _common import ENVIRONMENT, headline, median, ratio, table, write_json
+from _common import ENVIRONMENT, headline, median, options, ratio, table, write_json
 
 PROMISED_MS = 50.0
 STATEMENTS = {
@@ -40,10 +39,7 @@ def once(statement: str) -> tuple[float, int]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="three repeats")
-    parser.add_argument("--json", metavar="FILE", help="write every figure there")
+    parser = options(__doc__, "three repeats", 9)
     args = parser.parse_args()
     repeats = 3 if args.quick else args.repeats
     seconds: dict[str, list[float]] = {name: [] for name in STATEMENTS}

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from _common import MIB, ROOT, headline, mib, ratio, spawn, table, write_json
+from _common import MIB, ROOT, headline, mib, options, ratio, spawn, table, write_json
 
 ROADS = ("peft default", "two-step", "two-step low_cpu_mem", "transformers", "safe_loading")
 CHILD = (str(ROOT / "benchmarks" / "_peft_child.py"),)
@@ -27,14 +27,11 @@ PROMISED_MS = 1.0
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the sizes and counts of this run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "tiny sizes, two ranks, three repeats", 9)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--rank", type=int, default=16, help="r of the adapter, on every linear layer")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="how many processes load at once")
-    parser.add_argument("--repeats", type=int, default=9, help="timed attachments of each road, after a warm-up")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, two ranks, three repeats")
-    parser.add_argument("--json", metavar="FILE", help="write every figure there")
     args = parser.parse_args(given)
     if args.quick:
         args.hidden, args.layers, args.ranks, args.repeats = 128, 4, [2], 3

@@ -11,7 +11,6 @@ whose data (heap, stacks, private mappings) is limited to 1 GB beyond the import
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -38,15 +37,13 @@ OTHER_BYTES = 2 * 2 * 32000 * 2048
 
 def main() -> None:
     """Make the checkpoint, run the roads, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common.options(__doc__, "0.3 GB, one round: shows that it works and no more")
     parser.add_argument("--size", type=float, default=2.1, help="of the checkpoint, in GB")
-    parser.add_argument("--quick", action="store_true", help="0.3 GB, one round: shows that it works and no more")
     parser.add_argument("--full", action="store_true", help="16 GB in 1 GB of memory, ours beside cp")
     parser.add_argument("--layers", type=int, default=32, help="of the checkpoint of --full")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of adapters")
     parser.add_argument("--rounds", type=int, default=3, help="of which the median is shown")
     parser.add_argument("--folder", help="where the files are made, on the disk that is to be measured")
-    parser.add_argument("--json", help="write every figure to this file")
     arguments = parser.parse_args()
     if arguments.full:
         _full(arguments.layers, arguments.folder)

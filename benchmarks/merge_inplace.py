@@ -7,7 +7,6 @@ once. Extra bytes are what the allocator held at most beyond the model and its a
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import os
@@ -19,7 +18,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from _common import ENVIRONMENT, headline, median, mib, ratio, table, write_json
+from _common import ENVIRONMENT, headline, median, mib, options, ratio, table, write_json
 
 os.environ.update(ENVIRONMENT)
 
@@ -132,13 +131,10 @@ def measure(dtype: torch.dtype, rank: int, *, dora: bool, width: int, layers: in
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, "small sizes, one repeat", 5)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--quick", action="store_true", help="small sizes, one repeat")
-    parser.add_argument("--json", metavar="FILE", help="write every figure there")
     args = parser.parse_args()
     if args.quick:
         args.width, args.layers, args.repeats = 512, 1, 1

@@ -8,7 +8,6 @@ and devices, kinds of devices, and experts that are modules of their own grow, a
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import logging
 import os
@@ -21,7 +20,7 @@ from typing import Any, ClassVar
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from _common import ENVIRONMENT, headline, median, ratio, table, write_json
+from _common import ENVIRONMENT, headline, median, options, ratio, table, write_json
 from _curves import draw
 from _peaks import STEPS, peaks
 
@@ -271,10 +270,8 @@ def growth_rows(found: Mapping[str, Series]) -> list[list[str]]:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, "few instances and layers")
     parser.add_argument("--instances", type=int, default=400)
-    parser.add_argument("--quick", action="store_true", help="few instances and layers")
-    parser.add_argument("--json", metavar="FILE", help="write every figure there")
     parser.add_argument("--figure", metavar="FILE", help="draw the seconds there, as SVG")
     arguments = parser.parse_args()
     for name in ("accelerate.utils.modeling", "transformers.integrations.accelerate"):

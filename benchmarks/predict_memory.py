@@ -8,7 +8,6 @@ small models on the CPU are compared with their traces: every byte that the CPU'
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
@@ -22,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from _common import MIB, headline, table, write_json
+from _common import MIB, headline, options, table, write_json
 from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
@@ -206,10 +205,8 @@ def cost() -> tuple[str, str, str]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"the {QUICK} rows of the smallest models")
+    parser = options(__doc__, f"the {QUICK} rows of the smallest models")
     parser.add_argument("--group", choices=("none", "nf4", "nf4 hold-out", "malloc", "8B"), help="only these")
-    parser.add_argument("--json", metavar="FILE", help="write every figure there")
     args = parser.parse_args()
     print(headline())
     if args.group in (None, "8B"):  # first, since the largest resident size is of the whole process

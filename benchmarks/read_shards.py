@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _common import MIB, headline, mib, ratio, spawn, table, write_json
+from _common import MIB, headline, mib, options, ratio, spawn, table, write_json
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 300, "vocab_size": 101}
 LARGE: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 8, "vocab_size": 32000}
@@ -169,11 +169,8 @@ def rows_of(found: dict[str, dict[str, Any]]) -> list[tuple[object, ...]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, "small sizes, two repeats", 5)
     parser.add_argument("--child", metavar="SPEC", help=argparse.SUPPRESS)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="small sizes, two repeats")
-    parser.add_argument("--json", metavar="FILE", help="write every figure there")
     args = parser.parse_args()
     if args.child:
         child(json.loads(args.child))

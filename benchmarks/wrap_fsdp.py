@@ -9,7 +9,6 @@ peers map the files.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _common import ENVIRONMENT, MIB, ROOT, headline, mib, ratio, table, write_json
+from _common import ENVIRONMENT, MIB, ROOT, headline, mib, options, ratio, table, write_json
 
 ROADS = (
     "ours",
@@ -175,20 +174,18 @@ def estimate(found: list[dict[str, Any]], folder: Path) -> str:
 
 def main() -> None:
     """Run the roads and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--small", "--quick", action="store_true", help="a checkpoint of 60 MB and 2 ranks only")
+    parser = options(__doc__, "a checkpoint of 60 MB and 2 ranks only")
     parser.add_argument("--roads", nargs="*", default=ROADS, choices=ROADS)
     parser.add_argument("--ranks", nargs="*", type=int)
-    parser.add_argument("--json", help="write all figures to this file")
     arguments = parser.parse_args()
-    sizes = (512, 6, 8000) if arguments.small else (2048, 6, 32000)
+    sizes = (512, 6, 8000) if arguments.quick else (2048, 6, 32000)
     facts: dict[str, Any] = {"headline": headline()}
     print(facts["headline"])
     with tempfile.TemporaryDirectory(prefix="fsdp-checkpoint-") as name:
         folder = Path(name)
         model = make_checkpoint(folder, *sizes)
         print(f"bf16 Llama, hidden {sizes[0]}, {sizes[1]} layers, {model / MIB:.2f} MiB")
-        for ranks in arguments.ranks or ((2,) if arguments.small else (2, 4)):
+        for ranks in arguments.ranks or ((2,) if arguments.quick else (2, 4)):
             floor, found, rows = model / ranks, {}, []
             for road in arguments.roads:
                 found[road] = run(road, ranks, folder, 600)

@@ -7,7 +7,6 @@ saves in one forward pass, the checkpoint by the files that ``transformers.Train
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import headline, mib, ratio, table, write_json
+from _common import headline, mib, options, ratio, table, write_json
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer
@@ -95,28 +94,26 @@ def _measure(model: nn.Module, tokens: torch.Tensor, folder: Path) -> dict[str, 
 
 def main() -> None:
     """Measure every road and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, "two layers")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--quick", action="store_true", help="two layers")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
-    options = parser.parse_args()
-    if options.quick:
-        options.layers = 2
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.layers = 2
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    heads = max(1, options.hidden // 32)
+    heads = max(1, arguments.hidden // 32)
     config = LlamaConfig(
-        hidden_size=options.hidden,
-        intermediate_size=4 * options.hidden,
-        num_hidden_layers=options.layers,
+        hidden_size=arguments.hidden,
+        intermediate_size=4 * arguments.hidden,
+        num_hidden_layers=arguments.layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         vocab_size=1000,
     )
-    tokens = torch.randint(3, 1000, (options.batch, options.tokens))
+    tokens = torch.randint(3, 1000, (arguments.batch, arguments.tokens))
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -139,12 +136,12 @@ def main() -> None:
     print(headline())
     print(
         table(
-            f"8-bit Llama, {options.layers} layers of {options.hidden}, {options.batch} x {options.tokens}",
+            f"8-bit Llama, {arguments.layers} layers of {arguments.hidden}, {arguments.batch} x {arguments.tokens}",
             header,
             rows,
         )
     )
-    write_json(options.json, {"roads": found})
+    write_json(arguments.json, {"roads": found})
 
 
 if __name__ == "__main__":

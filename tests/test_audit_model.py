@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from models import SIZES
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,15 +28,7 @@ STEP = Workload.train(1, 8)
 
 
 def base(**changes: Any) -> LlamaForCausalLM:
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 101,
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).train()
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).train()
 
 
 def adapted(model: Any = None, **changes: Any) -> Any:

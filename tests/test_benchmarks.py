@@ -40,7 +40,7 @@ def test_every_benchmark_can_be_recorded_and_takes_the_options_of_the_runner(run
     page = runner.PAGE.read_text(encoding="utf-8")
     for name in runner.SCRIPTS:
         assert runner.recorded(page, name, "new") != page
-        assert '"--quick"' in (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8"), name
+        assert "options(__doc__, " in (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8"), name
 
 
 def test_an_unknown_benchmark_is_refused(runner: Any, capsys: pytest.CaptureFixture[str]) -> None:

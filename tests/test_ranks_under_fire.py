@@ -1,7 +1,6 @@
 """A rank is killed or raises at any step of a verb that ranks call together: the others raise, and say whose fault.
 
-``wrap_fsdp_meta_safe`` has a file of its own, and ``merge_lora_inplace`` has one exchange only. One process imports
-everything and forks the ranks of each case; another holds the store, as torchrun does, so that any rank may die.
+``wrap_fsdp_meta_safe`` has a file of its own, and ``merge_lora_inplace`` has one exchange only.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from models import save_adapter, save_llama
 from torchrun import spawn_ranks
 
 SCRIPT = """
-import contextlib, json, os, pathlib, signal, sys, time, traceback, warnings
+import contextlib, functools, json, os, pathlib, signal, sys, time, warnings
 warnings.simplefilter("ignore")
 import peft, torch, torch.distributed as dist
 import transformers.models.llama.modeling_llama
@@ -25,16 +24,9 @@ transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 from safe_loading import load_adapter_on_rank, load_peft_on_rank
 from safe_loading._distributed.exchange import Ranks
+from torchrun import fork_ranks, held_store
 
-folder, base, adapter, second, cases = *map(pathlib.Path, sys.argv[1:5]), json.loads(sys.argv[5])
-# in a process of its own: its threads hold locks, which a fork would take along locked
-ours, theirs = os.pipe()
-server_pid = os.fork()
-if not server_pid:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.write(theirs, str(server.port).encode())
-    signal.pause()
-port = int(os.read(ours, 10))
+base, adapter, second, cases = *map(pathlib.Path, sys.argv[1:4]), json.loads(sys.argv[4])
 steps = 0
 
 def alone():
@@ -72,9 +64,7 @@ def arm(kind, at):
 
     Ranks.together, Ranks.exchange = together, exchange
 
-def rank_main(number, verb, world, victim, kind, at, rank):
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world)
+def rank_main(verb, victim, kind, at, rank):
     make, call = VERBS[verb]
     made = make()
     dist.barrier()
@@ -86,33 +76,11 @@ def rank_main(number, verb, world, victim, kind, at, rank):
         call(made)
     except BaseException as error:
         found = {"error": type(error).__name__, "text": str(error)}
-    found.update(seconds=time.monotonic() - started, steps=steps)
-    (folder / f"{number}.{rank}.json").write_text(json.dumps(found))
+    return {**found, "seconds": time.monotonic() - started, "steps": steps}
 
-for number, (verb, world, victim, kind, at) in enumerate(cases):
-    pids = []
-    for rank in range(world):
-        pid = os.fork()
-        if not pid:
-            try:
-                rank_main(number, verb, world, victim, kind, at, rank)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(0)
-        pids.append(pid)
-    end, left = time.monotonic() + 60, set(pids)
-    while left and time.monotonic() < end:
-        left -= {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
-        time.sleep(0.01)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    paths = [folder / f"{number}.{rank}.json" for rank in range(world)]
-    report(**{str(number): {
-        "pid": pids[victim],
-        "ranks": [json.loads(path.read_text()) if path.exists() else None for path in paths],
-    }})
-os.kill(server_pid, signal.SIGKILL)
+with held_store() as port:
+    for number, (verb, world, *who) in enumerate(cases):
+        report(**{str(number): fork_ranks(port, str(number), world, functools.partial(rank_main, verb, *who))})
 """
 VERBS = ("load_peft_on_rank", "load_adapter_on_rank")
 Case = tuple[str, int, int, str, int]  # verb, ranks, who fails, how, at which step
@@ -121,7 +89,7 @@ Case = tuple[str, int, int, str, int]  # verb, ranks, who fails, how, at which s
 def tried(root: Path, cases: list[Case]) -> list[dict[str, Any]]:
     base = save_llama(root / "base")
     folders = [base, save_adapter(root / "adapter", base), save_adapter(root / "second", base, seed=3)]
-    found = spawn_ranks(SCRIPT, 1, args=[root, *folders, json.dumps(cases)], timeout=1800).found[0]
+    found = spawn_ranks(SCRIPT, 1, args=[*folders, json.dumps(cases)], timeout=1800).found[0]
     return [found[str(number)] for number in range(len(cases))]
 
 
@@ -139,7 +107,9 @@ def check(case: Case, facts: dict[str, Any]) -> None:
             continue
         assert each["error"] == "RankError", (case, each)
         assert f"Rank {victim} (host " in each["text"], (case, each)
-        assert (f"process {facts['pid']}) ended" if kind == "kill" else "MemoryError: no room here") in each["text"]
+        assert (f"process {facts['pids'][victim]}) ended" if kind == "kill" else "MemoryError: no room here") in each[
+            "text"
+        ]
         assert each["seconds"] < 30
 
 

@@ -1,11 +1,8 @@
-"""A rank is killed, raises, hangs or goes astray at every point of a wrap: all others raise soon, and say whose fault.
-
-One process imports everything and forks the ranks of each case, so that a case costs a tenth of a second. It holds the
-store, as torchrun does, so that any rank may die.
-"""
+"""A rank is killed, raises, hangs or goes astray at any point of a wrap: all others raise soon, and say who it was."""
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any, NamedTuple
 
@@ -13,7 +10,7 @@ import pytest
 from torchrun import spawn_ranks
 
 SCRIPT = """
-import contextlib, functools, json, os, pathlib, signal, sys, time, traceback, warnings
+import contextlib, functools, json, os, pathlib, signal, sys, time, warnings
 warnings.simplefilter("ignore")
 import torch, torch.distributed as dist
 import torch.distributed.fsdp, torch.distributed.tensor
@@ -25,21 +22,13 @@ from fsdp_cases import *
 from safe_loading import wrap_fsdp_meta_safe
 from safe_loading._distributed.exchange import Ranks
 from safe_loading._sharding import fill, reading, scatter
+from torchrun import fork_ranks, held_store
 
 folder = pathlib.Path(sys.argv[1])
 small = lambda: llama(num_hidden_layers=2)
 one = reference(small)
 save(one, folder / "llama")
 skeleton = on_meta(small)
-
-# in a process of its own: its threads hold locks, which a fork would take along locked
-ours, theirs = os.pipe()
-server_pid = os.fork()
-if not server_pid:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.write(theirs, str(server.port).encode())
-    signal.pause()
-port = int(os.read(ours, 10))
 
 def fire(kind):
     if kind == "kill":
@@ -86,10 +75,7 @@ def arm(kind, when, label):
             return real(*arguments, **options)
         setattr(owner, method, counted)
 
-def rank_main(case, rank):
-    number, world, victim, kind, when, label, source, timeout, mesh = case
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world)
+def rank_main(victim, kind, when, label, source, timeout, mesh, rank):
     fill.scatter = functools.partial(scatter.scatter, block_bytes=4096)
     fill.broadcast = functools.partial(scatter.broadcast, block_bytes=4096)
     if rank == victim:
@@ -101,36 +87,13 @@ def rank_main(case, rank):
         wrap_fsdp_meta_safe(model, source and str(folder / "llama"), mesh=mesh, timeout=timeout)
     except BaseException as error:
         found = {"error": type(error).__name__, "text": str(error)}
-    found["seconds"] = time.monotonic() - started
-    (folder / f"{number}.{rank}.json").write_text(json.dumps(found))
+    return {**found, "seconds": time.monotonic() - started}
 
-for case in json.loads(sys.argv[2]):
-    number, world, victim = case[:3]
-    pids = []
-    for rank in range(world):
-        pid = os.fork()
-        if not pid:
-            try:
-                rank_main(case, rank)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(0)
-        pids.append(pid)
-    end, left = time.monotonic() + 40, set(pids)
-    if case[3] == "hang":
-        left.discard(pids[victim])
-    while left and time.monotonic() < end:
-        left -= {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
-        time.sleep(0.01)
-    for pid in {*left, *([pids[victim]] if case[3] == "hang" else [])}:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    paths = [folder / f"{number}.{rank}.json" for rank in range(world)]
-    report(**{str(number): {
-        "pid": pids[victim],
-        "ranks": [json.loads(path.read_text()) if path.exists() else None for path in paths],
-    }})
-os.kill(server_pid, signal.SIGKILL)
+with held_store() as port:
+    for number, (world, victim, kind, *where) in enumerate(json.loads(sys.argv[2])):
+        main = functools.partial(rank_main, victim, kind, *where)
+        hanging = victim if kind == "hang" else None
+        report(**{str(number): fork_ranks(port, str(number), world, main, hanging=hanging)})
 """
 BLOCKS = (
     "check the arguments",
@@ -222,10 +185,7 @@ SAMPLE = {
 
 
 def tried(cases: dict[str, Case], folder: Any, timeout: float = 500) -> dict[str, Any]:
-    import json
-
-    numbered = [[number, *case] for number, case in enumerate(cases.values())]
-    found = spawn_ranks(SCRIPT, 1, args=[folder, json.dumps(numbered)], timeout=timeout).found[0]
+    found = spawn_ranks(SCRIPT, 1, args=[folder, json.dumps(list(cases.values()))], timeout=timeout).found[0]
     return {name: found[str(number)] for number, name in enumerate(cases)}
 
 
@@ -255,7 +215,7 @@ def check(case: Case, facts: dict[str, Any]) -> None:
             assert f"for rank {victim}" in each["text"] or "for all ranks" in each["text"], each
         elif kind == "kill":
             assert f"Rank {victim} (host " in each["text"], each
-            assert f"process {facts['pid']}) ended" in each["text"], each
+            assert f"process {facts['pids'][victim]}) ended" in each["text"], each
         elif kind == "raise":
             assert f"Rank {victim} (host " in each["text"], each
             assert "MemoryError: no room for a shard" in each["text"], each

@@ -1,7 +1,8 @@
 """Real ranks for tests: torchrun, or plain processes that meet on a file, which start sooner.
 
 A script says what it found with ``report(name=value)``, which it has without an import; the values must be JSON. A
-rank costs 2 to 4 seconds before its first line, most of it torch's import, so let one script try many things.
+rank costs 2 to 4 seconds before its first line, most of it torch's import, so let one script try many things. A script
+that tries many jobs of which ranks die imports everything once and forks the ranks of each job: `fork_ranks`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -110,6 +112,77 @@ def spawn_ranks(
             place = {"RANK": str(rank), "WORLD_SIZE": str(nproc), "MEETING": str(folder / "meeting")}
             ranks.append((command, {**_environment(folder, env), **place}))
         return _run(ranks, folder, nproc, timeout, check)
+
+
+@contextlib.contextmanager
+def held_store() -> Iterator[int]:
+    """Hold a store in a process of its own, as torchrun does, so that any rank may die; yield its port.
+
+    Its threads hold locks, which a fork of their process would take along locked.
+    """
+    import torch.distributed as dist
+
+    ours, theirs = os.pipe()
+    server = os.fork()
+    if not server:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(theirs, str(store.port).encode())
+        signal.pause()
+    try:
+        yield int(os.read(ours, 10))
+    finally:
+        _kill(server)
+        os.close(ours)
+        os.close(theirs)
+
+
+def fork_ranks(
+    port: int, job: str, world: int, main: Callable[[int], dict[str, Any]], *, hanging: int | None = None
+) -> dict[str, Any]:
+    """Fork this process into the ranks of one job, a gloo group over a held store, and wait for no more than a minute.
+
+    Args:
+        port: Of `held_store`.
+        job: Its name in the store; another one for each job.
+        world: The number of ranks.
+        main: What each rank does, given its rank; what it returns must be JSON.
+        hanging: The rank that is not waited for.
+
+    Returns:
+        ``pids``, and in ``ranks`` what each returned: None for one that died or had to be killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="forked-") as folder:
+        paths = [Path(folder, f"{rank}.json") for rank in range(world)]
+        pids = [_fork(port, job, rank, main, paths) for rank in range(world)]
+        left = {pid for rank, pid in enumerate(pids) if rank != hanging}
+        end = time.monotonic() + 60
+        while left and time.monotonic() < end:
+            left -= {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
+            time.sleep(0.01)
+        for pid in {*left, *([] if hanging is None else [pids[hanging]])}:
+            _kill(pid)
+        return {"pids": pids, "ranks": [json.loads(path.read_text()) if path.exists() else None for path in paths]}
+
+
+def _fork(port: int, job: str, rank: int, main: Callable[[int], dict[str, Any]], paths: Sequence[Path]) -> int:
+    import torch.distributed as dist
+
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        dist.init_process_group("gloo", store=dist.PrefixStore(job, store), rank=rank, world_size=len(paths))
+        paths[rank].write_text(json.dumps(main(rank)))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 @contextlib.contextmanager
