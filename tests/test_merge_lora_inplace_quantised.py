@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
 from peft import LoraConfig, get_peft_model
@@ -66,6 +67,23 @@ def stands_for(layer: Any) -> torch.Tensor:
     if type(layer.weight).__name__ == "Params4bit":
         layer.weight.quant_state.dtype = torch.float32
     return dequantize_module_weight(layer).detach()
+
+
+@pytest.mark.parametrize("at", [1, 2], ids=["adapted", "not adapted"])
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_codes_that_accelerate_offloads_are_refused_by_name(at: int, dequantize: bool) -> None:
+    model = adapted(quantised("int8"))
+    cpu_offload(model.base_model.model[at], execution_device=torch.device("cpu"))
+    before, modules = model(X), list(model.modules())
+    if at == 2 and not dequantize:  # nothing of it is looked at
+        assert torch.allclose(merge_lora_inplace(model)(X), before, atol=0.5)
+        return
+    with pytest.raises(MergeError, match=f"{at}: its quantised weight is offloaded.*Load the model without") as refused:
+        merge_lora_inplace(model, dequantize=dequantize)
+    assert len(refused.value.problems) == 1
+    assert list(model.modules()) == modules
+    assert torch.equal(model(X), before)
+
 
 
 KINDS = ("nf4", "nf4 nested", "fp4", "int8", "torchao")

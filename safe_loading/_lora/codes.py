@@ -195,6 +195,14 @@ def unnested(
     return table.float()[codes.view(-1).long()] * outer + offset
 
 
+# The quantised layers of bitsandbytes, and what their weights are as long as they are with them.
+_CODES = {"Linear4bit": "Params4bit", "Linear8bitLt": "Int8Params"}
+OFFLOADED = (
+    "its quantised weight is offloaded, without its scales. Load the model without offloading, or merge into the base "
+    "before it is quantised, with merge_lora_checkpoint"
+)
+
+
 def is_quantised(module: Any) -> bool:
     """Return whether a module's weights are codes: quantised by bitsandbytes, torchao, HQQ, GPTQ, AWQ, or fp8."""
     if any(hasattr(module, name) for name in ("qweight", "W_q")):
@@ -205,8 +213,14 @@ def is_quantised(module: Any) -> bool:
     weight = tensors.get("weight")
     if weight is None:
         return False
-    named = type(weight).__name__ in ("Params4bit", "Int8Params") or type(weight).__module__.startswith("torchao.")
-    return named or weight.dtype in FP8
+    named = type(weight).__name__ in _CODES.values() or type(weight).__module__.startswith("torchao.")
+    return named or weight.dtype in FP8 or type(module).__name__ in _CODES
+
+
+def is_offloaded(module: Any) -> bool:
+    """Return whether bitsandbytes' codes are with accelerate, whose stores keep them without what they stand for."""
+    kind = _CODES.get(type(module).__name__)
+    return kind is not None and type(module.weight).__name__ != kind
 
 
 def unpack(module: Any) -> None:

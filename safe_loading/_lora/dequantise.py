@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from safe_loading._lora.codes import is_quantised, values_of
+from safe_loading._lora.codes import OFFLOADED, is_offloaded, is_quantised, values_of
 from safe_loading._lora.layers import linear_terms, whole
 from safe_loading._lora.plan import Job
 from safe_loading._lora.rounding import round_into
@@ -107,8 +107,8 @@ def _plain(model: Any, layer: Any, names: Sequence[str], scratch_bytes: int, che
             f"its quantised {type(base).__name__} is no Linear, which alone is dequantised here. Merge into the base "
             f"before it is quantised, with merge_lora_checkpoint"
         )
-    if base.weight.is_meta:
-        raise CannotMerge("its quantised weight is offloaded. Load the model without offloading")
+    if base.weight.is_meta or is_offloaded(base):
+        raise CannotMerge(OFFLOADED)
     if names:
         _check_variants(layer, names)
     dtype = _dtype(model, base)

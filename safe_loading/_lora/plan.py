@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
 from safe_loading._lora.check import why_not_finite
-from safe_loading._lora.codes import is_quantised, why_scaled_not_finite
+from safe_loading._lora.codes import OFFLOADED, is_offloaded, is_quantised, why_scaled_not_finite
 from safe_loading._lora.layers import Piece, Target, adapters_of, is_blocked, targets
 from safe_loading._lora.offload import Offloaded
 from safe_loading._lora.tensors import Sharing, check_tensor, same_change, same_memory, tuner_layers
@@ -192,6 +192,8 @@ def _check_peft_merge(layer: Any, names: Sequence[str]) -> None:
         raise CannotMerge(
             f"peft has no merge for a {kind}. Merge into the base before it is quantised, with merge_lora_checkpoint"
         )
+    if is_offloaded(layer.get_base_layer()):
+        raise CannotMerge(OFFLOADED)
     having = [name for name in names if layer.lora_bias.get(name) and layer.scaling[name] != 1]
     if having and is_quantised(layer.get_base_layer()):
         raise CannotMerge(
