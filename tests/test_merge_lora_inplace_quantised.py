@@ -85,7 +85,6 @@ def test_codes_that_accelerate_offloads_are_refused_by_name(at: int, dequantize:
     assert torch.equal(model(X), before)
 
 
-
 KINDS = ("nf4", "nf4 nested", "fp4", "int8", "torchao")
 
 
