@@ -261,11 +261,11 @@ def test_the_users_own_batch_is_what_is_run() -> None:
     expected = predict_memory(tiny(), Workload.train(3, 48))
     for given in (batch, {name: tensor.to("meta") for name, tensor in batch.items()}):
         found = predict_memory(tiny(), Workload.train(1, 8), inputs=given)
-        for part in ("weights", "gradients", "optimizer", "temporary"):
-            assert found.components[part] == expected.components[part]
-        # not to the byte: in some runs 64 KiB more are alive at the peak, and why is not known yet
-        kept = expected.components["saved_activations"]
-        assert kept <= found.components["saved_activations"] < 1.1 * kept
+        assert (found.components, found.reserved_peak_bytes) == (expected.components, expected.reserved_peak_bytes)
+    assert any("asks for a number that nobody knows; True" in note for note in found.notes)  # is the mask all ones?
+    padded = {**batch, "attention_mask": ids.tril()}
+    found = predict_memory(tiny(), Workload.train(1, 8), inputs=padded)
+    assert found.components["saved_activations"] > expected.components["saved_activations"]
     config = AutoConfig.for_model("vit", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32)
     config.architectures = ["ViTForImageClassification"]
     images = {"pixel_values": torch.empty(4, 3, 32, 32), "labels": ids[0, :4]}

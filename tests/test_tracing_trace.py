@@ -213,6 +213,34 @@ def test_models_take_the_branch_of_a_real_run_and_what_they_ask_with_is_not_kept
     assert trace.order.index(~passing) < trace.order.index(after)
 
 
+class Chancy(nn.Module):
+    """Asks what no run has in common with the next: the lot that it draws, and memory that it never wrote to."""
+
+    heard: ClassVar[list[float]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        sizes = torch.empty(2, 2, dtype=torch.long, device=input_ids.device)
+        sizes[:, 0] = 3
+        self.heard.extend([torch.rand(()).item(), sizes.sum().item()])
+        if torch.empty(1000, dtype=torch.long, device=input_ids.device).sum() == 0:
+            return input_ids
+        x: torch.Tensor = self.embed(input_ids)
+        return x
+
+
+def test_chance_and_fresh_memory_decide_nothing() -> None:
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        assert any("asks for a number" in said for said in trace_step(Chancy(), Workload.generate(2, 6)).assumptions)
+    lot, written, *again = Chancy.heard
+    assert again == [lot, written]
+    assert written == 6
+
+
 def test_checkpointing_peaks_at_the_end_of_the_backward_pass_when_gradients_pile_up() -> None:
     model = llama(num_hidden_layers=12)
     use = trace_step(model, Workload.train(1, 4, gradient_checkpointing=True, optimizer="none")).devices[0]

@@ -65,18 +65,17 @@ class Inputs:
     def prompt(self, rows: int, columns: int) -> dict[str, Any]:
         """Return the arguments of a forward pass over `columns` tokens."""
         batch: dict[str, Any] = {}
-        if "input_ids" in self.names:
-            batch["input_ids"] = self.tokens(rows, columns)
-            if "attention_mask" in self.names:
-                batch["attention_mask"] = self.tokens(rows, columns)
-        if getattr(self.config, "is_encoder_decoder", False) and "decoder_input_ids" in self.names:
-            batch["decoder_input_ids"] = self.tokens(rows, columns)
-        if "pixel_values" in self.names and "input_ids" not in self.names and "pixel_values" not in self.given:
-            batch["pixel_values"] = self._images(rows)
         for name, tensor in self.given.items():
             batch[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            if tensor.device.type != "meta":
-                self.values.copy(batch[name], tensor)
+            self.values.copy(batch[name], tensor)
+        wanted = ["input_ids", "attention_mask"] if "input_ids" in self.names else []
+        if getattr(self.config, "is_encoder_decoder", False):
+            wanted.append("decoder_input_ids")
+        for name in wanted:
+            if name in self.names and name not in batch:
+                batch[name] = self.tokens(rows, columns)
+        if "pixel_values" in self.names and "input_ids" not in self.names and "pixel_values" not in batch:
+            batch["pixel_values"] = self._images(rows)
         return batch
 
     def labels(self, rows: int, columns: int) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 A fake tensor has a shape and no content. Where the code of a model asks for content (``if mask.all()``, ``nonzero``)
 the trace would end. So whole numbers and truth values are computed for real, as long as they are few and come from
-known values. What comes from unknown numbers gets an assumption: every expert is chosen equally often.
+known values. What comes from unknown numbers gets an assumption: every expert is chosen equally often. A few whole
+numbers that nobody has written yet are zeros, and more of them are unknown: what lies in fresh memory decides nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 MOST = 1 << 21  # elements of a value that is computed beside the fake one
 FEW = 64  # the same for numbers that are not whole
 aten = torch.ops.aten
+_UNWRITTEN = frozenset(
+    {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided}
+)
 _CHOICES = {aten.topk.default: 1, aten.argmax.default: None, aten.sort.default: 1, aten.multinomial.default: None}
 
 
@@ -38,8 +42,9 @@ class Values:
                 self._of[fake] = torch.full(fake.shape, number, dtype=fake.dtype)
 
     def copy(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Give a fake tensor the values of a real one, when they are whole numbers and few."""
-        if _worth_it(fake) and not fake.is_floating_point():
+        """Give a fake tensor the values of a real one, when these are there, whole and few; else it has none."""
+        self._of.pop(fake, None)
+        if real.device.type != "meta" and _worth_it(fake) and not fake.is_floating_point():
             with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
                 self._of[fake] = real.detach().to("cpu", copy=True)
 
@@ -67,6 +72,10 @@ class Values:
         if isinstance(out, torch.Tensor) and not _worth_it(out):
             if func in _MUTATING or func._schema.is_mutable:
                 self._forget(args)
+            return
+        if func.overloadpacket in _UNWRITTEN:
+            if out.numel() <= FEW and not out.is_floating_point():
+                self.keep(out, 0)
             return
         if func in _CHOICES:
             self._choose(func, args, out)
