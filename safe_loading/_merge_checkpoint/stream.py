@@ -265,8 +265,13 @@ class _File:
 
 
 def _order(files: Sequence[_File], threads: int) -> list[tuple[_File, TensorPlan | None]]:
-    """Return the tasks so that threads work on files of their own while they can: two that write one file wait."""
-    lanes = [[(file, tensor) for file in files[first::threads] for tensor in file.order()] for first in range(threads)]
+    """Return the tasks so that threads write files of their own: two that write one wait for each other.
+
+    No more than two files are begun at once, whatever the number of threads: what an interrupted call leaves is whole
+    files.
+    """
+    count = min(threads, 2)
+    lanes = [[(file, tensor) for file in files[first::count] for tensor in file.order()] for first in range(count)]
     return [task for tasks in itertools.zip_longest(*lanes) for task in tasks if task is not None]
 
 
