@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ._arguments import model_source
-from ._audit import behaviour, devices, memory, training, values, wrappers
+from ._audit import behaviour, devices, loss, memory, training, values, wrappers
 from ._audit.report import AuditReport, sorted_findings
 from ._audit.subject import Subject
 from ._forecast.build import build
@@ -26,8 +26,7 @@ Check = Callable[[Subject], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (
     wrappers.check_wrapper,
     wrappers.check_prefix,
-    wrappers.check_loss,
-    wrappers.check_unread_loss,
+    loss.check_unread_loss,
     training.check_trainable,
     training.check_outside,
     training.check_head,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from safe_loading._audit import loss
 from safe_loading._audit.subject import Subject
 from safe_loading._forecast.quantized import is_stand_in
 from safe_loading._report import Finding, format_bytes
@@ -18,7 +19,7 @@ from safe_loading._workload import Workload
 
 
 def check_step(subject: Subject, workload: Workload) -> Iterator[Finding]:
-    """Yield findings about checkpointing, gradients, what 8-bit layers keep and what outlives the step.
+    """Yield findings about checkpointing, gradients, what 8-bit layers keep, what outlives the step, and the loss.
 
     Raises:
         TraceError: The model's own code cannot run without data.
@@ -26,12 +27,13 @@ def check_step(subject: Subject, workload: Workload) -> Iterator[Finding]:
     as_it_is = workload.replace(gradient_checkpointing=False, optimizer="none")
     # a trainer calls model.train() before each step
     left = _left_alone(subject.model) if subject.trainer is None else contextlib.nullcontext()
-    with left, _inputs_of_8_bits(subject.model) as inputs:
+    with left, loss.counting(subject) as count, _inputs_of_8_bits(subject.model) as inputs:
         trace = trace_step(subject.model, as_it_is)
     yield from _checkpointing(subject, workload, trace)
     yield from _kept_inputs(subject, workload, trace, inputs)
     yield from _gradients(subject, trace)
     yield from _survivors(trace)
+    yield from loss.check_denominator(subject, workload, count)
 
 
 def checkpointed(subject: Subject, trace: StepTrace) -> tuple[list[str], list[str]]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from safe_loading._audit.subject import Subject, size_of
 from safe_loading._report import Finding
-from safe_loading._transparent.classes import mixins_of
 
 
 @dataclass(frozen=True)
@@ -92,67 +89,3 @@ def check_prefix(subject: Subject) -> Iterator[Finding]:
             f"every key begins with {drift!r}, so a checkpoint of model.state_dict() fits no model.",
             f"save the inner model: model.{path or drift.rstrip('.')}.save_pretrained(...).",
         )
-
-
-def check_loss(subject: Subject) -> Iterator[Finding]:
-    """Yield a finding when the loss would be divided by the wrong number of tokens.
-
-    The Trainer passes ``num_items_in_batch`` when the forward accepts it, and otherwise takes the mean of means.
-    """
-    if not subject.training or not subject.wrapped:
-        return
-    theirs, ours = _accepts(subject.inner), _accepts(subject.model)
-    if theirs and not ours:
-        yield Finding(
-            "SL119",
-            "error",
-            type(subject.model).__name__,
-            f"{type(subject.inner).__name__}.forward takes num_items_in_batch, and the wrapper's forward takes neither "
-            f"it nor **kwargs: with gradient accumulation and rows of different lengths the loss is the mean of means.",
-            "add **kwargs to the forward and pass them on, or wrap with wrap_transparent.",
-        )
-
-
-def check_unread_loss(subject: Subject) -> Iterator[Finding]:
-    """Yield a finding when user code changes the loss of the output, and the trainer computes its own without it.
-
-    trl 1.16 does so: its trainers sum the ``log_probs`` that their fused head returns. It is read off the code of
-    ``compute_loss`` and of the methods that it calls, since a trainer's step cannot be run without its data.
-    """
-    kind = type(subject.trainer)
-    compute = getattr(kind, "compute_loss", None)
-    mixins = [mixin for mixin in mixins_of(type(subject.inner)) if _mentions(mixin.__call__, mixin, set())]
-    if mixins and compute is not None and not _mentions(compute, kind, set()):
-        yield Finding(
-            "SL125",
-            "error",
-            mixins[0].__name__,
-            f"{kind.__name__}.compute_loss does not read the loss of the model's output, so what "
-            f"{mixins[0].__name__} does to out.loss is not trained.",
-            f"change what it reads (out.log_probs of trl), or add the term in compute_loss of a subclass of "
-            f"{kind.__name__}.",
-        )
-
-
-def _mentions(function: Any, cls: type, seen: set[str]) -> bool:
-    """Whether ``loss`` is an attribute or a key in a function or in the methods of `cls` that it calls."""
-    codes = [getattr(inspect.unwrap(function), "__code__", None)]
-    for code in codes:
-        if code is None:
-            continue
-        if "loss" in code.co_names or "loss" in code.co_consts:
-            return True
-        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
-        for name in set(code.co_names) - seen:
-            seen.add(name)
-            method = inspect.getattr_static(cls, name, None)
-            if isinstance(method, types.FunctionType) and _mentions(method, cls, seen):
-                return True
-    return False
-
-
-def _accepts(model: Any) -> bool:
-    """Whether the Trainer would pass the number of tokens: it looks at the innermost forward for peft models."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    parameters = inspect.signature(base.forward).parameters.values()
-    return any(p.kind is p.VAR_KEYWORD or p.name == "num_items_in_batch" for p in parameters)
