@@ -17,7 +17,7 @@ from tiny_models import causal_lm_classes, image_text_classes, tiny_config
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from safe_loading import CheckpointError, meta_model
+from safe_loading import CheckpointError, _progress, meta_model
 from safe_loading._report import MiB
 from safe_loading._sharding import reading
 from safe_loading._sharding.buffers import compute_buffers
@@ -237,6 +237,33 @@ def test_a_second_read_finds_every_bit_that_differs_and_opens_each_file_once(
     by_name["model.layers.1.mlp.experts.gate_up_proj"].view(torch.int16)[-1, -1, -1] ^= 1
     wanted = ["model.layers.1.mlp.experts.gate_up_proj", "model.norm.weight"]
     assert sorted(differing(source, targets, staging_bytes=1000)) == wanted
+
+
+def test_a_bar_goes_to_the_end_when_parameters_are_converted_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = saved("MistralLarge4ForConditionalGeneration", tmp_path)
+    model = meta_model(tmp_path, kind, dtype=torch.bfloat16)
+    source = open_source(tmp_path, model)
+    targets = [
+        Target(name, tuple(each.shape), each.dtype, whole(each.shape), torch.empty(each.shape, dtype=each.dtype))
+        for name, each in model.named_parameters()
+    ]
+    bars: list[list[Any]] = []
+
+    class Counted(_progress.Bar):
+        def __init__(self, what: str, total: int | None, **options: Any) -> None:
+            super().__init__(what, total, **options)
+            bars.append([what, total, 0])
+
+        def advance(self, count: int = 1) -> None:
+            bars[-1][2] += count
+
+    monkeypatch.setattr(_progress, "Bar", Counted)
+    assert read_targets(source, None, targets).converted
+    assert differing(source, targets) == []
+    total = sum(target.destination.nbytes for target in targets)
+    assert bars == [["reading", total, total], ["verifying", total, total]]
 
 
 def test_a_second_read_compares_bits_and_not_numbers(tmp_path: Path) -> None:

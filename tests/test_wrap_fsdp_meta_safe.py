@@ -14,15 +14,29 @@ from tiny_models import causal_lm_classes, image_text_classes
 from torchrun import run_ranks
 
 SCRIPT = """
-import pathlib, sys, warnings
+import io, os, pathlib, sys, warnings
 import torch, torch.distributed as dist
 warnings.simplefilter("ignore")
 from transformers import logging as transformers_logging
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 from fsdp_cases import *
-from safe_loading import wrap_fsdp_meta_safe
+from safe_loading import _progress, wrap_fsdp_meta_safe
 
+class Screen(io.StringIO):
+    isatty = lambda self: True
+
+class Counted(_progress.Bar):
+    def __init__(self, what, total, **options):
+        super().__init__(what, total, **{**options, "after": 0.0})
+        self.facts = [what, total, 0]
+        bars.append(self.facts)
+    def advance(self, count=1):
+        super().advance(count)
+        self.facts[2] += count
+
+os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
+_progress.Bar = Counted
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 names, meshes, folder = [*filter(None, sys.argv[1].split(","))], eval(sys.argv[2]), sys.argv[3]
@@ -41,7 +55,10 @@ for name in names:
                 model = reference(make) if real else on_meta(make)
                 state = one.state_dict() if rank == 0 else None
                 given = {"folder": path, "model": None, "state": state}[source]
-                model = wrap_fsdp_meta_safe(model, given, version=version, mesh=mesh)
+                bars, stderr, sys.stderr = [], sys.stderr, Screen()
+                verify = "bytes" if version == 2 else "structure"
+                model = wrap_fsdp_meta_safe(model, given, version=version, mesh=mesh, verify=verify)
+                screen, sys.stderr = sys.stderr.getvalue(), stderr
                 facts = model.fsdp_report
                 report(**{f"{name} {version} {mesh} {source}": {
                     "differences": differences(one, model, inputs(name)),
@@ -50,6 +67,7 @@ for name in names:
                     "own": sum(map(local_bytes, model.parameters())) if version == 2 else facts.local_bytes,
                     "units": [u.name for u in facts.units],
                     "ok": facts.ok, "findings": [f.code for f in facts.findings],
+                    "bars": [*bars], "screen": screen,
                 }})
                 del model
     if world == 4:
@@ -163,6 +181,31 @@ def test_a_checkpoint_is_read_once_a_group_and_a_rank_may_own_nothing(four_ranks
     # three experts on four ranks: the last one has none of them
     reads = [found["mixtral 2 None folder"]["read"] for found in four_ranks]
     assert reads[3] < 0.6 * reads[0]
+
+
+def check_bars(found: list[dict[str, Any]], case: str, whats: list[str]) -> None:
+    for rank, facts in enumerate(each[case] for each in found):
+        for what, total, moved in facts["bars"]:
+            assert moved == total <= facts["local"], (what, rank)
+            assert (f"{what}: 100%" in facts["screen"]) is (rank == 0 and total > 0)
+        assert [what for what, _, _ in facts["bars"]] == whats
+        assert facts["bars"][0][1] > 0.98 * facts["local"]  # all but the buffers that are computed again
+    assert all(each[case]["screen"] == "" for each in found[1:])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bar_on_rank_0_goes_to_the_end_of_what_it_reads_checks_and_is_sent(
+    two_ranks: list[dict[str, Any]], name: str
+) -> None:
+    check_bars(two_ranks, f"{name} 2 None folder", ["reading", "verifying"])
+    check_bars(two_ranks, f"{name} 1 None folder", ["reading"])
+    for version in (2, 1):
+        check_bars(two_ranks, f"{name} {version} None model", ["scattering"])
+
+
+def test_a_bar_counts_what_replicas_are_sent_once(four_ranks: list[dict[str, Any]]) -> None:
+    for version in (2, 1):
+        check_bars(four_ranks, f"mixtral {version} (2, 2) model", ["scattering"])
 
 
 def test_replicas_are_sent_their_part_once(four_ranks: list[dict[str, Any]]) -> None:

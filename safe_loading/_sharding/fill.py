@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence, Set
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from safe_loading import _progress
 from safe_loading._distributed.exchange import Ranks
+from safe_loading._distributed.launcher import local_rank
 from safe_loading._distributed.waiting import Waiting
 from safe_loading._report import Finding
 from safe_loading._sharding.facts import Held
@@ -119,21 +121,22 @@ def deliver(setup: Setup, mesh: DeviceMesh, given: Given, part: Part, waiting: W
         for held in (*setup.whole, *setup.buffers)
         if held.name in names
     ]
+    mine = [Stretch(each.name, 0, each.stop - each.start, each.dtype) for each in parts[part.at]]
+    total = sum(stretch.nbytes for stretch in (*mine, *entire))
     sent = 0
-    if len(coordinate) == 1 or coordinate[0] == 0:
-        meet(shard_group, device, waiting)
-        sent += scatter(parts, source, part.local.__getitem__, shard_group, device, waiting=waiting)
-        sent += broadcast(entire, source, part.whole.__getitem__, shard_group, device, waiting=waiting)
-    if len(coordinate) == 2:
-        copies = mesh.get_group(0)
-        meet(copies, device, waiting)
-        first = coordinate[0] == 0
-        mine = [
-            Stretch(stretch.name, 0, stretch.stop - stretch.start, stretch.dtype) for stretch in parts[coordinate[1]]
-        ]
-        for stretches, tensors in ((mine, part.local), (entire, part.whole)):
-            read = tensors.__getitem__ if first else None
-            sent += broadcast(stretches, read, tensors.__getitem__, copies, device, waiting=waiting)
+    with _progress.Bar("scattering", total, after=1.0, shown=_progress.wanted(local_rank())) as bar:
+        first = len(coordinate) == 1 or coordinate[0] == 0
+        if first:
+            meet(shard_group, device, waiting)
+            sent += scatter(parts, source, part.local.__getitem__, shard_group, device, waiting=waiting, bar=bar)
+            sent += broadcast(entire, source, part.whole.__getitem__, shard_group, device, waiting=waiting, bar=bar)
+        if len(coordinate) == 2:
+            copies = mesh.get_group(0)
+            meet(copies, device, waiting)
+            moved = None if first else bar  # the first has its part already
+            for stretches, tensors in ((mine, part.local), (entire, part.whole)):
+                read = tensors.__getitem__ if first else None
+                sent += broadcast(stretches, read, tensors.__getitem__, copies, device, waiting=waiting, bar=moved)
     return sent
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from safe_loading import _progress
 from safe_loading._checkpoint.copy import read_into
 from safe_loading._checkpoint.files import open_regular
+from safe_loading._distributed.launcher import local_rank
 from safe_loading._layout.dtypes import DTYPES
 from safe_loading._layout.layout import Conversion
 from safe_loading._report import Finding, MiB
@@ -84,11 +86,13 @@ def read_targets(
             raise ArgumentError("read_targets reads from a folder only with the model that says what lies where.")
         source = open_source(source, model, **options)
     plan = Plan(source, targets)
-    with _Files(staging_bytes) as files:
+    with _Files(staging_bytes) as files, _bar("reading", targets) as bar:
         for target, block in plan.in_file_order():
             files.fill(target, block, source.checkpoint.file_of[block.info.name])
+            bar.advance(_bytes_of(block, target))
         for conversion, group in plan.conversions.values():
             _fill_converted(source, conversion, group, files)
+            bar.advance(sum(target.destination.nbytes for target, _ in group))
         _check_twins(source, plan, files)
         requests, bytes_read = files.requests, files.bytes_read
     return ReadReport(
@@ -107,10 +111,11 @@ def read_targets(
 def differing(source: Source, targets: Sequence[Target], *, staging_bytes: int = STAGING_BYTES) -> list[str]:
     """Read what targets were filled from once more, through the small buffer; return those that hold other bits."""
     plan, wrong = Plan(source, targets), dict[str, None]()
-    with _Files(staging_bytes) as files:
+    with _Files(staging_bytes) as files, _bar("verifying", targets) as bar:
         for target, block in plan.in_file_order():
             if not files.holds(target, block, source.checkpoint.file_of[block.info.name]):
                 wrong[target.name] = None
+            bar.advance(_bytes_of(block, target))
         for conversion, group in plan.conversions.values():
             again = [
                 (target._replace(destination=torch.empty_like(target.destination)), held) for target, held in group
@@ -119,7 +124,17 @@ def differing(source: Source, targets: Sequence[Target], *, staging_bytes: int =
             for (target, _), (made, _) in zip(group, again, strict=True):
                 if not _same_bits(target.destination, made.destination):
                     wrong[target.name] = None
+            bar.advance(sum(target.destination.nbytes for target, _ in group))
     return list(wrong)
+
+
+def _bar(what: str, targets: Sequence[Target]) -> _progress.Bar:
+    total = sum(target.destination.nbytes for target in targets)
+    return _progress.Bar(what, total, after=1.0, shown=_progress.wanted(local_rank()))
+
+
+def _bytes_of(block: Block, target: Target) -> int:
+    return block.nbytes // block.itemsize * target.destination.itemsize
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

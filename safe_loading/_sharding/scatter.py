@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from safe_loading._distributed.waiting import Waiting
+from safe_loading._progress import Bar
 from safe_loading._report import MiB
 
 BLOCK_BYTES = 32 * MiB  # in flight on the rank that sends, over all its receivers
@@ -48,6 +49,7 @@ def scatter(
     root: int = 0,
     waiting: Waiting,
     block_bytes: int = BLOCK_BYTES,
+    bar: Bar | None = None,
 ) -> int:
     """Send each rank of a group the stretches that it owns, and nothing else.
 
@@ -60,6 +62,7 @@ def scatter(
         root: The rank within the group that has the weights.
         waiting: How to wait for a block; it raises when that takes too long or a rank is lost.
         block_bytes: The scratch of the root.
+        bar: Moved by the bytes that come into this rank's tensors.
 
     Returns:
         The bytes that this rank sent.
@@ -87,6 +90,8 @@ def scatter(
         for peer, work in zip(peers, works, strict=False):  # NCCL makes one work of all
             waiting.work(work, f"rank {peer}")
         sinks.write(blocks[root if streams else 0][: parts[here]])
+        if bar is not None:
+            bar.advance(parts[here])
     return sent
 
 
@@ -116,6 +121,7 @@ def broadcast(
     root: int = 0,
     waiting: Waiting,
     block_bytes: int = BLOCK_BYTES,
+    bar: Bar | None = None,
 ) -> int:
     """Send every rank of a group all the stretches; arguments and result as :func:`scatter` has them."""
     total = sum(stretch.nbytes for stretch in stretches)
@@ -131,6 +137,8 @@ def broadcast(
         work = waiting.begin(partial(dist.broadcast, part, first, group=group, async_op=True))
         waiting.work(work, "all ranks")
         sinks.write(part)
+        if bar is not None:
+            bar.advance(len(part))
     return total * (dist.get_world_size(group) - 1) if stream is not None else 0
 
 
