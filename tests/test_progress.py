@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
 import huggingface_hub.utils as hub
 import pytest
@@ -87,12 +88,17 @@ def test_a_bar_says_what_is_done_and_how_much_of_it(monkeypatch: pytest.MonkeyPa
 def test_a_long_trace_counts_the_modules_that_run_and_a_short_one_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     model, workload = LlamaForCausalLM(LlamaConfig(**SIZES)), Workload.generate(1, 8)
     modules = len([*model.modules()])
-    written = shown(monkeypatch)
-    trace_step(model, workload)
-    assert written == []
-    bar = _progress.Bar
-    monkeypatch.setattr(_progress, "Bar", lambda *given, **more: bar(*given, **{**more, "after": 0.0}))
-    trace_step(model, workload)
+    written, bar = shown(monkeypatch), _progress.Bar
+    # longer and shorter than any trace takes, whatever the machine does beside it
+    for instead in (3600.0, 0.0):
+        assert written == []
+
+        def changed(*given: Any, instead: float = instead, **more: Any) -> _progress.Bar:
+            assert more["after"] == 1.0
+            return bar(*given, **{**more, "after": instead})
+
+        monkeypatch.setattr(_progress, "Bar", changed)
+        trace_step(model, workload)
     counted = int(re.findall(r"tracing: (\d+) modules", "".join(written))[-1])
     assert modules <= counted <= 3 * modules
     assert not any(module._forward_pre_hooks for module in model.modules())
