@@ -12,7 +12,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 
 from . import _progress
-from ._layout.ends import ends_of
+from ._layout.ends import ends_of, wants_tie
 from ._log import logger
 from ._lora import apply
 from ._lora.by_peft import merge_all_by_peft
@@ -264,12 +264,12 @@ def _unloaded(tuner: Any) -> tuple[torch.nn.Module, list[Finding]]:
     """Take off what is left of the adapters: saved modules, wrappers, configs."""
     base: torch.nn.Module = tuner.unload()
     config = getattr(base, "config", None)
-    if not getattr(config, "tie_word_embeddings", False):
+    if config is None or not wants_tie(base):
         return base, []
     one, other = ends_of(base).weights
     if one is None or other is None or one.data_ptr() == other.data_ptr():
         return base, []
-    config.tie_word_embeddings = False  # type: ignore[union-attr]  # not None, it has the attribute
+    config.tie_word_embeddings = False
     finding = Finding(
         "no-longer-tied",
         "info",

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from faults import adapters as faults
 from faults.folders import CONTENTS
+from fsdp_sweep import saved
 from models import save_adapter, save_llama
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -26,9 +28,11 @@ from safe_loading import (
     CheckpointError,
     CheckpointNotFound,
     PickleRefused,
+    audit_model,
     load_adapter_on_rank,
     load_peft_on_rank,
     merge_lora_checkpoint,
+    merge_lora_inplace,
 )
 from safe_loading._adapter import base as bases
 from safe_loading._adapter import values
@@ -886,3 +890,16 @@ def test_what_the_base_holds_beyond_its_class_is_told_and_two_values_of_a_tied_w
     with pytest.warns(UserWarning, match="tie_word_embeddings=True"):
         loaded = load_peft_on_rank(tiny_adapter, base, strict=False)
     assert loaded.get_base_model().lm_head.weight is not loaded.get_base_model().model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("name", ["CpmAntForCausalLM", "Qwen3VLMoeForConditionalGeneration"])
+def test_a_class_that_does_not_tie_is_not_said_to_be_tied(tmp_path: Path, name: str) -> None:
+    kind = getattr(transformers, name)
+    saved(name, tmp_path / "base")
+    assert kind.from_pretrained(tmp_path / "base").config.get_text_config().tie_word_embeddings  # a default
+    targets = {"auto_class": kind, "target_modules": "all-linear", "task_type": None}
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", **targets)
+    model = load_peft_on_rank(adapter, tmp_path / "base", auto_class=kind)
+    assert model.load_report.ok
+    assert "SL111" not in {finding.code for finding in audit_model(model).findings}
+    assert merge_lora_inplace(model).merge_report.findings == ()

@@ -17,7 +17,7 @@ from safe_loading._adapter.facts import AdapterFacts
 from safe_loading._checkpoint.faults import listed
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._layout.config import CONFIG, read_config
-from safe_loading._layout.ends import ends_of
+from safe_loading._layout.ends import ends_of, wants_tie
 from safe_loading._layout.fit import misfits
 from safe_loading._layout.layout import Layout, read_layout
 from safe_loading._report import Finding
@@ -237,9 +237,7 @@ def untied_findings(model: torch.nn.Module, source: str) -> list[Finding]:
 
     transformers then leaves them apart, with a line in the log.
     """
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if not getattr(text, "tie_word_embeddings", False):
+    if not wants_tie(model):
         return []
     embedding, head = ends_of(model).weights
     if embedding is None or head is None or embedding is head:

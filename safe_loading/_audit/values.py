@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from safe_loading._audit.subject import Subject, size_of
-from safe_loading._layout.ends import ends_of
+from safe_loading._layout.ends import ends_of, wants_tie
 from safe_loading._report import Finding, format_bytes
 
 
@@ -85,9 +85,8 @@ def check_ties(subject: Subject) -> Iterator[Finding]:
     """Yield a finding when embeddings that the config ties are two tensors."""
     if subject.base is None:
         return
-    config = subject.base.config.get_text_config()
     first, second = ends_of(subject.base).weights
-    if not getattr(config, "tie_word_embeddings", False):
+    if not wants_tie(subject.base):
         return
     if first is None or second is None or first.shape != second.shape:
         return

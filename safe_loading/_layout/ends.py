@@ -39,3 +39,21 @@ def ends_of(model: object) -> Ends:
             end = None
         found.append(end if isinstance(end, torch.nn.Module) else None)
     return Ends(found[0], found[1])
+
+
+def wants_tie(model: object) -> bool:
+    """Return whether config and class tie the head to another weight, whatever the model holds now.
+
+    The flag ``tie_word_embeddings`` alone does not say: some classes never tie (CPM-Ant), and of several configs in one
+    that of the class counts (Qwen3-VL).
+    """
+    head = ends_of(model).head
+    if head is None or not isinstance(model, torch.nn.Module) or not hasattr(model, "get_expanded_tied_weights_keys"):
+        return False
+    names = {f"{path}.weight" for path, module in model.named_modules(remove_duplicate=False) if module is head}
+    expand: Any = model.get_expanded_tied_weights_keys
+    try:
+        pairs = expand(all_submodels=True).items()
+    except ValueError:  # a pattern of the class finds no parameter, which a tuner renamed
+        return False
+    return any(names.intersection(pair) for pair in pairs)
