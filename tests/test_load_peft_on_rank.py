@@ -18,7 +18,7 @@ from faults import adapters as faults
 from faults.folders import CONTENTS
 from fsdp_sweep import saved
 from models import save_adapter, save_llama
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -890,6 +890,26 @@ def test_what_the_base_holds_beyond_its_class_is_told_and_two_values_of_a_tied_w
     with pytest.warns(UserWarning, match="tie_word_embeddings=True"):
         loaded = load_peft_on_rank(tiny_adapter, base, strict=False)
     assert loaded.get_base_model().lm_head.weight is not loaded.get_base_model().model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("name", "dora"),
+    [("LagunaForCausalLM", False), ("Inkling2ForCausalLM", True), ("PI0ForConditionalGeneration", False)],
+)
+def test_keys_that_peft_renames_to_nothing_are_loaded(tmp_path: Path, name: str, dora: bool) -> None:
+    kind = getattr(transformers, name)
+    saved(name, tmp_path / "base")
+    config = {"auto_class": kind, "target_modules": "all-linear", "task_type": None, "use_dora": dora}
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", **config)
+    on_file = load_file(adapter / "adapter_model.safetensors")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        theirs = get_peft_model_state_dict(PeftModel.from_pretrained(kind.from_pretrained(tmp_path / "base"), adapter))
+    assert any("missing adapter keys" in str(each.message) for each in said)  # else this can go
+    assert not all(torch.equal(theirs[key], value) for key, value in on_file.items())
+    ours = get_peft_model_state_dict(load_peft_on_rank(adapter, tmp_path / "base", auto_class=kind))
+    assert ours.keys() == on_file.keys()
+    assert all(torch.equal(ours[key], value) for key, value in on_file.items())
 
 
 @pytest.mark.parametrize("name", ["CpmAntForCausalLM", "Qwen3VLMoeForConditionalGeneration"])
