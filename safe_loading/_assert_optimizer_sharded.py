@@ -24,6 +24,8 @@ def assert_optimizer_sharded(optimizer: torch.optim.Optimizer, model: nn.Module)
         ArgumentError: The optimizer holds parameters that the model does not have, the model trains parameters that
             the optimizer does not hold, or some of them are not sharded. All are listed.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise ArgumentError(f"optimizer={optimizer!r:.80}: pass a torch optimizer.")
     report = getattr(model, "fsdp_report", None)
     if report is None:
         raise ArgumentError(f"This {type(model).__name__} was not wrapped by wrap_fsdp_meta_safe.")

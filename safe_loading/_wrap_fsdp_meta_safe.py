@@ -53,9 +53,11 @@ def wrap_fsdp_meta_safe(
     Args:
         model: The model. Make it with :func:`meta_model`, or under ``torch.device("meta")``.
         source: A folder or hub id: each rank reads its own bytes from it, and no weight travels. A state dict on
-            rank 0 (None or ``{}`` on the others): scattered. None: rank 0's own weights, scattered.
+            rank 0 (None or ``{}`` on the others): scattered. None: rank 0's own weights, scattered. Saved buffers that
+            a source lacks are those of rank 0's model.
         version: 2 for ``fully_shard``, 1 for ``FullyShardedDataParallel``.
         mesh: A DeviceMesh of one dimension (FSDP) or two (HSDP: replicas, shards), or its sizes. None takes all ranks.
+            FSDP1 takes replicas of two shards or more.
         wrap: What is gathered together: classes, names of classes, patterns of module names, or
             ``fn(module) -> bool``. None takes the layers, and the last norm with the head.
         mixed_precision: The policy of the FSDP that is used, or the dtype to compute in (gradients are then reduced

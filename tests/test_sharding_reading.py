@@ -15,6 +15,7 @@ from models import save_llama
 from safetensors.torch import load_file, save_file
 from tiny_models import causal_lm_classes, image_text_classes, tiny_config
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 from safe_loading import CheckpointError, _progress, meta_model
@@ -22,7 +23,7 @@ from safe_loading._report import MiB
 from safe_loading._sharding import reading
 from safe_loading._sharding.buffers import compute_buffers
 from safe_loading._sharding.reading import ReadReport, differing, read_targets
-from safe_loading._sharding.regions import Flat, box_at, whole
+from safe_loading._sharding.regions import Box, Flat, whole
 from safe_loading._sharding.source import Source, disk_tensors, open_source
 from safe_loading._sharding.targets import Target
 from safe_loading.errors import ArgumentError
@@ -65,6 +66,12 @@ def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     held = model.state_dict().keys()
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in held)
+
+
+def box_at(shape: Any, mesh: Any, coordinate: Any, placements: Any) -> Box:
+    """The block that DTensor gives to a place of a mesh."""
+    size, offset = _compute_local_shape_and_global_offset(shape, torch.Size(mesh), coordinate, placements)
+    return Box(tuple(offset), tuple(size))
 
 
 def read_as_ranks(

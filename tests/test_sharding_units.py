@@ -8,6 +8,7 @@ from fsdp_cases import gpt2, llama, on_meta
 from torch import nn
 
 from safe_loading import ArgumentError
+from safe_loading._sharding.facts import ignored_parameters
 from safe_loading._sharding.units import plan_units
 
 
@@ -41,6 +42,17 @@ class Custom(nn.Module):
 def test_the_layers_the_head_with_its_norm_and_the_root() -> None:
     assert names(on_meta(llama))[-2:] == ["model.norm + lm_head", "(root)"]
     assert names(on_meta(llama), flat=True)[-2:] == ["model.layers.2", "(root)"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "last"), [(["lm_head"], ["(root)"]), (["model.norm"], ["model.norm + lm_head", "(root)"])]
+)
+def test_an_ignored_head_or_norm_is_in_no_unit(patterns: list[str], last: list[str]) -> None:
+    model = on_meta(llama)
+    ignored = ignored_parameters(model, patterns)
+    units = plan_units(model, ignored=ignored)
+    assert [unit.name for unit in units][3:] == last
+    assert sum(len(unit.parameters) for unit in units) == len(list(model.parameters())) - len(ignored)
 
 
 def test_a_tied_head_stays_with_the_root_and_the_root_is_never_alone() -> None:

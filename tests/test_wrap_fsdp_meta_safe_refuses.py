@@ -86,9 +86,28 @@ report(stray=torch.equal(whole(stray.model.norm.weight), one.model.norm.weight))
 attempt("meta everywhere", on_meta(llama))
 attempt("lone rank fails", on_meta(llama) if rank == 0 else None, str(folder / "llama"))
 attempt("bad state", on_meta(llama), {"model.norm.weight": torch.zeros(3), "x": torch.zeros(1)} if rank == 0 else None)
+state = {"model.norm.weight": on_meta(llama).model.norm.weight, "lm_head.weight": [1.0]}
+attempt("state without values", on_meta(llama), state if rank == 0 else None)
+state = {name: tensor.clone() for name, tensor in reference(gpt2).state_dict().items()}
+state["lm_head.weight"] += 1
+attempt("two values of a tie", on_meta(gpt2), state if rank == 0 else None)
+def with_buffer(model, value=None):
+    model.register_buffer("scale", torch.ones(3, device="meta") if value is None else torch.full((3,), value))
+    return model
+attempt("buffer without values", with_buffer(on_meta(llama)), str(folder / "llama"))
+attempt("buffer without values on rank 0", with_buffer(reference(llama) if rank == 0 else on_meta(llama)))
+buffered = [
+    wrap_fsdp_meta_safe(with_buffer(on_meta(llama), None if rank else 7.0), source, version=version)
+    for source in (str(folder / "llama"), one.state_dict() if rank == 0 else None)
+    for version in (2, 1)
+]
+report(buffered=[b.tolist() for model in buffered for n, b in model.named_buffers() if n.endswith("scale")])
 attempt("bad wrap", on_meta(llama), str(folder / "llama"), wrap=["NoSuchLayer"])
 attempt("bad ignored", on_meta(llama), str(folder / "llama"), ignored=["no.such"])
+attempt("ignored nothing", on_meta(llama), str(folder / "llama"), ignored=None)
+attempt("bad adapters", on_meta(llama), str(folder / "llama"), adapters=["a"])
 attempt("bad mesh", on_meta(llama), str(folder / "llama"), mesh=(3,))
+attempt("replicas of one shard", on_meta(llama), str(folder / "llama"), mesh=(2, 1), version=1)
 
 # a checkpoint of other values under the same headers: only the bytes tell
 wrong = on_meta(llama)
@@ -208,6 +227,16 @@ REFUSED = {
     "bad state": ("CheckpointError|RankError", ["model.norm.weight", "x: the model has no such tensor"]),
     "bad wrap": ("ArgumentError", ["NoSuchLayer"]),
     "bad ignored": ("ArgumentError", ["no.such"]),
+    "ignored nothing": ("ArgumentError", ["ignored=None"]),
+    "bad adapters": ("ArgumentError", ["adapters=['a']"]),
+    "replicas of one shard": ("ArgumentError", ["mesh=[2, 1]", "version=2"]),
+    "state without values": (
+        "CheckpointError|RankError",
+        ["model.norm.weight: the state dict has it on meta", "lm_head.weight: the state dict has a list"],
+    ),
+    "two values of a tie": ("CheckpointError|RankError", ["transformer.wte.weight, lm_head.weight", "two values"]),
+    "buffer without values": ("CheckpointError|RankError", ["scale: float32[3], a buffer"]),
+    "buffer without values on rank 0": ("CheckpointError|RankError", ["scale: float32[3], a buffer"]),
     "bad mesh": ("ArgumentError", ["there are 2 ranks"]),
     "lone rank fails": ("ArgumentError|RankError", ["NoneType"]),
     "bytes": ("CheckpointError|RankError", ["model.norm.weight", "differs from the checkpoint"]),
@@ -278,6 +307,10 @@ def test_ignored_parameters_stay_whole(found: list[dict[str, Any]]) -> None:
         assert names == ["model.embed_tokens.weight", *(f"model.layers.{n}.self_attn.o_proj.weight" for n in range(3))]
         assert equal
         assert ok
+
+
+def test_a_buffer_that_the_source_lacks_is_that_of_rank_0(found: list[dict[str, Any]]) -> None:
+    assert [facts["buffered"] for facts in found] == [[[7.0] * 3] * 4] * 2
 
 
 def test_new_parameters_are_those_of_one_process(found: list[dict[str, Any]]) -> None:

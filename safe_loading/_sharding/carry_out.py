@@ -102,6 +102,7 @@ def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh) -> tuple[Given, F
     """Find out where each tensor's values come from; refuse when one has none."""
     root = root_of(mesh)
     parameters = (*setup.sharded, *setup.whole)
+    saved = [held for held in setup.buffers if held.persistent]
     path = find_folder(setup, ranks)
     with ranks.together("read the headers of the checkpoint", timeout=setup.timeout) as phase:
         folder = open_folder(setup, path)
@@ -112,9 +113,10 @@ def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh) -> tuple[Given, F
         if ranks.rank == root:
             if isinstance(setup.source, Mapping):
                 given = from_state_dict(setup, setup.source)
+                given.values |= from_model([held for held in saved if held.name not in given.values]).values
             else:
-                rest = parameters if setup.folder is None else [h for h in parameters if h.name not in folder.names]
-                given = from_model([*rest, *(setup.buffers if setup.folder is None else ())])
+                rest = setup.everything() if setup.folder is None else (*parameters, *saved)
+                given = from_model([held for held in rest if held.name not in folder.names])
             given.values.update(loaded_adapters(setup.model, setup.adapters))
             lacking = [held for held in parameters if held.name not in given.values and held.name not in folder.names]
             made = adapter_values(setup.model, lacking) if not setup.left else {}
@@ -123,7 +125,7 @@ def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh) -> tuple[Given, F
             lacking = [held for held in lacking if held.name not in given.values]
             if setup.init_new is not None and lacking:
                 given.values.update(initialised(setup.model, lacking, setup.init_new))
-            missing(parameters, given, folder.names, setup, heads=folder.heads)
+            missing((*parameters, *saved), given, folder.names, setup, heads=folder.heads)
     given = agree_on_names(ranks, root, given, setup.everything(), timeout=setup.timeout)
     return given, folder.without(given.names)
 

@@ -101,10 +101,12 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[Ignored]) -> set[nn.P
     """Return the parameters that are meant: themselves, by module, or by name or pattern.
 
     Raises:
-        ArgumentError: Something names nothing that the model has.
+        ArgumentError: Something names nothing that the model has, or is nothing that could be meant.
     """
     if isinstance(ignored, (nn.Module, nn.Parameter, str)):
         ignored = [ignored]
+    if not isinstance(ignored, Iterable):
+        raise ArgumentError(f"ignored={ignored!r:.80}: pass modules, parameters, or names or patterns of them.")
     ignored = tuple(ignored)
     every = parameters_of(model) if ignored else ()
     here: set[Any] = {held.tensor for held in every}

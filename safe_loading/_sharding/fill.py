@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence, Set
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from safe_loading import _progress
 from safe_loading._distributed.exchange import Ranks
@@ -40,7 +42,7 @@ def from_state_dict(setup: Setup, state: Mapping[str, torch.Tensor]) -> Given:
     """Match a state dict with the model, strictly.
 
     Raises:
-        CheckpointError: Keys are unexpected, or shapes differ.
+        CheckpointError: Keys are unexpected, shapes differ, or values are not there or contradict each other.
     """
     by_name = {name: held for held in setup.everything() for name in held.names}
     given = Given()
@@ -49,8 +51,8 @@ def from_state_dict(setup: Setup, state: Mapping[str, torch.Tensor]) -> Given:
         held = by_name.get(canonical(key))
         if held is None:
             problems.append(f"{key}: the model has no such tensor")
-        elif tuple(tensor.shape) != tuple(held.tensor.shape):
-            problems.append(f"{key}: the state dict has {list(tensor.shape)}, the model {list(held.tensor.shape)}")
+        elif problem := _misfit(held, tensor, given.values.get(held.name)):
+            problems.append(f"{key}: {problem}")
         elif held.name not in given.values:
             given.values[held.name] = tensor
             if tensor.dtype != held.tensor.dtype:
@@ -58,6 +60,21 @@ def from_state_dict(setup: Setup, state: Mapping[str, torch.Tensor]) -> Given:
     if problems:
         raise CheckpointError("The state dict does not fit the model:", problems)
     return given
+
+
+def _misfit(held: Held, value: object, first: torch.Tensor | None) -> str | None:
+    """Return why a tensor cannot have a value; ``first`` is what it was given under another of its names."""
+    if not isinstance(value, torch.Tensor):
+        return f"the state dict has a {type(value).__name__}, which is no tensor"
+    if isinstance(value, DTensor):
+        return "the state dict has a DTensor, a part of the values: pass its full_tensor()"
+    if value.is_meta:
+        return "the state dict has it on meta, without values"
+    if value.shape != held.tensor.shape:
+        return f"the state dict has {list(value.shape)}, the model {list(held.tensor.shape)}"
+    if first is None or first is value or torch.equal(first, value.to(first)):
+        return None
+    return f"{', '.join(held.names)} are one parameter of the model, and two values in the state dict"
 
 
 def from_model(held: Sequence[Held]) -> Given:
@@ -77,9 +94,9 @@ def missing(held: Sequence[Held], given: Given, on_disk: Set[str], setup: Setup,
     """Refuse a model of which something would stay without values.
 
     Raises:
-        CheckpointError: Parameters that nothing fills; with them, what the folder holds of another head.
+        CheckpointError: Tensors that nothing fills; with them, what the folder holds of another head.
     """
-    lacking = [each.line() for each in held if each.name not in given.values and each.name not in on_disk]
+    lacking = [_lacking(each) for each in held if each.name not in given.values and each.name not in on_disk]
     if setup.init_new is None and heads and not lacking:
         raise CheckpointError(
             f"The folder {setup.folder} holds a head that the model does not have. Build the model with it, or pass "
@@ -93,6 +110,10 @@ def missing(held: Sequence[Held], given: Given, on_disk: Set[str], setup: Setup,
             f"{len(lacking)} of {len(held)} tensors have no values: neither {where} has them nor rank 0; {fix}:",
             [*lacking, *heads],
         )
+
+
+def _lacking(held: Held) -> str:
+    return held.line() if isinstance(held.tensor, nn.Parameter) else f"{held.line()}, a buffer: set it on rank 0"
 
 
 def deliver(setup: Setup, mesh: DeviceMesh, given: Given, part: Part, waiting: Waiting) -> int:

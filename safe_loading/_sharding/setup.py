@@ -156,7 +156,7 @@ def prepare(
     if isinstance(mesh, DeviceMesh) and device is None and mesh.device_type == "cpu":
         device = "cpu"
     own = own_device(device)
-    sizes = _sizes(mesh, ranks, own)
+    sizes = _sizes(mesh, ranks, own, version)
     kept = ignored_parameters(model, ignored)
     everything = parameters_of(model)
     parameters = everything if before is None else attached(model, before)
@@ -246,10 +246,12 @@ def _adapters(model: nn.Module, adapters: Any) -> dict[str, Path]:
     if isinstance(adapters, (str, os.PathLike)):
         name = next(iter(getattr(model, "peft_config", {})), "default")
         adapters = {name: adapters}
+    if not isinstance(adapters, Mapping):
+        raise ArgumentError(f"adapters={adapters!r:.80}: pass a folder or hub id, or {{name: folder}} for several.")
     return {name: resolve(each, adapter_files).folder for name, each in adapters.items()}
 
 
-def _sizes(mesh: object, ranks: Ranks, device: torch.device) -> tuple[int, ...]:
+def _sizes(mesh: object, ranks: Ranks, device: torch.device, version: int) -> tuple[int, ...]:
     if mesh is None:
         return (ranks.size,)
     if isinstance(mesh, DeviceMesh):
@@ -264,4 +266,10 @@ def _sizes(mesh: object, ranks: Ranks, device: torch.device) -> tuple[int, ...]:
         raise ArgumentError(f"mesh={mesh!r}: pass a DeviceMesh, sizes as (replicas, shards), or None.")
     if len(sizes) not in (1, 2) or math.prod(sizes) != ranks.size or min(sizes) < 1:
         raise ArgumentError(f"mesh={list(sizes)}: there are {ranks.size} ranks; pass (shards,) or (replicas, shards).")
+    if version == 1 and len(sizes) == 2 and sizes[0] > sizes[1] == 1:
+        # torch takes NO_SHARD where a shard group has one rank, and that knows no other group
+        raise ArgumentError(
+            f"mesh={list(sizes)}: with one shard FSDP1 sums no gradients over the replicas, and each would train "
+            f"alone. Use version=2, or DistributedDataParallel."
+        )
     return sizes

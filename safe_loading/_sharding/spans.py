@@ -57,7 +57,7 @@ class Block(NamedTuple):
 
     def parts(self, limit: int) -> Iterator[Block]:
         """Yield blocks of at most ``limit`` bytes (at least one element) that are this one together."""
-        if self.nbytes <= limit:
+        if self.nbytes <= max(limit, self.itemsize):
             yield self
             return
         (count, on_disk, in_memory), *inner = self.dims

@@ -183,12 +183,12 @@ Places = Mapping[nn.Parameter, Sequence[str]]  # the raw names of each parameter
 
 
 def _places(model: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, list[str]]:
-    places: dict[nn.Parameter, list[str]] = defaultdict(list)
+    places: dict[nn.Parameter, list[str]] = {}
     taken = {id(parameter) for parameter in ignored}
     for path, module in walk(model, repeats=True):
         for attribute, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in taken:
-                places[parameter].append(f"{path}.{attribute}" if path else attribute)
+                places.setdefault(parameter, []).append(f"{path}.{attribute}" if path else attribute)
     return places
 
 
@@ -229,9 +229,9 @@ def _norm_and_head(
     if head is None or head not in names or not can_run(head):
         return None
     of = {name: group for group in groups for name in group}
-    for parameter in head.parameters():
-        if len(places.get(parameter, ("",))) > 1 or any(_innermost(n, of) != ("",) for n in places[parameter]):
-            return None
+    owned = [places[parameter] for parameter in head.parameters() if parameter in places]  # no ignored ones
+    if not owned or any(len(names) > 1 or _innermost(names[0], of) != ("",) for names in owned):
+        return None
     parents = {group[0].rpartition(".")[0].rpartition(".")[0] for group in groups}
     norms = [
         name
