@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import LlamaConfig
 
-from safe_loading import DeviceMapInfeasible, DeviceMapPlan, Workload, plan_device_map
+from safe_loading import ArgumentError, DeviceMapInfeasible, DeviceMapPlan, Workload, plan_device_map, smallest_limits
 from safe_loading._planning.blocks import never_split
 
 STEP = Workload.generate(2, 64)
@@ -124,6 +125,38 @@ def test_a_decoder_layer_that_may_be_split_is_merged_at_its_residual_add(no_spli
     found = [f for f in plan.findings if f.code == "merged-blocks" and "aten.add.Tensor" in f.message]
     assert [finding.where for finding in found] == ["model.layers.1"]
     assert plan.verify()
+
+
+@pytest.mark.parametrize(
+    "workload", [None, STEP, Workload.train(1, 8, adapter=LoraConfig(target_modules="all-linear"))]
+)
+def test_a_map_that_was_edited_is_counted_anew(workload: Workload | None) -> None:
+    model = llama()
+    limits = smallest_limits(model, 2, workload=workload)
+    plan = plan_device_map(model, {**limits, 7: 0}, workload=workload)
+    facts = plan.facts
+    assert plan.verify()
+    assert plan.facts == facts
+    half = dict(plan)
+    plan.update(dict.fromkeys(plan, 0))
+    assert not plan.verify()
+    assert codes(plan) == ["over-limit"]
+    assert plan.crossings == 0
+    assert [bool(use.used) for use in plan.devices] == [True, False, False]
+    assert plan.devices[0].weights >= facts.devices[0].weights + facts.devices[1].weights
+    plan.update({path: torch.device("cuda", 1 + device) for path, device in half.items()})
+    assert not plan.verify()
+    assert [finding.where for finding in plan.findings] == ["2"]
+    plan.update(half)
+    assert plan.verify()
+    assert plan.facts == facts
+    del plan["lm_head"]
+    assert not plan.verify()
+    assert codes(plan) == ["not-placed"]
+    assert plan.reason == "no device for lm_head"
+    plan["lm_head"] = "gpu"
+    with pytest.raises(ArgumentError, match="'gpu' is no device"):
+        plan.verify()
 
 
 def test_without_the_proof_the_split_layer_stays_and_the_plan_says_that_it_is_not_verified() -> None:

@@ -38,14 +38,14 @@ def counted(
     main = execution_devices(device_map)[0]
     sums = {
         device: dict.fromkeys(("weights", "buffers", "cache", "training", "passing", "staging"), 0)
-        for device in request.limits
+        for device in (*request.limits, *device_map.values())  # an edited map may name one without a limit
     }
     for unit, cost in zip(layout.units, priced, strict=True):
         home = device_of(unit.path, device_map)
         home = main if home is None else home
         away = home in HOST and home != main
         runs = sums[main if away else home]
-        sums.setdefault(home, dict.fromkeys(runs, 0))["weights"] += cost.weights
+        sums[home]["weights"] += cost.weights
         for name in ("buffers", "cache", "training"):
             runs[name] += getattr(cost, name)
         runs["passing"] = max(runs["passing"], cost.passing)

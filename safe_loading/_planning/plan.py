@@ -146,13 +146,15 @@ class DeviceMapPlan(dict[str, Device]):
         return sum(use.weights for use in self.devices if use.device not in running)
 
     def verify(self) -> bool:
-        """Run the step on simulated devices: no operation between devices, no limit exceeded.
+        """Run the step on simulated devices: everything has a device, no operation between devices, no limit exceeded.
+
+        The map may have been edited: what each device will hold is counted anew.
 
         Returns:
             Whether it does; ``reason`` and ``findings`` say what does not.
 
         Raises:
-            ArgumentError: The plan was read from JSON, and has no model at hand.
+            ArgumentError: The plan was read from JSON, and has no model at hand; or the map names what is no device.
         """
         if self._check is None:
             raise ArgumentError("This plan has no model at hand; make it anew with plan_device_map(model, ...).")

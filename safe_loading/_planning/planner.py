@@ -28,7 +28,7 @@ from .offload import offload
 from .place import Block, Puzzle
 from .plan import DeviceMapPlan, DeviceUse, Facts
 from .solve import Objective
-from .units import HOST, Device
+from .units import HOST, Device, parse_device
 
 _MOST_ROUNDS = 12
 _DOUBT = 120  # per cent of a limit that the count may reach before it is believed that nothing fits
@@ -134,11 +134,20 @@ class Planner:
     def check(self, plan: DeviceMapPlan) -> Facts:
         """Run the step with a map that may have been edited, and return what was seen."""
         self.reason = ""
-        ran = self._traced(dict(plan))
+        device_map = {path: parse_device(device, "the plan") for path, device in plan.items()}
+        layout = lay_out(self.request.model, ())  # down to the leaves, which an edited map may name
+        findings = [f for f in plan.findings if f.code not in ("cross-device", "over-limit", "not-placed")]
+        lost = [unit.path for unit in layout.units if device_of(unit.path, device_map) is None]
+        if lost:
+            message, fix = f"{len(lost)} modules or tensors have no device.", "name it in the map, or plan anew."
+            findings.append(Finding("not-placed", "error", lost[0], message, fix))
+            return replace(plan.facts, verified=False, reason=f"no device for {lost[0]}", findings=tuple(findings))
+        alone = self._traced(None) if self.request.workload.adapter is not None else None  # what the adapter weighs
+        ran = self._traced(device_map)
         if ran is None:
             return replace(plan.facts, verified=False, reason=self.reason)
-        uses = measured(self.request, ran, list(plan.devices))
-        findings = [f for f in plan.findings if f.code not in ("cross-device", "over-limit")]
+        uses = counted(self.request, layout, costs(layout.units, self.request.workload, alone), device_map, {})
+        uses = measured(self.request, ran, uses)
         findings += self._crossed(ran)
         over = [use for use in uses if use.used > use.limit]
         for use in over:
@@ -146,7 +155,8 @@ class Planner:
             message = f"needs {use.used} bytes when it runs, {more} more than its limit."
             findings.append(Finding("over-limit", "error", str(use.device), message, "plan anew.", more))
         said = "operations between devices" if ran.problems else "a limit is exceeded" if over else ""
-        return replace(plan.facts, devices=tuple(uses), verified=not said, reason=said, findings=tuple(findings))
+        facts = replace(plan.facts, devices=tuple(uses), crossings=_crossings(layout, device_map))
+        return replace(facts, verified=not said, reason=said, findings=tuple(findings))
 
     def _traced(self, device_map: Mapping[str, Device] | None) -> StepTrace | None:
         workload = self.request.workload
@@ -262,16 +272,13 @@ class Planner:
         self, device_map: dict[str, Device], uses: Sequence[DeviceUse], layout: Layout, ran: StepTrace | None
     ) -> DeviceMapPlan:
         request = self.request
-        main = execution_devices(device_map)[0]
-        runs = [device_of(unit.path, device_map) for unit in layout.units]
-        runs = [main if device in HOST and device != main else device for device in runs]
         facts = Facts(
             self.name,
             repr(request.workload),
             request.objective,
             request.offload,
             tuple(uses),
-            sum(a != b for a, b in pairwise(runs)),
+            _crossings(layout, device_map),
             ran is not None,
             self.reason,
             (*self.findings, *(gathered(ran.crossings) if ran is not None else ())),
@@ -279,3 +286,11 @@ class Planner:
         plan = DeviceMapPlan(device_map, facts, self.check)
         logger.info("%s", plan)
         return plan
+
+
+def _crossings(layout: Layout, device_map: Mapping[str, Device]) -> int:
+    """Return how often the hidden state goes from one device to another; what is offloaded runs on the main one."""
+    main = execution_devices(device_map)[0]
+    runs = [device_of(unit.path, device_map) for unit in layout.units]
+    runs = [main if device in HOST and device != main else device for device in runs]
+    return sum(a != b for a, b in pairwise(runs))
