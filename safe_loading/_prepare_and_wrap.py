@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from peft import (
     MODEL_TYPE_TO_PEFT_MODEL_MAPPING,
+    LoraConfig,
     PeftConfig,
     PeftModel,
     get_peft_model,
@@ -26,8 +27,9 @@ from ._transparent.heads import head_problems
 from ._transparent.mixin import Transparent
 from ._transparent.names import check_mixin, check_names
 from ._transparent.order import check_order
+from ._transparent.proof import prove, refuse_unreached
 from ._wrap_transparent import wrap_transparent
-from .errors import ArgumentError, WrapError
+from .errors import ArgumentError, SafeLoadingError, WrapError
 
 
 def prepare_and_wrap(
@@ -44,8 +46,8 @@ def prepare_and_wrap(
     """Prepare a base for training, put an adapter on it, attach heads, and wrap user code around it, in this order.
 
     A quantised base goes through ``prepare_model_for_kbit_training``. Another one does not, since that would cast the
-    whole of it to float32; peft freezes it anyway. What the config, the names and the heads get wrong is found before
-    the base is touched.
+    whole of it to float32; peft freezes it anyway. What the config, the names and the heads get wrong, and whether the
+    code would run, is found before the base is touched.
 
     Args:
         model: A base of transformers, quantised or not.
@@ -61,12 +63,13 @@ def prepare_and_wrap(
         The PeftModel, wrapped.
 
     Raises:
-        WrapError: The base is a plain wrapper, names clash, or a head cannot be attached. The base is unchanged.
+        WrapError: The base is a plain wrapper, names clash, a head cannot be attached, or the code would not run. The
+            base is unchanged.
         ArgumentError: The arguments do not fit together, or peft cannot use the config. The base is unchanged.
     """
     check_mixin(mixin)
     check_order(model, mixin.__name__)
-    _check_kinds(model, peft_config, checkpointing=gradient_checkpointing)
+    _check_kinds(model, peft_config, heads, checkpointing=gradient_checkpointing)
     cls = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(str(peft_config.task_type), PeftModel)
     problems = check_names(model, mixin, state, also=(cls,))
     for name, head in (heads or {}).items():
@@ -75,7 +78,7 @@ def prepare_and_wrap(
             problems.append(f"{name!r} is a head and a state: choose another name for one of them.")
     if problems:
         raise WrapError(f"{mixin.__name__} cannot go around {type(model).__name__}; nothing was changed:", problems)
-    _rehearse(model, peft_config, adapter_name)
+    _rehearse(model, peft_config, adapter_name, mixin)
     _prepare(model, gradient_checkpointing, gradient_checkpointing_kwargs)
     wrapped: Any = get_peft_model(model, peft_config, adapter_name=adapter_name)
     for name, head in (heads or {}).items():
@@ -84,28 +87,37 @@ def prepare_and_wrap(
     return result
 
 
-def _check_kinds(model: object, config: object, *, checkpointing: bool) -> None:
+def _check_kinds(model: object, config: object, heads: object, *, checkpointing: bool) -> None:
     if not isinstance(model, PreTrainedModel):
         hint = " It has an adapter already: wrap_transparent(model, ...)." if isinstance(model, PeftModel) else ""
         raise ArgumentError(f"{type(model).__name__} is no base of transformers.{hint}")
     if not isinstance(config, PeftConfig):
         raise ArgumentError(f"{type(config).__name__} is no config of peft, such as LoraConfig(...).")
+    known = heads is None or (isinstance(heads, Mapping) and all(isinstance(h, nn.Module) for h in heads.values()))
+    if not known:
+        raise ArgumentError(f"heads={heads!r:.80}: pass modules by name, as {{'value_head': torch.nn.Linear(64, 1)}}.")
     if checkpointing and not model.supports_gradient_checkpointing:
         raise ArgumentError(f"{type(model).__name__} cannot checkpoint gradients: gradient_checkpointing=False.")
 
 
-def _rehearse(model: nn.Module, config: PeftConfig, adapter_name: str) -> None:
-    """Let peft put the adapter on the model without its memory, to find what it would refuse."""
-    if not configs.can_start_empty(config) or configs.changes_base(config):
-        return  # it computes from the weights
+def _rehearse(model: PreTrainedModel, config: PeftConfig, adapter_name: str, mixin: type[Transparent]) -> None:
+    """Let peft put the adapter on the model without its memory, to find what it would refuse, and where calls go."""
+    empty = configs.can_start_empty(config) and not configs.changes_base(config)
+    # another one computes from the weights; calls go the same way through any adapter of the task
+    trial = copy.deepcopy(config) if empty else LoraConfig(target_modules="all-linear", task_type=config.task_type)
     snapshot = Snapshot(model)
     try:
-        with quiet(), Hollow(model), torch.device("meta"), NoInit():
-            get_peft_model(model, copy.deepcopy(config), adapter_name=adapter_name)
+        with quiet(), Hollow(model):
+            with torch.device("meta"), NoInit():
+                attached: Any = get_peft_model(model, trial, adapter_name=adapter_name)
+            refuse_unreached(mixin, prove(attached, None, None))
+    except SafeLoadingError:
+        raise
     except (ValueError, TypeError, NotImplementedError, AttributeError, KeyError) as error:
-        raise ArgumentError(
-            f"peft cannot put this {type(config).__name__} on {type(model).__name__}; nothing was changed: {error}"
-        ) from error
+        if empty:
+            raise ArgumentError(
+                f"peft cannot put this {type(config).__name__} on {type(model).__name__}; nothing was changed: {error}"
+            ) from error
     finally:
         snapshot.restore()
 

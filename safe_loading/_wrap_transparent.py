@@ -14,7 +14,7 @@ from ._transparent.heads import missing_heads
 from ._transparent.mixin import Transparent
 from ._transparent.names import REPORT, STATE, check_mixin, check_names
 from ._transparent.order import check_order
-from ._transparent.proof import prove
+from ._transparent.proof import prove, refuse_unreached
 from ._wrap_report import CallProof, WrapReport
 from .errors import ArgumentError, WrapError
 
@@ -66,9 +66,7 @@ def wrap_transparent(
         raise WrapError(f"{mixin.__name__} cannot go around {type(model).__name__}; nothing was changed:", problems)
     cls = _made(mixin, model)
     proofs = prove(model, within, example) if prove_calls else ()
-    passed = [f"{proof.mode}: {proof.how}." for proof in proofs if proof.runs is False]
-    if passed:
-        raise WrapError(f"The code of {mixin.__name__} would not run; nothing was changed:", passed)
+    refuse_unreached(mixin, proofs)
     names = (REPORT, STATE)
     before = {name: vars(model)[name] for name in names if name in vars(model)}
     model.__class__ = cls  # type: ignore[assignment]  # a subclass of it

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, PromptTuningConfig
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from wrapping import TOKENS, AuxLoss, Count, Plain, llama, lora, peft_llama
@@ -83,6 +83,14 @@ def test_what_is_wrong_is_found_before_the_base_is_touched() -> None:
         prepare_and_wrap(base, {}, Count)
     with pytest.raises(ArgumentError, match="is no mixin"):
         prepare_and_wrap(base, lora(), Plain)
+    with pytest.raises(ArgumentError, match="pass modules by name"):
+        prepare_and_wrap(base, lora(), Count, heads=[nn.Linear(32, 1)])  # type: ignore[arg-type]
+    assert bits_of(base) == before
+    base.generate = lambda *args, **options: None
+    before = bits_of(base)
+    for config in (lora(), lora(init_lora_weights="pissa"), PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)):
+        with pytest.raises(WrapError, match="generate: a call of PeftModelForCausalLM ended without it"):
+            prepare_and_wrap(base, config, Count)
     assert bits_of(base) == before
 
 

@@ -29,6 +29,7 @@ from safe_loading._transparent.classes import wrapped_class
 from safe_loading._transparent.mixin import Transparent
 from safe_loading._transparent.routing import base_of
 from safe_loading._wrap_report import CallProof
+from safe_loading.errors import WrapError
 
 _TOKENS = 4
 
@@ -86,6 +87,17 @@ def prove(model: nn.Module, within: nn.Module | None, example: Mapping[str, Any]
             return tuple(proofs)
         finally:
             snapshot.restore()
+
+
+def refuse_unreached(mixin: type[Transparent], proofs: tuple[CallProof, ...]) -> None:
+    """Refuse code that some mode would leave out.
+
+    Raises:
+        WrapError: The modes, and why.
+    """
+    passed = [f"{proof.mode}: {proof.how}." for proof in proofs if proof.runs is False]
+    if passed:
+        raise WrapError(f"The code of {mixin.__name__} would not run; nothing was changed:", passed)
 
 
 @contextmanager
