@@ -52,6 +52,7 @@ def attach_head(
     Raises:
         WrapError: The head cannot be attached so that it is trained, saved and loaded. The model is unchanged.
         AdapterError: ``source`` does not hold this head. The model is unchanged.
+        CheckpointError: ``source`` is no adapter, or is damaged. The model is unchanged.
         ArgumentError: The adapter is not there, or has to be named.
     """
     if not isinstance(module, nn.Module):

@@ -222,10 +222,14 @@ def _layers(path: Path, config: Mapping[str, Any], tensors: Collection[str]) -> 
     """Compare the layers that the config counts with those that the files number."""
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     told = next((part["num_hidden_layers"] for part in parts if type(part.get("num_hidden_layers")) is int), None)
-    held = {int(match[1]) for name in tensors if (match := _LAYER.search(name))}
-    if told is None or not held or max(held) + 1 == told:
+    held: dict[str, int] = {}  # the highest number of each list: an encoder of images has one of its own
+    for name in tensors:
+        if match := _LAYER.search(name):
+            before = name[: match.start(1)]
+            held[before] = max(held.get(before, 0), int(match[1]))
+    if told is None or not held or told - 1 in held.values():
         return []
-    message = f"num_hidden_layers is {told}, and the files hold the layers 0 to {max(held)}"
+    message = f"num_hidden_layers is {told}, and the files hold the layers 0 to {max(held.values())}"
     fix = "correct config.json, or save the model again; layers that the config does not count are not loaded"
     return [note("warning", "layers-differ", path, message, fix)]
 

@@ -29,7 +29,8 @@ def largest_workload(
 ) -> Workload:
     """Return the largest workload for which :func:`plan_device_map` finds a plan.
 
-    Each size that is tried is planned, so the answer is one that fits, and the next larger one does not.
+    Each size that is tried is planned, so the answer is one that fits, and the next larger one does not, unless the
+    search ended at ``most``.
 
     Args:
         model: As for :func:`plan_device_map`.

@@ -114,7 +114,7 @@ def load_adapter_on_rank(
         # a swap overwrites values, so it waits until all ranks can
         done = commit(model, outcome) if isinstance(outcome, Staged) else outcome
     part = loaded_part(ready, done, own, time.perf_counter() - start)
-    report = LoadReport(group.rank, group.size, str(own), (part,), tuple(findings))
+    report = LoadReport(group.index(group.rank), group.size, str(own), (part,), tuple(findings))
     model.__dict__["load_report"] = report
     logger.info("%s", report)
     return report

@@ -16,9 +16,10 @@ class MergedWeight:
     Attributes:
         name: Its name in the unloaded base model.
         kind: The class of the layer, as peft calls it.
-        dtype: Its dtype, which did not change.
+        dtype: The dtype in which it was kept before the merge.
         adapters: The adapters that were added to it, in order.
-        road: ``"blocks"`` (row blocks in place), ``"tokens"`` (rows replaced) or ``"peft"`` (the layer's own merge).
+        road: ``"blocks"`` (row blocks in place), ``"tokens"`` (rows replaced), ``"peft"`` (the layer's own merge) or
+            ``"dequantised"`` (a plain layer took the place of a quantised one).
         bytes: Its size.
         delta_rms: The root mean square of what was added, DoRA's scaling left out; None where it is not known.
         also: Names of the weights that lie in the same memory and were targeted with the same adapter.

@@ -71,4 +71,5 @@ def test_summary_counts_and_shows_one() -> None:
 
 
 def test_layer_indices() -> None:
-    assert layer_indices([Q, "base_model.model.h.11.c_attn.lora_A.weight", "lm_head.weight"]) == {0, 11}
+    expert = "base_model.model.model.layers.2.mlp.experts.60.w1.lora_A.weight"
+    assert layer_indices([Q, "base_model.model.h.11.c_attn.lora_A.weight", "lm_head.weight", expert]) == {0, 2, 11}

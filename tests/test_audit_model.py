@@ -397,6 +397,7 @@ def test_the_command(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["runs"]
     assert main(["audit", str(tmp_path / "absent")]) == 2
     assert main(["audit", str(tiny_llama), "--train", "many"]) == 2
+    assert main(["audit", str(tiny_llama), "--gradient-checkpointing", "--adapter", "a"]) == 2
     report = types.SimpleNamespace(ok=False)
     with mock.patch("safe_loading._audit_model.audit_model", return_value=report):
         assert main(["audit", str(tiny_llama)]) == 1

@@ -29,6 +29,15 @@ def test_a_sound_model_is_ok_and_its_facts_are_told(tmp_path):
     assert report.metadata == {"format": "pt"}
 
 
+def test_layers_are_counted_apart_from_those_of_another_tower(tmp_path):
+    names = [f"visual.blocks.{n}.w" for n in range(4)] + [f"model.layers.{n}.w" for n in range(2)]
+    write_model(tmp_path, {ONE: dict.fromkeys(names, 1)})
+    for told, found in ((2, {}), (3, {"layers-differ": "warning"})):
+        config = {"model_type": "some", "text_config": {"num_hidden_layers": told}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert codes(check_checkpoint(tmp_path)) == found
+
+
 def test_real_checkpoints_of_transformers_and_peft_are_ok(tmp_path):
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from safe_loading import _device_for_rank as module
+from safe_loading._adapter.guard import own_device
 from safe_loading._device_for_rank import device_for_rank
 from safe_loading.errors import ArgumentError, DeviceError, SafeLoadingError
 
@@ -251,6 +252,7 @@ def test_no_context_is_made_on_a_gpu():
 
     code = """
 import torch
+from safe_loading._adapter.guard import own_device
 from safe_loading._device_for_rank import device_for_rank
 device = device_for_rank()
 assert device == torch.device("cuda", 0), device
@@ -264,3 +266,15 @@ assert made == [torch._C._cuda_hasPrimaryContext(i) for i in range(torch.cuda.de
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("asked", [-1, 2, 256, 257, "cuda:2"])
+def test_a_number_that_no_device_has_is_refused_by_every_verb(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, asked: int | str
+) -> None:
+    machine({}, count=2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert own_device(1) == torch.device("cuda", 1)
+    with pytest.raises(DeviceError, match=r"2 cuda device\(s\) are visible: 0 to 1"):
+        own_device(asked)

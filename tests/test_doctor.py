@@ -84,11 +84,27 @@ def test_places_are_found_and_the_exchange_is_tried_without_leaving_a_trace(tmp_
 
 
 def test_the_hub_cache_is_where_the_variables_say(tmp_path, monkeypatch):
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert disks.read_places(tmp_path)[0].path == str(tmp_path / "xdg" / "huggingface" / "hub")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     assert disks.read_places(tmp_path)[0].path == str(tmp_path / "hub")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "x"))
     assert disks.read_places(tmp_path)[0].path == str(tmp_path / "x")
+
+
+def test_a_cache_that_may_not_be_looked_into_is_no_traceback(tmp_path, monkeypatch):
+    closed, exists = tmp_path / "closed" / "hub", Path.exists
+
+    def looked(path, **options):
+        if path.is_relative_to(closed):
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path, **options)
+
+    monkeypatch.setattr(Path, "exists", looked)
+    monkeypatch.setenv("HF_HUB_CACHE", str(closed))
+    assert disks.read_places(tmp_path)[0].path == str(closed)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -162,7 +162,7 @@ def test_one_rank_asks_the_hub(found: dict[str, Any]) -> None:
 
 def test_some_ranks_or_one_can_load_without_the_others(found: dict[str, Any]) -> None:
     assert each(found, "alone")[0]["ranks"] == 1
-    assert [facts.get("ranks") for facts in each(found, "two")] == [2, None, 2]
+    assert [(facts.get("rank"), facts.get("ranks")) for facts in each(found, "two")] == [(0, 2), (None, None), (1, 2)]
 
 
 def test_one_device_for_all_ranks_is_refused_unless_it_is_named(found: dict[str, Any]) -> None:

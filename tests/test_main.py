@@ -91,6 +91,13 @@ def test_an_error_of_the_package_is_a_message_and_no_traceback(monkeypatch, caps
     assert capsys.readouterr().err == "safe_loading: this is wrong\n"
 
 
+def test_a_demo_goes_into_a_new_folder_only(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    for folder, says in ((tmp_path, "is not empty"), (tmp_path / "file", "cannot be written")):
+        assert command_line.main(["demo", "--folder", str(folder)]) == 1
+        assert says in capsys.readouterr().err
+
+
 def test_a_reader_that_stops_early_is_no_traceback(good):
     reading, writing = os.pipe()
     os.close(reading)

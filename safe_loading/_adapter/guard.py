@@ -33,7 +33,7 @@ def own_device(device: torch.device | str | int | None) -> torch.device:
             raise ArgumentError(f"device={device!r} is no device; pass a torch.device, a name or an index.")
         if accelerator is None:
             raise DeviceError(f"device={device}, but there is no accelerator here. Pass device='cpu' for the CPU.")
-        asked = torch.device(accelerator.type, device)
+        asked = _numbered(accelerator.type, device)  # torch.device keeps 8 bits of a number
     else:
         try:
             asked = torch.device(device)
@@ -49,10 +49,14 @@ def own_device(device: torch.device | str | int | None) -> torch.device:
         raise DeviceError(f"device={device!r}, but the accelerator of this machine is {accelerator or 'none'}.")
     if ":" not in str(asked):  # .index is None then, which torch's types deny
         return device_for_rank()
+    return _numbered(asked.type, asked.index)
+
+
+def _numbered(kind: str, index: int) -> torch.device:
     count = torch.accelerator.device_count()
-    if asked.index >= count:
-        raise DeviceError(f"device={device!r}, but {count} {asked.type} device(s) are visible: 0 to {count - 1}.")
-    return asked
+    if not 0 <= index < count:
+        raise DeviceError(f"device={kind}:{index}, but {count} {kind} device(s) are visible: 0 to {count - 1}.")
+    return torch.device(kind, index)
 
 
 def device_identity(device: torch.device) -> list[str]:

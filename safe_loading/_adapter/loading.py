@@ -101,7 +101,7 @@ def load(
     _finish(model, options, several=len(ready) > 1)
     findings += noted
     warn_once(findings)
-    return model, LoadReport(group.rank, group.size, str(options.device), tuple(parts), tuple(findings))
+    return model, LoadReport(group.index(group.rank), group.size, str(options.device), tuple(parts), tuple(findings))
 
 
 def _onto_given(

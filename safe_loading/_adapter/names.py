@@ -67,8 +67,9 @@ def renames(
 
 
 def layer_indices(keys: Iterable[str]) -> set[int]:
-    """Return the numbers that stand as a component of the keys: the indices of the layers that they name."""
-    return {int(part) for key in keys for part in key.split(".") if part.isdigit()}
+    """Return the indices of the layers that the keys name: the first number of each, as an expert's comes later."""
+    numbers = (next((part for part in key.split(".") if part.isdigit()), None) for key in keys)
+    return {int(number) for number in numbers if number is not None}
 
 
 def summarise(changed: Mapping[str, str]) -> str:

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from safe_loading._commands import NOT_OK, OK, USAGE, Answer
-from safe_loading._commands.training import add_training, training
+from safe_loading._commands.training import add_training, refuse_unused, training
 
 if TYPE_CHECKING:
     from safe_loading._commands import Commands
@@ -30,6 +30,8 @@ def _run(arguments: argparse.Namespace) -> Answer:
     from safe_loading.errors import SafeLoadingError
 
     try:
+        if arguments.train is None:
+            refuse_unused(arguments, "gradient_checkpointing", "optimizer", "adapter")
         workload = None if arguments.train is None else training(arguments)
         report = audit_model(arguments.model, workload, trust_remote_code=arguments.trust_remote_code)
     except SafeLoadingError as error:

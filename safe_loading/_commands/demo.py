@@ -29,8 +29,12 @@ def _run(arguments: argparse.Namespace) -> Answer:
     from safe_loading._demo import chapters
 
     folder = Path(arguments.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        used = any(folder.iterdir())
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written: {error}; name a new folder") from error
+    if used:
         raise OutputError(f"{folder} is not empty; name a new folder")
     return Answer(chapters(folder))
 

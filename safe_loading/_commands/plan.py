@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from safe_loading._commands import INFEASIBLE, NOT_OK, OK, Answer
-from safe_loading._commands.training import add_training, training
+from safe_loading._commands.training import add_training, refuse_unused, training
 
 if TYPE_CHECKING:
     from safe_loading._commands import Commands
@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder or hub id; its config is enough")
     limits = "as 0=20GiB 1=16e9 cpu=64GiB; by default what is free now"
     parser.add_argument("--max-memory", nargs="+", metavar="DEVICE=SIZE", help=limits)
-    parser.add_argument("--batch", type=int, default=1, help="rows of a batch (1)")
+    parser.add_argument("--batch", type=int, help="rows of a batch (1)")
     parser.add_argument("--context", type=int, help="tokens in the cache; without it only weights are counted")
     add_training(parser)
     parser.add_argument("--dtype", help="of the weights, as bfloat16; by default the checkpoint's")
@@ -90,8 +90,11 @@ def _workload(arguments: argparse.Namespace) -> Workload:
 
     if arguments.train is not None and arguments.context is not None:
         raise ArgumentError("--train and --context exclude each other.")
+    rows = 1 if arguments.batch is None else arguments.batch
     if arguments.train is not None:
-        return training(arguments, arguments.batch)
+        return training(arguments, rows)
+    refuse_unused(arguments, "gradient_checkpointing", "optimizer")
     if arguments.context is not None:
-        return Workload.generate(arguments.batch, arguments.context, adapter=arguments.adapter)
+        return Workload.generate(rows, arguments.context, adapter=arguments.adapter)
+    refuse_unused(arguments, "batch", "adapter", needs="--context or --train")
     return Workload.weights_only()

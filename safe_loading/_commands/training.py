@@ -14,7 +14,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that describe a training step."""
     parser.add_argument("--train", metavar="[ROWSx]TOKENS", help="the training step that is planned, as 4x1024")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="the step recomputes its layers")
-    parser.add_argument("--optimizer", default="adamw", help="as adamw, adamw_8bit, sgd (default: %(default)s)")
+    parser.add_argument("--optimizer", help="as adamw_8bit or sgd (adamw)")
     parser.add_argument("--adapter", metavar="DIR", help="the folder of an adapter that is trained")
 
 
@@ -36,6 +36,19 @@ def training(arguments: argparse.Namespace, rows: int = 1) -> Workload:
         int(found[1] or rows),
         int(found[2]),
         gradient_checkpointing=arguments.gradient_checkpointing,
-        optimizer=arguments.optimizer,
+        optimizer=arguments.optimizer or "adamw",
         adapter=arguments.adapter,
     )
+
+
+def refuse_unused(arguments: argparse.Namespace, *names: str, needs: str = "--train") -> None:
+    """Refuse arguments of a step that is not asked for: they would change nothing, without a word.
+
+    Raises:
+        ArgumentError: Some were given; all are named.
+    """
+    from safe_loading.errors import ArgumentError
+
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) not in (None, False)]
+    if given:
+        raise ArgumentError(f"{', '.join(given)}: nothing runs that this is about; say {needs} too, or leave it out.")

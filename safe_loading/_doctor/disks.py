@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from safe_loading._checkpoint.mounts import is_shared, kind_of
+from safe_loading._checkpoint.paths import is_there
 from safe_loading._checkpoint.swap import exchange
 from safe_loading._report import Finding, GiB, format_bytes
 
@@ -43,9 +44,8 @@ def read_places(output: Path) -> tuple[Place, ...]:
     Args:
         output: Where checkpoints will be written. Two empty folders are made and removed in it, to try the exchange.
     """
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
     found = [
-        _place("hub cache", cache),
+        _place("hub cache", _hub_cache()),
         _place("output", output, try_exchange=True),
         _place("temporary files", Path(tempfile.gettempdir())),
     ]
@@ -80,9 +80,17 @@ def judge_places(places: tuple[Place, ...]) -> list[Finding]:
     return findings
 
 
+def _hub_cache() -> Path:
+    """Return the folder that huggingface_hub takes, which may not be installed."""
+    if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(cache)
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(home) / "hub"
+
+
 def _place(what: str, path: Path, *, try_exchange: bool = False) -> Place:
     wanted = path.expanduser().absolute()
-    there = next(parent for parent in (wanted, *wanted.parents) if parent.exists())
+    there = next(parent for parent in (wanted, *wanted.parents) if is_there(parent))
     usage = shutil.disk_usage(there)
     exchanges = _try_exchange(there) if try_exchange else None
     return Place(what, str(wanted), kind_of(there), usage.total, usage.free, exchanges)
