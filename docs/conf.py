@@ -17,6 +17,8 @@ exclude_patterns = ["_build"]
 smartquotes = False  # "--option" and "cuda" stand as they are typed
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_show_sourcelink = False
 html_show_copyright = False
 
