@@ -93,6 +93,25 @@ def test_a_second_name_of_a_tied_weight_on_disk_is_merged_alike(tmp_path: Path) 
     assert len(report.of("re-tied")) == 1
 
 
+@pytest.mark.parametrize(
+    "config", [{"modules_to_save": ["predictions"]}, {"target_modules": ["query", "word_embeddings"], "bias": "all"}]
+)
+def test_a_head_with_tied_weights_inside_and_a_bias_of_two_names(tmp_path: Path, config: dict[str, Any]) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    BertForMaskedLM(BertConfig(vocab_size=101, **sizes)).save_pretrained(tmp_path / "base")
+    options = {"auto_class": BertForMaskedLM, "task_type": None, "target_modules": ["query"], **config}
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", **options)
+    report = merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out")
+    assert {tensor.name for tensor in report.of("added")} == {
+        f"cls.predictions.decoder.{n}" for n in ("weight", "bias")
+    }
+    expected = plain(tmp_path / "base", adapter, auto_class=BertForMaskedLM)
+    assert torch.allclose(logits(loaded(tmp_path / "out", BertForMaskedLM)), expected, atol=1e-5)
+
+
 def test_two_adapters_of_the_two_names_of_one_weight_are_refused(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base", tie_word_embeddings=True)
     adapter = save_adapter(tmp_path / "adapter", base, target_modules=["embed_tokens", "lm_head"])

@@ -57,10 +57,11 @@ def find_changes(sources: Sources, dtype: torch.dtype | None) -> tuple[Changes, 
         model.resize_token_embeddings(rows, mean_resizing=False)
         own = {name: tuple(tensor.shape) for name, tensor in model.named_parameters(remove_duplicate=False)}
         resized = {name: rows for name, whole in layout.of.items() if own.get(name, whole.shape) != whole.shape}
+    ties = {name: names for names in names_of(model).values() for name in names}
     edits = Edits(model)
     edits.collect(_attach_all(model, adapters), adapters)
     changes = place_edits(edits.by_id.values(), layout, tensors)
-    outcome.settle(changes, model, layout, sources, options, resized)
+    outcome.settle(changes, model, layout, sources, options, resized, ties)
     problems = [*edits.problems, *changes.problems]
     if problems:
         raise MergeError(f"The adapters cannot be merged into {str(folder)!r}; nothing was written:", problems)

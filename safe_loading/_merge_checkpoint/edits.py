@@ -162,13 +162,16 @@ class Edits:
             for row, value in zip(layer.token_indices[name], layer.trainable_tokens_delta[name], strict=True):
                 held = edit.rows.setdefault(int(row), value.detach())
                 if not torch.equal(held, value):
-                    self.problems.append(f"{edit.names[0]}: two adapters hold a different row {row}")
+                    self.problems.append(
+                        f"{edit.names[0]}: row {row} is replaced twice, by different values "
+                        f"({', '.join(sorted(edit.said))}; adapters {list(order)})"
+                    )
 
     def _replace(self, owner: torch.nn.Module, attribute: str, path: str, value: torch.Tensor) -> None:
-        edit = self._of(owner, attribute, path)
+        name = self._names.get((id(owner), attribute), f"{path}.{attribute}")
+        edit = self._of(owner, attribute, name.rpartition(".")[0])  # path may be that of a module around it
         if edit is None:
             return
-        name = self._names[id(owner), attribute]
         if not _equal(edit.own.setdefault(name, value.detach()), value):
             self.problems.append(f"{name}: it is replaced twice, by different values")
         edit.value = value.detach()

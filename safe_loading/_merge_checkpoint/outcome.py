@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ def settle(
     sources: Sources,
     options: Mapping[str, Any],
     resized: Mapping[str, int],
+    ties: Mapping[str, tuple[str, ...]],
 ) -> None:
     """Bring config and tensors of the output in line, and add to the problems what its class would not find.
 
@@ -38,6 +39,7 @@ def settle(
         sources: What is merged.
         options: The options that made the model.
         resized: The weights of which the adapters' vocabulary has other rows than the base's, and how many.
+        ties: All names of each parameter of the base, by each of them.
     """
     if resized:
         text = model.config.get_text_config()
@@ -55,7 +57,7 @@ def settle(
     if changes.dropped:
         changes.findings.append(_left_behind(changes, sources, type(model).__name__))
     if changes.config and not changes.problems:
-        changes.problems += _unfound(changes, model, sources)
+        changes.problems += _unfound(changes, model, sources, layout, ties)
 
 
 def _not_resized(changes: Changes, resized: Mapping[str, int], layout: Layout) -> list[str]:
@@ -93,8 +95,14 @@ def _left_behind(changes: Changes, sources: Sources, architecture: str) -> Findi
     )
 
 
-def _unfound(changes: Changes, model: Any, sources: Sources) -> list[str]:
-    """Build the output's model on meta from its config, and return what it would not find in the output's tensors."""
+def _unfound(
+    changes: Changes, model: Any, sources: Sources, layout: Layout, ties: Mapping[str, tuple[str, ...]]
+) -> list[str]:
+    """Build the output's model on meta from its config, and return what it would not find in the output's tensors.
+
+    What the base ties beside the weights that were taken apart (the biases of a BERT's head) is tied no more, either:
+    each such name gets a tensor of its own.
+    """
     document = new_config(sources.base.folder / "config.json", changes.config)
     try:
         with torch.device("meta"):
@@ -114,9 +122,26 @@ def _unfound(changes: Changes, model: Any, sources: Sources) -> list[str]:
     problems = [f"{name}: {why}" for name, why in found.opaque.items() if name in state and "the checkpoint" in why]
     for name in state:
         aliases = tied.get(id(by_name.get(name)), (name,))
-        if not any(alias in found.of or alias in found.opaque for alias in aliases):
+        if any(alias in found.of or alias in found.opaque for alias in aliases):
+            continue
+        held = _held_whole(ties.get(name, ()), layout)
+        if held is None:
             problems.append(f"{name}: neither the base nor the adapter has it, so it would start at random")
+            continue
+        changes.added[name] = held
+        if held in changes.merges:
+            changes.merges[name] = changes.merges[held]
+        if held in changes.values:
+            changes.values[name] = changes.values[held]
     return problems
+
+
+def _held_whole(names: Iterable[str], layout: Layout) -> str | None:
+    """Return the tensor on disk that holds all of a parameter under one of its names."""
+    for whole in (layout.of[name] for name in names if name in layout.of):
+        if len(whole.pieces) == 1 and whole.pieces[0].size == whole.shape:
+            return whole.pieces[0].tensor
+    return None
 
 
 def new_config(path: Path, changed: Mapping[str, object]) -> dict[str, Any]:
