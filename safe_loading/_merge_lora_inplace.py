@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,6 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 
 from . import _progress
-from ._layout.ends import ends_of, wants_tie
 from ._log import logger
 from ._lora import apply
 from ._lora.by_peft import merge_all_by_peft
@@ -23,6 +23,7 @@ from ._lora.plan import Job, Plan, make_plan, not_finite, torn_ties
 from ._lora.ranks import agreed, reshard
 from ._lora.tensors import parents_of
 from ._lora.tokens import Tokens
+from ._lora.unload import saved_twice, unloaded
 from ._merge_report import InplaceMergeReport, MergedWeight
 from ._report import Finding, MiB
 from .errors import ArgumentError, MergeError
@@ -78,6 +79,8 @@ def merge_lora_inplace(
     reshard(model)
     with Offloaded(tuner.model) as store:
         plan = make_plan(tuner.model, names, unload=unload, dequantize=dequantize)
+        if unload:
+            plan.problems.extend(saved_twice(tuner.model, names))
         made = _check(tuner, plan, store, check_finite=check_finite, scratch_bytes=scratch_bytes, dequantize=dequantize)
         jobs = [job for group in plan.groups for job in group]
         weights, findings = [entry for job in jobs for entry in _entries(job, plan)], _findings(jobs)
@@ -87,7 +90,7 @@ def merge_lora_inplace(
         shown = _progress.wanted(0) if progress is None else progress
         _carry_out(tuner, plan, store, scratch_bytes=scratch_bytes, unload=unload, shown=shown)
         findings += store.findings()
-        result, more = _unloaded(tuner) if unload else (model, [])
+        result, more = unloaded(tuner, names) if unload else (model, [])
     merged = tuple(dict.fromkeys(name for weight in weights for name in weight.adapters))
     report = InplaceMergeReport(merged, tuple(weights), time.perf_counter() - started, unload, (*findings, *more))
     result.__dict__["merge_report"] = report
@@ -193,6 +196,7 @@ def _entries(job: Job, plan: Plan) -> list[MergedWeight]:
             used = tuple(dict.fromkeys(term.name for term in target.pieces[0].update.terms))
             squares = [delta_rms(piece.update) ** 2 for piece in target.pieces]
             rms = (sum(squares) / len(squares)) ** 0.5
+            rms = rms if math.isfinite(rms) else None  # check_finite=False; JSON has no NaN
         dtype = str(target.tensor.dtype).removeprefix("torch.")
         size = target.tensor.nbytes
         group = next(group for group in plan.groups if job in group)
@@ -258,23 +262,3 @@ def _stopped(error: Exception, groups: list[list[Job]], total: int) -> MergeErro
         f"The merge stopped between two layers; {state}, the others are unchanged:",
         [f"{paths[0]}: {error or type(error).__name__}. Free memory, and call it again: it merges the rest."],
     )
-
-
-def _unloaded(tuner: Any) -> tuple[torch.nn.Module, list[Finding]]:
-    """Take off what is left of the adapters: saved modules, wrappers, configs."""
-    base: torch.nn.Module = tuner.unload()
-    config = getattr(base, "config", None)
-    if config is None or not wants_tie(base):
-        return base, []
-    one, other = ends_of(base).weights
-    if one is None or other is None or one.data_ptr() == other.data_ptr():
-        return base, []
-    config.tie_word_embeddings = False
-    finding = Finding(
-        "no-longer-tied",
-        "info",
-        type(base).__name__,
-        "the adapter brought an embedding or a head of its own, so the two are no longer the same weight.",
-        "none; tie_word_embeddings of the config is now False.",
-    )
-    return base, [finding]

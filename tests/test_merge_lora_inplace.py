@@ -584,6 +584,35 @@ def test_a_saved_head_is_no_longer_tied_and_the_report_says_so(tmp_path: Path) -
     assert merged.config.tie_word_embeddings is False
 
 
+@pytest.mark.parametrize("kind", ["bart", "bert"])
+def test_what_is_tied_beside_an_own_head_is_saved_under_each_name(tmp_path: Path, kind: str) -> None:
+    from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    if kind == "bart":  # encoder, decoder and head have one embedding
+        sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        config = BartConfig(vocab_size=60, d_model=16, encoder_ffn_dim=24, decoder_ffn_dim=24, **sizes)
+        base, saved = BartForConditionalGeneration(config), "lm_head"
+    else:  # a bias has two names
+        config = BertConfig(
+            vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24
+        )
+        base, saved = BertForMaskedLM(config), "predictions"
+    targets = ["q_proj", "query"]
+    model = randomised(get_peft_model(base, LoraConfig(target_modules=targets, modules_to_save=[saved]))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter))
+        before = model(input_ids=TOKENS).logits
+        merged = merge_lora_inplace(model)
+        merged.save_pretrained(tmp_path)
+        again, info = type(merged).from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert torch.allclose(again(input_ids=TOKENS).logits, before, atol=1e-5)
+    assert "copy of its own" in str(merged.merge_report)
+
+
 # ---------------------------------------------------------------------------------------------- interrupted, resumed
 
 
@@ -733,6 +762,24 @@ def test_none_takes_the_active_ones() -> None:
     assert merged.merge_report.adapters == ("a1",)
 
 
+def test_a_saved_module_is_that_of_the_named_adapter() -> None:
+    def model() -> Any:
+        made = get_peft_model(Zoo(), LoraConfig(target_modules=["linear"], modules_to_save=["head"]), adapter_name="a")
+        made.add_adapter("b", LoraConfig(target_modules=["linear"], modules_to_save=["head"]))
+        made.add_adapter("c", LoraConfig(target_modules=["linear"]))
+        for number, saved in enumerate(made.head.modules_to_save.values(), 1):
+            nn.init.constant_(saved.weight, number)
+        return randomised(made)  # "a" is the active one
+
+    for names, head in ((["a"], 1), (["b"], 2), (["c", "b"], 2)):
+        assert bool((merge_lora_inplace(model(), adapter_names=names).head.weight == head).all())
+    assert torch.equal(merge_lora_inplace(model(), adapter_names=["c"]).head.weight, Zoo().head.weight)
+    before = bits(both := model())
+    with pytest.raises(MergeError, match=r"head: the adapters \['a', 'b'\] each bring a content of it"):
+        merge_lora_inplace(both, adapter_names=["a", "b"])
+    assert bits(both) == before
+
+
 @pytest.mark.parametrize("names", ["default", ["other"], [], ["default", "default"]])
 def test_names_that_make_no_sense(names: Any) -> None:
     model = zoo({})
@@ -811,6 +858,9 @@ def test_the_report(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixt
     assert json.loads(report.to_json())["bytes"] == report.bytes
     assert "<table>" in report._repr_html_()
     assert capsys.readouterr().out == ""
+    broken = zoo({})
+    broken.base_model.model.linear.lora_A["default"].weight.data.fill_(torch.nan)
+    assert "NaN" not in merge_lora_inplace(broken, check_finite=False).merge_report.to_json()
 
 
 def test_a_peft_model_is_what_load_peft_on_rank_returns(tiny_llama: Path, tiny_adapter: Path) -> None:

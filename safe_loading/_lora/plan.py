@@ -80,7 +80,7 @@ def make_plan(model: torch.nn.Module, names: Sequence[str] | None, *, unload: bo
             problems.append(f"{path}: {error}.")
     if not any(job.targets or job.road in ("peft", "dequantised") for job in jobs):
         return Plan([[job] for job in jobs], problems)
-    groups, shared = _grouped(jobs, Sharing(model, _thrown_away(model) if unload else ()))
+    groups, shared = _grouped(jobs, Sharing(model, _thrown_away(model, names) if unload else ()))
     return Plan(groups, problems + shared)
 
 
@@ -141,28 +141,27 @@ def torn_ties(model: Any, jobs: Sequence[Job], store: Offloaded) -> list[str]:
     return problems
 
 
-def wanted(layer: BaseTunerLayer, names: Sequence[str] | None, there: frozenset[str]) -> tuple[tuple[str, ...], bool]:
-    """Return the adapters to merge into a layer, in order, and whether any of them is merged already."""
+def _wanted(layer: BaseTunerLayer, names: Sequence[str] | None, there: frozenset[str]) -> tuple[str, ...]:
+    """Return the adapters to merge into a layer, in order."""
     asked = [name for name in (layer.active_adapters if names is None else names) if name in there]
-    left = tuple(dict.fromkeys(name for name in asked if name not in layer.merged_adapters))
-    return left, len(left) < len(set(asked))
+    return tuple(dict.fromkeys(name for name in asked if name not in layer.merged_adapters))
 
 
 def _job(path: str, layer: BaseTunerLayer, names: Sequence[str] | None, dequantize: bool) -> Job:
     before = tuple(layer.merged_adapters)
     if isinstance(layer, TrainableTokensLayer):
-        chosen, _ = wanted(layer, names, frozenset(layer.token_indices))
+        chosen = _wanted(layer, names, frozenset(layer.token_indices))
         found: list[Target | Tokens] = [tokens(layer, chosen)] if chosen else []
         return _checked(Job(path, layer, "tokens", chosen, found, [(layer, chosen)], before))
     if not isinstance(layer, LoraLayer):
         return Job(path, layer, "peft", tuple(layer.active_adapters if names is None else names), [], [], before)
     if dequantize and is_quantised(layer.get_base_layer()):
-        chosen, _ = wanted(layer, names, adapters_of(layer))
+        chosen = _wanted(layer, names, adapters_of(layer))
         return Job(path, layer, "dequantised", chosen, [], [], before)
     found, marks = [], []
     first: tuple[str, ...] = ()
     for part in _chain(layer):
-        chosen, _ = wanted(part, names, adapters_of(part))
+        chosen = _wanted(part, names, adapters_of(part))
         first = first or chosen
         if not chosen:
             continue
@@ -228,11 +227,16 @@ def _checked(job: Job) -> Job:
     return job
 
 
-def _thrown_away(model: torch.nn.Module) -> tuple[str, ...]:
+def saved_by(module: ModulesToSaveWrapper, names: Sequence[str] | None) -> list[str]:
+    """Return which of the adapters that are merged bring a content of a saved module; ``names`` None: the active."""
+    return [name for name in (module.active_adapters if names is None else names) if name in module.modules_to_save]
+
+
+def _thrown_away(model: torch.nn.Module, names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(
         f"{path}.original_module"
         for path, module in model.named_modules()
-        if isinstance(module, ModulesToSaveWrapper) and module.active_adapters
+        if isinstance(module, ModulesToSaveWrapper) and saved_by(module, names)
     )
 
 
