@@ -87,7 +87,7 @@ class SavingWhole:
         is_main = options.pop("is_main_process", True)
         ranks = Ranks.resolve(self.ranks)
         writes = ranks.rank == ranks.ranks[0]
-        held = _units(self.wrapped) if is_unit(self.wrapped) else {self.wrapped: self.model.state_dict()}
+        held = _units(self.wrapped) if is_unit(self.wrapped) else {self.wrapped: self.model.state_dict(keep_vars=True)}
         names = [name for state in held.values() for name in state]
         with ranks.together(_MEET, timeout=self.timeout) as phase:
             if writes and not is_main:
@@ -148,7 +148,7 @@ def _whole(tensor: Any, device: torch.device, keep: bool) -> Any:
     if isinstance(tensor, DTensor):
         sharded: Any = tensor if tensor.device.type == tensor.device_mesh.device_type else tensor.to(device)
         tensor = sharded.full_tensor()
-    return tensor.cpu() if keep and isinstance(tensor, torch.Tensor) else None
+    return tensor.detach().cpu() if keep and isinstance(tensor, torch.Tensor) else None
 
 
 def _units(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
@@ -180,7 +180,9 @@ def _of_unit(unit: nn.Module, state: Mapping[str, tuple[nn.Module, str]], keep: 
         seen: dict[int, torch.Tensor] = {}
         for name, (module, attribute) in state.items() if keep else ():
             tensor = getattr(module, attribute)
-            whole[name] = seen.setdefault(id(tensor), tensor.detach().to("cpu", copy=True))
+            if id(tensor) not in seen:
+                seen[id(tensor)] = tensor.detach().to("cpu", copy=True)
+            whole[name] = seen[id(tensor)]
     return whole
 
 
