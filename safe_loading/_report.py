@@ -47,7 +47,7 @@ def format_bytes(size: int) -> str:
     value = float(size)
     for unit in ("KiB", "MiB", "GiB"):
         value /= KiB
-        if abs(value) < KiB:
+        if abs(value) < KiB - 0.05:  # or it would be written as 1024.0
             return f"{value:.1f} {unit}"
     return f"{value / KiB:.1f} TiB"
 

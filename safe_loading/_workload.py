@@ -48,7 +48,7 @@ class OptimizerRule:
             return self.moments * count * 4
         if self.block:  # one byte an element, and a float32 absmax for each block
             return self.moments * (count * width + math.ceil(count / self.block) * 4)
-        if self.factored and len(shape) >= 2:  # a row and a column for each matrix
+        if self.factored and len(shape) >= 2 and count:  # a row and a column for each matrix
             return (count // shape[-1] + count // shape[-2]) * width
         return (self.moments or int(self.factored)) * count * width
 

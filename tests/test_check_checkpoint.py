@@ -9,6 +9,7 @@ import pytest
 from faults.checkpoints import BAD_FILES, LFS_POINTER, shard, write_adapter, write_model
 
 from safe_loading import CheckpointError, CheckpointNotFound, CheckpointReport, check_checkpoint
+from safe_loading._report import format_bytes
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 SHARDS = {ONE: {"a": 4, "b": 2}, TWO: {"c": 3}}
@@ -27,6 +28,13 @@ def test_a_sound_model_is_ok_and_its_facts_are_told(tmp_path):
     assert [(file.name, file.tensors, file.bytes) for file in report.files] == [(ONE, 2, 6), (TWO, 1, 3)]
     assert report.dtypes == {"U8": 9}
     assert report.metadata == {"format": "pt"}
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(1023, "1023 B"), (1536, "1.5 KiB"), ((1 << 20) - 1, "1.0 MiB"), (-(1 << 40) + 1, "-1.0 TiB")]
+)
+def test_a_size_is_written_in_the_unit_that_fits(size, text):
+    assert format_bytes(size) == text
 
 
 def test_layers_are_counted_apart_from_those_of_another_tower(tmp_path):

@@ -93,6 +93,7 @@ def test_the_table_says_what_the_real_optimizers_keep(name: str, dtype: torch.dt
 
 def test_moments_of_8_bits_carry_a_statistic_for_each_block() -> None:
     rule = OPTIMIZERS["adamw_8bit"]
+    assert OPTIMIZERS["adafactor"].state_bytes((4, 0), 2) == 0
     assert rule.state_bytes((4096, 4096), 2) == 2 * (4096 * 4096 + 4096 * 4096 // 256 * 4)
     assert rule.state_bytes((64, 63), 2) == 2 * 4 * 64 * 63  # below 4096 elements bitsandbytes keeps 32 bits
 
