@@ -54,6 +54,8 @@ class OptimizerRule:
 
 
 _FUSED = (("fused", True),)
+# takes what torch's fused SGD takes, for which FakeTensorMode knows no shapes and runs it on real zeros
+_ONE_BY_ONE = (("foreach", False),)
 OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
     {
         # fused as transformers' Trainer has it by default ("adamw_torch_fused")
@@ -64,10 +66,10 @@ OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
         "adamw_8bit": OptimizerRule(2, itemsize=1, block=256),  # bitsandbytes, block-wise
         "lion": OptimizerRule(1),
         "lion_8bit": OptimizerRule(1, itemsize=1, block=256),
-        "sgd": OptimizerRule(0, source="torch.optim:SGD", options=_FUSED),
-        "sgd_momentum": OptimizerRule(1, source="torch.optim:SGD", options=(("momentum", 0.9), *_FUSED)),
-        "adagrad": OptimizerRule(1, source="torch.optim:Adagrad", options=(("foreach", False),)),
-        "rmsprop": OptimizerRule(1, source="torch.optim:RMSprop", options=(("foreach", False),)),
+        "sgd": OptimizerRule(0, source="torch.optim:SGD", options=_ONE_BY_ONE),
+        "sgd_momentum": OptimizerRule(1, source="torch.optim:SGD", options=(("momentum", 0.9), *_ONE_BY_ONE)),
+        "adagrad": OptimizerRule(1, source="torch.optim:Adagrad", options=_ONE_BY_ONE),
+        "rmsprop": OptimizerRule(1, source="torch.optim:RMSprop", options=_ONE_BY_ONE),
         # transformers' class, which computes and keeps in float32
         "adafactor": OptimizerRule(0, itemsize=4, source="transformers.optimization:Adafactor", factored=True),
         "none": OptimizerRule(0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from unittest import mock
 
 import numpy
 import pytest
@@ -89,6 +90,15 @@ def test_the_table_says_what_the_real_optimizers_keep(name: str, dtype: torch.dt
             if isinstance(value, torch.Tensor) and value.dim() > 0  # counters and norms left out
         )
         assert kept == rule.state_bytes(shape, parameter.itemsize), (name, shape)
+
+
+def test_no_optimizer_takes_real_memory_in_a_trace() -> None:
+    from safe_loading._tracing.trace import trace_step
+
+    # what FakeTensorMode calls for an operation whose shapes it does not know: the real one, on real zeros
+    with mock.patch("torch._subclasses.fake_tensor.run_fallback_kernel", side_effect=AssertionError):
+        for name in OPTIMIZERS:
+            trace_step(torch.nn.Linear(8, 8), Workload.train(1, 8, optimizer=name), inputs={"input": torch.ones(1, 8)})
 
 
 def test_moments_of_8_bits_carry_a_statistic_for_each_block() -> None:
