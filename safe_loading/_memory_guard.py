@@ -11,6 +11,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._arguments import whole_number
 from ._log import logger
@@ -66,8 +69,9 @@ class MemoryGuard:
     """Context manager around a loop: peak, growth per step, and which tensors stayed.
 
     Call `step` at the end of each step. Each writes one line to ``logging.getLogger("safe_loading")``, at level INFO,
-    or WARNING once memory has grown in `patience` steps in a row; logging's levels say what is shown. It looks at the
-    tensors that Python can reach and at the allocators' counters: some milliseconds a step, and never a CUDA context.
+    or WARNING once memory has grown in `patience` steps in a row; logging's levels say what is shown. It collects
+    garbage and looks at every object that Python can reach, which takes tenths of a second where transformers is
+    imported, and at the allocators' counters. It never makes a CUDA context.
 
     ::
 
@@ -167,12 +171,20 @@ def _storages() -> dict[int, tuple[Any, int]]:
             if not issubclass(type(thing), torch.Tensor):
                 continue
             for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is None or tensor.is_meta or tensor.layout is not torch.strided:
-                    continue
-                storage = tensor.untyped_storage()
-                kind = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device)
-                found.setdefault(storage._cdata, (kind, storage.nbytes()))
+                if tensor is not None and (storage := _storage_of(tensor)) is not None:
+                    kind = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device)
+                    found.setdefault(storage._cdata, (kind, storage.nbytes()))
     return found
+
+
+def _storage_of(tensor: Any) -> torch.UntypedStorage | None:
+    """Return a tensor's memory; None where it has none of its own, as a fake tensor or a DTensor around another."""
+    if is_lazy(tensor) or is_functorch_wrapped_tensor(tensor) or is_traceable_wrapper_subclass(tensor):
+        return None
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return None
+    storage: torch.UntypedStorage = tensor.untyped_storage()
+    return None if storage.device.type == "meta" else storage
 
 
 def _held(storages: dict[int, tuple[Any, int]], counter: str = "memory_allocated") -> int:

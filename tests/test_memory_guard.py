@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from safe_loading import MemoryGuard
 
@@ -61,6 +66,37 @@ def test_the_report() -> None:
     assert [step["step"] for step in facts["steps"]] == [1, 2]
     assert "<table>" in guard._repr_html_()
     assert str(guard).splitlines()[0].split() == ["step", "live", "growth", "peak"]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_tensors_that_are_not_what_they_seem(one_rank: None) -> None:
+    def made(make: Callable[[], Any]) -> int:
+        with MemoryGuard() as guard:
+            kept.append(make())
+            return guard.step().growth_bytes
+
+    def ragged() -> torch.Tensor:
+        return torch.nested.nested_tensor([torch.ones(256)], layout=torch.jagged)
+
+    def mapped(row: torch.Tensor) -> torch.Tensor:
+        assert made(lambda: torch.ones(256)) == 1024
+        return row
+
+    kept: list[Any] = []
+    mesh = init_device_mesh("cpu", (1,))
+    with FakeTensorMode():
+        fake = torch.ones(1024)
+    assert made(lambda: fake.clone()) == 0
+    assert made(lambda: nn.LazyLinear(4)) == 0
+    assert made(lambda: distribute_tensor(torch.ones(1024), mesh, [Shard(0)])) == 4096  # what it is around, once
+    assert made(ragged) == 1024 + 2 * 8  # and its offsets
+    torch.func.vmap(mapped)(torch.ones(4, 256))
 
 
 ON_TWO_DEVICES = """
