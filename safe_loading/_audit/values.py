@@ -54,7 +54,7 @@ def check_dtypes(subject: Subject) -> Iterator[Finding]:
     """Yield a finding for frozen weights in float32 of a model that computes in 16 bits."""
     config = getattr(subject.base, "config", None)
     wanted: Any = getattr(config, "dtype", None)
-    if subject.base is None or wanted not in (torch.bfloat16, torch.float16):
+    if subject.base is None or wanted not in (torch.bfloat16, torch.float16, torch.float32):
         return
     adapter = {id(p) for p in subject.adapter_parameters.values()}
     keep = tuple(getattr(subject.base, "_keep_in_fp32_modules", None) or ())
@@ -68,7 +68,9 @@ def check_dtypes(subject: Subject) -> Iterator[Finding]:
         and not any(k in name for k in keep)
     }
     extra = size_of(upcast.values()) // 2
-    if upcast:
+    if upcast and wanted is torch.float32:
+        yield from _float32_base(subject, next(iter(upcast)), extra)
+    elif upcast:
         yield Finding(
             "SL108",
             "warning",
@@ -77,6 +79,22 @@ def check_dtypes(subject: Subject) -> Iterator[Finding]:
             f"{format_bytes(extra)} more than they need, and their activations follow.",
             "leave prepare_model_for_kbit_training out for a base that is not quantised, or cast them back; "
             "load with dtype='auto'.",
+            extra,
+        )
+
+
+def _float32_base(subject: Subject, first: str, extra: int) -> Iterator[Finding]:
+    """A frozen base has no use for float32 but where a device computes in nothing else."""
+    arguments = getattr(subject.trainer, "args", None)
+    mixed = any(getattr(arguments, name, False) is True for name in ("bf16", "fp16"))
+    if subject.peft is not None and subject.training:
+        yield Finding(
+            "SL108",
+            "warning" if mixed else "info",
+            first,
+            f"the frozen base is in float32: {format_bytes(extra)} more than in 16 bits, and its activations follow"
+            + (", though the trainer computes in 16 bits." if mixed else "."),
+            "load it with dtype=torch.bfloat16; the adapter stays in float32.",
             extra,
         )
 
