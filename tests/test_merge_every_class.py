@@ -51,7 +51,7 @@ def test_a_merge_in_memory_and_one_on_disk_are_the_same(tmp_path: Path, name: st
         saved(name, tmp_path / "float32")
         kind.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16).save_pretrained(base, max_shard_size="60KB")
         config: dict[str, Any] = {"target_modules": "all-linear", "task_type": None, "use_dora": dora}
-        refusal = None
+        refusal, merged = None, {}
         try:
             save_adapter(adapter, base, auto_class=kind, **config)
             merged = merge_lora_inplace(load_peft_on_rank(adapter, base, auto_class=kind)).state_dict()
