@@ -215,7 +215,9 @@ def _reads_loss(trainer: type) -> bool:
             continue
         if _mentions(compute, trainer, set()):
             return True
-        if "compute_loss" not in inspect.unwrap(compute).__code__.co_names:
+        names = inspect.unwrap(compute).__code__.co_names
+        # trl's SFTTrainer calls super() for sequence parallelism alone, and sums the log_probs elsewhere
+        if "compute_loss" not in names or "log_probs" in names:
             return False
     return False
 
