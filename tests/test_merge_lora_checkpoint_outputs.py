@@ -228,12 +228,15 @@ def test_a_template_comes_along_when_the_base_has_none(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- dtype and shards
 
 
-@pytest.mark.parametrize("kind", ["all linear", "dora", "modules to save", "trainable tokens"])
+@pytest.mark.parametrize("kind", ["all linear", "dora", "modules to save", "trainable tokens", "head"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_another_dtype_is_rounded_once_from_the_exact_sum(tmp_path: Path, dtype: torch.dtype, kind: str) -> None:
-    base = save_llama(tmp_path / "base", torch.bfloat16 if dtype is torch.float32 else torch.float32)
-    adapter = save_adapter(tmp_path / "adapter", base, **KINDS[kind])
+    own = torch.bfloat16 if dtype is torch.float32 else torch.float32
+    base = save_llama(tmp_path / "base", own)
+    # beside a LoRA of the head peft saves the head itself, which must not be rounded before the sum
+    adapter = save_adapter(tmp_path / "adapter", base, dtype=own if kind == "head" else torch.float32, **KINDS[kind])
     report = merge_lora_checkpoint(base, adapter, tmp_path / "out", dtype=dtype)
+    assert kind != "head" or next(tensor for tensor in report.tensors if tensor.name == "lm_head.weight").max_delta
     exact = on_disk(reference(base, adapter, tmp_path / "reference", dtype=torch.float64))
     found = on_disk(tmp_path / "out")
     assert found.keys() == exact.keys()
@@ -260,6 +263,14 @@ def test_a_value_that_the_new_dtype_cannot_hold_is_refused(tmp_path: Path) -> No
     with pytest.raises(MergeError, match=r"model.norm.weight.*largest number of F16 \(65504\)"):
         merge_lora_checkpoint(base, adapter, tmp_path / "out", dtype="float16")
     merge_lora_checkpoint(base, adapter, tmp_path / "out", dtype="bfloat16")
+    edit = faults.edited(
+        save_adapter(tmp_path / "head", base, modules_to_save=["lm_head"]),
+        tmp_path / "large head",
+        tensors=lambda held: {name: held[name] * (1e8 if "lm_head" in name else 1) for name in held},
+    )
+    save_file({**tensors, "model.norm.weight": torch.ones(32)}, shard, metadata={"format": "pt"})
+    with pytest.raises(MergeError, match=r"lm_head.weight.*largest number of F16"):
+        merge_lora_checkpoint(base, edit, tmp_path / "third", dtype="float16")
 
 
 def test_integers_and_what_must_stay_float32_keep_their_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,17 +126,12 @@ def _casts(model: Any, layout: Layout, sources: Sources, changes: Changes, dtype
         if any(re.search(pattern.replace("*", r"\d+"), name) for pattern in plan)
         for piece in whole.pieces
     }
-    for name, value in changes.values.items():
-        if value.is_floating_point() and name not in kept:
-            changes.values[name] = outcome.rounded(value, dtype)
     changes.config["dtype"] = str(dtype).removeprefix("torch.")
     tensors = sources.checkpoint.tensors
-    held = {**{name: name for name in tensors}, **changes.added}
-    return {
-        name: NAMES[dtype]
-        for name, source in held.items()
-        if source is not None and name not in kept and tensors[source].dtype in FLOATS
-    }
+    added = {name: tensors[source].dtype for name, source in changes.added.items() if source is not None}
+    replaced = {name: NAMES[value.dtype] for name, value in changes.values.items()}
+    held = {**{name: info.dtype for name, info in tensors.items()}, **added, **replaced}
+    return {name: NAMES[dtype] for name, before in held.items() if name not in kept and before in FLOATS}
 
 
 def _attach_all(skeleton: torch.nn.Module, adapters: Sequence[Adapter]) -> Any:

@@ -85,6 +85,8 @@ class TensorWriter:
         self._decoder: Decoder | None = None
         if plan.coded is not None:
             self._from = torch.float64  # what its codes stand for, rounded once to whatever is written
+        if plan.value is not None:
+            self._from = plan.value.dtype
 
     @property
     def sha256(self) -> str | None:
@@ -93,7 +95,7 @@ class TensorWriter:
 
     def run(self) -> Iterator[tuple[int, int]]:
         """Write the tensor; yields the place and the size of each piece that was written."""
-        if self._plan.value is not None:
+        if self._plan.value is not None and self._from is self._to and not self._plan.parts:
             data = as_bytes(self._plan.value)
             for at in range(0, len(data), _COPY_BYTES):
                 yield self._put(data[at : at + _COPY_BYTES], at)
@@ -127,10 +129,10 @@ class TensorWriter:
 
     def _changed(self) -> Iterator[tuple[int, int]]:
         plan = self._plan
-        if plan.source is None or self._from is None or self._to is None:
+        if self._from is None or self._to is None:
             raise ValueError(f"{plan.target.name} cannot be changed")
         width = plan.columns * self._from.itemsize
-        total = math.prod(plan.source.shape) // plan.columns if width else 0
+        total = math.prod(plan.target.shape) // plan.columns if width else 0
         self._decoder = None if plan.coded is None else Decoder(plan.coded, self._source)
         rows = max(ROWS, BLOCK_BYTES // max(width, 1) // ROWS * ROWS)
         for begin, end, part in _sections(plan, total):
@@ -153,6 +155,8 @@ class TensorWriter:
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
         plan = self._plan
+        if plan.value is not None:
+            return self._held("in", plan.value.view(-1, plan.columns)[start:stop])
         if plan.source is None or self._from is None:
             raise ValueError(f"{plan.target.name} has no source")
         if self._left is not None:
@@ -238,8 +242,9 @@ class TensorWriter:
     def _not_finite(self, start: int, count: int) -> str:
         plan = self._plan
         largest = f"{torch.finfo(block_dtype(self._to)).max:g}"
+        path = plan.path if plan.value is None else "the adapter"
         return (
-            f"{plan.path}: {plan.target.name}: in the rows from {start} to {start + count - 1}, a merged element is "
+            f"{path}: {plan.target.name}: in the rows from {start} to {start + count - 1}, a merged element is "
             f"NaN, infinite or beyond the largest number of {plan.target.dtype} ({largest}); nothing was written. Look "
             f"at the base and at the adapter's lora_B (training that diverged), or take a wider dtype (bfloat16 in the "
             f"place of float16)."

@@ -14,7 +14,6 @@ from safe_loading._adapter import base as bases
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._layout.layout import Layout, read_layout
-from safe_loading._lora.rounding import round_into
 from safe_loading._merge_checkpoint.changes import NAMES, Changes
 from safe_loading._merge_checkpoint.edits import names_of
 from safe_loading._merge_checkpoint.sources import Sources
@@ -180,12 +179,3 @@ def config_bytes(path: Path, changed: Mapping[str, object]) -> bytes:
     if not changed:
         return path.read_bytes()
     return json.dumps(new_config(path, changed), indent=2, ensure_ascii=False).encode() + b"\n"
-
-
-def rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in another dtype, each element rounded once."""
-    if value.dtype is not torch.float64:
-        return value.to(dtype)
-    out = torch.empty(value.shape, dtype=dtype)
-    round_into(value.clone(), out)
-    return out

@@ -13,8 +13,8 @@ import torch
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._layout.layout import Layout
 from safe_loading._layout.pieces import Moved, Piece, Whole
-from safe_loading._lora.update import Term, Update, merge_matrix
-from safe_loading._merge_checkpoint.changes import FLOATS, Changes, Part
+from safe_loading._lora.update import Term, Update
+from safe_loading._merge_checkpoint.changes import FLOATS, NAMES, Changes, Part
 from safe_loading._merge_checkpoint.edits import Edit
 from safe_loading._report import Finding
 
@@ -46,7 +46,7 @@ def place_edits(edits: Iterable[Edit], layout: Layout, tensors: Mapping[str, Ten
                 changes.problems.append(f"{edit.names[0]}: {reason}")
         elif edit.value is not None and not any(name in layout.opaque for name in edit.names):
             changes.added[edit.names[0]] = None  # a new head, which the checkpoint cannot have
-            changes.values[edit.names[0]] = _edited_value(edit).contiguous()
+            _replace(edit, edit.value, edit.names[0], parts, changes)
         else:
             changes.problems.append(_nowhere(edit.names[0], layout, tensors))
     _settle(parts, tensors, changes)
@@ -56,7 +56,8 @@ def place_edits(edits: Iterable[Edit], layout: Layout, tensors: Mapping[str, Ten
 def _settle(parts: Parts, tensors: Mapping[str, TensorInfo], changes: Changes) -> None:
     """Put the parts of each tensor in order, and refuse those that cannot be."""
     for name, own in parts.items():
-        info = tensors[changes.added.get(name) or name]
+        value = changes.values.get(name)
+        info = tensors[changes.added.get(name) or name] if value is None else _info(name, value)
         own.sort(key=lambda part: part.start)
         if any(one.stop > other.start for one, other in itertools.pairwise(own)):
             changes.problems.append(f"{name}: two changes of the same rows")
@@ -134,25 +135,40 @@ def _renamed(whole: Whole, name: str) -> Whole:
 
 def _place(edit: Edit, whole: Whole, tensors: Mapping[str, TensorInfo], parts: Parts, changes: Changes) -> None:
     if whole.shape != edit.shape:
-        _resize(edit, whole, tensors, changes)
+        _resize(edit, whole, tensors, parts, changes)
         return
-    value = None if edit.value is None else _edited_value(edit)
     for piece in whole.pieces:
         info = tensors[piece.tensor]
-        if value is not None:
-            block = _block(value, piece)
-            if piece.size == info.shape:
-                changes.values[piece.tensor] = block
-            else:
-                changes.problems.append(f"{edit.names[0]}: it is a part of {piece.tensor} on disk, and replaced whole")
+        if edit.value is not None and piece.size != info.shape:
+            changes.problems.append(f"{edit.names[0]}: it is a part of {piece.tensor} on disk, and replaced whole")
             continue
-        try:
-            parts.setdefault(piece.tensor, []).extend(_parts(edit, piece, info))
-        except _CannotPlaceError as reason:
-            changes.problems.append(f"{edit.names[0]}: {reason}")
+        if edit.value is not None:
+            changes.values[piece.tensor] = _block(edit.value, piece)
+        _add_parts(edit, piece, info, parts, changes)
 
 
-def _resize(edit: Edit, whole: Whole, tensors: Mapping[str, TensorInfo], changes: Changes) -> None:
+def _add_parts(edit: Edit, piece: Piece, info: TensorInfo, parts: Parts, changes: Changes) -> None:
+    if not edit.updates and not edit.rows:
+        return
+    try:
+        parts.setdefault(piece.tensor, []).extend(_parts(edit, piece, info))
+    except _CannotPlaceError as reason:
+        changes.problems.append(f"{edit.names[0]}: {reason}")
+
+
+def _replace(edit: Edit, value: torch.Tensor, name: str, parts: Parts, changes: Changes) -> None:
+    """Give a tensor the content that an adapter has, as it is, and what is added to that."""
+    changes.values[name] = value.contiguous()
+    shape, nothing = tuple(value.shape), (0,) * value.dim()
+    piece = Piece(name, nothing, tuple(range(value.dim())), nothing, shape)
+    _add_parts(edit, piece, _info(name, value), parts, changes)
+
+
+def _info(name: str, value: torch.Tensor) -> TensorInfo:
+    return TensorInfo(name, NAMES[value.dtype], tuple(value.shape), 0, value.nbytes)
+
+
+def _resize(edit: Edit, whole: Whole, tensors: Mapping[str, TensorInfo], parts: Parts, changes: Changes) -> None:
     """Give a tensor on disk the rows that the adapter's vocabulary has."""
     piece = whole.pieces[0]
     if edit.value is None:
@@ -160,7 +176,7 @@ def _resize(edit: Edit, whole: Whole, tensors: Mapping[str, TensorInfo], changes
     if len(whole.pieces) != 1 or piece.dims != tuple(range(len(tensors[piece.tensor].shape))):
         changes.problems.append(f"{edit.names[0]}: {piece.tensor} holds it in another layout, and it is resized")
     else:
-        changes.values[piece.tensor] = _edited_value(edit).contiguous()
+        _replace(edit, edit.value, piece.tensor, parts, changes)
 
 
 class _CannotPlaceError(Exception):
@@ -243,20 +259,6 @@ def _token_parts(edit: Edit, piece: Piece, info: TensorInfo) -> list[Part]:
     if piece.size != info.shape or piece.dims != (0, 1):
         raise _CannotPlaceError(f"{piece.tensor} holds it in another layout")
     return [Part(row, row + 1, value=value.unsqueeze(0)) for row, value in sorted(edit.rows.items())]
-
-
-def _edited_value(edit: Edit) -> torch.Tensor:
-    """Return the new content of a parameter that is replaced, with what is added on top."""
-    if edit.value is None:
-        raise ValueError("there is no new content")
-    value = edit.value
-    if edit.updates or edit.rows:
-        value = value.clone(memory_format=torch.contiguous_format)
-        for index, update in edit.updates.items():
-            merge_matrix(update, value[index].view(update.shape))
-        for row, new in edit.rows.items():
-            value[row] = new.to(value.dtype)
-    return value
 
 
 def _block(value: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -33,7 +33,7 @@ class TensorPlan:
         path: The file of the base that holds ``source``.
         parts: The rows that change, in their order, without overlap.
         columns: The elements of a row of the matrix that the parts speak of.
-        value: The new content of a tensor that is replaced whole.
+        value: What takes the place of ``source`` in a tensor that is replaced whole.
         coded: What ``source`` is on disk when it is quantised there.
     """
 
@@ -138,7 +138,7 @@ def _planned(
     """Plan one tensor; ``held`` is the base's tensor that it begins as, where that has another name."""
     value = changes.values.get(name)
     if value is not None:
-        dtype, shape = NAMES[value.dtype], tuple(value.shape)
+        dtype, shape = casts.get(name, NAMES[value.dtype]), tuple(value.shape)
     elif source is not None:
         dtype, shape = casts.get(name, source.dtype), source.shape
     else:

@@ -19,8 +19,8 @@ class MergedTensor:
         name: Its name on disk.
         file: Its file.
         action: ``"merged"`` (the delta was added), ``"re-tied"`` (the same, under another name of a tied weight),
-            ``"replaced"`` (its content is the adapter's), ``"added"`` (the base has no tensor of that name),
-            ``"cast"`` (only its dtype changed) or ``"copied"``.
+            ``"replaced"`` (its content is the adapter's, with the delta on top where there is one), ``"added"`` (the
+            base has no tensor of that name), ``"cast"`` (only its dtype changed) or ``"copied"``.
         dtype: Its safetensors dtype, such as ``"BF16"``.
         bytes: Its size.
         seconds: The time that a thread spent on it; 0 when an interrupted call wrote it.
