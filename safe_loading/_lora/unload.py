@@ -17,8 +17,11 @@ def saved_twice(model: torch.nn.Module, names: Sequence[str] | None) -> list[str
     """Return a problem for each module of which several of the adapters that are merged bring a content."""
     problems = []
     for path, module in model.named_modules():
-        chosen = saved_by(module, names) if isinstance(module, ModulesToSaveWrapper) else []
-        contents: list[dict[str, torch.Tensor]] = [module.modules_to_save[name].state_dict() for name in chosen]
+        if not isinstance(module, ModulesToSaveWrapper):
+            continue
+        saved: Any = module.modules_to_save  # a ModuleDict, which torch's stubs do not say
+        chosen = saved_by(module, names)
+        contents: list[dict[str, torch.Tensor]] = [saved[name].state_dict() for name in chosen]
         if any(not torch.equal(value, other[key]) for other in contents[1:] for key, value in contents[0].items()):
             problems.append(
                 f"{path}: the adapters {chosen} each bring a content of it (modules_to_save), and they differ. Name "
