@@ -897,7 +897,9 @@ def test_what_the_base_holds_beyond_its_class_is_told_and_two_values_of_a_tied_w
     [("LagunaForCausalLM", False), ("Inkling2ForCausalLM", True), ("PI0ForConditionalGeneration", False)],
 )
 def test_keys_that_peft_renames_to_nothing_are_loaded(tmp_path: Path, name: str, dora: bool) -> None:
-    kind = getattr(transformers, name)
+    kind: Any = getattr(transformers, name, None)
+    if kind is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     saved(name, tmp_path / "base")
     config = {"auto_class": kind, "target_modules": "all-linear", "task_type": None, "use_dora": dora}
     adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", **config)

@@ -222,7 +222,7 @@ def _applied(
         only = single[0]
         if type(operation) is loader.Chunk and operation.num_shards_attribute is None:
             return dict(zip(targets, ([p] for p in _chunks(only, len(targets), operation.dim)), strict=True))
-        if type(operation) is loader.Split:
+        if type(operation) is getattr(loader, "Split", None):  # transformers 5.17 has none
             names = [key.replace(targets[0], target) for target in targets]
             sizes = [state[name].shape[operation.dim] for name in names if name in state]
             parts = pieces.split(only, sizes, operation.dim)
