@@ -176,3 +176,13 @@ def _launch(
 def _reported(folder: Path, rank: int) -> dict[str, Any]:
     path = folder / f"report.{rank}.json"
     return json.loads(path.read_text()) if path.is_file() else {}
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from models import SIZES as THREE_LAYERS
+from test_audit_model import Wrapper
 from torch import nn
 from transformers import (
     BertConfig,
@@ -34,25 +35,14 @@ LENGTHS = (8, 3, 5, 2, 7, 4, 6, 8)
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-class Named(nn.Module):
-    """A wrapper whose forward names what it takes, so that the Trainer passes no number of tokens."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
-        return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
-
-
-class Dropping(Named):
+class Dropping(Wrapper):
     """A wrapper that takes the number of tokens and loses it."""
 
     def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         return super().forward(input_ids, attention_mask, labels)
 
 
-class Passing(Named):
+class Passing(Wrapper):
     """A wrapper that passes all on."""
 
     def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
@@ -124,7 +114,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Any], str | None, str 
     "a wrapper that passes all on": (lambda: Passing(_adapted()), ragged, None, None),
     "own loss": (lambda: OwnLoss(LlamaConfig(**SIZES)), ragged, None, None),
     "forgetful": (lambda: Forgetful(LlamaConfig(**SIZES)), ragged, "error", "warning"),
-    "a wrapper with names": (lambda: Named(_adapted()), ragged, "error", "error"),
+    "a wrapper with names": (lambda: Wrapper(_adapted()), ragged, "error", "error"),
     "a wrapper that drops": (lambda: Dropping(_adapted()), ragged, "error", "warning"),
     "a mixin that drops": (lambda: wrap_transparent(_adapted(), DroppingMixin), ragged, "error", "warning"),
     # of transformers itself: none divides by the number that their **kwargs make the Trainer pass
@@ -132,7 +122,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Any], str | None, str 
     "classifier": (_classifier, row_class, "error", None),
     "encoder-decoder": (_t5, ragged, "error", None),
     # as the bare classifier, whose rows all weigh the same
-    "a wrapper with names, of a classifier": (lambda: Named(_classifier()), row_class, None, None),
+    "a wrapper with names, of a classifier": (lambda: Wrapper(_classifier()), row_class, None, None),
 }
 
 

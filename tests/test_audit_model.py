@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import SIZES
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
@@ -342,13 +341,6 @@ def test_a_context_elsewhere() -> None:
     with mock.patch("safe_loading._audit.devices.contexts", return_value=frozenset({1})):
         assert codes(model)["SL116"].where == "cuda:1"
     assert "SL116" not in codes(model)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_one_unit_of_fsdp(one_rank: None) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,13 +65,6 @@ def test_the_report() -> None:
     assert [step["step"] for step in facts["steps"]] == [1, 2]
     assert "<table>" in guard._repr_html_()
     assert str(guard).splitlines()[0].split() == ["step", "live", "growth", "peak"]
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_tensors_that_are_not_what_they_seem(one_rank: None) -> None:

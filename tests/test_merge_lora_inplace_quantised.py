@@ -74,11 +74,10 @@ def stands_for(layer: Any) -> torch.Tensor:
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_codes_that_accelerate_offloads_are_refused_by_name(at: int, dequantize: bool) -> None:
     model = adapted(quantised("int8"))
+    if metadata.version("bitsandbytes").startswith("0.48."):
+        pytest.skip("bitsandbytes 0.48 moves the scales of its codes, too, so that accelerate cannot offload them")
     cpu_offload(model.base_model.model[at], execution_device=torch.device("cpu"))
-    try:
-        before, modules = model(X), list(model.modules())
-    except NotImplementedError as error:  # bitsandbytes 0.48 moves the scales of its codes, too
-        pytest.skip(f"accelerate cannot offload such a layer: {error}")
+    before, modules = model(X), list(model.modules())
     if at == 2 and not dequantize:  # nothing of it is looked at
         assert torch.allclose(merge_lora_inplace(model)(X), before, atol=0.5)
         return

@@ -223,16 +223,20 @@ def test_a_wider_destination_holds_the_rounded_values(tmp_path: Path) -> None:
     assert place.tolist() == [1.0, 1.0]
 
 
+def all_of(model: torch.nn.Module) -> list[Target]:
+    return [
+        Target(name, tuple(each.shape), each.dtype, whole(each.shape), torch.empty(each.shape, dtype=each.dtype))
+        for name, each in model.named_parameters()
+    ]
+
+
 def test_a_second_read_finds_every_bit_that_differs_and_opens_each_file_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = saved("MixtralForCausalLM", tmp_path)
     model = meta_model(tmp_path, kind, dtype=torch.bfloat16)
     source = open_source(tmp_path, model)
-    targets = [
-        Target(name, tuple(each.shape), each.dtype, whole(each.shape), torch.empty(each.shape, dtype=each.dtype))
-        for name, each in model.named_parameters()
-    ]
+    targets = all_of(model)
     read_targets(source, None, targets)
     opened: list[Path] = []
     real = reading.open_regular
@@ -252,10 +256,7 @@ def test_a_bar_goes_to_the_end_when_parameters_are_converted_whole(
     kind = saved("MistralLarge4ForConditionalGeneration", tmp_path)
     model = meta_model(tmp_path, kind, dtype=torch.bfloat16)
     source = open_source(tmp_path, model)
-    targets = [
-        Target(name, tuple(each.shape), each.dtype, whole(each.shape), torch.empty(each.shape, dtype=each.dtype))
-        for name, each in model.named_parameters()
-    ]
+    targets = all_of(model)
     bars: list[list[Any]] = []
 
     class Counted(_progress.Bar):
