@@ -188,6 +188,22 @@ def test_rows_can_be_merged_in_any_pieces(kind: str) -> None:
         assert torch.equal(pieces, whole), cuts
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", UPDATES)
+def test_rows_can_be_merged_into_another_tensor(kind: str, dtype: torch.dtype) -> None:
+    update, weight = UPDATES[kind](71, 40), seeded(71, 40).to(dtype)
+    expected, out, left = weight.clone(), torch.full_like(weight, 7.0), weight.clone()
+    merge_matrix(update, expected)
+    merger = RowMerger(update, dtype, weight.device, rows=16)
+    assert merger.rows_per_block == 16
+    if update.needs_norms:
+        merger.add_norms(left, 0)
+    for start, end in ((0, 5), (5, 48), (48, 71)):
+        merger.merge(left[start:end], start, out[start:end])
+    assert torch.equal(out, expected)
+    assert torch.equal(left, weight)
+
+
 @pytest.mark.parametrize("kind", UPDATES)
 def test_views_of_any_strides_are_written_in_place(kind: str) -> None:
     update, weight = UPDATES[kind](24, 40), seeded(24, 40)

@@ -7,6 +7,7 @@ their results are the same to the last bit.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 
@@ -101,6 +102,7 @@ class RowMerger:
         dtype: The dtype of the rows.
         device: Where the rows are.
         scratch_bytes: The largest temporary; never less than eight rows.
+        rows: The rows of one block, a multiple of eight, in the place of ``scratch_bytes``.
 
     Attributes:
         norms: DoRA's norms by index of the term, float64; for ``axis`` 0 filled with the rows that were merged.
@@ -108,16 +110,22 @@ class RowMerger:
     """
 
     def __init__(
-        self, update: Update, dtype: torch.dtype, device: torch.device, *, scratch_bytes: int = 4 * MiB
+        self,
+        update: Update,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        scratch_bytes: int = 4 * MiB,
+        rows: int | None = None,
     ) -> None:
-        rows, columns = update.shape
+        height, columns = update.shape
         self.update = update
         self._device = device = _sums_on(device)
         # Not the first term: then what the terms before made and the weight itself are both needed.
         late = any(term.magnitude is not None for term in update.terms[1:])
         per_row = columns * (Rounder.bytes_per_element(dtype) + (16 if late else 0))
-        wanted = scratch_bytes // max(per_row, 1) // ROWS * ROWS
-        self.rows_per_block = max(ROWS, min(wanted, -(-rows // ROWS) * ROWS))
+        wanted = scratch_bytes // max(per_row, 1) // ROWS * ROWS if rows is None else rows
+        self.rows_per_block = max(ROWS, min(wanted, -(-height // ROWS) * ROWS))
         size = self.rows_per_block * columns
         self._values = torch.empty(size, dtype=torch.float64, device=device)
         self._start = torch.empty_like(self._values) if late else None
@@ -126,12 +134,14 @@ class RowMerger:
         self._views: dict[int, torch.Tensor] = {}
         ranks = sum(term.left.shape[1] for term in update.terms)
         blocks = max(1, LEFT_BYTES // max(8 * ranks * self.rows_per_block, 1))
-        self._span = max(self.rows_per_block, min(blocks * self.rows_per_block, -(-rows // ROWS) * ROWS))
+        self._span = max(self.rows_per_block, min(blocks * self.rows_per_block, -(-height // ROWS) * ROWS))
         self._left_from = -1
         self._left = [
             torch.empty(self._span, term.left.shape[1], dtype=torch.float64, device=device) for term in update.terms
         ]
-        self._right = [exact(term.right, device).contiguous() for term in update.terms]
+        self._left_blocks = [left.split_with_sizes(_sizes(self._span, self.rows_per_block)) for left in self._left]
+        right = [exact(term.right, device).contiguous() for term in update.terms]
+        self._right = [each.split_with_sizes(_sizes(each.shape[0], RANKS)) for each in right]
         self._magnitude = {
             index: exact(term.magnitude, device).reshape(-1)
             for index, term in enumerate(update.terms)
@@ -155,20 +165,30 @@ class RowMerger:
                 for group in squares:  # one after the other, so that the order is that of the rows
                     self.norms[index].add_(group)
 
-    def merge(self, rows: torch.Tensor, start: int) -> None:
-        """Overwrite rows of the weight, the first of which is row ``start``, with their merged values."""
-        for first, there in self._blocks(rows, start):
-            block = there.to(self._device)
+    def merge(self, rows: torch.Tensor, start: int, into: torch.Tensor | None = None) -> None:
+        """Write the merged values of rows of the weight, the first of which is row ``start``, over them.
+
+        Args:
+            rows: The rows.
+            start: Which row of the weight the first one is.
+            into: Where the values are written in the place of ``rows``: a tensor of the same shape and dtype.
+        """
+        blocks = self._blocks(rows, start)
+        targets = blocks if into is None else self._blocks(into, start)
+        away = rows.device != self._device
+        for (first, there), (_, target) in zip(blocks, targets, strict=True):
+            block = there.to(self._device) if away else there
+            out = block if away else target
             try:
-                self._rounder.store(self._merged(block, first), block)
+                self._rounder.store(self._merged(block, first), out)
             except (MemoryError, RuntimeError) as error:
                 self._spare = None
                 try:  # a block is written by the last operation on it, so it can be merged once more
-                    self._rounder.store(self._merged(block, first), block)
+                    self._rounder.store(self._merged(block, first), out)
                 except (MemoryError, RuntimeError):
                     raise PartlyMerged(first, error) from error
-            if block is not there:
-                there.copy_(block)
+            if away:
+                target.copy_(out)
 
     def finite(self, rows: torch.Tensor, start: int) -> bool:
         """Return whether the merged values of these rows are finite in the dtype of the rows; nothing is written."""
@@ -179,24 +199,24 @@ class RowMerger:
 
     def _blocks(self, rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:
         """Cut rows at multiples of the block size, counted from row 0 of the weight."""
-        size = self.rows_per_block
-        cuts = [start, *range((start // size + 1) * size, start + len(rows), size)]
-        ends = [*cuts[1:], start + len(rows)]
-        return [(cut, rows[cut - start : end - start]) for cut, end in zip(cuts, ends, strict=True) if end > cut]
+        size, count = self.rows_per_block, rows.shape[0]
+        if count <= size - start % size:
+            return [(start, rows)] if count else []
+        sizes = _sizes(count, size, -start % size)
+        return list(zip(itertools.accumulate(sizes, initial=start), rows.split_with_sizes(sizes), strict=False))
 
     def _load(self, block: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
         """Copy rows into the buffer, filled up with zeros to whole groups of eight; returns it, and the rows before."""
-        lead = first % ROWS
-        used = lead + block.shape[0]
-        rows = -(-used // ROWS) * ROWS
+        count, lead = block.shape[0], first % ROWS
+        rows = -(-(lead + count) // ROWS) * ROWS
         values = self._views.get(rows)
         if values is None:
             values = self._views[rows] = self._buffer(self._values, rows, block.shape[1])
-        if not lead and used == values.shape[0]:  # by far the most blocks
+        if rows == count:  # by far the most blocks
             return self._rounder.load(block, values), 0
         values[:lead] = 0
-        values[used:] = 0
-        self._rounder.load(block, values[lead:used])
+        values[lead + count :] = 0
+        self._rounder.load(block, values[lead : lead + count])
         return values, lead
 
     @staticmethod
@@ -205,16 +225,18 @@ class RowMerger:
 
     def _add(self, values: torch.Tensor, index: int, first: int) -> None:
         """Add the delta of one term to whole groups of rows from row ``first`` of the weight."""
-        right, rows = self._right[index], values.shape[0]
-        if self._left_from < 0 or not self._left_from <= first <= self._left_from + self._span - rows:
+        rows, at = values.shape[0], first - self._left_from
+        if self._left_from < 0 or not 0 <= at <= self._span - rows:
             self._bring_left(first)
-        at = first - self._left_from
-        left = self._left[index][at : at + rows]
-        if right.shape[0] <= RANKS:
-            values.addmm_(left, right)
-            return
-        for rank in range(0, right.shape[0], RANKS):
-            values.addmm_(left[:, rank : rank + RANKS], right[rank : rank + RANKS])
+            at = 0
+        number, beyond = divmod(at, self.rows_per_block)
+        whole = rows == self.rows_per_block and not beyond
+        left = self._left_blocks[index][number] if whole else self._left[index][at : at + rows]
+        rank = 0
+        for right in self._right[index]:
+            part = left if len(self._right[index]) == 1 else left[:, rank : rank + RANKS]
+            values.addmm_(part, right)
+            rank += RANKS
 
     def _bring_left(self, first: int) -> None:
         """Hold the left factors, scaled, from row ``first`` on; beyond the last row they are zero."""
@@ -256,6 +278,12 @@ class RowMerger:
         self.norms[index][of_rows] = inside[:, 0]
         torch.div(magnitude[of_rows].unsqueeze(1), inside, out=inside)  # rows beyond are zero, and thrown away
         return norms
+
+
+def _sizes(count: int, size: int, first: int = 0) -> list[int]:
+    """Cut a number into the first piece, whole pieces and the rest."""
+    whole, rest = divmod(count - first, size)
+    return [each for each in (first, *[size] * whole, rest) if each]
 
 
 def merge_matrix(update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 4 * MiB) -> dict[int, torch.Tensor]:

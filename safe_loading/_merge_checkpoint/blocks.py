@@ -18,33 +18,47 @@ from safe_loading._merge_checkpoint.coded import Decoder
 from safe_loading._merge_checkpoint.plan import TensorPlan
 from safe_loading.errors import MergeError
 
-BLOCK_BYTES = 1 << 20  # of a weight: read, merged and written at once
-SCRATCH_BYTES = 8 << 20  # for its float64 copy and the rounding; smaller is slower, larger is not faster
+BLOCK_BYTES = 1 << 20  # of a weight: read, merged and written at once; smaller is slower, larger is not faster
 _COPY_BYTES = 16 << 20
 _HASH_BYTES = 1 << 18
+_MOST_VIEWS = 64  # that are kept for the next block
 
 Change = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Buffers:
-    """The memory of one thread, made once and used for every block of every tensor."""
+    """The memory of one thread, made once and used for every block of every tensor, with the views of it."""
 
     def __init__(self) -> None:
-        self._held: dict[str, bytearray] = {}
+        self._held: dict[str, torch.Tensor] = {}
+        self._views: dict[tuple[str, torch.dtype, int, int], torch.Tensor] = {}
+        self._bytes: dict[int, memoryview] = {}
 
     def take(self, use: str, size: int) -> memoryview:
         """Return memory of that size; what the last call with the same ``use`` returned is overwritten."""
-        held = self._held.get(use)
-        if held is None or len(held) < size:
-            self._held[use] = held = bytearray(max(size, BLOCK_BYTES))
-        return memoryview(held)[:size]
+        return self.bytes_of(self.tensor(use, torch.uint8, 1, size))
 
     def tensor(self, use: str, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
         """Return the same as a matrix."""
-        size = rows * columns * dtype.itemsize
-        if not size:
-            return torch.empty((rows, columns), dtype=dtype)
-        return torch.frombuffer(self.take(use, size), dtype=dtype).view(rows, columns)
+        key = use, dtype, rows, columns
+        if (view := self._views.get(key)) is None:
+            view = self._memory(use, rows * columns * dtype.itemsize).view(dtype).view(rows, columns)
+            self._views[key], self._bytes[id(view)] = view, as_bytes(view)
+        return view
+
+    def bytes_of(self, tensor: torch.Tensor) -> memoryview:
+        """Return the bytes of a tensor; of one that came from here, without making a view anew."""
+        data = self._bytes.get(id(tensor))
+        return as_bytes(tensor) if data is None else data
+
+    def _memory(self, use: str, size: int) -> torch.Tensor:
+        held = self._held.get(use)
+        if held is None or len(held) < size or len(self._views) > _MOST_VIEWS:
+            self._views.clear()
+            self._bytes.clear()
+        if held is None or len(held) < size:
+            held = self._held[use] = torch.empty(max(size, BLOCK_BYTES), dtype=torch.uint8, device="cpu")
+        return held[:size]
 
 
 class TensorWriter:
@@ -140,7 +154,7 @@ class TensorWriter:
             change = self._change(part, rows)
             for start in range(begin, end, rows):
                 block = change(self._read(start, min(end, start + rows)), start)
-                yield self._put(as_bytes(block), start * plan.columns * self._to.itemsize)
+                yield self._put(self._buffers.bytes_of(block), start * plan.columns * self._to.itemsize)
 
     def _begin(self, part: Part | None) -> None:
         """Take out of a weight what its adapters' starts took; only then is a whole weight in memory."""
@@ -180,7 +194,7 @@ class TensorWriter:
         # Then the sum is kept in float64, and rounded once to the other dtype.
         wide = self._from is not self._to or self._decoder is not None
         dtype = torch.float64 if wide else block_dtype(self._from)
-        merger = RowMerger(part.update, dtype, self._device, scratch_bytes=SCRATCH_BYTES)
+        merger = RowMerger(part.update, dtype, self._device, rows=rows)
         offset = part.first - part.start
         if part.update.needs_norms:
             for start in range(part.start, part.stop, rows):
@@ -189,12 +203,11 @@ class TensorWriter:
 
         def merge(block: torch.Tensor, start: int) -> torch.Tensor:
             there = self._brought(block, dtype)
-            before = self._held("before", there)
-            merger.merge(there, start + offset)
-            self._look_at(there, before, start)
-            if wide:
-                return self._rounded(there, start)
-            return block if there is block else block.copy_(there)
+            here = self._device.type == "cpu"
+            after = self._buffers.tensor("after", dtype, *there.shape) if here else torch.empty_like(there)
+            merger.merge(there, start + offset, after)
+            self._look_at(after, there, start)
+            return self._rounded(after, start) if wide else after.cpu()
 
         return merge
 
