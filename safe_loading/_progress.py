@@ -26,12 +26,13 @@ class Bar:
         total: How much there is to do, in ``unit``; None where nobody knows.
         unit: Of what. Bytes are written as kB, MB, ...
         after: Shown only when it takes longer than this, in seconds.
-        shown: Whether it is shown at all.
+        shown: Whether it is shown at all; an attribute, too.
     """
 
     def __init__(self, what: str, total: int | None, *, unit: str = "B", after: float = 0.0, shown: bool) -> None:
         from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no py.typed
 
+        self.shown = shown
         self._bar: Any = tqdm(desc=what, total=total, unit=unit, unit_scale=unit == "B", delay=after, disable=not shown)
         self._guard = threading.Lock()
 
@@ -47,6 +48,18 @@ class Bar:
         """Add to what is done."""
         with self._guard:
             self._bar.update(count)
+
+
+def bar_of_a_rank(what: str, total: int | None, local_rank: int, *, unit: str = "B") -> Bar:
+    """Return a bar for what ranks do side by side: one of them shows it, once it has taken a second.
+
+    Args:
+        what: What is going on.
+        total: How much there is to do, in ``unit``; None where nobody knows.
+        local_rank: Of this process.
+        unit: Of what.
+    """
+    return Bar(what, total, unit=unit, after=1.0, shown=wanted(local_rank))
 
 
 @contextmanager

@@ -85,6 +85,25 @@ def test_a_bar_says_what_is_done_and_how_much_of_it(monkeypatch: pytest.MonkeyPa
     assert written == []
 
 
+def test_of_ranks_side_by_side_the_first_shows_a_bar_once_it_has_taken_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = shown(monkeypatch)
+    for local_rank in (0, 1):
+        with _progress.bar_of_a_rank("reading", 2, local_rank) as bar:
+            assert bar.shown is (local_rank == 0)
+            bar.advance()
+    assert written == []  # both took less
+    given: list[Any] = []
+    monkeypatch.setattr(_progress, "Bar", lambda *args, **more: given.append((args, more)))
+    _progress.bar_of_a_rank("reading", 2, 0)
+    _progress.bar_of_a_rank("tracing", None, 1, unit=" modules")
+    assert given == [
+        (("reading", 2), {"unit": "B", "after": 1.0, "shown": True}),
+        (("tracing", None), {"unit": " modules", "after": 1.0, "shown": False}),
+    ]
+
+
 def test_a_long_trace_counts_the_modules_that_run_and_a_short_one_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     model, workload = LlamaForCausalLM(LlamaConfig(**SIZES)), Workload.generate(1, 8)
     modules = len([*model.modules()])

@@ -145,7 +145,7 @@ def deliver(setup: Setup, mesh: DeviceMesh, given: Given, part: Part, waiting: W
     mine = [Stretch(each.name, 0, each.stop - each.start, each.dtype) for each in parts[part.at]]
     total = sum(stretch.nbytes for stretch in (*mine, *entire))
     sent = 0
-    with _progress.Bar("scattering", total, after=1.0, shown=_progress.wanted(local_rank())) as bar:
+    with _progress.bar_of_a_rank("scattering", total, local_rank()) as bar:
         first = len(coordinate) == 1 or coordinate[0] == 0
         if first:
             meet(shard_group, device, waiting)

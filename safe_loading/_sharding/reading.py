@@ -130,7 +130,7 @@ def differing(source: Source, targets: Sequence[Target], *, staging_bytes: int =
 
 def _bar(what: str, targets: Sequence[Target]) -> _progress.Bar:
     total = sum(target.destination.nbytes for target in targets)
-    return _progress.Bar(what, total, after=1.0, shown=_progress.wanted(local_rank()))
+    return _progress.bar_of_a_rank(what, total, local_rank())
 
 
 def _bytes_of(block: Block, target: Target) -> int:

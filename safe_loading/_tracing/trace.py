@@ -119,9 +119,8 @@ def _run(
 
 def _bar(model: torch.nn.Module) -> _progress.Bar:
     """Return a bar that counts the modules as they run, for a trace of more than a second."""
-    shown = _progress.wanted(local_rank())
-    bar = _progress.Bar("tracing", None, unit=" modules", after=1.0, shown=shown)
-    for module in model.modules() if shown else ():
+    bar = _progress.bar_of_a_rank("tracing", None, local_rank(), unit=" modules")
+    for module in model.modules() if bar.shown else ():
         module.register_forward_pre_hook(lambda *_: bar.advance())
     return bar
 
