@@ -188,13 +188,13 @@ def test_rows_can_be_merged_in_any_pieces(kind: str) -> None:
         assert torch.equal(pieces, whole), cuts
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "device"), [(torch.float64, "cpu"), (torch.bfloat16, "cpu:0")])
 @pytest.mark.parametrize("kind", UPDATES)
-def test_rows_can_be_merged_into_another_tensor(kind: str, dtype: torch.dtype) -> None:
+def test_rows_can_be_merged_into_another_tensor(kind: str, dtype: torch.dtype, device: str) -> None:
     update, weight = UPDATES[kind](71, 40), seeded(71, 40).to(dtype)
     expected, out, left = weight.clone(), torch.full_like(weight, 7.0), weight.clone()
     merge_matrix(update, expected)
-    merger = RowMerger(update, dtype, weight.device, rows=16)
+    merger = RowMerger(update, dtype, torch.device(device), rows=16)  # torch copies to cpu:0 as to another one
     assert merger.rows_per_block == 16
     if update.needs_norms:
         merger.add_norms(left, 0)

@@ -175,10 +175,9 @@ class RowMerger:
         """
         blocks = self._blocks(rows, start)
         targets = blocks if into is None else self._blocks(into, start)
-        away = rows.device != self._device
         for (first, there), (_, target) in zip(blocks, targets, strict=True):
-            block = there.to(self._device) if away else there
-            out = block if away else target
+            block = there.to(self._device)
+            out = target if block is there else block
             try:
                 self._rounder.store(self._merged(block, first), out)
             except (MemoryError, RuntimeError) as error:
@@ -187,7 +186,7 @@ class RowMerger:
                     self._rounder.store(self._merged(block, first), out)
                 except (MemoryError, RuntimeError):
                     raise PartlyMerged(first, error) from error
-            if away:
+            if out is not target:
                 target.copy_(out)
 
     def finite(self, rows: torch.Tensor, start: int) -> bool:
