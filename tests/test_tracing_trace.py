@@ -6,9 +6,18 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaModel,
+    MixtralConfig,
+    PreTrainedModel,
+    T5Config,
+)
 from transformers.utils import import_utils
 
 from safe_loading import TraceError, Workload
@@ -259,3 +268,64 @@ def test_a_tie_has_one_gradient_and_one_state() -> None:
     total = sum(p.nbytes for p in parameters)
     assert sizes["gradients"] == total
     assert sizes["optimizer"] == 2 * total + 4 * len(parameters)
+
+
+class PassesOn(nn.Module):
+    """A wrapper that names nothing of what it takes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def classifier() -> Any:
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(LlamaConfig(**SIZES, pad_token_id=0))
+
+
+def t5() -> Any:
+    with torch.device("meta"):
+        return AutoModelForSeq2SeqLM.from_config(
+            T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=101)
+        )
+
+
+def lora() -> Any:
+    return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize("make", [llama, classifier, t5, lora])
+@pytest.mark.parametrize("around", [PassesOn, lambda model: PassesOn(PassesOn(model)), nn.DataParallel])
+@pytest.mark.parametrize("workload", [Workload.generate(2, 16), Workload.train(2, 16, optimizer="none")])
+def test_a_wrapper_that_names_nothing_is_fed_as_the_model_in_it(make: Any, around: Any, workload: Workload) -> None:
+    plain, wrapped = trace_step(make(), workload), trace_step(around(make()), workload)
+    assert wrapped.order == plain.order
+    assert [(b.bytes, b.component, b.op) for b in wrapped.blocks if b.phase != "load"] == [
+        (b.bytes, b.component, b.op) for b in plain.blocks if b.phase != "load"
+    ]
+
+
+class Strict(PreTrainedModel):
+    """A class of one's own that takes less than the model in it."""
+
+    config_class = LlamaConfig
+    base_model_prefix = "model"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.model(input_ids).last_hidden_state
+        return states
+
+
+def test_what_forward_does_not_take_is_not_passed() -> None:
+    with torch.device("meta"):
+        model = Strict(LlamaConfig(**SIZES))
+    for workload in (Workload.generate(2, 16), Workload.train(2, 16)):
+        assert trace_step(model, workload).ok

@@ -7,27 +7,49 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from safe_loading._tracing.values import Values
 
 _ONE_LABEL = ("ForSequenceClassification", "ForImageClassification")
+_THE_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def takes(model: torch.nn.Module) -> set[str]:
     """Return the names of the arguments of the model's forward, through wrappers that pass everything on."""
     seen: Any = model
     names = set[str]()
-    for _ in range(4):
+    for _ in range(8):
         parameters = inspect.signature(seen.forward).parameters
-        names |= set(parameters)
-        passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-        if passes_on and hasattr(_text_config(seen), "use_cache"):
-            names.add("use_cache")  # which the model within the model takes
-        inner = getattr(seen, "base_model", None)
-        if not isinstance(inner, torch.nn.Module) or inner is seen:
+        names |= {name for name, each in parameters.items() if each.kind not in _THE_REST}
+        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
             break
-        seen = inner.model if isinstance(getattr(inner, "model", None), torch.nn.Module) else inner
+        if hasattr(_text_config(seen), "use_cache"):
+            names.add("use_cache")  # which the model within the model takes
+        inner = _within(seen)
+        if inner is None:
+            break
+        seen = inner
     return names
+
+
+def _within(model: Any) -> torch.nn.Module | None:
+    """Return the model to which a model passes its arguments: a head's base, or what a wrapper is around."""
+    inner = getattr(model, "base_model", None)
+    if isinstance(inner, torch.nn.Module) and inner is not model:
+        deeper = getattr(inner, "model", None)
+        return deeper if isinstance(deeper, torch.nn.Module) else inner
+    within = known(model)
+    if within is not model:
+        return within
+    children = list(model.children())
+    return children[0] if len(children) == 1 and not isinstance(model, PreTrainedModel) else None
+
+
+def known(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the outermost model of transformers or peft, which a wrapper of one's own is around; else the model."""
+    found = (m for m in model.modules() if isinstance(m, PreTrainedModel) or hasattr(m, "get_base_model"))
+    return next(found, model)
 
 
 def _text_config(model: Any) -> Any:
@@ -50,8 +72,9 @@ class Inputs:
         self, model: torch.nn.Module, values: Values, device: torch.device, given: Mapping[str, torch.Tensor] | None
     ) -> None:
         self.names = takes(model)
-        self.kind = type(getattr(model, "get_base_model", lambda: model)()).__name__
-        self.config: Any = getattr(model, "config", None)
+        inner: Any = known(model)
+        self.kind = type(inner.get_base_model() if hasattr(inner, "get_base_model") else inner).__name__
+        self.config: Any = getattr(inner, "config", None)
         self.device = device
         self.values = values
         self.given = given or {}
