@@ -12,6 +12,7 @@ import pytest
 import torch
 from faults import adapters as faults
 from models import save_adapter, save_llama
+from peft import PeftModel
 from safetensors.torch import load_file
 from test_load_peft_on_rank import KINDS
 from test_merge_lora_checkpoint import TOKENS, check_same, loaded, on_disk, reference
@@ -163,6 +164,33 @@ def test_a_lora_on_a_resized_embedding_needs_both_weights(tmp_path: Path) -> Non
     lacking = faults.edited(adapter, tmp_path / "lacking", tensors=faults.without("lm_head.base_layer"))
     with pytest.raises(MergeError, match=r"lm_head.weight: the adapter's vocabulary has 110 rows and the base's 101"):
         merge_lora_checkpoint(base, lacking, tmp_path / "no")
+
+
+@pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], ["embed_tokens"], []])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_that_was_resized_in_memory(tmp_path: Path, tied: bool, saved: list[str]) -> None:
+    # peft then writes both ends as save_embedding_layers does, and a saved module under all of its names in the model
+    base = save_llama(tmp_path / "base", tie_word_embeddings=tied)
+
+    class Resized:
+        @staticmethod
+        def from_pretrained(path: Path, **options: Any) -> Any:
+            torch.manual_seed(0)
+            model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+            model.resize_token_embeddings(110, mean_resizing=False)
+            return model
+
+    options = {"modules_to_save": saved or None, "ensure_weight_tying": tied and len(saved) == 1}
+    adapter = save_adapter(tmp_path / "adapter", base, auto_class=Resized, **options)
+    assert not saved or any(".original_module." in name for name in on_disk(adapter))
+    merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    model = loaded(tmp_path / "out")
+    assert model.config.vocab_size == 110 == len(model.lm_head.weight)
+    own = Resized.from_pretrained(base, dtype="auto")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.allclose(logits(model), logits(PeftModel.from_pretrained(own, str(adapter))), atol=1e-4)
+    assert torch.allclose(logits(model), logits(load_peft_on_rank(adapter, Resized.from_pretrained(base))), atol=1e-4)
 
 
 @pytest.mark.parametrize("labels", [2, 5])

@@ -70,7 +70,7 @@ def rename(
     changed, collisions = names.renames(tensors, prompt_learning=prompt_learning, own_module=own_module)
     if collisions:
         raise AdapterError(f"{facts.weights} names the same tensor twice:", collisions)
-    renamed = {changed.get(key, key): tensor for key, tensor in tensors.items()}
+    renamed = _without_copies({changed.get(key, key): tensor for key, tensor in tensors.items()})
     if not changed:
         return renamed, changed, []
     finding = Finding(
@@ -81,6 +81,25 @@ def rename(
         "none needed here; peft's own load would ignore these keys.",
     )
     return renamed, changed, [finding]
+
+
+def _without_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave out the second copies of saved modules.
+
+    Of a vocabulary that was resized in memory peft writes each end under all names that the model has for it: a
+    module to save as ``X.weight``, and the same again as ``X.modules_to_save.weight``, which its own load ignores.
+    """
+
+    def is_copy(key: str, tensor: torch.Tensor) -> bool:
+        first = tensors.get(key.replace(".modules_to_save.", ".", 1))
+        return first is not None and first is not tensor and same(first, tensor)
+
+    return {key: tensor for key, tensor in tensors.items() if not is_copy(key, tensor)}
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same values in the same dtype and shape."""
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
 
 
 def value_findings(facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> list[Finding]:

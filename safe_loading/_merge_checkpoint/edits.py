@@ -13,7 +13,7 @@ from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 
 from safe_loading._adapter.attach import Adapter
 from safe_loading._adapter.slots import route
-from safe_loading._adapter.values import rename
+from safe_loading._adapter.values import rename, same
 from safe_loading._lora.layers import adapters_of
 from safe_loading._lora.tensors import equal_updates
 from safe_loading._lora.update import Update
@@ -137,6 +137,8 @@ class Edits:
             renamed, _, _ = rename(adapter.facts, adapter.tensors, prompt_learning=False, own_module=own_module)
             for key, value in route(model, adapter.name, renamed).tensors.items():
                 path, _, name = key.rpartition(".")
+                if path.endswith(".original_module"):
+                    continue  # the base's own, beside the module of the adapter that stands in its place
                 if path in modules and (id(modules[path]), name) in self._places:
                     self._replace(modules[path], name, path, value)
 
@@ -172,14 +174,14 @@ class Edits:
         edit = self._of(owner, attribute, name.rpartition(".")[0])  # path may be that of a module around it
         if edit is None:
             return
-        if not _equal(edit.own.setdefault(name, value.detach()), value):
+        if not same(edit.own.setdefault(name, value.detach()), value):
             self.problems.append(f"{name}: it is replaced twice, by different values")
         edit.value = value.detach()
 
     def _find_ties(self) -> None:
         """See which names of a tied parameter the adapters left out: those must not change with the others."""
         for edit in self.by_id.values():
-            if all(_equal(value, edit.value) for value in edit.own.values() if edit.value is not None):
+            if all(same(value, edit.value) for value in edit.own.values() if edit.value is not None):
                 edit.own.clear()
             elif edit.own.keys() != set(edit.names) or edit.updates or edit.rows:
                 self.problems.append(f"{', '.join(edit.names)}: they are tied, and replaced by different values")
@@ -217,7 +219,3 @@ def _plain(path: str) -> str:
     """Return the module's name in the base: peft's levels in between are left out."""
     parts = path.removeprefix("base_model.model.").split(".")
     return ".".join(part for part in parts if part not in ("base_layer", "original_module", "modules_to_save"))
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
