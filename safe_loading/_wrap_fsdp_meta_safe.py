@@ -106,7 +106,7 @@ def wrap_fsdp_meta_safe(
     agree(ranks, setup.arguments(), setup.lines(), units, timeout=timeout)
     with Peak(setup.device) as peak:
         done = carry_out(setup, ranks)
-    report = _report(setup, done, ranks.rank, ranks.size, peak.bytes, time.perf_counter() - started)
+    report = _report(setup, done, ranks.index(ranks.rank), ranks.size, peak.bytes, time.perf_counter() - started)
     done.model.__dict__["fsdp_report"] = report
     make_saving_whole(done.model, ranks, setup.device, timeout)
     logger.info("%s", report)

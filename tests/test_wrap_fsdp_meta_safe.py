@@ -79,6 +79,15 @@ for name in names:
             for each in (one, model):
                 each(**inputs(name)).loss.backward()
         report(accumulated={"differences": compared(one, model, torch.zeros(1), torch.zeros(1))})
+        # each half of the ranks wraps a model of its own,
+        half = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("halves", "fsdp"))["fsdp"]
+        model = wrap_fsdp_meta_safe(on_meta(make), path, mesh=half)
+        facts = model.fsdp_report
+        report(half={
+            "differences": differences(reference(make), model, inputs(name)),
+            "place": [facts.rank, facts.ranks, facts.shards],
+            "title": str(facts).splitlines()[0],
+        })
 if len(sys.argv) > 4:
     from fsdp_sweep import sweep
     sweep(pathlib.Path(folder), sys.argv[4].split(","), report)
@@ -169,9 +178,17 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
 
 
 def test_four_ranks_and_replicas_equal_one_process(four_ranks: list[dict[str, Any]]) -> None:
-    assert len(four_ranks[0]) == 2 * (1 + 2) + 1
+    assert len(four_ranks[0]) == 2 * (1 + 2) + 2
     for found in four_ranks:
         assert {case: facts["differences"] for case, facts in found.items() if facts["differences"] != NOTHING} == {}
+
+
+def test_of_ranks_that_wrap_apart_the_report_counts_those_that_wrapped_together(
+    four_ranks: list[dict[str, Any]],
+) -> None:
+    for rank, found in enumerate(four_ranks):
+        assert found["half"]["place"] == [rank % 2, 2, 2]
+        assert found["half"]["title"].startswith(f"FSDP2, rank {rank % 2} of 2 (2 shards) on cpu")
 
 
 def test_a_checkpoint_is_read_once_a_group_and_a_rank_may_own_nothing(four_ranks: list[dict[str, Any]]) -> None:

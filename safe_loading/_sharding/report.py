@@ -32,7 +32,7 @@ class FsdpReport:
 
     Attributes:
         version: 2 for ``fully_shard``, 1 for ``FullyShardedDataParallel``.
-        rank: The global rank.
+        rank: The rank among those that wrapped together.
         ranks: How many wrapped together.
         shards: Over how many of them each parameter is split; the others hold copies (HSDP).
         device: Where the shards are.
@@ -82,8 +82,9 @@ class FsdpReport:
         ]
 
     def _title(self) -> str:
+        shards = "1 shard" if self.shards == 1 else f"{self.shards} shards"
         return (
-            f"FSDP{self.version}, rank {self.rank} of {self.ranks} ({self.shards} shards) on {self.device}: holds "
+            f"FSDP{self.version}, rank {self.rank} of {self.ranks} ({shards}) on {self.device}: holds "
             f"{format_bytes(self.local_bytes)} of {format_bytes(self.model_bytes)}, read "
             f"{format_bytes(self.bytes_read)}, sent {format_bytes(self.bytes_sent)}, peak "
             f"{format_bytes(self.peak_bytes)}, {self.seconds:.3f} s, verified: {self.verified}"
