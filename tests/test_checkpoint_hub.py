@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -103,6 +104,21 @@ def test_what_the_hub_has_not_is_said(tmp_path: Path, repositories: dict[str, An
     (offline,) = load_in_a_process(calls[:1], tmp_path / "empty", None)
     assert offline["error"] == "CheckpointNotFound"
     assert "HF_HUB_OFFLINE" in offline["text"]
+
+
+def test_a_hub_that_cannot_be_reached_is_said_with_the_way_to_what_is_cached(
+    tmp_path: Path, repositories: dict[str, Any]
+) -> None:
+    with serve(repositories) as hub:
+        (first,) = load_in_a_process([{"adapter": "org/adapter"}], tmp_path / "cache", hub.url)
+    with socket.socket() as closed:  # bound and not listening: who connects is refused
+        closed.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        (found,) = load_in_a_process([{"adapter": "org/adapter"}], tmp_path / "cache", gone)
+    assert found["error"] == "CheckpointNotFound"
+    assert "ConnectError" in found["text"]
+    assert "HF_HUB_OFFLINE=1" in found["text"]
+    assert load_in_a_process([{"adapter": "org/adapter"}], tmp_path / "cache", None) == [first]
 
 
 @pytest.mark.parametrize("source", ["a/b/c", "../up", "~nobody/x", "/gone/away", "a\\b", "/"])

@@ -138,7 +138,7 @@ def _resolve_on_hub(
 ) -> Resolved:
     # Imported here: huggingface_hub brings an HTTP client, which a local folder never needs.
     from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     prefix = f"{subfolder.strip('/')}/" if subfolder else ""
     try:
@@ -156,10 +156,17 @@ def _resolve_on_hub(
         wanted = choose(inside, fetch)
         _fetch_missing(repo, [prefix + name for name in wanted], commit, hub)
         paths = [fetch(name) for name in wanted]
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+    except (
+        HFValidationError,
+        _http_error(),
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        ConnectionError,
+    ) as error:
         raise CheckpointNotFound(
             f"{repo!r} (revision {revision or 'main'}) is no folder here, and the hub did not give it: "
-            f"{type(error).__name__}: {error}. Check the name, the token and the network, or pass a local folder."
+            f"{type(error).__name__}: {error}. Check the name, the token and the network; set HF_HUB_OFFLINE=1 for "
+            f"what was downloaded before; or pass a local folder."
         ) from error
     if not paths:
         raise CheckpointError(
@@ -167,6 +174,17 @@ def _resolve_on_hub(
             f"{sorted(names)[:8]}. Check the subfolder and the revision."
         )
     return Resolved(repo, paths[0].parent, commit)
+
+
+def _http_error() -> type[Exception]:
+    """Return what every error of the hub's HTTP client is: no connection, no answer in time, or an answer that says no.
+
+    The client is httpx or httpx2, as huggingface_hub's version decides, which names this class nowhere in public.
+    """
+    from huggingface_hub import errors
+
+    found: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # as above
+    return found
 
 
 def _ask(repo: str, revision: str | None, token: Any) -> tuple[str, frozenset[str]]:
