@@ -65,8 +65,8 @@ def wrap_fsdp_meta_safe(
         cpu_offload: Whether the shards stay on the host, or the policy of the FSDP that is used.
         device: The device of this rank; None takes :func:`device_for_rank`, which is the CPU without an accelerator.
         ignored: Modules, parameters, names or patterns that every rank keeps whole, and that FSDP leaves alone.
-        adapters: The folder of the adapter that the model has, or ``{name: folder}`` for several: their values are read
-            on rank 0 and scattered.
+        adapters: Folder or hub id of the adapter that the model has, or ``{name: folder}`` for several: rank 0 alone
+            asks for it and reads it, and its values are scattered.
         init_new: Called on each module that holds parameters which the source does not have, on rank 0, on the CPU,
             in the order of ``named_modules``; what it writes is scattered. peft's LoRA layers need none.
         verify: ``"structure"`` proves that nothing is left on meta and nothing trained is left unsharded; ``"bytes"``

@@ -6,7 +6,6 @@ import copy
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from safe_loading._adapter.facts import AdapterFacts, read_adapter
 from safe_loading._adapter.values import read_tensors, value_findings
-from safe_loading._checkpoint.hub import Resolved
+from safe_loading._checkpoint.hub import adapter_files, resolve
 from safe_loading._checkpoint.weights import ADAPTER_CONFIG
 from safe_loading._report import Finding
 from safe_loading._sharding.facts import Held, parameters_of
@@ -89,25 +88,30 @@ def adapter_values(model: nn.Module, lacking: Sequence[Held]) -> dict[str, torch
     return values
 
 
-def loaded_adapters(model: nn.Module, folders: Mapping[str, Path]) -> dict[str, torch.Tensor]:
-    """Return the values of adapters that lie in folders, in the places that peft gives them.
+def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return the values of adapters, in the places that peft gives them.
+
+    Args:
+        model: The model that has the adapters.
+        sources: Folders or hub ids, by the names of the adapters in the model.
 
     Raises:
         ArgumentError: The model has no such adapter.
         AdapterError: The files hold tensors that the model has no place for, or lack some, or scale them otherwise.
-        CheckpointError: A file is damaged.
+        CheckpointError: There is no such folder, the hub does not give it, or a file is damaged.
     """
-    if not folders:
+    if not sources:
         return {}
     peft: Any = sys.modules.get("peft")
     configs = getattr(model, "peft_config", {})
-    if peft is None or not set(folders) <= set(configs):
-        raise ArgumentError(f"adapters= names {sorted(folders)}, the model has the adapters {sorted(configs)}.")
+    if peft is None or not set(sources) <= set(configs):
+        raise ArgumentError(f"adapters= names {sorted(sources)}, the model has the adapters {sorted(configs)}.")
+    folders = {name: resolve(source, adapter_files) for name, source in sources.items()}
     with torch.random.fork_rng(devices=[]):
         twin = _twin(peft, model)
     problems = []
-    for name, folder in folders.items():
-        facts = read_adapter(Resolved(str(folder), folder))
+    for name, found in folders.items():
+        facts = read_adapter(found)
         problems += _other_settings(facts, configs[name])
         tensors = read_tensors(facts)
         problems += [str(each) for each in value_findings(facts, tensors) if each.severity == "error"]
@@ -116,9 +120,9 @@ def loaded_adapters(model: nn.Module, folders: Mapping[str, Path]) -> dict[str, 
         except (RuntimeError, ValueError, KeyError) as error:  # a shape, or a key that peft cannot map
             problems.append(f"{facts.weights}: {' '.join(str(error).split())}")
             continue
-        problems += [f"{folder}: {key} has no place in the model" for key in result.unexpected_keys]
+        problems += [f"{facts.folder}: {key} has no place in the model" for key in result.unexpected_keys]
         own = [key for key in result.missing_keys if f".{name}." in f"{key}."]
-        problems += [f"{folder} lacks {key}" for key in own]
+        problems += [f"{facts.folder} lacks {key}" for key in own]
     if problems:
         raise AdapterError("The adapters do not fit the model:", problems)
     # the weights of the base are one element each, and NaN

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from safe_loading._adapter.guard import own_device
-from safe_loading._checkpoint.hub import adapter_files, resolve
+from safe_loading._checkpoint.paths import path_text
 from safe_loading._distributed.exchange import Ranks
 from safe_loading._distributed.waiting import Waiting
 from safe_loading._sharding import fsdp1, fsdp2
@@ -46,7 +45,7 @@ class Setup:
         buffers: The buffers, which every rank keeps whole.
         mixed_precision: The policy of the version's FSDP.
         offload: The policy of the version's FSDP.
-        adapters: The folders of adapters, by the names that they have in the model.
+        adapters: Folders or hub ids of adapters, by the names that they have in the model.
         init_new: What gives new parameters their values.
         verify: How much is checked at the end.
         timeout: Longest wait for the other ranks, in seconds.
@@ -65,7 +64,7 @@ class Setup:
     buffers: tuple[Held, ...]
     mixed_precision: Any
     offload: Any
-    adapters: Mapping[str, Path]
+    adapters: Mapping[str, str]
     init_new: Any
     verify: Verify
     timeout: float
@@ -240,7 +239,7 @@ def _check_attached(
         raise ArgumentError("The model is wrapped already, and this call shards what was attached since:", problems)
 
 
-def _adapters(model: nn.Module, adapters: Any) -> dict[str, Path]:
+def _adapters(model: nn.Module, adapters: Any) -> dict[str, str]:
     if adapters is None:
         return {}
     if isinstance(adapters, (str, os.PathLike)):
@@ -248,7 +247,7 @@ def _adapters(model: nn.Module, adapters: Any) -> dict[str, Path]:
         adapters = {name: adapters}
     if not isinstance(adapters, Mapping):
         raise ArgumentError(f"adapters={adapters!r:.80}: pass a folder or hub id, or {{name: folder}} for several.")
-    return {name: resolve(each, adapter_files).folder for name, each in adapters.items()}
+    return {name: path_text(each, f"adapters[{name!r}]") for name, each in adapters.items()}
 
 
 def _sizes(mesh: object, ranks: Ranks, device: torch.device, version: int) -> tuple[int, ...]:
