@@ -33,7 +33,7 @@ def test_any_chain_of_conversions_puts_every_element_where_torch_does(seed: int)
     tensors = list(disk.values())
     for _ in range(draw.randint(1, 5)):
         dims = tensors[0].dim()
-        kind = draw.choice(["stack", "concatenate", "split", "transpose"])
+        kind = draw.choice(["stack", "concatenate", "split", "take", "transpose"])
         dim = draw.randrange(dims)
         if kind == "stack" and dims < 4:
             wholes, tensors = [pieces.stack(wholes, dim)], [torch.stack(tensors, dim)]
@@ -45,6 +45,11 @@ def test_any_chain_of_conversions_puts_every_element_where_torch_does(seed: int)
             keep = draw.randrange(len(sizes))
             wholes = [pieces.split(whole, sizes, dim)[keep] for whole in wholes]
             tensors = [torch.split(tensor, sizes, dim)[keep] for tensor in tensors]
+        elif kind == "take":
+            size = tensors[0].shape[dim]
+            order = draw.sample(range(size), draw.randint(1, size))
+            wholes = [pieces.take(whole, order, dim) for whole in wholes]
+            tensors = [torch.index_select(tensor, dim, torch.tensor(order)) for tensor in tensors]
         elif kind == "transpose":
             other = draw.randrange(dims)
             wholes = [pieces.transpose(whole, dim, other) for whole in wholes]

@@ -67,6 +67,46 @@ def inkling(folder: Path) -> Path:
     return folder
 
 
+def first_inkling(folder: Path) -> Path:
+    """A tiny Inkling: gate and up of the dense layer, and of the shared experts, are rows that alternate on disk."""
+    from transformers import InklingConfig, InklingForConditionalGeneration
+
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    swa = {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 1, "swa_head_dim": 16, "d_rel": 4, "rel_extent": 16}
+    experts = {"moe_intermediate_size": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 27, "num_hidden_layers": 2, "vocab_size": 103}
+    config = InklingConfig(
+        text_config={**heads, **swa, **experts, **sizes, "mlp_layer_types": ["dense", "sparse"]},
+        vision_config={"patch_size": 4, "hidden_size": 16, "num_hidden_layers": 8, "num_attention_heads": 2},
+        audio_config={"n_mel_bins": 4, "mel_vocab_size": 8},
+        image_token_id=100,
+        audio_token_id=101,
+    )
+    torch.manual_seed(0)
+    InklingForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": "all-linear", "r": 5},
+        {"target_modules": ["up_proj"], "use_dora": True},
+        {"target_modules": "all-linear", "use_dora": True, "use_rslora": True},
+        {"target_modules": ["q_proj"], "target_parameters": ["shared_experts.gate_proj", "shared_experts.up_proj"]},
+        {"target_modules": ["q_proj"], "target_parameters": ["shared_experts.up_proj", "experts.gate_up_proj"]},
+    ],
+)
+def test_rows_of_two_weights_that_alternate_on_disk_are_merged_there(tmp_path: Path, config: dict[str, Any]) -> None:
+    base = first_inkling(tmp_path / "base")
+    auto = AutoModelForImageTextToText
+    adapter = save_adapter(tmp_path / "adapter", base, auto_class=auto, task_type=None, **config)
+    report = check_same(base, adapter, tmp_path, auto)
+    merged = {tensor.name for tensor in report.of("merged")}
+    shared = "target_parameters" in config
+    assert any(name.endswith("shared_w13_weight" if shared else "mlp.w13_dn.weight") for name in merged)
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -18,6 +19,7 @@ from safe_loading._layout import pieces
 from safe_loading._layout.pieces import CannotFollow, Moved, Whole
 
 _MOVING = ("PermuteForRope", "Interleave")  # by name: older transformers lack the second
+_Moves = dict[str, tuple[int, tuple[int, ...]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,7 +112,7 @@ def read_layout(
     for key, shape in mismatched.items():
         opaque[key] = f"the checkpoint makes {list(shape)} of it, the model has {list(state[key].shape)}"
         del of[key]
-    moved = {key: each for key, each in moved.items() if key in state and each.whole.shape == tuple(state[key].shape)}
+    moved = {key: each for key, each in moved.items() if key in state and each.shape == tuple(state[key].shape)}
     return Layout(of, opaque, tuple(unknown), tuple(conversions), mismatched, key_of, moved)
 
 
@@ -172,11 +174,11 @@ def _converted(
         lacking = sorted(set(rule.source_patterns) - held.keys())
         raise CannotFollow(f"the checkpoint lacks what {lacking} stand for")
     targets = list(rule.target_patterns)
-    moves: dict[str, tuple[int, tuple[int, ...]]] = {}
+    moves: _Moves = {}
     for operation in rule.operations:
         if moves:
-            raise CannotFollow(f"transformers converts it by {type(operation).__name__}, after rows were moved")
-        if type(operation).__name__ in _MOVING:
+            held, moves = _chunked(operation, held, moves, targets)
+        elif type(operation).__name__ in _MOVING:
             moves = _moves(operation, held, rule, config)
         else:
             held = _applied(operation, held, targets, key, state)
@@ -191,9 +193,7 @@ def _converted(
     return result
 
 
-def _moves(
-    operation: Any, held: Mapping[str, list[Whole]], rule: Any, config: Any
-) -> dict[str, tuple[int, tuple[int, ...]]]:
+def _moves(operation: Any, held: Mapping[str, list[Whole]], rule: Any, config: Any) -> _Moves:
     """Return the dimension and the order of what an operation moves: it is given numbers in the place of rows."""
     moves = {}
     for pattern, wholes in held.items():
@@ -210,6 +210,23 @@ def _moves(
     return moves
 
 
+def _chunked(
+    operation: Any,
+    held: Mapping[str, list[Whole]],
+    moves: Mapping[str, tuple[int, tuple[int, ...]]],
+    targets: list[str],
+) -> tuple[dict[str, list[Whole]], _Moves]:
+    """Cut what was moved: each part is some rows of the same Whole, in an order of its own."""
+    (wholes, *more), (dim, order) = held.values(), next(iter(moves.values()))
+    plain = type(operation) is loader.Chunk and operation.num_shards_attribute is None
+    if not plain or more or len(wholes) != 1 or operation.dim % len(wholes[0].shape) != dim % len(wholes[0].shape):
+        raise CannotFollow(f"transformers converts it by {type(operation).__name__}, after rows were moved")
+    sizes = _chunk_sizes(len(order), len(targets))
+    ends = itertools.accumulate(sizes)
+    parts = {target: (dim, order[end - size : end]) for target, size, end in zip(targets, sizes, ends, strict=True)}
+    return dict.fromkeys(targets, wholes), parts
+
+
 def _applied(
     operation: Any, held: dict[str, list[Whole]], targets: list[str], key: str, state: Mapping[str, Any]
 ) -> dict[str, list[Whole]]:
@@ -221,7 +238,8 @@ def _applied(
     if len(held) == 1 and len(single) == 1:
         only = single[0]
         if type(operation) is loader.Chunk and operation.num_shards_attribute is None:
-            return dict(zip(targets, ([p] for p in _chunks(only, len(targets), operation.dim)), strict=True))
+            sizes = _chunk_sizes(only.shape[operation.dim], len(targets))
+            return dict(zip(targets, ([p] for p in pieces.split(only, sizes, operation.dim)), strict=True))
         if type(operation) is getattr(loader, "Split", None):  # transformers 5.17 has none
             names = [key.replace(targets[0], target) for target in targets]
             sizes = [state[name].shape[operation.dim] for name in names if name in state]
@@ -234,12 +252,12 @@ def _applied(
     raise CannotFollow(f"transformers converts it by {type(operation).__name__}, which does more than move elements")
 
 
-def _chunks(whole: Whole, count: int, dim: int) -> list[Whole]:
-    size = math.ceil(whole.shape[dim] / count)
-    sizes = [max(0, min(size, whole.shape[dim] - size * number)) for number in range(count)]
+def _chunk_sizes(rows: int, count: int) -> list[int]:
+    size = math.ceil(rows / count)
+    sizes = [max(0, min(size, rows - size * number)) for number in range(count)]
     if 0 in sizes:
-        raise CannotFollow(f"{whole.shape[dim]} rows cannot be chunked in {count}")
-    return pieces.split(whole, sizes, dim)
+        raise CannotFollow(f"{rows} rows cannot be chunked in {count}")
+    return sizes
 
 
 def _targets(key: str, rule: Any) -> list[str]:

@@ -7,6 +7,7 @@ disk is derived from what the loader does, and never guessed from shapes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -47,12 +48,19 @@ class Moved(NamedTuple):
     Attributes:
         whole: The rows in the order in which the disk holds them.
         dim: The dimension that the rows are numbered along.
-        order: For each row of the loader's tensor, which row of ``whole`` it is; None where it is the same.
+        order: For each row of the loader's tensor, which row of ``whole`` it is; None where it is the same. It has
+            fewer rows than ``whole`` where that holds those of several tensors.
     """
 
     whole: Whole
     dim: int = 0
     order: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the loader's tensor."""
+        shape = self.whole.shape
+        return shape if self.order is None else (*shape[: self.dim], len(self.order), *shape[self.dim + 1 :])
 
 
 class CannotFollow(Exception):
@@ -108,6 +116,16 @@ def split(whole: Whole, sizes: Sequence[int], dim: int) -> list[Whole]:
         parts.append(Whole(shape, tuple(pieces)))
         start += size
     return parts
+
+
+def take(whole: Whole, order: Sequence[int], dim: int) -> Whole:
+    """Return what ``torch.index_select`` makes of a Whole: a piece at least for each run of neighbours."""
+    starts = [at for at, row in enumerate(order) if not at or row != order[at - 1] + 1]
+    rows, parts = whole.shape[dim], []
+    for start, end in itertools.pairwise([*starts, len(order)]):
+        first, count = order[start], end - start
+        parts.append(split(whole, (first, count, rows - first - count), dim)[1])
+    return concatenate(parts, dim)
 
 
 def transpose(whole: Whole, one: int, other: int) -> Whole:

@@ -4,61 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from safe_loading._checkpoint.copy import ReadAhead, copy_range, read_into, write_from
 from safe_loading._layout.dtypes import DTYPES
 from safe_loading._lora.rounding import round_into
-from safe_loading._lora.update import ROWS, RowMerger
+from safe_loading._lora.update import ROWS, RowMerger, Update
+from safe_loading._merge_checkpoint.buffers import BLOCK_BYTES, Buffers, as_bytes
 from safe_loading._merge_checkpoint.changes import Part
 from safe_loading._merge_checkpoint.coded import Decoder
 from safe_loading._merge_checkpoint.plan import TensorPlan
 from safe_loading.errors import MergeError
 
-BLOCK_BYTES = 1 << 20  # of a weight: read, merged and written at once; smaller is slower, larger is not faster
 _COPY_BYTES = 16 << 20
 _HASH_BYTES = 1 << 18
-_MOST_VIEWS = 64  # that are kept for the next block
 
 Change = Callable[[torch.Tensor, int], torch.Tensor]
-
-
-class Buffers:
-    """The memory of one thread, made once and used for every block of every tensor, with the views of it."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, torch.Tensor] = {}
-        self._views: dict[tuple[str, torch.dtype, int, int], torch.Tensor] = {}
-        self._bytes: dict[int, memoryview] = {}
-
-    def take(self, use: str, size: int) -> memoryview:
-        """Return memory of that size; what the last call with the same ``use`` returned is overwritten."""
-        return self.bytes_of(self.tensor(use, torch.uint8, 1, size))
-
-    def tensor(self, use: str, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
-        """Return the same as a matrix."""
-        key = use, dtype, rows, columns
-        if (view := self._views.get(key)) is None:
-            view = self._memory(use, rows * columns * dtype.itemsize).view(dtype).view(rows, columns)
-            self._views[key], self._bytes[id(view)] = view, as_bytes(view)
-        return view
-
-    def bytes_of(self, tensor: torch.Tensor) -> memoryview:
-        """Return the bytes of a tensor; of one that came from here, without making a view anew."""
-        data = self._bytes.get(id(tensor))
-        return as_bytes(tensor) if data is None else data
-
-    def _memory(self, use: str, size: int) -> torch.Tensor:
-        held = self._held.get(use)
-        if held is None or len(held) < size or len(self._views) > _MOST_VIEWS:
-            self._views.clear()
-            self._bytes.clear()
-        if held is None or len(held) < size:
-            held = self._held[use] = torch.empty(max(size, BLOCK_BYTES), dtype=torch.uint8, device="cpu")
-        return held[:size]
 
 
 class TensorWriter:
@@ -97,6 +61,8 @@ class TensorWriter:
         self._ahead = ReadAhead(source, info.start, info.nbytes)
         self._from, self._to = DTYPES.get(info.dtype), DTYPES.get(plan.target.dtype)
         self._decoder: Decoder | None = None
+        self._mergers: dict[Update, RowMerger] = {}
+        self._parts_left = Counter(part.update for part in plan.parts)
         if plan.coded is not None:
             self._from = torch.float64  # what its codes stand for, rounded once to whatever is written
         if plan.value is not None:
@@ -194,12 +160,16 @@ class TensorWriter:
         # Then the sum is kept in float64, and rounded once to the other dtype.
         wide = self._from is not self._to or self._decoder is not None
         dtype = torch.float64 if wide else block_dtype(self._from)
-        merger = RowMerger(part.update, dtype, self._device, rows=rows)
-        offset = part.first - part.start
-        if part.update.needs_norms:
-            for start in range(part.start, part.stop, rows):
-                block = self._read(start, min(part.stop, start + rows))
-                merger.add_norms(self._brought(block, dtype), start + offset)
+        merger, offset = self._mergers.pop(part.update, None), part.first - part.start
+        if merger is None:
+            merger = RowMerger(part.update, dtype, self._device, rows=rows)
+            if part.update.needs_norms:  # then the part is the whole weight
+                for start in range(part.start, part.stop, rows):
+                    block = self._read(start, min(part.stop, start + rows))
+                    merger.add_norms(self._brought(block, dtype), start + offset)
+        self._parts_left[part.update] -= 1
+        if self._parts_left[part.update]:  # rows of two weights may alternate on disk
+            self._mergers[part.update] = merger
 
         def merge(block: torch.Tensor, start: int) -> torch.Tensor:
             there = self._brought(block, dtype)
@@ -273,13 +243,6 @@ def block_dtype(dtype: torch.dtype | None) -> torch.dtype:
     if dtype is None:
         raise ValueError("a dtype that torch does not know cannot be changed")
     return dtype
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor, without a copy where it is contiguous."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    data: Any = flat.view(torch.uint8).numpy()  # a buffer, which numpy's stubs say only for Python 3.12
-    return memoryview(data)
 
 
 def _sections(plan: TensorPlan, total: int) -> Iterator[tuple[int, int, Part | None]]:

@@ -12,7 +12,7 @@ import torch
 
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._layout.layout import Layout
-from safe_loading._layout.pieces import Moved, Piece, Whole
+from safe_loading._layout.pieces import Moved, Piece, Whole, take
 from safe_loading._lora.update import Term, Update
 from safe_loading._merge_checkpoint.changes import FLOATS, NAMES, Changes, Part
 from safe_loading._merge_checkpoint.edits import Edit
@@ -41,7 +41,7 @@ def place_edits(edits: Iterable[Edit], layout: Layout, tensors: Mapping[str, Ten
                 changes.tied |= {p.tensor: first[0].tensor for p in layout.of[name].pieces}
         elif len(moved) == len(edit.names) == 1:
             try:
-                _place(_as_on_disk(edit, layout.moved[moved[0]]), layout.moved[moved[0]].whole, tensors, parts, changes)
+                _place(*_as_on_disk(edit, layout.moved[moved[0]]), tensors, parts, changes)
             except _CannotPlaceError as reason:
                 changes.problems.append(f"{edit.names[0]}: {reason}")
         elif edit.value is not None and not any(name in layout.opaque for name in edit.names):
@@ -183,17 +183,19 @@ class _CannotPlaceError(Exception):
     pass
 
 
-def _as_on_disk(edit: Edit, moved: Moved) -> Edit:
-    """Return an edit of the rows in the order in which the disk holds them."""
+def _as_on_disk(edit: Edit, moved: Moved) -> tuple[Edit, Whole]:
+    """Return an edit of the rows in the order in which the disk holds them, and where they are there."""
     if moved.order is None:
-        return edit
+        return edit, moved.whole
+    if moved.shape != moved.whole.shape:  # rows of other weights lie between them, so each is a piece of its own
+        return edit, take(moved.whole, moved.order, moved.dim)
     if edit.rows or edit.starts:
         raise _CannotPlaceError(f"its rows have another order on disk. {_BY_HAND}")
     order = torch.tensor(moved.order)
     value = None if edit.value is None else torch.empty_like(edit.value).index_copy_(moved.dim, order, edit.value)
     back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
     updates = {index: _reordered(update, moved.dim - len(index), back) for index, update in edit.updates.items()}
-    return dataclasses.replace(edit, value=value, updates=updates)
+    return dataclasses.replace(edit, value=value, updates=updates), moved.whole
 
 
 def _reordered(update: Update, axis: int, order: torch.Tensor) -> Update:

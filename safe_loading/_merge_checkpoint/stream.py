@@ -23,7 +23,8 @@ import torch
 
 from safe_loading._checkpoint.commit import Stage
 from safe_loading._checkpoint.copy import clone, start_writing_back, write_from
-from safe_loading._merge_checkpoint.blocks import Buffers, TensorWriter
+from safe_loading._merge_checkpoint.blocks import TensorWriter
+from safe_loading._merge_checkpoint.buffers import Buffers
 from safe_loading._merge_checkpoint.plan import FilePlan, TensorPlan
 
 WRITE_BACK_BYTES = 16 << 20  # how much is handed to the disk at once

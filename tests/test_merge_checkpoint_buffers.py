@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from safe_loading._merge_checkpoint import blocks
-from safe_loading._merge_checkpoint.blocks import Buffers
+from safe_loading._merge_checkpoint import buffers as module
+from safe_loading._merge_checkpoint.buffers import Buffers
 
 
 def test_a_view_is_made_once_and_shares_its_bytes() -> None:
@@ -25,10 +25,10 @@ def test_a_view_is_made_once_and_shares_its_bytes() -> None:
 def test_memory_grows_and_what_was_taken_from_it_stays_usable() -> None:
     buffers = Buffers()
     small = buffers.tensor("in", torch.uint8, 1, 8).fill_(5)
-    large = buffers.tensor("in", torch.uint8, 2, blocks.BLOCK_BYTES).fill_(6)
+    large = buffers.tensor("in", torch.uint8, 2, module.BLOCK_BYTES).fill_(6)
     assert small.tolist() == [[5] * 8]
     assert bytes(buffers.bytes_of(small)) == bytes([5] * 8)
-    assert len(buffers.bytes_of(large)) == 2 * blocks.BLOCK_BYTES
+    assert len(buffers.bytes_of(large)) == 2 * module.BLOCK_BYTES
     assert buffers.tensor("in", torch.uint8, 1, 8).data_ptr() == large.data_ptr()
 
 
@@ -37,7 +37,7 @@ def test_the_views_of_many_shapes_are_not_kept() -> None:
     for columns in range(1, 1000):
         matrix = buffers.tensor("in", torch.int16, 1, columns).fill_(columns)
         assert buffers.bytes_of(matrix) == columns.to_bytes(2, "little") * columns
-    assert len(buffers._views) == len(buffers._bytes) <= blocks._MOST_VIEWS + 1
+    assert len(buffers._views) == len(buffers._bytes) <= module._MOST_VIEWS + 1
 
 
 def test_the_bytes_of_any_other_tensor() -> None:

@@ -1,0 +1,52 @@
+"""The memory in which a thread reads, changes and writes blocks, and bytes of tensors without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+BLOCK_BYTES = 1 << 20  # of a weight: read, merged and written at once; smaller is slower, larger is not faster
+_MOST_VIEWS = 64  # that are kept for the next block
+
+
+class Buffers:
+    """The memory of one thread, made once and used for every block of every tensor, with the views of it."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+        self._views: dict[tuple[str, torch.dtype, int, int], torch.Tensor] = {}
+        self._bytes: dict[int, memoryview] = {}
+
+    def take(self, use: str, size: int) -> memoryview:
+        """Return memory of that size; what the last call with the same ``use`` returned is overwritten."""
+        return self.bytes_of(self.tensor(use, torch.uint8, 1, size))
+
+    def tensor(self, use: str, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
+        """Return the same as a matrix."""
+        key = use, dtype, rows, columns
+        if (view := self._views.get(key)) is None:
+            view = self._memory(use, rows * columns * dtype.itemsize).view(dtype).view(rows, columns)
+            self._views[key], self._bytes[id(view)] = view, as_bytes(view)
+        return view
+
+    def bytes_of(self, tensor: torch.Tensor) -> memoryview:
+        """Return the bytes of a tensor; of one that came from here, without making a view anew."""
+        data = self._bytes.get(id(tensor))
+        return as_bytes(tensor) if data is None else data
+
+    def _memory(self, use: str, size: int) -> torch.Tensor:
+        held = self._held.get(use)
+        if held is None or len(held) < size or len(self._views) > _MOST_VIEWS:
+            self._views.clear()
+            self._bytes.clear()
+        if held is None or len(held) < size:
+            held = self._held[use] = torch.empty(max(size, BLOCK_BYTES), dtype=torch.uint8, device="cpu")
+        return held[:size]
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, without a copy where it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    data: Any = flat.view(torch.uint8).numpy()  # a buffer, which numpy's stubs say only for Python 3.12
+    return memoryview(data)
