@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from safe_loading._tracing.records import StepTrace
+
 NUMBER = 8  # bytes of a number of Python
 KERNELS = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -161,3 +163,17 @@ def training(
         loss.backward()
 
     return {"train": peak_above_start(step)}
+
+
+def above_start(trace: StepTrace, *phases: str) -> int:
+    """The most bytes that were alive in some phases, above those at the beginning of the first."""
+    live = start = most = 0
+    begun = False
+    for index in trace.order:
+        block = trace.blocks[max(index, ~index)]
+        if index >= 0 and block.phase in phases and not begun:
+            begun, start = True, live
+        live += block.bytes if index >= 0 else -block.bytes
+        if index >= 0 and block.phase in phases:
+            most = max(most, live - start)
+    return most

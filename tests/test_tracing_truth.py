@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from allocator_truth import generation, training
+from allocator_truth import above_start, generation, training
 
 from safe_loading import Workload
-from safe_loading._tracing.records import StepTrace
 from safe_loading._tracing.trace import trace_step
 
 ROWS, COLUMNS = 2, 48
@@ -171,20 +170,6 @@ def picture_in_text() -> dict[str, torch.Tensor]:
     ids = torch.full((ROWS, COLUMNS), 5)
     ids[:, 1:17] = 99  # one token for each patch
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.zeros(ROWS, 3, 32, 32)}
-
-
-def above_start(trace: StepTrace, *phases: str) -> int:
-    """The most bytes that were alive in some phases, above those at the beginning of the first."""
-    live = start = most = 0
-    begun = False
-    for index in trace.order:
-        block = trace.blocks[max(index, ~index)]
-        if index >= 0 and block.phase in phases and not begun:
-            begun, start = True, live
-        live += block.bytes if index >= 0 else -block.bytes
-        if index >= 0 and block.phase in phases:
-            most = max(most, live - start)
-    return most
 
 
 @pytest.mark.parametrize(

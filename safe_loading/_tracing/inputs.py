@@ -10,22 +10,30 @@ import torch
 from transformers import PreTrainedModel
 
 from safe_loading._tracing.values import Values
+from safe_loading.errors import TraceError
 
-_ONE_LABEL = ("ForSequenceClassification", "ForImageClassification")
+_ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")
+_SEEING = ("vision_config", "encoder")  # the part of a config that describes the images
 _THE_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def takes(model: torch.nn.Module) -> set[str]:
-    """Return the names of the arguments of the model's forward, through wrappers that pass everything on."""
+def takes(model: torch.nn.Module) -> dict[str, bool]:
+    """Return the arguments of the model's forward, through wrappers that pass everything on: name, and whether needed.
+
+    Args:
+        model: The model, wrapped or not.
+    """
     seen: Any = model
-    names = set[str]()
+    names: dict[str, bool] = {}
     for _ in range(8):
         parameters = inspect.signature(seen.forward).parameters
-        names |= {name for name, each in parameters.items() if each.kind not in _THE_REST}
+        for name, each in parameters.items():
+            if each.kind not in _THE_REST:
+                names.setdefault(name, each.default is inspect.Parameter.empty)
         if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
             break
         if hasattr(_text_config(seen), "use_cache"):
-            names.add("use_cache")  # which the model within the model takes
+            names.setdefault("use_cache", False)  # which the model within the model takes
         inner = _within(seen)
         if inner is None:
             break
@@ -97,7 +105,8 @@ class Inputs:
         for name in wanted:
             if name in self.names and name not in batch:
                 batch[name] = self.tokens(rows, columns)
-        if "pixel_values" in self.names and "input_ids" not in self.names and "pixel_values" not in batch:
+        seeing = "input_ids" not in self.names or self.names.get("pixel_values")
+        if "pixel_values" in self.names and seeing and "pixel_values" not in batch:
             batch["pixel_values"] = self._images(rows)
         return batch
 
@@ -108,7 +117,14 @@ class Inputs:
         return self.tokens(rows, columns)
 
     def _images(self, rows: int) -> torch.Tensor:
-        config = getattr(self.config, "vision_config", self.config)
-        size = config.image_size
+        config = next(
+            (c for c in (getattr(self.config, n, None) for n in _SEEING) if hasattr(c, "image_size")), self.config
+        )
+        size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
+        if size is None:
+            raise TraceError(
+                f"The config of {self.kind} does not say how large its images are: pass them, as "
+                f"inputs={{'pixel_values': torch.empty({rows}, {channels}, height, width, device='meta')}}."
+            )
         height, width = (size, size) if isinstance(size, int) else size
-        return torch.empty((rows, config.num_channels, height, width), device=self.device)
+        return torch.empty((rows, channels, height, width), device=self.device)

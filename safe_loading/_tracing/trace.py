@@ -26,6 +26,7 @@ from safe_loading._tracing.ledger import Ledger, device_of, device_uses, module_
 from safe_loading._tracing.memo import Known, Memo
 from safe_loading._tracing.moves import Placement, install
 from safe_loading._tracing.records import StepTrace
+from safe_loading._tracing.refusal import refusal
 from safe_loading._tracing.twins import Twins
 from safe_loading._tracing.values import Values
 from safe_loading._tracing.watch import Watch
@@ -56,7 +57,6 @@ def trace_step(
             devices run with what accelerate's hooks do at their boundaries. None puts everything on device 0.
         inputs: Tensors of which shape and dtype are taken, by the name of forward's argument, for models whose inputs
             are not tokens (on ``meta``, say); they replace those that would be made.
-
         known: What earlier traces of this model remembered of its operations; it grows.
 
     Raises:
@@ -72,7 +72,7 @@ def trace_step(
             try:
                 _run(running, workload, where, inputs, watch, fake)
             except Exception as error:
-                raise _refusal(running, workload, error, ledger) from error
+                raise refusal(running, workload, error, inputs) from error
     return StepTrace(
         workload=repr(workload),
         blocks=tuple(ledger.blocks),
@@ -96,7 +96,8 @@ def _run(
     fake: FakeTensorMode,
 ) -> None:
     ledger = watch.ledger
-    with _neutral(), fake:
+    functions = Functions(watch.content)
+    with _neutral(), functions, functions.lists(), fake:
         twins = Twins(fake, ledger, where)
         twins.swap_in(model)
         if workload.kind == "weights_only":
@@ -158,7 +159,6 @@ def _neutral() -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
-        Functions(),
         # its branch for fake tensors builds a mask that the real run does not
         mock.patch("transformers.utils.import_utils.is_fake_tensor", _no),
     ):
@@ -169,13 +169,3 @@ def _neutral() -> Iterator[None]:
 def _no(_: object) -> bool:
     """Answer without a note of the question: a `Mock` keeps its arguments, and so the tensors, alive."""
     return False
-
-
-def _refusal(model: torch.nn.Module, workload: Workload, error: Exception, ledger: Ledger) -> TraceError:
-    if isinstance(error, TraceError):
-        return error
-    where = ledger.stack[-1] if ledger.stack else ""
-    return TraceError(
-        f"{type(model).__name__} cannot be traced for {workload!r}: {type(error).__name__} in "
-        f"{where or 'its forward'}: {str(error).strip()[:600]}"
-    )

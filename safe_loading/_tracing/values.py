@@ -21,7 +21,16 @@ aten = torch.ops.aten
 _UNWRITTEN = frozenset(
     {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided}
 )
-_CHOICES = {aten.topk.default: 1, aten.argmax.default: None, aten.sort.default: 1, aten.multinomial.default: None}
+# which of the outputs are indices; None for the only one
+_CHOICES = {
+    aten.topk.default: 1,
+    aten.argmax.default: None,
+    aten.max.dim: 1,
+    aten.sort.default: 1,
+    aten.sort.stable: 1,
+    aten.multinomial.default: None,
+}
+UNKNOWN: dict[str, bool | int | float] = {"bool": True, "int": 1, "float": 1.0}
 
 
 class Values:
@@ -59,16 +68,39 @@ class Values:
         """Return the value of a fake tensor, when it is known."""
         return self._of.get(fake)  # type: ignore[no-any-return]  # of an untyped dictionary
 
-    def number(self, fake: torch.Tensor) -> bool | int | float | None:
-        """Return the one number in a fake tensor, when it is known."""
+    def ask(self, fake: torch.Tensor, module: str) -> torch.Tensor:
+        """Return the value of a fake tensor; ones, with a note of the module that asks, where nobody knows it.
+
+        Raises:
+            UnknownValue: Nobody knows it, and it is large.
+        """
         value = self.get(fake)
         if value is None:
-            return None
+            if fake.numel() > MOST:
+                raise UnknownValue(f"{fake.numel()} numbers that depend on values are asked for")
+            answer = self.guess("bool" if fake.dtype == torch.bool else "float" if _broken(fake) else "int", module)
+            with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
+                value = torch.full(fake.shape, answer, dtype=fake.dtype)
+        return value
+
+    def number(self, fake: torch.Tensor, module: str) -> bool | int | float:
+        """Return the one number in a fake tensor, as `ask` does."""
+        value = self.ask(fake, module)
         with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
             return value.item()
 
+    def guess(self, kind: str, module: str) -> bool | int | float:
+        """Return the answer for an unknown ``bool``, ``int`` or ``float``, with a note of the module that asks."""
+        answer = UNKNOWN[kind]
+        said = f"{module or 'the model'} asks for a number that nobody knows; {answer} was answered"
+        self.assumed.setdefault(said)
+        return answer
+
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute what an operation gives, when its inputs are known and its output is whole numbers."""
+        if isinstance(out, (tuple, list)) and not func._schema.is_mutable:
+            self._follow_parts(func, args, kwargs, out)
+            return
         if isinstance(out, torch.Tensor) and not _worth_it(out):
             if func in _MUTATING or func._schema.is_mutable:
                 self._forget(args)
@@ -77,15 +109,26 @@ class Values:
             if out.numel() <= FEW and not out.is_floating_point():
                 self.keep(out, 0)
             return
-        if func in _CHOICES:
-            self._choose(func, args, out)
-            return
         if not isinstance(out, torch.Tensor) or func._schema.is_mutable:
             self._mutate(func, args, kwargs)
             return
         value = self._computed(func, args, kwargs)
         if isinstance(value, torch.Tensor) and value.shape == out.shape:
             self._of[out] = value
+        elif func in _CHOICES:
+            self._choose(func, args, kwargs, out)
+
+    def _follow_parts(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """The same for an operation that gives several tensors, such as ``split``."""
+        parts = [part for part in out if isinstance(part, torch.Tensor)]
+        worth_it = any(_worth_it(part) for part in parts)
+        values = self._computed(func, args, kwargs) if worth_it else None
+        if isinstance(values, (tuple, list)) and len(values) == len(out):
+            for part, value in zip(out, values, strict=True):
+                if isinstance(value, torch.Tensor) and value.shape == part.shape and _worth_it(part):
+                    self._of[part] = value
+        elif func in _CHOICES:
+            self._choose(func, args, kwargs, out)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -109,16 +152,23 @@ class Values:
         """Return what an operation gives whose shape or number depends on values, or None."""
         return self._computed(func, args, kwargs)
 
-    def _choose(self, func: Any, args: Any, out: Any) -> None:
+    def _choose(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Give indices that nobody can know the values of a fair choice: one after the other."""
         place = _CHOICES[func]
         chosen = out if place is None else out[place]
         if not _worth_it(chosen):
             return
-        among = args[0].shape[args[1] if func is aten.argmax.default and len(args) > 1 else -1]
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        dim = given.get("dim", -1)
+        scores = args[0]
+        among = scores.numel() if dim is None else scores.shape[dim] if scores.dim() else 1
         self.assumed.setdefault("indices chosen by unknown scores (experts, say) are spread evenly")
         with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
-            self._of[chosen] = (torch.arange(chosen.numel()) % max(among, 1)).reshape(chosen.shape).to(chosen.dtype)
+            even = torch.empty(chosen.shape, dtype=chosen.dtype)
+            along = even.movedim(dim, -1) if dim is not None and chosen.dim() == scores.dim() > 0 else even
+            along.copy_((torch.arange(chosen.numel()) % max(among, 1)).reshape(along.shape))
+            self._of[chosen] = even
 
     def _forget(self, args: Any) -> None:
         for leaf in tree_leaves(args[:1]):
@@ -143,6 +193,13 @@ class Values:
 _MUTATING: frozenset[Any] = frozenset({aten.copy_.default, aten.fill_.Scalar})
 
 
+def _broken(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _worth_it(tensor: torch.Tensor) -> bool:
-    whole = not tensor.is_floating_point() and not tensor.is_complex()
-    return tensor.numel() <= (MOST if whole else FEW)
+    return tensor.numel() <= (FEW if _broken(tensor) else MOST)
+
+
+class UnknownValue(RuntimeError):
+    """What a model asks for depends on values that nobody knows."""

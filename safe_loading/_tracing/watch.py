@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from safe_loading._tracing.ledger import Ledger, key_of
 from safe_loading._tracing.memo import Memo
 from safe_loading._tracing.records import Crossing, Problem
-from safe_loading._tracing.values import Values
+from safe_loading._tracing.values import UNKNOWN, UnknownValue, Values
 
 aten = torch.ops.aten
 _MOVES = frozenset({aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default})
@@ -32,11 +32,10 @@ _INTO_ZEROS: dict[Any, Any] = {
     aten.scatter_add.default: aten.scatter_add_.default,
     aten.masked_scatter.default: aten.masked_scatter_.default,
 }
+_BY_MASK = frozenset({aten.index.Tensor, aten.masked_select.default})
 _ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default"})
 # of a gradient that only autograd's buffer holds, the calls that led here included
 _ALONE, _ALONE_STORAGE = 4, 2
-_UNKNOWN: dict[str, bool | int | float] = {"bool": True, "int": 1, "float": 1.0}
-
 
 # the shapes that torch knows for it are those of CUDA's kernel; the CPU's takes every dtype
 _BF16_ONLY = frozenset({aten._grouped_mm.default})
@@ -74,7 +73,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
         """Run one operation."""
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
-            return self._number(args[0])
+            return self.values.number(args[0], self._where)
         if self.several:
             args, kwargs = self._same_device(func, args, kwargs)
         if func in _INTO_ZEROS and self._fills_gradient(args[0]):
@@ -131,20 +130,24 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
             and torch._C._storage_Use_Count(storage._cdata) <= _ALONE_STORAGE
         )
 
-    def _number(self, tensor: torch.Tensor) -> bool | int | float:
-        value = self.values.number(tensor)
-        if value is not None:
-            return value
-        kind = "bool" if tensor.dtype == torch.bool else "float" if tensor.is_floating_point() else "int"
-        where = self.ledger.stack[-1] if self.ledger.stack else "the model"
-        self.values.assumed.setdefault(f"{where} asks for a number that nobody knows; {_UNKNOWN[kind]} was answered")
-        return _UNKNOWN[kind]
+    def content(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a real tensor with the values of a fake one, or ones with a note that says so."""
+        return self.values.ask(tensor, self._where)
+
+    @property
+    def _where(self) -> str:
+        return self.ledger.stack[-1] if self.ledger.stack else ""
 
     def _from_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         value = self.values.answer(func, args, kwargs)
         first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+        if value is None and func in _BY_MASK:
+            return self._by_mask(func, *args)
+        kinds = [str(returned.type) for returned in func._schema.returns]
+        if value is None and kinds[0] in UNKNOWN:  # `torch.equal`, say
+            return self.values.guess(kinds[0], self._where)
         if value is None or first is None:
-            raise UnknownValue(str(func), self.ledger.stack[-1] if self.ledger.stack else "")
+            raise UnknownValue(f"the shape that {func} gives depends on values")
 
         def fake(real: torch.Tensor) -> torch.Tensor:
             made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=first.device)
@@ -152,6 +155,22 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
             return made
 
         return tree_map_only(torch.Tensor, fake, value)
+
+    def _by_mask(self, func: Any, x: torch.Tensor, by: Any) -> torch.Tensor:
+        """Choose among unknown numbers by known masks: by the indices of what these let through, as torch does."""
+        if func is aten.masked_select.default:
+            shape = torch.broadcast_shapes(x.shape, by.shape)  # type: ignore[no-untyped-call]  # of torch
+            x, by = x.expand(shape), [self.__torch_dispatch__(aten.expand.default, (), (by, list(shape)))]
+        places: list[torch.Tensor | None] = []
+        for index in by:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                places.append(index)
+            else:
+                found = self.__torch_dispatch__(aten.nonzero.default, (), (index,))  # refused where it is not known
+                places.extend(found.unbind(1))
+        result: torch.Tensor = aten.index.Tensor(x, places)
+        self.ledger.add(result, str(func))  # while the indices are there
+        return result
 
     def _same_device(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if func in _MOVES:
@@ -173,7 +192,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
 
     def _note_problem(self, func: Any, tensors: list[torch.Tensor], devices: list[torch.device]) -> None:
         words = tuple(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {key_of(t.device)}" for t in tensors)
-        where = self.ledger.stack[-1] if self.ledger.stack else ""
+        where = self._where
         keys = tuple(key_of(device) for device in devices)
         makers = tuple(self._maker(self.ledger.number(tensor), where) for tensor in tensors)
         self.problems.setdefault(Problem(str(func), where, keys, words, self.ledger.phase, makers))
@@ -201,7 +220,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
             return
         if target is None or source.device == target or not source.nbytes:
             return
-        where = self.ledger.stack[-1] if self.ledger.stack else ""
+        where = self._where
         key = (key_of(source.device), key_of(target), where, self.ledger.phase, not self.boundary)
         total = self.moved.setdefault(key, [0, 0])
         total[0] += source.nbytes
@@ -223,10 +242,3 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-
-
-class UnknownValue(RuntimeError):
-    """An operation whose result has a shape that depends on values that nobody knows."""
-
-    def __init__(self, op: str, module: str) -> None:
-        super().__init__(f"{op} in {module or 'the model'} gives a shape that depends on values")
