@@ -108,6 +108,16 @@ def ratio(value: float, unit: float) -> str:
     return "n/a" if unit <= 0 else f"{value / unit:.2f}x"
 
 
+def promise(kept: bool, *, quick: bool = False) -> str:
+    """Return whether a promise was kept; a quick run shows that a benchmark works and no more.
+
+    Args:
+        kept: Whether what was measured is within it.
+        quick: Whether it was measured at tiny sizes or a few times.
+    """
+    return "not judged at this size" if quick else "kept" if kept else "MISSED"
+
+
 def median(values: Iterable[float]) -> float:
     """Return the median."""
     return statistics.median(values)

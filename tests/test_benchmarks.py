@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,19 @@ def test_every_benchmark_can_be_recorded_and_takes_the_options_of_the_runner(run
     for name in runner.SCRIPTS:
         assert runner.recorded(page, name, "new") != page
         assert "options(__doc__, " in (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8"), name
+
+
+def test_a_quick_run_judges_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    common, load = importlib.import_module("_common"), importlib.import_module("load_peft")
+    assert [common.promise(kept) for kept in (True, False)] == ["kept", "MISSED"]
+    assert [common.promise(kept, quick=True) for kept in (True, False)] == ["not judged at this size"] * 2
+    for quick, word in ((False, "MISSED"), (True, "not judged at this size")):
+        line = load.verdict("attach", 2.0, 1.0, "ms", quick=quick)
+        assert line == f"promise for safe_loading: attach <= 1 ms; 2.00: {word}"
+    # and no script judges by itself
+    judges = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if "MISSED" in path.read_text(encoding="utf-8")]
+    assert judges == ["_common"]
 
 
 def test_an_unknown_benchmark_is_refused(runner: Any, capsys: pytest.CaptureFixture[str]) -> None:
