@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from faults import adapters as faults
+from fsdp_sweep import saved
 from models import save_adapter, save_llama
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -54,6 +56,30 @@ def test_an_adapter_of_one_of_two_tied_weights_unties_them(tmp_path: Path, kind:
     assert torch.equal(out["model.embed_tokens.weight"], before["model.embed_tokens.weight"]) == (kind != "embedding")
     assert torch.equal(out["lm_head.weight"], before["model.embed_tokens.weight"]) == (kind == "embedding")
     assert read_checkpoint(tmp_path / "out").nbytes == read_checkpoint(base).nbytes + 101 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]},
+        # a target that peft does not take for an embedding, so that the base's rows are not in the file
+        {"target_modules": ["model.embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["lm_head", "q_proj"], "modules_to_save": ["embed_tokens"]},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_of_two_tied_weights_is_added_to_and_the_other_replaced(
+    tmp_path: Path, config: dict[str, Any], dtype: torch.dtype
+) -> None:
+    base = save_llama(tmp_path / "base", dtype, tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "adapter", base, dtype=dtype, **config)
+    report = merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    assert [finding.code for finding in report.findings] == ["no-longer-tied"]
+    tolerance = 1e-4 if dtype == torch.float32 else 0.02
+    assert torch.allclose(logits(loaded(tmp_path / "out")), plain(base, adapter), atol=tolerance)
+    expected, found = on_disk(reference(base, adapter, tmp_path / "reference")), on_disk(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 def test_a_saved_head_of_a_tied_base_is_the_merge_in_memory(tmp_path: Path) -> None:
@@ -166,9 +192,9 @@ def test_a_lora_on_a_resized_embedding_needs_both_weights(tmp_path: Path) -> Non
         merge_lora_checkpoint(base, lacking, tmp_path / "no")
 
 
-@pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], ["embed_tokens"], []])
+@pytest.mark.parametrize("own", [["embed_tokens", "lm_head"], ["embed_tokens"], []])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_vocabulary_that_was_resized_in_memory(tmp_path: Path, tied: bool, saved: list[str]) -> None:
+def test_a_vocabulary_that_was_resized_in_memory(tmp_path: Path, tied: bool, own: list[str]) -> None:
     # peft then writes both ends as save_embedding_layers does, and a saved module under all of its names in the model
     base = save_llama(tmp_path / "base", tie_word_embeddings=tied)
 
@@ -180,17 +206,55 @@ def test_a_vocabulary_that_was_resized_in_memory(tmp_path: Path, tied: bool, sav
             model.resize_token_embeddings(110, mean_resizing=False)
             return model
 
-    options = {"modules_to_save": saved or None, "ensure_weight_tying": tied and len(saved) == 1}
+    options = {"modules_to_save": own or None, "ensure_weight_tying": tied and len(own) == 1}
     adapter = save_adapter(tmp_path / "adapter", base, auto_class=Resized, **options)
-    assert not saved or any(".original_module." in name for name in on_disk(adapter))
+    assert not own or any(".original_module." in name for name in on_disk(adapter))
     merge_lora_checkpoint(base, adapter, tmp_path / "out")
     model = loaded(tmp_path / "out")
     assert model.config.vocab_size == 110 == len(model.lm_head.weight)
-    own = Resized.from_pretrained(base, dtype="auto")
+    larger = Resized.from_pretrained(base, dtype="auto")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert torch.allclose(logits(model), logits(PeftModel.from_pretrained(own, str(adapter))), atol=1e-4)
+        assert torch.allclose(logits(model), logits(PeftModel.from_pretrained(larger, str(adapter))), atol=1e-4)
     assert torch.allclose(logits(model), logits(load_peft_on_rank(adapter, Resized.from_pretrained(base))), atol=1e-4)
+
+
+@pytest.mark.parametrize("own", [["word_embeddings"], []])
+def test_a_resized_head_with_a_bias(tmp_path: Path, own: list[str]) -> None:
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    RobertaForMaskedLM(RobertaConfig(vocab_size=101, **sizes)).save_pretrained(tmp_path / "base")
+
+    class Resized:
+        @staticmethod
+        def from_pretrained(path: Path, **options: Any) -> Any:
+            torch.manual_seed(0)
+            model: Any = RobertaForMaskedLM.from_pretrained(path, **options)
+            model.resize_token_embeddings(110, mean_resizing=False)
+            return model
+
+    options = {"task_type": None, "target_modules": ["query"], "modules_to_save": own or None}
+    adapter = save_adapter(
+        tmp_path / "adapter", tmp_path / "base", auto_class=Resized, ensure_weight_tying=bool(own), **options
+    )
+    merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out")
+    found = logits(loaded(tmp_path / "out", RobertaForMaskedLM))
+    expected = logits(load_peft_on_rank(adapter, Resized.from_pretrained(tmp_path / "base")))
+    assert found.shape == expected.shape == (*TOKENS.shape, 110)
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_a_config_with_infinity_stays_one_when_it_changes(tmp_path: Path) -> None:
+    base, saved_too = tmp_path / "base", ["embed_tokens", "lm_head"]
+    saved("BambaForCausalLM", base)
+    before = json.loads((base / "config.json").read_text())
+    assert before["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    adapter = resized(tmp_path, base, 260, target_modules=["q_proj"], modules_to_save=saved_too)
+    merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    assert loaded(tmp_path / "out").config.time_step_limit[1] == math.inf
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**before, "vocab_size": 260}
 
 
 @pytest.mark.parametrize("labels", [2, 5])

@@ -136,6 +136,8 @@ def _match_base_weights(
     embedding_ids = {id(tensor) for tensor in embeddings}
     # peft saves the input and the output embedding together (save_embedding_layers); one alone was a module to save
     whole_set = embedding_ids <= {id(own[key]) for key in stray if key in own}
+    # and with it the bias that such a module has (the decoder of a BERT)
+    ends = {key.rpartition(".")[0] for key in stray if id(own.get(key)) in embedding_ids}
     modules = {path for path, _ in model.named_modules()}
     for key, value in stray.items():
         tensor = own.get(key)
@@ -143,7 +145,7 @@ def _match_base_weights(
             result.findings.append(_unexpected(where, key, modules, model))
             continue
         bias = getattr(config, "bias", "none") != "none" and key.endswith(".bias")
-        embedding = id(tensor) in embedding_ids and (".base_layer." in key or whole_set)
+        embedding = key.rpartition(".")[0] in ends and (".base_layer." in key or whole_set)
         if not (bias or embedding):
             result.findings.append(_undeclared(where, key, value))
         elif tensor.shape != value.shape:

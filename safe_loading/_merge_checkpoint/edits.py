@@ -36,6 +36,9 @@ class Edit:
         said: The modules that the adapters spoke of.
         apart: The names under which it does not change, though it is tied to those that do.
         own: What replaces it under each of its names, where that differs, though they are tied in the base.
+        each: The edit of each of its names, where some are replaced and others added to, though they are tied.
+        summed: The modules under which it is added to, or rows of it are replaced.
+        saved: The names under which a module of ``modules_to_save`` replaces it, which no tie carries to the others.
     """
 
     names: tuple[str, ...]
@@ -47,6 +50,27 @@ class Edit:
     said: set[str] = dataclasses.field(default_factory=set)
     apart: tuple[str, ...] = ()
     own: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    each: dict[str, Edit] = dataclasses.field(default_factory=dict)
+    summed: set[str] = dataclasses.field(default_factory=set)
+    saved: set[str] = dataclasses.field(default_factory=set)
+
+    def split(self) -> None:
+        """Tell what happens under each name, where a saved module stands under one and others are added to."""
+        for name in self.names:
+            summed = name.rpartition(".")[0] in self.summed
+            self.each[name] = dataclasses.replace(
+                self,
+                names=(name,),
+                value=self.own.get(name),
+                updates=self.updates if summed else {},
+                rows=self.rows if summed else {},
+                own={},
+                each={},
+            )
+        self.own.clear()
+        self.apart = tuple(
+            name for name, edit in self.each.items() if edit.value is None and not edit.updates and not edit.rows
+        )
 
 
 class Edits:
@@ -97,7 +121,7 @@ class Edits:
         found, problems = layer_updates(path, layer, order)
         self.problems += problems
         for owner, attribute, index, update in found:
-            edit = self._of(owner, attribute, path)
+            edit = self._of(owner, attribute, path, adds=True)
             held = None if edit is None else edit.updates.setdefault(index, update)
             if edit is None or held is None or equal_updates(held, update):
                 continue  # the same twice: ensure_weight_tying=True puts one adapter on both of two tied weights
@@ -118,7 +142,7 @@ class Edits:
                 self.problems.append(f"{', '.join(edit.names)}: {start.kind} on a weight that is tied or replaced")
             edit.starts.append(start)
 
-    def _of(self, owner: torch.nn.Module, attribute: str, path: str) -> Edit | None:
+    def _of(self, owner: torch.nn.Module, attribute: str, path: str, *, adds: bool = False) -> Edit | None:
         place = self._places.get((id(owner), attribute))
         if place is None:
             self.problems.append(f"{path}: the adapter changes a tensor that is no parameter of the base")
@@ -126,6 +150,8 @@ class Edits:
         key, names, shape = place
         edit = self.by_id.setdefault(key, Edit(names, tuple(shape)))
         edit.said.add(_plain(path))
+        if adds:
+            edit.summed.add(_plain(path))
         return edit
 
     def _base_writes(self, model: PeftModel, adapters: Sequence[Adapter]) -> None:
@@ -151,14 +177,14 @@ class Edits:
                 if value.is_meta:  # what the file need not hold, as a buffer that is computed
                     continue
                 where, _, attribute = key.rpartition(".")
-                self._replace(originals[where], attribute, path, value)
+                self._replace(originals[where], attribute, path, value, saved=True)
 
     def _trainable_tokens(self, path: str, module: Any, order: Sequence[str]) -> None:
         layer = module.token_adapter
         for name in order:
             if name not in layer.trainable_tokens_delta:
                 continue
-            edit = self._of(_base_below(module), "weight", path)
+            edit = self._of(_base_below(module), "weight", path, adds=True)
             if edit is None:
                 continue
             for row, value in zip(layer.token_indices[name], layer.trainable_tokens_delta[name], strict=True):
@@ -169,7 +195,9 @@ class Edits:
                         f"({', '.join(sorted(edit.said))}; adapters {list(order)})"
                     )
 
-    def _replace(self, owner: torch.nn.Module, attribute: str, path: str, value: torch.Tensor) -> None:
+    def _replace(
+        self, owner: torch.nn.Module, attribute: str, path: str, value: torch.Tensor, *, saved: bool = False
+    ) -> None:
         name = self._names.get((id(owner), attribute), f"{path}.{attribute}")
         edit = self._of(owner, attribute, name.rpartition(".")[0])  # path may be that of a module around it
         if edit is None:
@@ -177,16 +205,23 @@ class Edits:
         if not same(edit.own.setdefault(name, value.detach()), value):
             self.problems.append(f"{name}: it is replaced twice, by different values")
         edit.value = value.detach()
+        if saved:
+            edit.saved.add(name)
 
     def _find_ties(self) -> None:
         """See which names of a tied parameter the adapters left out: those must not change with the others."""
         for edit in self.by_id.values():
+            if edit.saved and (edit.updates or edit.rows) and len(edit.names) > 1:
+                edit.split()
+                continue
             if all(same(value, edit.value) for value in edit.own.values() if edit.value is not None):
                 edit.own.clear()
             elif edit.own.keys() != set(edit.names) or edit.updates or edit.rows:
                 self.problems.append(f"{', '.join(edit.names)}: they are tied, and replaced by different values")
             if edit.rows and not edit.updates and edit.value is None:
                 continue  # trainable tokens: peft ties the rows of the output to those of the input itself
+            if not edit.saved and not edit.summed:
+                continue  # weights of the base that a file brings are written over it, under all of their names
             modules = {name.rpartition(".")[0] for name in edit.names}
             if len(modules) > 1 and modules - edit.said:
                 edit.apart = tuple(name for name in edit.names if name.rpartition(".")[0] not in edit.said)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -102,10 +102,15 @@ def _unfound(
     What the base ties beside the weights that were taken apart (the biases of a BERT's head) is tied no more, either:
     each such name gets a tensor of its own.
     """
-    document = new_config(sources.base.folder / "config.json", changes.config)
     try:
+        # read from a file, as it will be: transformers writes infinity as an object, which from_dict() leaves as it is
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_bytes(
+                config_bytes(sources.base.folder / "config.json", changes.config)
+            )
+            config = type(model.config).from_pretrained(folder)
         with torch.device("meta"):
-            built = type(model)(type(model.config).from_dict(copy.deepcopy(document)))
+            built = type(model)(config)
     except Exception as error:  # a class may refuse anything about its config
         return [f"config.json of the output would make no {type(model).__name__}: {error}"]
     tensors = {n: info for n, info in sources.checkpoint.tensors.items() if n not in changes.dropped}

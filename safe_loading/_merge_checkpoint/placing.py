@@ -31,7 +31,7 @@ def place_edits(edits: Iterable[Edit], layout: Layout, tensors: Mapping[str, Ten
         moved = [name for name in edit.names if name in layout.moved]
         if edit.own:
             _untie_values(edit, layout, changes)
-        elif edit.apart:
+        elif edit.apart or edit.each:
             _untie(edit, found, layout, tensors, parts, changes)
         elif found:
             for name in found:
@@ -94,9 +94,10 @@ def _untie(
             changes.added[name] = held
             own = _renamed(whole, name)
         if name not in edit.apart:
-            _place(edit, own, {**tensors, name: tensors.get(name, tensors[held])}, parts, changes)
+            here = {**tensors, name: tensors.get(name, tensors[held])}
+            _place(edit.each.get(name, edit), own, here, parts, changes)
     changes.config["tie_word_embeddings"] = False
-    why = f"the adapter changes {', '.join(sorted(edit.said))} alone"
+    why = f"the adapter changes {', '.join(sorted(edit.said))} " + ("each in its own way" if edit.each else "alone")
     changes.findings.append(_no_longer_tied(edit, why, tensors[held].nbytes))
 
 
