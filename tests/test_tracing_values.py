@@ -174,25 +174,6 @@ def test_a_refusal_names_the_module_the_line_and_the_way_out(fault: Any, words: 
     assert f"test_tracing_values.py:{line}" in str(caught.value)
 
 
-class Pictures(nn.Module):
-    """Takes what no workload describes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(4, 4)
-
-    def forward(self, pixels: torch.Tensor, *, sizes: torch.Tensor, more: int = 0) -> torch.Tensor:
-        out: torch.Tensor = self.out(pixels) * sizes.sum() + more
-        return out
-
-
-def test_arguments_that_nobody_makes_are_asked_for() -> None:
-    with pytest.raises(TraceError, match=r"Pictures.*inputs=\{'pixels': "):
-        trace_step(Pictures(), PROMPT)
-    given = {"pixels": torch.empty(2, 4, device="meta"), "sizes": torch.ones(2)}
-    assert trace_step(Pictures(), PROMPT, inputs=given).ok
-
-
 class Chosen(nn.Module):
     """Takes what known masks let through, as losses over some tokens do."""
 

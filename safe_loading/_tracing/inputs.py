@@ -83,15 +83,20 @@ class Inputs:
         inner: Any = known(model)
         self.kind = type(inner.get_base_model() if hasattr(inner, "get_base_model") else inner).__name__
         self.config: Any = getattr(inner, "config", None)
+        self.decodes = bool(getattr(self.config, "is_encoder_decoder", False))
         self.device = device
         self.values = values
         self.given = given or {}
 
-    def tokens(self, rows: int, columns: int, value: int = 1) -> torch.Tensor:
+    def tokens(self, *shape: int) -> torch.Tensor:
         """Return a batch of whole numbers, all the same."""
-        fake = torch.empty((rows, columns), dtype=torch.long, device=self.device)
-        self.values.keep(fake, value)
+        fake = torch.empty(shape, dtype=torch.long, device=self.device)
+        self.values.keep(fake, 1)
         return fake
+
+    def rows(self, rows: int) -> int:
+        """Return how many rows a batch has: those of given tokens, else `rows`."""
+        return self._shape(rows, 1)[0]
 
     def prompt(self, rows: int, columns: int) -> dict[str, Any]:
         """Return the arguments of a forward pass over `columns` tokens."""
@@ -99,12 +104,16 @@ class Inputs:
         for name, tensor in self.given.items():
             batch[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
             self.values.copy(batch[name], tensor)
-        wanted = ["input_ids", "attention_mask"] if "input_ids" in self.names else []
-        if getattr(self.config, "is_encoder_decoder", False):
-            wanted.append("decoder_input_ids")
-        for name in wanted:
-            if name in self.names and name not in batch:
-                batch[name] = self.tokens(rows, columns)
+        shape = self._shape(rows, columns)
+        wanted = {"input_ids": shape, "attention_mask": shape} if "input_ids" in self.names else {}
+        if self.decodes:
+            wanted["decoder_input_ids"] = (shape[0], columns)
+        for name, size in wanted.items():
+            embeds = name.replace("input_ids", "inputs_embeds")
+            if name in self.names and name not in batch and embeds not in batch:
+                batch[name] = self.tokens(*size)
+        if "input_ids" in batch:
+            self._finish(batch["input_ids"])
         seeing = "input_ids" not in self.names or self.names.get("pixel_values")
         if "pixel_values" in self.names and seeing and "pixel_values" not in batch:
             batch["pixel_values"] = self._images(rows)
@@ -112,9 +121,33 @@ class Inputs:
 
     def labels(self, rows: int, columns: int) -> torch.Tensor:
         """Return what a loss is computed against: one class a row for classifiers of whole inputs, else one a token."""
+        shape = self._shape(rows, columns)
         if self.kind.endswith(_ONE_LABEL):
-            return self.tokens(rows, 1).view(rows)
-        return self.tokens(rows, columns)
+            return self.tokens(shape[0])
+        if self.decodes:
+            decoded = self.given.get("decoder_input_ids")
+            shape = tuple(decoded.shape) if decoded is not None else (shape[0], columns)
+        return self.tokens(*shape)
+
+    def _shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """The shape of tokens that are given, else that of the workload's."""
+        if "input_ids" in self.given:
+            return tuple(self.given["input_ids"].shape)
+        if "inputs_embeds" in self.given:
+            return tuple(self.given["inputs_embeds"].shape[:-1])
+        if self.kind.endswith("ForMultipleChoice"):
+            raise TraceError(
+                f"{self.kind}: a workload does not say how many choices a question has. Pass the tokens, as "
+                f"inputs={{'input_ids': torch.ones({rows}, choices, {columns}, dtype=torch.long)}}."
+            )
+        return rows, columns
+
+    def _finish(self, tokens: torch.Tensor) -> None:
+        """End each text as a tokenizer does, for classifiers that read the decoder's state at its end."""
+        end = getattr(self.config, "eos_token_id", None)
+        end = end[0] if isinstance(end, (list, tuple)) else end
+        if self.decodes and self.kind.endswith(_ONE_LABEL) and end is not None and "input_ids" not in self.given:
+            self.values.end(tokens, end)
 
     def _images(self, rows: int) -> torch.Tensor:
         config = next(

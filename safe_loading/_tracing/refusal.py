@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from safe_loading._tracing.inputs import known
+from safe_loading._tracing.inputs import known, takes
 from safe_loading._tracing.values import UnknownValue
 from safe_loading._workload import Workload
 from safe_loading.errors import TraceError
@@ -61,7 +61,8 @@ def _way_out(model: torch.nn.Module, error: Exception, inputs: Mapping[str, torc
     missing = "missing" in str(error) and "required" in str(error) and isinstance(error, TypeError)
     asked = re.findall(r"'(\w+)'", str(error)) if missing else []
     main = getattr(known(model), "main_input_name", "input_ids")
-    if not asked and main != "input_ids" and main not in inputs:
+    made = main == "input_ids" or (main == "pixel_values" and "input_ids" not in takes(model))
+    if not asked and not made and main not in inputs:
         asked = [main]
     if not asked:
         return ""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from safe_loading._tracing.inputs import Inputs
+from safe_loading._tracing.inputs import Inputs, known
 from safe_loading._tracing.ledger import Ledger
 from safe_loading._workload import OptimizerRule, Workload
+
+_CACHES = ("past_key_values", "cache_params", "state", "past_buckets_states")
 
 
 def generate(model: torch.nn.Module, workload: Workload, inputs: Inputs, ledger: Ledger) -> Any:
@@ -24,24 +26,23 @@ def generate(model: torch.nn.Module, workload: Workload, inputs: Inputs, ledger:
         extra["logits_to_keep"] = 1  # as generate() asks for
     encoder_decoder = "decoder_input_ids" in batch
     if encoder_decoder:
-        batch["decoder_input_ids"] = inputs.tokens(workload.batch_size, 1)
+        batch["decoder_input_ids"] = inputs.tokens(inputs.rows(workload.batch_size), 1)
         _note_inputs(batch, ledger)
     with torch.no_grad(), _autocast(workload):
-        output = model(**batch, **extra)
-        cache = _field(output, "past_key_values", "cache_params", "state", "past_buckets_states")
-        encoded = _field(output, "encoder_last_hidden_state")
+        with _encoded(model if encoder_decoder else None) as own:
+            output = model(**batch, **extra)
+        cache = _field(output, *_CACHES)
+        encoded = own.pop() if own else _field(output, "encoder_last_hidden_state")
         output = None
         _note_cache(cache, ledger)
         masked = "attention_mask" in batch
+        length = batch["attention_mask"].shape[-1] if masked and not encoder_decoder else 1
         batch = {"attention_mask": batch["attention_mask"]} if encoder_decoder and masked else {}
         ledger.phase = "decode"
-        length = 1 if encoder_decoder else workload.context_length
-        for step in range(workload.decode_steps if cache is not None else 0):
+        name = next((name for name in _CACHES if name in inputs.names), "")
+        for step in range(workload.decode_steps if cache is not None and name else 0):
             batch = _next(inputs, workload, batch, length + step + 1 if masked else 0, encoded)
             _note_inputs(batch, ledger)
-            name = next(
-                n for n in ("past_key_values", "cache_params", "state", "past_buckets_states") if n in inputs.names
-            )
             output = model(**batch, **{name: cache}, **extra)
             cache = _field(output, name)
             output = None
@@ -49,12 +50,30 @@ def generate(model: torch.nn.Module, workload: Workload, inputs: Inputs, ledger:
     return cache
 
 
+@contextlib.contextmanager
+def _encoded(model: torch.nn.Module | None) -> Iterator[list[Any]]:
+    """Keep what the model's encoder gives, which generate() passes to the decoder as it is."""
+    kept: list[Any] = []
+    encoder = known(model).get_encoder() if model is not None and hasattr(known(model), "get_encoder") else None  # type: ignore[operator]  # a model's method
+    if not isinstance(encoder, torch.nn.Module):
+        yield kept
+        return
+    handle = encoder.register_forward_hook(
+        lambda _, __, output: kept.append(output) if isinstance(output, dict) else None
+    )
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
 def _next(inputs: Inputs, workload: Workload, batch: dict[str, Any], length: int, encoded: Any) -> dict[str, Any]:
-    rows = workload.batch_size
+    rows = inputs.rows(workload.batch_size)
     if encoded is not None:
         from transformers.modeling_outputs import BaseModelOutput
 
-        return {**batch, "decoder_input_ids": inputs.tokens(rows, 1), "encoder_outputs": BaseModelOutput(encoded)}
+        encoded = BaseModelOutput(encoded) if isinstance(encoded, torch.Tensor) else encoded
+        return {**batch, "decoder_input_ids": inputs.tokens(rows, 1), "encoder_outputs": encoded}
     after = {"input_ids": inputs.tokens(rows, 1)}
     if length:
         after["attention_mask"] = inputs.tokens(rows, length)

@@ -50,6 +50,13 @@ class Values:
             with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
                 self._of[fake] = torch.full(fake.shape, number, dtype=fake.dtype)
 
+    def end(self, fake: torch.Tensor, number: int) -> None:
+        """Say that the last element of each row of a fake tensor is `number`, when the others are known."""
+        value = self.get(fake)
+        if value is not None:
+            with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
+                value[..., -1] = number
+
     def copy(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Give a fake tensor the values of a real one, when these are there, whole and few; else it has none."""
         self._of.pop(fake, None)
