@@ -82,6 +82,19 @@ def test_one_of_two_tied_weights_is_added_to_and_the_other_replaced(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
+def test_tokens_of_a_tied_head_with_a_bias_are_refused(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    BertForMaskedLM(BertConfig(vocab_size=101, **sizes)).save_pretrained(tmp_path / "base")
+    options = {"auto_class": BertForMaskedLM, "task_type": None, "target_modules": ["query"]}
+    tokens = {"trainable_token_indices": {"word_embeddings": [1, 2]}}
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", **options, **tokens)
+    with pytest.raises(MergeError, match=r"cls.predictions.decoder: peft computes .* without its bias"):
+        merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out")
+
+
 def test_a_saved_head_of_a_tied_base_is_the_merge_in_memory(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base", torch.bfloat16, tie_word_embeddings=True)
     adapter = save_adapter(tmp_path / "adapter", base, dtype=torch.bfloat16, modules_to_save=["lm_head"])

@@ -508,6 +508,22 @@ def dora_on_merged() -> Any:
     return model
 
 
+def normed_embedding(**config: Any) -> Any:
+    from transformers.models.inkling2.modeling_inkling2 import Inkling2NormedEmbedding
+
+    base = nn.ModuleDict({"embed": Inkling2NormedEmbedding(20, 8, 0, 1e-6), "linear": nn.Linear(8, 8)})
+    return peft_model(base, LoraConfig(**config))
+
+
+def tokens_of_a_head_with_a_bias() -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    base = BertForMaskedLM(BertConfig(vocab_size=40, **sizes))
+    return peft_model(base, LoraConfig(target_modules=["query"], trainable_token_indices={"word_embeddings": [1]}))
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "lora_bias without a bias": (
         lora_bias_without_a_bias,
@@ -530,6 +546,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "one parameter, two deltas": (lambda: one_parameter_in_two_layers("a", "b"), "change in another way"),
     "meta": (on_meta, "head: its weight is on meta"),
     "aLoRA": (alora, "aLoRA applies its delta only after"),
+    "an embedding with a norm": (
+        lambda: normed_embedding(target_modules=["embed"]),
+        r"embed: its Inkling2NormedEmbedding does more than look up rows of its weight \(embed_norm\)",
+    ),
+    "tokens of a head with a bias": (tokens_of_a_head_with_a_bias, "tokens are trained without its bias"),
     "DoRA onto a merged adapter": (dora_on_merged, "unmerge_adapter"),
 }
 

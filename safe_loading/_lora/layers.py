@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from safe_loading._lora.codes import Scaled, scaled_of
 from safe_loading._lora.update import Term, Update
-from safe_loading._lora.variants import CannotMerge, is_dora, is_known, refuse_impossible
+from safe_loading._lora.variants import CannotMerge, is_dora, is_known, refuse_impossible, refuse_own_forward
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,6 +113,7 @@ def _embedding(layer: Any, names: Sequence[str]) -> list[Target]:
     if layer.input_fns or layer.output_fns:
         raise CannotMerge("its vocabulary is split over ranks (tensor parallel). Merge before the model is sharded")
     base, terms = layer.get_base_layer(), []
+    refuse_own_forward(base)
     for name in names:
         left, right = whole(layer.lora_embedding_A[name].data).T, whole(layer.lora_embedding_B[name].data).T
         terms.append(Term(left, right, layer.scaling[name], _magnitude(layer, name), name))

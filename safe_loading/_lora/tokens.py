@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from safe_loading._lora.layers import tensor_of
-from safe_loading._lora.variants import CannotMerge
+from safe_loading._lora.variants import CannotMerge, refuse_own_forward
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,8 +56,9 @@ def tokens(layer: Any, names: Sequence[str]) -> Tokens:
     """Return the rows that the adapters ``names`` of a ``TrainableTokensLayer`` replace.
 
     Raises:
-        CannotMerge: Two of them train the same token.
+        CannotMerge: Two of them train the same token, or peft computes the layer otherwise than its weight says.
     """
+    refuse_own_forward(layer.base_layer, replaces_rows=True)
     try:
         layer._check_overlapping_tokens(list(names))
     except ValueError as error:

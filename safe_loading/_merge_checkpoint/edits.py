@@ -17,6 +17,7 @@ from safe_loading._adapter.values import rename, same
 from safe_loading._lora.layers import adapters_of
 from safe_loading._lora.tensors import equal_updates
 from safe_loading._lora.update import Update
+from safe_loading._lora.variants import CannotMerge, refuse_own_forward
 from safe_loading._merge_checkpoint.layers import inner_layers, layer_updates
 from safe_loading._merge_checkpoint.starts import Start, start_of
 
@@ -181,6 +182,10 @@ class Edits:
 
     def _trainable_tokens(self, path: str, module: Any, order: Sequence[str]) -> None:
         layer = module.token_adapter
+        try:
+            refuse_own_forward(_base_below(module), replaces_rows=True)
+        except CannotMerge as reason:
+            self.problems.append(f"{_plain(path)}: {reason}")
         for name in order:
             if name not in layer.trainable_tokens_delta:
                 continue
