@@ -70,7 +70,8 @@ def attach_head(
         adapter, config = _adapter(model, adapter_name)
     problems = head_problems(model, base, name, module)
     if config is not None:
-        problems += _not_loaded(config, name) if source is None else []
+        # a model that has one of this name has the adapter's own, and was told that the name is taken
+        problems += _not_loaded(config, name) if source is None and not hasattr(model, name) else []
     elif source is not None:
         problems.append("source is for a PeftModel; a base gets the values from PeftModel.from_pretrained.")
     if problems:

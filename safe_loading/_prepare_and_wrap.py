@@ -129,5 +129,8 @@ def _prepare(model: Any, checkpointing: bool, kwargs: dict[str, Any] | None) -> 
             model, use_gradient_checkpointing=checkpointing, gradient_checkpointing_kwargs=kwargs
         )
     if checkpointing and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        if hasattr(model, "activation_checkpointing_enable"):  # transformers' new name for it, since which it warns
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
         model.enable_input_require_grads()

@@ -104,7 +104,7 @@ def test_what_is_saved_is_loaded_by_peft_and_on_a_rank(tiny_llama: Path, tmp_pat
 
 def test_a_head_that_was_loaded_without_is_told_by_everyone(tiny_llama: Path, tmp_path: Path) -> None:
     trained(LlamaForCausalLM.from_pretrained(tiny_llama)).save_pretrained(tmp_path)
-    with pytest.raises(AdapterError, match="value_head"):
+    with pytest.raises(AdapterError, match=r"call attach_head\(base, 'value_head', \.\.\.\)"):
         load_peft_on_rank(tmp_path, tiny_llama, device="cpu")
     silent = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tiny_llama), str(tmp_path))
     with pytest.raises(WrapError, match=r"was saved with 'value_head' .*, which this model does not have"):
@@ -119,6 +119,22 @@ def test_a_head_that_was_loaded_without_is_told_by_everyone(tiny_llama: Path, tm
         "weight: the file has [1, 32], the module [2, 32].",
     )
     assert not hasattr(silent, "value_head")
+
+
+def test_a_head_of_several_layers_that_was_loaded_without_is_told(tiny_llama: Path, tmp_path: Path) -> None:
+    head = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 1))
+    attach_head(peft_llama(), "value_head", head).save_pretrained(tmp_path)
+    with pytest.raises(AdapterError) as refused:
+        load_peft_on_rank(tmp_path, tiny_llama, device="cpu")
+    assert len(refused.value.problems) == str(refused.value).count("call attach_head(base, 'value_head', ...)") == 4
+
+
+def test_a_head_that_is_there_is_not_said_to_be_missing() -> None:
+    model = attach_head(peft_llama(), "value_head", nn.Linear(32, 1))
+    with pytest.raises(WrapError) as refused:
+        attach_head(model, "value_head", nn.Linear(32, 1))
+    assert "has 'value_head' already" in str(refused.value)
+    assert "loaded without" not in str(refused.value)
 
 
 def test_a_head_on_a_base_that_nobody_trains_is_told(tiny_llama: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ def bits_of(model: nn.Module) -> Any:
 
 def checkpointing(model: nn.Module) -> int:
     return sum(bool(getattr(module, "gradient_checkpointing", False)) for module in model.modules())
+
+
+def test_checkpointing_is_switched_on_by_the_name_that_the_engine_does_not_warn_of() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*gradient_checkpointing_enable.*", category=FutureWarning)
+        model = prepare_and_wrap(llama(), lora(), Count, gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert checkpointing(model) > 0
 
 
 def test_an_unquantised_base_keeps_its_dtype_and_checkpoints() -> None:

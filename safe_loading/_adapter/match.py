@@ -193,14 +193,26 @@ def _unexpected(where: str, key: str, modules: set[str], model: PeftModel) -> Fi
             f"it; the tensor has no place.",
             "add the module to target_modules in adapter_config.json.",
         )
+    inside = path.removeprefix("base_model.model.")
     return Finding(
         "adapter-key-unexpected",
         "error",
         f"{where}: {key}",
-        f"{type(model.get_base_model()).__name__} has no module {path.removeprefix('base_model.model.')!r} (nearest: "
+        f"{type(model.get_base_model()).__name__} has no module {inside!r} (nearest: "
         f"{_nearest(path, modules, model)}).",
-        "pass the base that the adapter was trained on.",
+        _fix(inside, model),
     )
+
+
+def _fix(path: str, model: PeftModel) -> str:
+    for config in model.peft_config.values():
+        for name in getattr(config, "modules_to_save", None) or ():
+            if f"{path}.".startswith(f"{name}."):
+                return (
+                    f"the adapter was saved with this head: load the base, call attach_head(base, {name!r}, ...) with "
+                    f"a module like it, and pass that base."
+                )
+    return "pass the base that the adapter was trained on."
 
 
 def _nearest(path: str, modules: set[str], model: PeftModel) -> str:

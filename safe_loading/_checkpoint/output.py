@@ -66,7 +66,7 @@ def check_free(output: Path, *, overwrite: bool) -> None:
         shown = ", ".join(held[:4]) + (", ..." if len(held) > 4 else "")
         raise OutputError(
             f"{str(output)!r} is not empty: it holds {len(held)} entries ({shown}). Name a new folder, or pass "
-            f"overwrite=True, which replaces the whole folder when everything new is on disk."
+            f"overwrite=True (--overwrite), which replaces the whole folder when everything new is on disk."
         )
 
 
