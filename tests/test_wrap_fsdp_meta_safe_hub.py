@@ -83,5 +83,6 @@ def test_what_the_first_rank_cannot_find_all_ranks_say(
     assert (first, second) == ("CheckpointNotFound", "RankError")
     assert words in text
     assert words in told
+    assert "base_model" not in text
     assert "Rank 0 " in told
     assert seconds < 60

@@ -12,7 +12,7 @@ from safe_loading._adapter.facts import AdapterFacts, digest, read_adapter
 from safe_loading._checkpoint.hub import Chooser, Resolved, adapter_files, base_files, resolve
 from safe_loading._checkpoint.paths import is_there
 from safe_loading._distributed.exchange import Ranks
-from safe_loading.errors import AdapterError, RanksDisagree
+from safe_loading.errors import AdapterError, CheckpointNotFound, RanksDisagree
 
 Source = str | os.PathLike[str]
 HUB_OPTIONS = frozenset({"token", "cache_dir", "local_files_only"})
@@ -111,7 +111,16 @@ def resolve_all(
     if revision is None and request.base is None and not is_there(Path(base)):
         revision = first.config.get("revision")  # the revision in an adapter's config is its base's (AutoPeftModel)
     chooser = choose_base or base_files(request.base_kwargs)
-    return Sources(facts, resolve(base, chooser, revision=revision, subfolder=request.base_subfolder, hub=hub))
+    try:
+        found = resolve(base, chooser, revision=revision, subfolder=request.base_subfolder, hub=hub)
+    except CheckpointNotFound as error:
+        if request.base is not None:
+            raise
+        raise CheckpointNotFound(
+            f"{error} {first.folder}/adapter_config.json names this base; where it lies elsewhere now, pass "
+            f"base_model=."
+        ) from error
+    return Sources(facts, found)
 
 
 def _asked(request: Request) -> dict[str, Any]:

@@ -71,8 +71,7 @@ def resolve(
     if not _is_hub_id(text):
         raise CheckpointNotFound(
             f"{text!r:.300} is no folder on this machine (working folder {Path.cwd()}) and cannot be a hub id, which "
-            f"is 'name' or 'owner/name'. Check the path; when an adapter names a base that lies elsewhere now, pass "
-            f"`base_model=`."
+            f"is 'name' or 'owner/name'. Check the path."
         )
     return _resolve_on_hub(text, choose, revision, subfolder, dict(hub or {}))
 
