@@ -217,3 +217,14 @@ def test_a_mask_of_unknown_numbers_is_refused() -> None:
     for choose in (lambda x: x[x > 0], lambda x: x.masked_select(x > 0), lambda x: (x > 0).nonzero()):
         with pytest.raises(TraceError, match=r"router .*aten\.nonzero.* depends on values"):
             seen(lambda _, __, scores, choose=choose: choose(scores))
+
+
+def test_numbers_are_taken_to_be_finite() -> None:
+    def look(_: Any, __: Any, scores: torch.Tensor) -> Any:
+        large = scores.new_empty(2048, 1025)  # more than is computed
+        found = scores.isfinite().all(), (scores == scores).all(), *(x.isnan().any() for x in (scores, large))
+        return [bool(answer) for answer in (*found, scores.isinf().any(), large.isinf().any())]
+
+    found, trace = seen(look)
+    assert found == [True, True, False, False, False, False]
+    assert trace.assumptions == ("numbers that nobody knows are finite",)

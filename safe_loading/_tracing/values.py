@@ -8,6 +8,7 @@ numbers that nobody has written yet are zeros, and more of them are unknown: wha
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -105,6 +106,12 @@ class Values:
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute what an operation gives, when its inputs are known and its output is whole numbers."""
+        finite = _finite(func, args)
+        if finite is not None and self.get(args[0]) is None:
+            self.assumed.setdefault("numbers that nobody knows are finite")
+            with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
+                self._of[out] = torch.tensor(finite).expand(out.shape)  # of any size, since it takes one byte
+            return
         if isinstance(out, (tuple, list)) and not func._schema.is_mutable:
             self._follow_parts(func, args, kwargs, out)
             return
@@ -198,6 +205,17 @@ class Values:
 
 
 _MUTATING: frozenset[Any] = frozenset({aten.copy_.default, aten.fill_.Scalar})
+
+
+def _finite(func: Any, args: Any) -> bool | None:
+    """Return what an operation that looks for infinities and NaNs says where there are none; None for the others."""
+    if func in (aten.isnan.default, aten.isinf.default):
+        return False
+    if func in (aten.eq.Scalar, aten.ne.Scalar) and args[1] == math.inf:  # of `isfinite`
+        return bool(func is aten.ne.Scalar)
+    if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]:
+        return bool(func is aten.eq.Tensor)
+    return None
 
 
 def _broken(tensor: torch.Tensor) -> bool:
