@@ -115,6 +115,8 @@ def _check(
         for job in jobs:
             problems += not_finite(job, scratch_bytes=scratch_bytes)
     problems += torn_ties(tuner.model, jobs, store)
+    if problems:
+        problems += _repeated(tuner)
     problems += store.lacking((target.owner, n) for job in jobs for target in job.targets for n in target.written)
     made: list[Replacement] = []
     if dequantize:
@@ -127,6 +129,23 @@ def _check(
             f"The adapters of this {type(tuner.model).__name__} cannot be merged:", dict.fromkeys(problems)
         )
     return made
+
+
+def _repeated(tuner: Any) -> list[str]:
+    """Return what to do about layers that an adapter repeats, as long as those share their weights."""
+    if not any(getattr(config, "layer_replication", None) for config in tuner.peft_config.values()):
+        return []
+    names: dict[tuple[int, str], int] = {}
+    for name, parameter in tuner.model.named_parameters(remove_duplicate=False):
+        kind = (id(parameter), "".join(letter for letter in name if not letter.isdigit()))  # the same in another layer
+        names[kind] = names.get(kind, 0) + 1
+    if max(names.values(), default=1) == 1:
+        return []
+    return [
+        "layer_replication made layers that share their weights. Give each its own before the merge, which takes the "
+        "memory of a larger model: layers = model.get_base_model().model.layers; for i, layer in enumerate(layers): "
+        "layers[i] = copy.deepcopy(layer)"
+    ]
 
 
 def _tuner(model: torch.nn.Module) -> Any:

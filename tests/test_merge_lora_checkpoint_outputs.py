@@ -82,6 +82,18 @@ def test_one_of_two_tied_weights_is_added_to_and_the_other_replaced(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
+def test_two_of_three_tied_weights_are_replaced(tmp_path: Path) -> None:
+    from transformers import ProphetNetForCausalLM
+
+    saved("ProphetNetForCausalLM", tmp_path / "base")
+    options = {"auto_class": ProphetNetForCausalLM, "task_type": None, "target_modules": ["query_proj"]}
+    own = {"modules_to_save": ["lm_head", "prophetnet.decoder.word_embeddings"]}
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", **options, **own)
+    merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out")
+    expected = plain(tmp_path / "base", adapter, auto_class=ProphetNetForCausalLM)
+    assert torch.allclose(logits(loaded(tmp_path / "out", ProphetNetForCausalLM)), expected, atol=1e-4)
+
+
 def test_tokens_of_a_tied_head_with_a_bias_are_refused(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForMaskedLM
 

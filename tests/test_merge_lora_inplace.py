@@ -569,6 +569,24 @@ def test_what_cannot_be_merged_is_refused_with_the_fix(case: str) -> None:
     assert bits(model) == before
 
 
+def test_layers_that_are_repeated_are_merged_once_each_has_its_own_weights(tmp_path: Path, tiny_llama: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", tiny_llama, layer_replication=[[0, 2], [1, 3]])
+    model: Any = load_peft_on_rank(adapter, tiny_llama)
+    tokens = torch.arange(8).reshape(2, 4)
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+    with pytest.raises(MergeError, match=r"layer_replication made layers that share.*copy\.deepcopy\(layer\)"):
+        merge_lora_inplace(model)
+    layers = model.get_base_model().model.layers
+    for i, layer in enumerate(layers):
+        layers[i] = copy.deepcopy(layer)
+    merge_lora_inplace(model).save_pretrained(tmp_path / "out")
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert merged.config.num_hidden_layers == 4
+    with torch.no_grad():
+        assert torch.allclose(merged(input_ids=tokens).logits, expected, atol=1e-4)
+
+
 def test_tied_weights_with_the_same_adapter_change_once() -> None:
     model = tied_llama(target_modules=["embed_tokens"], ensure_weight_tying=True)
     inner = model.base_model.model

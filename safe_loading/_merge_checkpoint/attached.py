@@ -158,7 +158,8 @@ def _refused(adapter: Adapter) -> list[str]:
     if not configs.can_start_empty(adapter.config):
         return [
             f"{adapter.facts.folder}: layer_replication makes layers that the base on disk does not have. Load it with "
-            f"load_peft_on_rank, merge it with merge_lora_inplace and save it with save_pretrained"
+            f"load_peft_on_rank, give each layer weights of its own (layers[i] = copy.deepcopy(layers[i])), "
+            f"merge it with merge_lora_inplace and save it with save_pretrained"
         ]
     if configs.changes_base(adapter.config) and kind_of(adapter.config) not in REPEATABLE:
         start = getattr(adapter.config, "init_lora_weights", None)

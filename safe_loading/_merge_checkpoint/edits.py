@@ -216,10 +216,12 @@ class Edits:
     def _find_ties(self) -> None:
         """See which names of a tied parameter the adapters left out: those must not change with the others."""
         for edit in self.by_id.values():
-            if edit.saved and (edit.updates or edit.rows) and len(edit.names) > 1:
+            differ = any(not same(value, edit.value) for value in edit.own.values() if edit.value is not None)
+            some = differ and edit.own.keys() != set(edit.names)
+            if edit.saved and (edit.updates or edit.rows or some) and len(edit.names) > 1:
                 edit.split()
                 continue
-            if all(same(value, edit.value) for value in edit.own.values() if edit.value is not None):
+            if not differ:
                 edit.own.clear()
             elif edit.own.keys() != set(edit.names) or edit.updates or edit.rows:
                 self.problems.append(f"{', '.join(edit.names)}: they are tied, and replaced by different values")
