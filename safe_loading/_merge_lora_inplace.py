@@ -93,7 +93,8 @@ def merge_lora_inplace(
         result, more = unloaded(tuner, names) if unload else (model, [])
     merged = tuple(dict.fromkeys(name for weight in weights for name in weight.adapters))
     report = InplaceMergeReport(merged, tuple(weights), time.perf_counter() - started, unload, (*findings, *more))
-    result.__dict__["merge_report"] = report
+    if weights or "merge_report" not in result.__dict__:  # a cell of a notebook that runs twice keeps what was done
+        result.__dict__["merge_report"] = report
     logger.info("%s", report)
     return result
 

@@ -729,6 +729,18 @@ def test_when_the_memory_runs_out_between_weights_the_rest_can_be_merged_later(m
         assert all(torch.equal(merged.state_dict()[key], tensor) for key, tensor in whole.items())
 
 
+@pytest.mark.parametrize("unload", [True, False])
+def test_a_second_call_that_merges_nothing_keeps_the_report_of_the_first(unload: bool) -> None:
+    model = zoo({})
+    first: Any = merge_lora_inplace(model, unload=unload)
+    weights, report = first.state_dict(), first.merge_report
+    again: Any = merge_lora_inplace(model, unload=unload)
+    assert again is first
+    assert again.merge_report is report
+    assert report.weights
+    assert all(torch.equal(again.state_dict()[key], tensor) for key, tensor in weights.items())
+
+
 def test_a_failing_layer_of_peft_leaves_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     from peft.tuners.loha.layer import Linear as LoHaLinear
 
