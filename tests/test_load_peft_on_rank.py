@@ -212,6 +212,27 @@ def test_adapters_tied_to_one_another_stay_tied(tmp_path: Path, kind: str) -> No
         assert torch.equal(logits(load_peft_on_rank(once, base)), logits(plain))
 
 
+def test_adapters_that_were_tied_and_trained_apart_keep_their_values(tmp_path: Path) -> None:
+    """peft ties two factors, then casts those of a base in 16 bits to float32 one by one, which ends the tie."""
+    base = save_llama(tmp_path / "base", torch.bfloat16, tie_word_embeddings=True)
+    tied = save_adapter(tmp_path / "tied", base, ensure_weight_tying=True, target_modules=["embed_tokens"])
+
+    def train_apart(tensors: faults.Tensors) -> None:
+        for key in tensors:
+            if "lm_head.lora" in key:
+                tensors[key] = tensors[key] * 2 + 1
+
+    tied = faults.edited(tied, tmp_path / "alone", tensors=faults.without("base_layer"))
+    apart = faults.edited(tied, tmp_path / "apart", tensors=train_apart)
+    held = load_file(apart / faults.WEIGHTS)
+    assert sum("lm_head.lora" in key for key in held) == 2
+    ours = get_peft_model_state_dict(load_peft_on_rank(apart, base))
+    for key in held:
+        assert torch.equal(ours[key], held[key]), key
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), apart)
+    assert torch.equal(logits(load_peft_on_rank(apart, base)), logits(plain))
+
+
 @pytest.mark.parametrize("layout", ["per expert", "fused"])
 def test_experts_of_transformers_4_on_a_fused_model(tmp_path: Path, layout: str) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM

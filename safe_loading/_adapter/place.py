@@ -22,8 +22,9 @@ def fill(
 ) -> None:
     """Put each value into its slot, on ``device``, in its own dtype or in ``dtype`` when one is given.
 
-    Slots that share storage (adapters tied to one another) share it afterwards as well. A slot without a value keeps
-    its start, in the dtype of the others: a layer computes with both of its factors.
+    Slots that share storage (adapters tied to one another) share it afterwards as well, unless their values differ:
+    peft casts the factors of a base in 16 bits one by one, and what was tied is trained apart. A slot without a value
+    keeps its start, in the dtype of the others: a layer computes with both of its factors.
     """
     common = dtype or next((value.dtype for value in values.values() if value.is_floating_point()), None)
     groups: dict[int, list[Slot]] = defaultdict(list)
@@ -52,12 +53,18 @@ def _fill_shared(
     target = dtype or first.dtype
     elements = max(_end(slot.tensor) for slot in group)
     storage = torch.empty(elements, dtype=target, device=device)
+    views: dict[str, torch.Tensor] = {}
     for slot in group:
         old = slot.tensor
         view = storage.as_strided(old.shape, old.stride(), old.storage_offset())
         if slot.key in values:
             view.copy_(values[slot.key])
-        _set(slot, _like(slot, view))
+        views[slot.key] = view
+    given = [slot for slot in group if slot.key in values]
+    differ = any(not torch.equal(views[slot.key].cpu(), values[slot.key].to("cpu", target)) for slot in given[:-1])
+    for slot in group:
+        apart = differ and slot.key in values
+        _set(slot, _like(slot, _moved(values[slot.key], device, target, copy=True) if apart else views[slot.key]))
 
 
 def _end(tensor: torch.Tensor) -> int:
