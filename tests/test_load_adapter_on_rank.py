@@ -111,6 +111,17 @@ def test_swaps_of_every_kind(tmp_path: Path, tiny_llama: Path, kind: dict[str, A
     assert torch.equal(logits(model), logits(two_steps(two, tiny_llama)))
 
 
+def test_a_swap_of_an_embedding_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    one, two = (
+        save_adapter(tmp_path / str(seed), tiny_llama, seed=seed, target_modules=["embed_tokens"]) for seed in (1, 2)
+    )
+    model = load_peft_on_rank(one, tiny_llama)
+    before = logits(model)
+    with pytest.raises(AdapterError, match="peft cannot swap a LoRA on an embedding"):
+        load_adapter_on_rank(model, two, "default", hotswap=True)
+    assert torch.equal(logits(model), before)
+
+
 @pytest.mark.parametrize("rslora", [False, True])
 def test_a_smaller_rank_is_swapped_in_and_can_be_saved(tmp_path: Path, tiny_llama: Path, rslora: bool) -> None:
     model = load_peft_on_rank(save_adapter(tmp_path / "large", tiny_llama, use_rslora=rslora), tiny_llama)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -42,29 +42,36 @@ def fill(
             made = _like(group[0], moved)
             for slot in group:
                 _set(slot, made)
-        else:
+        elif len(held) < len(group) or agree(group, values):
             _fill_shared(group, values, device, dtype)
+        else:
+            for slot in held:
+                _set(slot, _like(slot, _moved(values[slot.key], device, dtype, copy=copy)))
+
+
+def agree(slots: Sequence[Slot], values: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether slots that share storage are given the same values for it."""
+    given = [slot for slot in slots if slot.key in values]
+    storage = torch.empty(max(_end(s.tensor) for s in given), dtype=values[given[0].key].dtype, device="cpu")
+    for slot in given:
+        _seen_as(storage, slot.tensor).copy_(values[slot.key])
+    return all(torch.equal(_seen_as(storage, s.tensor), values[s.key].to("cpu", storage.dtype)) for s in given)
 
 
 def _fill_shared(
     group: list[Slot], values: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
 ) -> None:
     first = next(values[slot.key] for slot in group if slot.key in values)
-    target = dtype or first.dtype
-    elements = max(_end(slot.tensor) for slot in group)
-    storage = torch.empty(elements, dtype=target, device=device)
-    views: dict[str, torch.Tensor] = {}
+    storage = torch.empty(max(_end(slot.tensor) for slot in group), dtype=dtype or first.dtype, device=device)
     for slot in group:
-        old = slot.tensor
-        view = storage.as_strided(old.shape, old.stride(), old.storage_offset())
+        view = _seen_as(storage, slot.tensor)
         if slot.key in values:
             view.copy_(values[slot.key])
-        views[slot.key] = view
-    given = [slot for slot in group if slot.key in values]
-    differ = any(not torch.equal(views[slot.key].cpu(), values[slot.key].to("cpu", target)) for slot in given[:-1])
-    for slot in group:
-        apart = differ and slot.key in values
-        _set(slot, _like(slot, _moved(values[slot.key], device, target, copy=True) if apart else views[slot.key]))
+        _set(slot, _like(slot, view))
+
+
+def _seen_as(storage: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _end(tensor: torch.Tensor) -> int:

@@ -117,6 +117,9 @@ def _refused(model: PeftModel, adapter: Adapter, config: LoraConfig, padded: boo
     patterns = any(getattr(each, name, None) for each in (config, old) for name in ("rank_pattern", "alpha_pattern"))
     if padded and patterns:
         problems.append("the ranks differ and one of the configs has patterns. Load it under another name.")
+    embeddings = [layer for layer in _layers(model) if adapter.name in layer.lora_embedding_A]
+    if embeddings:  # hotswap_adapter_from_state_dict ends in an AttributeError
+        problems.append("peft cannot swap a LoRA on an embedding. Load it under another name.")
     return problems
 
 

@@ -119,7 +119,7 @@ class Values:
             if func in _MUTATING or func._schema.is_mutable:
                 self._forget(args)
             return
-        if func.overloadpacket in _UNWRITTEN:
+        if func.overloadpacket in _UNWRITTEN and isinstance(out, torch.Tensor):
             if out.numel() <= FEW and not out.is_floating_point():
                 self.keep(out, 0)
             return
