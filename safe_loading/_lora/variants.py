@@ -66,7 +66,8 @@ def refuse_own_forward(base: torch.nn.Module, *, replaces_rows: bool = False) ->
             )
         return
     own = isinstance(base, torch.nn.Embedding) and type(base).forward is not torch.nn.Embedding.forward
-    beside = [name for name, _ in base.named_children()] + [name for name in base._parameters if name != "weight"]
+    beside = [name for name, _ in base.named_children()]
+    beside += [name for name in base._parameters if not name.startswith("weight")]  # weight_scale is a part of it
     beside += ["offset"] if hasattr(base, "offset") else []
     if own and beside:
         raise CannotMerge(
