@@ -7,6 +7,7 @@ import math
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,31 +218,38 @@ def test_a_lora_on_a_resized_embedding_needs_both_weights(tmp_path: Path) -> Non
         merge_lora_checkpoint(base, lacking, tmp_path / "no")
 
 
+def resizing(kind: Any) -> Any:
+    """Something whose ``from_pretrained`` gives the model of that class a larger vocabulary in memory."""
+
+    def from_pretrained(path: Path, **options: Any) -> Any:
+        torch.manual_seed(0)
+        model = kind.from_pretrained(path, **options)
+        model.resize_token_embeddings(110, mean_resizing=False)
+        return model
+
+    return SimpleNamespace(from_pretrained=from_pretrained)
+
+
 @pytest.mark.parametrize("own", [["embed_tokens", "lm_head"], ["embed_tokens"], []])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_vocabulary_that_was_resized_in_memory(tmp_path: Path, tied: bool, own: list[str]) -> None:
     # peft then writes both ends as save_embedding_layers does, and a saved module under all of its names in the model
     base = save_llama(tmp_path / "base", tie_word_embeddings=tied)
 
-    class Resized:
-        @staticmethod
-        def from_pretrained(path: Path, **options: Any) -> Any:
-            torch.manual_seed(0)
-            model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
-            model.resize_token_embeddings(110, mean_resizing=False)
-            return model
-
+    larger_class = resizing(AutoModelForCausalLM)
     options = {"modules_to_save": own or None, "ensure_weight_tying": tied and len(own) == 1}
-    adapter = save_adapter(tmp_path / "adapter", base, auto_class=Resized, **options)
+    adapter = save_adapter(tmp_path / "adapter", base, auto_class=larger_class, **options)
     assert not own or any(".original_module." in name for name in on_disk(adapter))
     merge_lora_checkpoint(base, adapter, tmp_path / "out")
     model = loaded(tmp_path / "out")
     assert model.config.vocab_size == 110 == len(model.lm_head.weight)
-    larger = Resized.from_pretrained(base, dtype="auto")
+    larger = larger_class.from_pretrained(base, dtype="auto")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert torch.allclose(logits(model), logits(PeftModel.from_pretrained(larger, str(adapter))), atol=1e-4)
-    assert torch.allclose(logits(model), logits(load_peft_on_rank(adapter, Resized.from_pretrained(base))), atol=1e-4)
+    assert torch.allclose(
+        logits(model), logits(load_peft_on_rank(adapter, larger_class.from_pretrained(base))), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("own", [["word_embeddings"], []])
@@ -252,21 +260,14 @@ def test_a_resized_head_with_a_bias(tmp_path: Path, own: list[str]) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     RobertaForMaskedLM(RobertaConfig(vocab_size=101, **sizes)).save_pretrained(tmp_path / "base")
 
-    class Resized:
-        @staticmethod
-        def from_pretrained(path: Path, **options: Any) -> Any:
-            torch.manual_seed(0)
-            model: Any = RobertaForMaskedLM.from_pretrained(path, **options)
-            model.resize_token_embeddings(110, mean_resizing=False)
-            return model
-
+    larger_class = resizing(RobertaForMaskedLM)
     options = {"task_type": None, "target_modules": ["query"], "modules_to_save": own or None}
     adapter = save_adapter(
-        tmp_path / "adapter", tmp_path / "base", auto_class=Resized, ensure_weight_tying=bool(own), **options
+        tmp_path / "adapter", tmp_path / "base", auto_class=larger_class, ensure_weight_tying=bool(own), **options
     )
     merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out")
     found = logits(loaded(tmp_path / "out", RobertaForMaskedLM))
-    expected = logits(load_peft_on_rank(adapter, Resized.from_pretrained(tmp_path / "base")))
+    expected = logits(load_peft_on_rank(adapter, larger_class.from_pretrained(tmp_path / "base")))
     assert found.shape == expected.shape == (*TOKENS.shape, 110)
     assert torch.allclose(found, expected, atol=1e-4)
 

@@ -211,15 +211,16 @@ def _moves(operation: Any, held: Mapping[str, list[Whole]], rule: Any, config: A
 
 
 def _chunked(
-    operation: Any,
-    held: Mapping[str, list[Whole]],
-    moves: Mapping[str, tuple[int, tuple[int, ...]]],
-    targets: list[str],
+    operation: Any, held: Mapping[str, list[Whole]], moves: _Moves, targets: list[str]
 ) -> tuple[dict[str, list[Whole]], _Moves]:
     """Cut what was moved: each part is some rows of the same Whole, in an order of its own."""
     (wholes, *more), (dim, order) = held.values(), next(iter(moves.values()))
-    plain = type(operation) is loader.Chunk and operation.num_shards_attribute is None
-    if not plain or more or len(wholes) != 1 or operation.dim % len(wholes[0].shape) != dim % len(wholes[0].shape):
+    if (
+        not _is_plain_chunk(operation)
+        or more
+        or len(wholes) != 1
+        or operation.dim % len(wholes[0].shape) != dim % len(wholes[0].shape)
+    ):
         raise CannotFollow(f"transformers converts it by {type(operation).__name__}, after rows were moved")
     sizes = _chunk_sizes(len(order), len(targets))
     ends = itertools.accumulate(sizes)
@@ -237,7 +238,7 @@ def _applied(
     single = next(iter(held.values()))
     if len(held) == 1 and len(single) == 1:
         only = single[0]
-        if type(operation) is loader.Chunk and operation.num_shards_attribute is None:
+        if _is_plain_chunk(operation):
             sizes = _chunk_sizes(only.shape[operation.dim], len(targets))
             return dict(zip(targets, ([p] for p in pieces.split(only, sizes, operation.dim)), strict=True))
         if type(operation) is getattr(loader, "Split", None):  # transformers 5.17 has none
@@ -250,6 +251,10 @@ def _applied(
             turned = only if as_is else pieces.transpose(only, operation.dim0, operation.dim1)
             return {next(iter(held)): [turned]}
     raise CannotFollow(f"transformers converts it by {type(operation).__name__}, which does more than move elements")
+
+
+def _is_plain_chunk(operation: Any) -> bool:
+    return type(operation) is loader.Chunk and operation.num_shards_attribute is None
 
 
 def _chunk_sizes(rows: int, count: int) -> list[int]:
