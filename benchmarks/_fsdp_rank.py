@@ -79,7 +79,7 @@ class Counts:
     def begin(self) -> None:
         """Count from now on; another road than ours asks for none of it."""
         reading: Any = importlib.import_module("safe_loading._sharding.reading")
-        exchange: Any = importlib.import_module("safe_loading._distributed.exchange")
+        exchange: Any = importlib.import_module("safe_loading._ranks.exchange")
         read, board, own = reading.read_into, exchange.Board, exchange._own_store
         stores: dict[int, Store] = {}
 

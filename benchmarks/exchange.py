@@ -23,8 +23,8 @@ def rank_main(spec: dict[str, Any]) -> dict[str, list[float]]:
     import torch
     import torch.distributed as dist
 
-    from safe_loading._distributed.exchange import Ranks
-    from safe_loading._distributed.waiting import Waiting
+    from safe_loading._ranks.exchange import Ranks
+    from safe_loading._ranks.waiting import Waiting
 
     rank, world = spec["rank"], spec["world"]
     dist.init_process_group("gloo", init_method=f"file://{spec['meeting']}", rank=rank, world_size=world)

@@ -39,11 +39,11 @@ def ours(folder: Path, model: Any, dtype: Any) -> dict[str, Any]:
     import torch
 
     from safe_loading._sharding import fsdp2
-    from safe_loading._sharding.facts import parameters_of
+    from safe_loading._sharding.checkpoint_source import open_source
+    from safe_loading._sharding.parameters import parameters_of
+    from safe_loading._sharding.read_plan import Target
     from safe_loading._sharding.reading import read_targets
-    from safe_loading._sharding.regions import Flat
-    from safe_loading._sharding.source import open_source
-    from safe_loading._sharding.targets import Target
+    from safe_loading._sharding.tensor_slices import Flat
 
     source = open_source(folder, model)
     parameters = parameters_of(model)

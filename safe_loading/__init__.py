@@ -9,37 +9,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._assert_optimizer_sharded import assert_optimizer_sharded
-    from ._attach_head import attach_head
-    from ._audit.report import AuditReport
-    from ._audit_model import audit_model
-    from ._check_checkpoint import CheckpointReport, check_checkpoint
-    from ._device_for_rank import device_for_rank
-    from ._forecast.report import MemoryForecast
-    from ._largest_micro_batch import largest_micro_batch
-    from ._largest_workload import largest_workload
-    from ._limit_device_memory import limit_device_memory
-    from ._load_adapter_on_rank import load_adapter_on_rank
-    from ._load_peft_on_rank import load_peft_on_rank
-    from ._load_report import LoadReport
-    from ._memory_guard import MemoryGuard
-    from ._merge_checkpoint.report import MergeReport
-    from ._merge_lora_checkpoint import merge_lora_checkpoint
-    from ._merge_lora_inplace import merge_lora_inplace
-    from ._merge_report import InplaceMergeReport
-    from ._meta_model import meta_model
-    from ._plan_device_map import plan_device_map
-    from ._planning.plan import DeviceMapPlan
-    from ._predict_memory import predict_memory
-    from ._prepare_and_wrap import prepare_and_wrap
-    from ._report import Finding
+    from ._core.report import Finding
+    from ._core.workload import Workload
+    from ._loading.check_checkpoint import CheckpointReport, check_checkpoint
+    from ._loading.load_adapter_on_rank import load_adapter_on_rank
+    from ._loading.load_peft_on_rank import load_peft_on_rank
+    from ._loading.report import LoadReport
+    from ._memory.audit.report import AuditReport
+    from ._memory.audit_model import audit_model
+    from ._memory.forecast.report import MemoryForecast
+    from ._memory.largest_micro_batch import largest_micro_batch
+    from ._memory.largest_workload import largest_workload
+    from ._memory.limit_device_memory import limit_device_memory
+    from ._memory.memory_guard import MemoryGuard
+    from ._memory.plan.device_map_plan import DeviceMapPlan
+    from ._memory.plan_device_map import plan_device_map
+    from ._memory.predict_memory import predict_memory
+    from ._memory.smallest_limits import smallest_limits
+    from ._merging.disk.report import MergeReport
+    from ._merging.merge_lora_checkpoint import merge_lora_checkpoint
+    from ._merging.merge_lora_inplace import merge_lora_inplace
+    from ._merging.report import InplaceMergeReport
+    from ._model.meta_model import meta_model
+    from ._ranks.device_for_rank import device_for_rank
+    from ._sharding.assert_optimizer_sharded import assert_optimizer_sharded
     from ._sharding.report import FsdpReport
-    from ._smallest_limits import smallest_limits
-    from ._transparent.mixin import Transparent
-    from ._workload import Workload
-    from ._wrap_fsdp_meta_safe import wrap_fsdp_meta_safe
-    from ._wrap_report import WrapReport
-    from ._wrap_transparent import unwrap_transparent, wrap_transparent
+    from ._sharding.wrap_fsdp_meta_safe import wrap_fsdp_meta_safe
+    from ._wrapping.attach_head import attach_head
+    from ._wrapping.mixin import Transparent
+    from ._wrapping.prepare_and_wrap import prepare_and_wrap
+    from ._wrapping.report import WrapReport
+    from ._wrapping.wrap_transparent import unwrap_transparent, wrap_transparent
     from .errors import (
         AdapterError,
         AdapterExists,
@@ -63,21 +63,21 @@ _HOME = {
     "AdapterError": "errors",
     "AdapterExists": "errors",
     "ArgumentError": "errors",
-    "AuditReport": "_audit.report",
+    "AuditReport": "_memory.audit.report",
     "CheckpointError": "errors",
     "CheckpointNotFound": "errors",
-    "CheckpointReport": "_check_checkpoint",
+    "CheckpointReport": "_loading.check_checkpoint",
     "DeviceError": "errors",
     "DeviceMapInfeasible": "errors",
-    "DeviceMapPlan": "_planning.plan",
-    "Finding": "_report",
+    "DeviceMapPlan": "_memory.plan.device_map_plan",
+    "Finding": "_core.report",
     "FsdpReport": "_sharding.report",
-    "InplaceMergeReport": "_merge_report",
-    "LoadReport": "_load_report",
-    "MemoryForecast": "_forecast.report",
-    "MemoryGuard": "_memory_guard",
+    "InplaceMergeReport": "_merging.report",
+    "LoadReport": "_loading.report",
+    "MemoryForecast": "_memory.forecast.report",
+    "MemoryGuard": "_memory.memory_guard",
     "MergeError": "errors",
-    "MergeReport": "_merge_checkpoint.report",
+    "MergeReport": "_merging.disk.report",
     "OutputError": "errors",
     "PickleRefused": "errors",
     "RankError": "errors",
@@ -85,30 +85,30 @@ _HOME = {
     "RanksDisagree": "errors",
     "SafeLoadingError": "errors",
     "TraceError": "errors",
-    "Transparent": "_transparent.mixin",
-    "Workload": "_workload",
+    "Transparent": "_wrapping.mixin",
+    "Workload": "_core.workload",
     "WrapError": "errors",
-    "WrapReport": "_wrap_report",
-    "assert_optimizer_sharded": "_assert_optimizer_sharded",
-    "attach_head": "_attach_head",
-    "audit_model": "_audit_model",
-    "check_checkpoint": "_check_checkpoint",
-    "device_for_rank": "_device_for_rank",
-    "largest_micro_batch": "_largest_micro_batch",
-    "largest_workload": "_largest_workload",
-    "limit_device_memory": "_limit_device_memory",
-    "load_adapter_on_rank": "_load_adapter_on_rank",
-    "load_peft_on_rank": "_load_peft_on_rank",
-    "merge_lora_checkpoint": "_merge_lora_checkpoint",
-    "merge_lora_inplace": "_merge_lora_inplace",
-    "meta_model": "_meta_model",
-    "plan_device_map": "_plan_device_map",
-    "predict_memory": "_predict_memory",
-    "prepare_and_wrap": "_prepare_and_wrap",
-    "smallest_limits": "_smallest_limits",
-    "unwrap_transparent": "_wrap_transparent",
-    "wrap_fsdp_meta_safe": "_wrap_fsdp_meta_safe",
-    "wrap_transparent": "_wrap_transparent",
+    "WrapReport": "_wrapping.report",
+    "assert_optimizer_sharded": "_sharding.assert_optimizer_sharded",
+    "attach_head": "_wrapping.attach_head",
+    "audit_model": "_memory.audit_model",
+    "check_checkpoint": "_loading.check_checkpoint",
+    "device_for_rank": "_ranks.device_for_rank",
+    "largest_micro_batch": "_memory.largest_micro_batch",
+    "largest_workload": "_memory.largest_workload",
+    "limit_device_memory": "_memory.limit_device_memory",
+    "load_adapter_on_rank": "_loading.load_adapter_on_rank",
+    "load_peft_on_rank": "_loading.load_peft_on_rank",
+    "merge_lora_checkpoint": "_merging.merge_lora_checkpoint",
+    "merge_lora_inplace": "_merging.merge_lora_inplace",
+    "meta_model": "_model.meta_model",
+    "plan_device_map": "_memory.plan_device_map",
+    "predict_memory": "_memory.predict_memory",
+    "prepare_and_wrap": "_wrapping.prepare_and_wrap",
+    "smallest_limits": "_memory.smallest_limits",
+    "unwrap_transparent": "_wrapping.wrap_transparent",
+    "wrap_fsdp_meta_safe": "_sharding.wrap_fsdp_meta_safe",
+    "wrap_transparent": "_wrapping.wrap_transparent",
 }
 
 __version__ = "0.1.0"

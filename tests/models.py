@@ -20,6 +20,26 @@ SIZES = {
     "eos_token_id": 2,
 }
 
+# The kinds of LoRA, as the fields of their configs.
+KINDS: dict[str, dict[str, Any]] = {
+    "all linear": {"target_modules": "all-linear"},
+    "rank and alpha patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "head": {"target_modules": ["lm_head", "q_proj"]},
+    "modules to save": {"modules_to_save": ["lm_head"]},
+    "embedding and head saved": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "trained bias": {"bias": "lora_only"},
+    "trainable tokens": {"trainable_token_indices": [1, 5, 7]},
+    "fused parameters": {"target_modules": [], "target_parameters": ["q_proj.weight"]},
+    "excluded": {"target_modules": "all-linear", "exclude_modules": ["k_proj"]},
+    "some layers": {"layers_to_transform": [0, 2]},
+    "orthogonal start": {"init_lora_weights": "orthogonal"},
+    "pissa start": {"init_lora_weights": "pissa"},
+    "olora start": {"init_lora_weights": "olora"},
+}
+
 
 def save_llama(
     folder: str | os.PathLike[str], dtype: torch.dtype = torch.float32, *, seed: int = 0, **config: Any

@@ -21,8 +21,8 @@ import pytest
 from models import save_adapter, save_llama
 
 from safe_loading import SafeLoadingError, check_checkpoint, meta_model
-from safe_loading._adapter.config import read_peft_config
 from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
+from safe_loading._loading.peft_config import read_peft_config
 
 INDEX = "model.safetensors.index.json"
 ODD: tuple[Any, ...] = (

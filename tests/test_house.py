@@ -8,123 +8,65 @@ import re
 from pathlib import Path
 
 import pytest
+from house import ARCHITECTURE, LEVEL, House, circles, drawn
 
 import safe_loading
 from safe_loading import errors
 
 PACKAGE = Path(safe_loading.__file__).parent
-FILES = sorted(PACKAGE.rglob("*.py"))
-# Lower may not import higher. What stands in one row may import one another.
-ORDER = (
-    {"errors"},
-    {
-        "_report",
-        "_log",
-        "_progress",
-    },
-    {"_workload"},
-    {
-        "_arguments",
-        "_checkpoint",
-        "_distributed",
-        "_layout",
-        "_load_report",
-        "_lora",
-        "_merge_report",
-        "_wrap_report",
-    },
-    {"_device_for_rank"},
-    {"_adapter"},
-    {"_tracing"},
-    {"_sharding"},
-    {"_transparent"},
-    {
-        "_assert_optimizer_sharded",
-        "_attach_head",
-        "_check_checkpoint",
-        "_doctor",
-        "_load_peft_on_rank",
-        "_load_adapter_on_rank",
-        "_merge_lora_inplace",
-        "_meta_model",
-        "_wrap_transparent",
-        "_wrap_fsdp_meta_safe",
-    },
-    {"_planning"},
-    {"_limit_device_memory", "_plan_device_map"},
-    {"_largest_workload", "_smallest_limits"},
-    {"_prepare_and_wrap"},
-    {"_merge_checkpoint", "_forecast"},
-    {"_predict_memory"},
-    {"_largest_micro_batch", "_audit"},
-    {"_audit_model"},
-    {"_merge_lora_checkpoint", "_memory_guard"},
-    {"__init__"},
-    {"_demo"},
-    {"_commands"},
-    {"__main__"},
-)
-LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
-TORCH_FREE = (
-    "errors.py",
-    "_report.py",
-    "_load_report.py",
-    "_merge_report.py",
-    "_wrap_report.py",
-    "_progress.py",
-    "_workload.py",
-    "_check_checkpoint.py",
+HOUSE = House(PACKAGE)
+FILES = sorted(HOUSE.files.values())
+TORCH_FREE_FOLDERS = {"_core", "_checkpoint", "_output", "_commands"}
+TORCH_FREE = {
     "__init__.py",
     "__main__.py",
-)
-TORCH_FREE_FOLDERS = ("_checkpoint", "_commands")
+    "errors.py",
+    "_loading/check_checkpoint.py",
+    "_loading/report.py",
+    "_memory/audit/report.py",
+    "_memory/forecast/report.py",
+    "_memory/plan/device_map_plan.py",
+    "_merging/disk/report.py",
+    "_merging/report.py",
+    "_sharding/report.py",
+    "_wrapping/report.py",
+}
 ENGINES = {"torch", "transformers", "peft", "accelerate", "safetensors", "numpy"}
 
 
-def part_of(path: Path) -> str:
-    inside = path.relative_to(PACKAGE)
-    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+def test_every_folder_has_its_place() -> None:
+    assert {HOUSE.room(name) for name in HOUSE.files} == set(LEVEL)
 
 
-def imported_parts(path: Path, source: str) -> set[str]:
-    """The parts of the package that a file imports, wherever in it the import stands."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            package = ["safe_loading", *path.relative_to(PACKAGE).parent.parts]
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            found |= {f"{module}.{alias.name}" for alias in node.names}
-    parts = {name.split(".")[1] for name in found if name.startswith("safe_loading.")}
-    return {part if part in LEVEL else "__init__" for part in parts}
+@pytest.mark.parametrize("name", [name for name in HOUSE.files if HOUSE.room(name) != "__init__"])
+def test_imports_run_downwards(name: str) -> None:
+    assert not HOUSE.upward(name)
 
 
-def test_every_part_has_its_place() -> None:
-    assert {part_of(path) for path in FILES} == set(LEVEL)
+def test_the_check_of_imports_can_fail() -> None:
+    name = "safe_loading._checkpoint.header"
+    up = "safe_loading._loading.load_peft_on_rank"
+    for source in (f"from {up} import x", "from .._loading import load_peft_on_rank", f"import {up}"):
+        assert HOUSE.upward(name, ast.parse(source)) == {up}
+    assert HOUSE.upward(name, ast.parse("from safe_loading import errors\nfrom . import index")) == set()
+    assert HOUSE.upward(name, ast.parse("from safe_loading import load_peft_on_rank")) == {"safe_loading"}
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_run_downwards(path: Path) -> None:
-    part = part_of(path)
-    if part == "__init__":
-        return  # names of all verbs, imported when they are asked for
-    higher = {other for other in imported_parts(path, path.read_text()) if LEVEL[other] > LEVEL[part]}
-    assert not higher
-
-
-def test_the_check_of_directions_can_fail() -> None:
-    path = PACKAGE / "_checkpoint" / "header.py"
-    assert imported_parts(path, "from safe_loading._load_peft_on_rank import x") == {"_load_peft_on_rank"}
-    assert imported_parts(path, "from .. import _adapter") == {"_adapter"}
-    assert imported_parts(path, "from . import index") == {"_checkpoint"}
-    assert imported_parts(path, "from safe_loading import errors, load_peft_on_rank") == {"errors", "__init__"}
+def test_the_architecture_draws_the_house_as_it_is() -> None:
+    if not ARCHITECTURE.is_file():
+        pytest.skip("the tests run on an installed wheel, without the project's files")
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    assert text == drawn(text, HOUSE), "run: python -m tests.house --write"
 
 
 @pytest.mark.parametrize(
     "path",
-    [p for p in FILES if (p.name in TORCH_FREE and p.parent == PACKAGE) or p.parent.name in TORCH_FREE_FOLDERS],
+    [
+        path
+        for path in FILES
+        if path.parent.name in TORCH_FREE_FOLDERS or path.relative_to(PACKAGE).as_posix() in TORCH_FREE
+    ],
     ids=lambda path: str(path.relative_to(PACKAGE)),
 )
 def test_what_must_not_import_an_engine_does_not(path: Path) -> None:
@@ -142,16 +84,9 @@ def test_only_the_command_line_prints_and_nobody_asserts(path: Path) -> None:
     assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_modules_and_functions_stay_small(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= 300
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            documented = len((ast.get_docstring(node, clean=False) or "").splitlines())
-            signature = node.body[0].lineno - node.lineno
-            length = (node.end_lineno or 0) - node.lineno + 1 - documented - signature
-            assert length <= 45, f"{node.name} has {length} lines"
+def test_modules_and_functions_stay_small() -> None:
+    assert {name: n for name, source in HOUSE.sources.items() if (n := source.count("\n")) > 450} == {}
+    assert [found for found in HOUSE.functions() if found[0] > 45] == []
 
 
 def test_the_public_names_are_sorted_and_all_can_be_imported() -> None:

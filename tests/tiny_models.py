@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
@@ -260,3 +262,15 @@ def image_text_classes() -> list[str]:
 def _classes(mapping: Mapping[str, Any]) -> list[str]:
     names = {name for value in mapping.values() for name in ([value] if isinstance(value, str) else value)}
     return sorted(name for name in names - NOT_TINY.keys() if hasattr(transformers, name))
+
+
+def saved(name: str, folder: Path) -> None:
+    """Save a tiny model of a class with random weights in several files."""
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = kind(tiny_config(name))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.normal_(std=0.02)
+    model.save_pretrained(folder, max_shard_size="60KB")

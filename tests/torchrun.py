@@ -196,7 +196,8 @@ def _folder(script: str | Path) -> Iterator[Path]:
 
 def import_path() -> str:
     """Return the PYTHONPATH of scripts that import what the tests share: only pytest puts their folder on its path."""
-    return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    rooms = [str(path) for path in (TESTS, *sorted(TESTS.iterdir())) if path.is_dir()]
+    return os.pathsep.join([*rooms, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _environment(folder: Path, env: Mapping[str, str | None] | None) -> dict[str, str]:

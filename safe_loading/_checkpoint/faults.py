@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from safe_loading._report import Finding, Severity
+from safe_loading._core.report import Finding, Severity
 from safe_loading.errors import CheckpointError, CheckpointNotFound, PickleRefused
 
 _NOT_FOUND = frozenset({"not-found", "broken-link", "weights-missing"})

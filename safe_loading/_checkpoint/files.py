@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from safe_loading._report import Finding
+from safe_loading._core.report import Finding
 
 from .faults import fault, raise_faults
 

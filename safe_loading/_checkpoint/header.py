@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from safe_loading._report import Finding, format_bytes
+from safe_loading._core.report import Finding, format_bytes
 
 from .faults import fault, listed, raise_faults, truncated
 from .files import is_lfs_pointer, lfs_pointer, try_open, unreadable

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safe_loading._core.paths import is_there, path_text
 from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound, PickleRefused
 
 from .index import read_index
-from .paths import is_there, path_text
-from .weights import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_SINGLE
+from .weight_files import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_SINGLE
 
 _MOST_CHARACTERS = 96  # of a hub id (huggingface_hub's validate_repo_id)
 Chooser = Callable[[frozenset[str], Callable[[str], Path]], list[str]]

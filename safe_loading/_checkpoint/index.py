@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safe_loading._report import Finding
+from safe_loading._core.report import Finding
 
 from .faults import fault, listed, note, raise_faults
 from .files import not_contained, size_of, stamp
 from .header import Header, TensorInfo, try_header
 from .strict_json import try_json_object
-from .weights import Kind, find_weights, names_in
+from .weight_files import Kind, find_weights, names_in
 
 _TRIES = 50  # an exchange takes a moment; a folder that is exchanged all the time is read as it is
 _SAVE_AGAIN = "index and files are not of one save: download or copy the whole folder again, or save it again"

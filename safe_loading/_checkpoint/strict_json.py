@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from safe_loading._report import Finding, format_bytes
+from safe_loading._core.report import Finding, format_bytes
 
 from .faults import fault, listed, raise_faults
 from .files import is_lfs_pointer, lfs_pointer, try_open, unreadable

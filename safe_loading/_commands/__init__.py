@@ -43,7 +43,7 @@ def add_all(commands: Commands) -> None:
 
 
 def _adders() -> Iterator[Callable[[Commands], None]]:
-    from safe_loading._commands import audit, check, demo, doctor, merge, plan
+    from . import audit, check, demo, doctor, merge, plan
 
     yield demo.add
     yield check.add

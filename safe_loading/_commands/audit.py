@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from safe_loading._commands import NOT_OK, OK, USAGE, Answer
-from safe_loading._commands.training import add_training, refuse_unused, training
+from . import NOT_OK, OK, USAGE, Answer
+from .training import add_training, refuse_unused, training
 
 if TYPE_CHECKING:
-    from safe_loading._commands import Commands
+    from . import Commands
 
 _FORMATS = ("text", "json", "github", "sarif")
 
@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
-    from safe_loading._audit_model import audit_model
+    from safe_loading._memory.audit_model import audit_model
     from safe_loading.errors import SafeLoadingError
 
     try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from safe_loading._commands import NOT_OK, OK, Answer
+from . import NOT_OK, OK, Answer
 
 if TYPE_CHECKING:
-    from safe_loading._commands import Commands
+    from . import Commands
 
 
 def add(commands: Commands) -> None:
@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
-    from safe_loading._check_checkpoint import check_checkpoint
+    from safe_loading._loading.check_checkpoint import check_checkpoint
 
     report = check_checkpoint(arguments.path, values=arguments.values)
     return Answer([report.to_json() if arguments.json else str(report)], OK if report.ok else NOT_OK)

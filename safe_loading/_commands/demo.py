@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safe_loading._commands import Answer
 from safe_loading.errors import OutputError
 
+from . import Answer
+
 if TYPE_CHECKING:
-    from safe_loading._commands import Commands
+    from . import Commands
 
 
 def add(commands: Commands) -> None:

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safe_loading._commands import NOT_OK, OK, Answer
+from . import NOT_OK, OK, Answer
 
 if TYPE_CHECKING:
-    from safe_loading._commands import Commands
+    from . import Commands
 
 
 def add(commands: Commands) -> None:

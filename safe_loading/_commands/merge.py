@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from safe_loading._commands import Answer
+from . import Answer
 
 if TYPE_CHECKING:
-    from safe_loading._commands import Commands
+    from . import Commands
 
 
 def add(commands: Commands) -> None:
@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
-    from safe_loading._merge_lora_checkpoint import merge_lora_checkpoint
+    from safe_loading._merging.merge_lora_checkpoint import merge_lora_checkpoint
 
     size = arguments.max_shard_size
     report = merge_lora_checkpoint(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from safe_loading._commands import INFEASIBLE, NOT_OK, OK, Answer
-from safe_loading._commands.training import add_training, refuse_unused, training
+from . import INFEASIBLE, NOT_OK, OK, Answer
+from .training import add_training, refuse_unused, training
 
 if TYPE_CHECKING:
-    from safe_loading._commands import Commands
-    from safe_loading._workload import Workload
+    from safe_loading._core.workload import Workload
+
+    from . import Commands
 
 
 def add(commands: Commands) -> None:
@@ -38,7 +39,7 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
-    from safe_loading._plan_device_map import plan_device_map
+    from safe_loading._memory.plan_device_map import plan_device_map
     from safe_loading.errors import DeviceMapInfeasible
 
     try:
@@ -62,7 +63,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
 
 
 def _refused(error: Any) -> str:
-    from safe_loading._report import to_json
+    from safe_loading._core.report import to_json
 
     shortages = {str(device): size for device, size in error.shortages.items()}
     facts = {"missing_bytes": error.missing_bytes, "device": error.device, "shortages": shortages}
@@ -85,7 +86,7 @@ def _limits(pairs: list[str] | None) -> dict[str, str] | None:
 
 
 def _workload(arguments: argparse.Namespace) -> Workload:
-    from safe_loading._workload import Workload
+    from safe_loading._core.workload import Workload
     from safe_loading.errors import ArgumentError
 
     if arguments.train is not None and arguments.context is not None:

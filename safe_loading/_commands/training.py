@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from safe_loading._workload import Workload
+    from safe_loading._core.workload import Workload
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def training(arguments: argparse.Namespace, rows: int = 1) -> Workload:
     Raises:
         ArgumentError: ``--train`` is not to be read, or says another number of rows.
     """
-    from safe_loading._workload import Workload
+    from safe_loading._core.workload import Workload
     from safe_loading.errors import ArgumentError
 
     found = re.fullmatch(r"(?:(\d+)x)?(\d+)", arguments.train.lower())

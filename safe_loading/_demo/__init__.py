@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safe_loading._demo.fsdp import chapter as fsdp
-from safe_loading._demo.load import chapter as load
-from safe_loading._demo.memory import chapter as memory
-from safe_loading._demo.merge import chapter as merge
-from safe_loading._demo.plan import chapter as plan
-from safe_loading._demo.wrap import chapter as wrap
-from safe_loading._progress import engine_bars
+from safe_loading._core.progress import engine_bars
+
+from .fsdp import chapter as fsdp
+from .load import chapter as load
+from .memory import chapter as memory
+from .merge import chapter as merge
+from .plan import chapter as plan
+from .wrap import chapter as wrap
 
 Chapter = Callable[[Path], str]
 _CHAPTERS: tuple[Chapter, ...] = (load, merge, fsdp, wrap, plan, memory)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from safe_loading._demo.torchrun import run_ranks
-from safe_loading._report import format_bytes, text_table
+from safe_loading._core.report import format_bytes, text_table
 from safe_loading.errors import SafeLoadingError
+
+from .torchrun import run_ranks
 
 _WIDTH = 32
 _HEADER = ("rank", "road", "memory for weights", "", "read", "sent", "logits")

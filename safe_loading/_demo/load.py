@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from safe_loading._demo import checkpoints
-from safe_loading._demo.torchrun import run_ranks
-from safe_loading._report import format_bytes, text_table
+from safe_loading._core.report import format_bytes, text_table
 from safe_loading.errors import SafeLoadingError
+
+from . import checkpoints
+from .torchrun import run_ranks
 
 _HEADER = ("rank", "device", "base", "adapter", "dtypes of the adapter", "seconds", "logits", "other devices")
 

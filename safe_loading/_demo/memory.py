@@ -10,8 +10,8 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig, LlamaConfig
 
 from safe_loading import Workload, predict_memory
-from safe_loading._forecast.report import MemoryForecast, bars_svg
-from safe_loading._report import format_bytes, text_table
+from safe_loading._core.report import format_bytes, text_table
+from safe_loading._memory.forecast.report import MemoryForecast, bars_svg
 from safe_loading.errors import SafeLoadingError
 
 # The sizes of Llama-3-8B, and of a step that many take with it.

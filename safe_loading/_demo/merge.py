@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import LlamaForCausalLM
 
 from safe_loading import load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
-from safe_loading._report import text_table
+from safe_loading._core.report import text_table
 from safe_loading.errors import SafeLoadingError
 
 _HEADER = ("road", "weights that differ", "elements that differ", "storage kept")

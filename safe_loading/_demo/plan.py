@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from safe_loading._report import format_bytes
+from safe_loading._core.report import format_bytes
 from safe_loading.errors import DeviceMapInfeasible, SafeLoadingError
 
 _CARDS = {0: "80GB", 1: "80GB", 2: "24GB"}

@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import LlamaForCausalLM
 
 from safe_loading import load_peft_on_rank
-from safe_loading._adapter.verify import contexts
+from safe_loading._ranks.contexts import contexts
 
 
 def main(folder: Path) -> None:

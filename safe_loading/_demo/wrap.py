@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from safe_loading import Transparent, load_peft_on_rank, wrap_transparent
-from safe_loading._report import format_bytes, text_table
+from safe_loading._core.report import format_bytes, text_table
 from safe_loading.errors import SafeLoadingError
 
 _HEADER = ("road", "layers that checkpoint", "saved activations", "checkpoint", "loss")

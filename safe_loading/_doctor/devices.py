@@ -11,8 +11,8 @@ import os
 import shutil
 import subprocess
 
-from safe_loading._distributed.launcher import Launcher, read_launcher, read_visible_devices
-from safe_loading._report import Finding, MiB
+from safe_loading._core.report import Finding, MiB
+from safe_loading._ranks.launcher import Launcher, read_launcher, read_visible_devices
 from safe_loading.errors import DeviceError
 
 _SECONDS = 20

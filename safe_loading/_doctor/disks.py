@@ -8,10 +8,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from safe_loading._checkpoint.mounts import is_shared, kind_of
-from safe_loading._checkpoint.paths import is_there
-from safe_loading._checkpoint.swap import exchange
-from safe_loading._report import Finding, GiB, format_bytes
+from safe_loading._core.paths import is_there
+from safe_loading._core.report import Finding, GiB, format_bytes
+from safe_loading._output.exchange_folders import exchange
+from safe_loading._output.mounts import is_shared, kind_of
 
 _LEAST_SHARED = GiB
 _LEAST_FREE = GiB

@@ -6,10 +6,19 @@ import dataclasses
 import html
 from pathlib import Path
 
-from safe_loading._doctor.devices import Devices, read_devices
-from safe_loading._doctor.disks import Place, judge_places, read_places
-from safe_loading._doctor.versions import Engine, judge_engines, python_version, read_engines
-from safe_loading._report import Finding, findings_html, findings_text, format_bytes, html_table, text_table, to_json
+from safe_loading._core.report import (
+    Finding,
+    findings_html,
+    findings_text,
+    format_bytes,
+    html_table,
+    text_table,
+    to_json,
+)
+
+from .devices import Devices, read_devices
+from .disks import Place, judge_places, read_places
+from .versions import Engine, judge_engines, python_version, read_engines
 
 _ENGINES = ("package", "installed", "needed", "tested")
 _DEVICES = ("index", "device", "listed as")

@@ -10,9 +10,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from safe_loading._report import Finding
+from safe_loading._core.report import Finding
 
-# constraints.txt says the same; tests/test_doctor.py compares.
+# constraints.txt says the same; tests/commands/test_doctor.py compares.
 TESTED = {
     "torch": "2.13.0",
     "transformers": "5.23.0",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from safe_loading._distributed.board import rank_list
-from safe_loading._distributed.exchange import Ranks
+from safe_loading._ranks.exchange import Ranks
+from safe_loading._ranks.store_exchange import rank_list
 from safe_loading.errors import RanksDisagree
 
 _SHOWN = 8  # differing tensors; the first ones say it

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from safe_loading._report import Finding
-from safe_loading._sharding.facts import Held, buffers_of, parameters_of
+from safe_loading._core.report import Finding
 from safe_loading.errors import DeviceError
+
+from .parameters import Held, buffers_of, parameters_of
 
 
 def check_whole(model: nn.Module, version: int, ignored: Collection[str]) -> None:

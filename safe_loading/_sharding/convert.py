@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from safe_loading._checkpoint.header import TensorInfo
-from safe_loading._layout.dtypes import DTYPES
-from safe_loading._layout.layout import Conversion
+from safe_loading._model.layout.dtypes import DTYPES
+from safe_loading._model.layout.layout import Conversion
 
 Fetch = Callable[[str], torch.Tensor]
 

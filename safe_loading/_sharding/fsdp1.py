@@ -17,11 +17,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from safe_loading._sharding.facts import Held
-from safe_loading._sharding.names import canonical
-from safe_loading._sharding.scatter import Stretch
-from safe_loading._sharding.units import Unit
 from safe_loading.errors import ArgumentError
+
+from .fsdp_units import Unit
+from .names import canonical
+from .parameters import Held
+from .scatter import Stretch
 
 
 def is_unit(module: nn.Module) -> bool:

@@ -18,10 +18,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from safe_loading._sharding.facts import Held
-from safe_loading._sharding.scatter import Stretch
-from safe_loading._sharding.units import Unit
 from safe_loading.errors import ArgumentError, DeviceError
+
+from .fsdp_units import Unit
+from .parameters import Held
+from .scatter import Stretch
 
 # Methods of wrappers (value heads, reward models) that compute without calling the wrapper's own forward.
 FORWARD_METHODS = ("generate", "score", "value", "get_value", "get_values", "compute_value", "compute_values")

@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 
-from safe_loading import _progress
-from safe_loading._checkpoint.copy import read_into
+from safe_loading._checkpoint.copy_bytes import read_into
 from safe_loading._checkpoint.files import open_regular
-from safe_loading._distributed.launcher import local_rank
-from safe_loading._layout.dtypes import DTYPES
-from safe_loading._layout.layout import Conversion
-from safe_loading._report import Finding, MiB
-from safe_loading._sharding.convert import convert
-from safe_loading._sharding.regions import boxes
-from safe_loading._sharding.source import Source, open_source
-from safe_loading._sharding.spans import Block
-from safe_loading._sharding.targets import Plan, Target, cut
+from safe_loading._core import progress as _progress
+from safe_loading._core.report import Finding, MiB
+from safe_loading._model.layout.dtypes import DTYPES
+from safe_loading._model.layout.layout import Conversion
+from safe_loading._ranks.launcher import local_rank
 from safe_loading.errors import ArgumentError, CheckpointError
+
+from .checkpoint_source import Source, open_source
+from .convert import convert
+from .file_ranges import Block
+from .read_plan import Plan, Target, cut
+from .tensor_slices import boxes
 
 STAGING_BYTES = 4 * MiB
 

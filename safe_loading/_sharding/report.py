@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from safe_loading._report import Finding, findings_html, findings_text, format_bytes, html_table, text_table, to_json
+from safe_loading._core.report import (
+    Finding,
+    findings_html,
+    findings_text,
+    format_bytes,
+    html_table,
+    text_table,
+    to_json,
+)
 
 _HEADER = ("unit", "parameters", "gathered", "stays gathered")
 

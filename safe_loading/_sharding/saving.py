@@ -19,11 +19,12 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from safe_loading._distributed.exchange import Ranks
-from safe_loading._distributed.waiting import Waiting
-from safe_loading._sharding.fsdp1 import is_unit
-from safe_loading._sharding.names import WRAPPERS, canonical, walk
+from safe_loading._ranks.exchange import Ranks
+from safe_loading._ranks.waiting import Waiting
 from safe_loading.errors import ArgumentError
+
+from .fsdp1 import is_unit
+from .names import WRAPPERS, canonical, walk
 
 _NAME = "save_pretrained"
 _FLAT = "_flat_param"  # of FSDP1, where it keeps no original parameters

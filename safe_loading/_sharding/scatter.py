@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from safe_loading._distributed.waiting import Waiting
-from safe_loading._progress import Bar
-from safe_loading._report import MiB
+from safe_loading._core.progress import Bar
+from safe_loading._core.report import MiB
+from safe_loading._ranks.waiting import Waiting
 
 BLOCK_BYTES = 32 * MiB  # in flight on the rank that sends, over all its receivers
 

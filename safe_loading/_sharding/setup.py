@@ -13,16 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from safe_loading._adapter.guard import own_device
-from safe_loading._checkpoint.paths import path_text
-from safe_loading._distributed.exchange import Ranks
-from safe_loading._distributed.waiting import Waiting
-from safe_loading._sharding import fsdp1, fsdp2
-from safe_loading._sharding.attached import Wrapped, attached, attached_units, wrapped_before
-from safe_loading._sharding.facts import Held, buffers_of, described, ignored_parameters, parameters_of
-from safe_loading._sharding.names import walk
-from safe_loading._sharding.units import Unit, Wrap, plan_units
+from safe_loading._core.paths import path_text
+from safe_loading._ranks.device_guard import own_device
+from safe_loading._ranks.exchange import Ranks
+from safe_loading._ranks.waiting import Waiting
 from safe_loading.errors import ArgumentError
+
+from . import fsdp1, fsdp2
+from .added_after_wrap import Wrapped, attached, attached_units, wrapped_before
+from .fsdp_units import Unit, Wrap, plan_units
+from .names import walk
+from .parameters import Held, buffers_of, described, ignored_parameters, parameters_of
 
 Verify = Literal["off", "structure", "bytes"]
 Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None

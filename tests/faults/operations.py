@@ -85,7 +85,7 @@ def operations(at: int | None = None, then: Callable[[], None] = kill) -> Iterat
 
         return call
 
-    import safe_loading._checkpoint.commit as commit
+    import safe_loading._output.commit as commit
 
     exchange = commit.exchange
 

@@ -1,0 +1,146 @@
+"""Which weight files of a folder are read: the choice that transformers and peft make. Imports no torch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from safe_loading._core.report import Finding
+
+from .faults import fault, listed, note
+from .files import not_contained, unreadable
+from .strict_json import try_json_object
+
+Kind = Literal["model", "adapter"]
+ADAPTER_SINGLE, ADAPTER_PICKLE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+_CONVERT_ONE = """\
+import torch, safetensors.torch
+weights = torch.load({source!r}, map_location="cpu", weights_only=True)
+weights = {{name: w.clone(memory_format=torch.contiguous_format) for name, w in weights.items()}}
+safetensors.torch.save_file(weights, {target!r}, metadata={{"format": "pt"}})"""
+_CONVERT_SHARDS = """\
+import json, pathlib, torch, safetensors.torch
+folder, source, target = pathlib.Path({folder!r}), {source!r}, {target!r}
+index = json.loads((folder / source).read_text(encoding="utf-8"))
+renamed = {{old: old.replace("pytorch_model", "model").removesuffix(".bin") + ".safetensors" for old in set(index["weight_map"].values())}}
+for old, new in renamed.items():
+    weights = torch.load(folder / old, map_location="cpu", weights_only=True)
+    weights = {{name: w.clone(memory_format=torch.contiguous_format) for name, w in weights.items()}}
+    safetensors.torch.save_file(weights, folder / new, metadata={{"format": "pt"}})
+index["weight_map"] = {{name: renamed[old] for name, old in index["weight_map"].items()}}
+(folder / target).write_text(json.dumps(index, indent=2), encoding="utf-8")"""  # noqa: E501 - a snippet to paste
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weight file of a folder, or the index of its weight files.
+
+    Attributes:
+        kind: Whether the folder is read as a model or as an adapter.
+        path: The safetensors file, or the index.
+        is_index: Whether ``path`` is an index.
+    """
+
+    kind: Kind
+    path: Path
+    is_index: bool
+
+
+def find_weights(
+    folder: Path, names: Collection[str], *, variant: str | None = None, kind: Kind | None = None
+) -> tuple[Weights | None, list[Finding]]:
+    """Choose the weight file or index as transformers and peft do: a single file before an index, never a pickle.
+
+    Args:
+        folder: The folder.
+        names: The names in it, as :func:`names_in` returns them.
+        variant: The variant, such as ``"fp16"``; models only.
+        kind: What to read the folder as; by default an adapter when it holds an adapter and no model weights.
+
+    Returns:
+        The choice, or ``None`` when there is none; and what was found on the way.
+    """
+    single, index = _with_variant("model.safetensors", variant), _with_variant("model.safetensors.index.json", variant)
+    configured = _configured(folder, names)
+    if isinstance(configured, Finding):
+        return None, [configured]
+    has_adapter = bool({ADAPTER_SINGLE, ADAPTER_PICKLE, ADAPTER_CONFIG} & set(names))
+    has_model = configured is not None or not {single, index}.isdisjoint(names) or "config.json" in names
+    if kind == "adapter" or (kind is None and has_adapter and not has_model):
+        if ADAPTER_SINGLE in names:
+            return Weights("adapter", folder / ADAPTER_SINGLE, False), []
+        return None, [_no_weights(folder, names, [(ADAPTER_PICKLE, ADAPTER_SINGLE)])]
+    if configured is not None:
+        return Weights("model", configured, configured.name.endswith(".index.json")), []
+    if single in names:
+        return Weights("model", folder / single, False), _both(folder, single, index) if index in names else []
+    if index in names:
+        return Weights("model", folder / index, True), []
+    pickles = [("pytorch_model.bin", single), ("pytorch_model.bin.index.json", index)]
+    return None, [_no_weights(folder, names, [(_with_variant(old, variant), new) for old, new in pickles])]
+
+
+def names_in(folder: Path) -> list[str] | Finding:
+    """Return the sorted names in a folder, or the finding that says why it cannot be listed."""
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except NotADirectoryError:
+        return fault("not-a-folder", folder, "is not a folder", "pass the folder that holds the checkpoint")
+    except (OSError, ValueError) as error:
+        return unreadable(folder, error)
+
+
+def conversion_command(folder: Path, source: str, target: str) -> str:
+    """Return the shell command that turns a pickle, or the index of several, into safetensors beside it."""
+    if source.endswith(".json"):
+        code = _CONVERT_SHARDS.format(folder=str(folder), source=source, target=target)
+    else:
+        code = _CONVERT_ONE.format(source=str(folder / source), target=str(folder / target))
+    return f"python -c {shlex.quote(code)}"
+
+
+def _with_variant(name: str, variant: str | None) -> str:
+    if variant is None:
+        return name
+    stem, _, suffix = name.rpartition(".")
+    return f"{stem}.{variant}.{suffix}"
+
+
+def _configured(folder: Path, names: Collection[str]) -> Path | Finding | None:
+    """Return the file that ``transformers_weights`` of config.json asks for, which transformers takes first."""
+    config = try_json_object(folder / "config.json") if "config.json" in names else None
+    asked = config.get("transformers_weights") if isinstance(config, dict) else None
+    if asked is None:
+        return None
+    where, fix = folder / "config.json", "name a safetensors file or index of this folder, or take the entry out"
+    if not isinstance(asked, str) or not asked.endswith((".safetensors", ".safetensors.index.json")):
+        return fault("config-weights", where, f"transformers_weights is {asked!r}, which is no safetensors file", fix)
+    reason = not_contained(folder, asked)
+    return folder / asked if reason is None else fault("config-weights", where, f"transformers_weights: {reason}", fix)
+
+
+def _both(folder: Path, single: str, index: str) -> list[Finding]:
+    message = f"holds both {single!r} and {index!r}; transformers reads {single!r} and ignores the index and its shards"
+    fix = "delete the one that is not meant; one of them is probably left over from an earlier save"
+    return [note("warning", "two-checkpoints", folder, message, fix)]
+
+
+def _no_weights(folder: Path, names: Collection[str], pickles: list[tuple[str, str]]) -> Finding:
+    for source, target in pickles:
+        if source in names:
+            return fault(
+                "pickle-only",
+                folder / source,
+                f"the weights are a pickle, which can run code when it is read, and there is no {target!r}",
+                f"convert it once (this reads tensors only):\n{conversion_command(folder, source, target)}",
+            )
+    wanted = " or ".join(repr(target) for _, target in pickles)
+    others = [name for name in names if name.endswith((".safetensors", ".gguf", *PICKLE_SUFFIXES))]
+    there = f"; there is {listed(others)}" if others else ""
+    fix = "check the path and the variant, or download or copy the weights"
+    return fault("weights-missing", folder, f"holds no weights: {wanted} is not there{there}", fix)

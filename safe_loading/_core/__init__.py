@@ -1,0 +1,1 @@
+"""What every folder shares; imports no torch."""

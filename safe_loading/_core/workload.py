@@ -1,0 +1,264 @@
+"""``Workload``: what a model will be asked to do, so that its memory can be counted. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from safe_loading.errors import ArgumentError
+
+Kind = Literal["weights_only", "generate", "train"]
+AUTOCAST = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class OptimizerRule:
+    """What one optimizer keeps for each trainable parameter.
+
+    Attributes:
+        moments: Tensors of the parameter's shape.
+        itemsize: Bytes of an element of a moment; None for the parameter's own dtype.
+        source: Where the class stands, as ``module:name``; None when its step is not run, only its state counted.
+        options: Keyword arguments that the class is made with.
+        block: Elements that share one float32 statistic, for moments that are quantised in blocks.
+        factored: Whether a matrix keeps one row and one column in place of a moment.
+    """
+
+    moments: int
+    itemsize: int | None = None
+    source: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    block: int = 0
+    factored: bool = False
+
+    def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
+        """Return the bytes of state of one trainable parameter, step counters left out.
+
+        Args:
+            shape: Of the parameter.
+            itemsize: Bytes of one of its elements.
+        """
+        count, width = math.prod(shape), itemsize if self.itemsize is None else self.itemsize
+        if self.block and count < 4096:  # min_8bit_size of bitsandbytes' optimizers
+            return self.moments * count * 4
+        if self.block:  # one byte an element, and a float32 absmax for each block
+            return self.moments * (count * width + math.ceil(count / self.block) * 4)
+        if self.factored and len(shape) >= 2 and count:  # a row and a column for each matrix
+            return (count // shape[-1] + count // shape[-2]) * width
+        return (self.moments or int(self.factored)) * count * width
+
+
+_FUSED = (("fused", True),)
+# takes what torch's fused SGD takes, for which FakeTensorMode knows no shapes and runs it on real zeros
+_ONE_BY_ONE = (("foreach", False),)
+OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
+    {
+        # fused as transformers' Trainer has it by default ("adamw_torch_fused")
+        "adamw": OptimizerRule(2, source="torch.optim:AdamW", options=_FUSED),
+        "adam": OptimizerRule(2, source="torch.optim:Adam", options=_FUSED),
+        # torch's own default on an accelerator; its step takes one more copy of the parameters for a while
+        "adamw_foreach": OptimizerRule(2, source="torch.optim:AdamW", options=(("foreach", True),)),
+        "adamw_8bit": OptimizerRule(2, itemsize=1, block=256),  # bitsandbytes, block-wise
+        "lion": OptimizerRule(1),
+        "lion_8bit": OptimizerRule(1, itemsize=1, block=256),
+        "sgd": OptimizerRule(0, source="torch.optim:SGD", options=_ONE_BY_ONE),
+        "sgd_momentum": OptimizerRule(1, source="torch.optim:SGD", options=(("momentum", 0.9), *_ONE_BY_ONE)),
+        "adagrad": OptimizerRule(1, source="torch.optim:Adagrad", options=_ONE_BY_ONE),
+        "rmsprop": OptimizerRule(1, source="torch.optim:RMSprop", options=_ONE_BY_ONE),
+        # transformers' class, which computes and keeps in float32
+        "adafactor": OptimizerRule(0, itemsize=4, source="transformers.optimization:Adafactor", factored=True),
+        "none": OptimizerRule(0),
+    }
+)
+_ALSO = {
+    "adamw_torch": "adamw_foreach",
+    "adamw_torch_fused": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "none",  # its state lies in pages that the driver moves to the host
+    "paged_adamw_32bit": "none",
+    "paged_adamw": "none",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Workload:
+    """What a model is asked to do. Make one with `weights_only`, `generate` or `train`; see there.
+
+    Attributes:
+        kind: ``"weights_only"``, ``"generate"`` or ``"train"``.
+        batch_size: Rows of a batch; of a micro-batch on one device when training.
+        sequence_length: Tokens of a row; the context length when generating.
+        decode_steps: Steps of one token each after the prompt.
+        gradient_checkpointing: Whether layers keep their inputs only and are computed again in the backward pass.
+        optimizer: A name of ``OPTIMIZERS``, or a ``torch.optim`` class.
+        adapter: A ``peft`` config, or the folder of an adapter; only what it trains is trained.
+        autocast: ``"bfloat16"`` or ``"float16"`` when the forward pass runs under ``torch.autocast``.
+        gradient_accumulation_steps: Micro-batches whose gradients are summed before the optimizer steps.
+        labels: Whether the model computes its own loss from labels; otherwise the loss is the mean of its outputs.
+    """
+
+    kind: Kind
+    batch_size: int = 0
+    sequence_length: int = 0
+    decode_steps: int = 0
+    gradient_checkpointing: bool = False
+    optimizer: str | type = "none"
+    adapter: Any = None
+    autocast: str | None = None
+    gradient_accumulation_steps: int = 1
+    labels: bool = True
+
+    @staticmethod
+    def weights_only() -> Workload:
+        """The weights and buffers, and nothing run."""
+        return Workload("weights_only")
+
+    @staticmethod
+    def generate(
+        batch_size: int, context_length: int, *, decode_steps: int = 1, autocast: str | None = None, adapter: Any = None
+    ) -> Workload:
+        """A prompt of `context_length` tokens, then one step of one token, with the model's own cache.
+
+        The prompt is read in one forward pass of ``batch_size x context_length`` tokens, and as in ``generate()`` only
+        the last position's logits are computed where the model can do that. The decode step that follows has the whole
+        prompt in its cache, whose memory is what the model's cache class takes: for a ``DynamicCache`` that is
+        ``context_length`` positions after the prompt, and ``context_length + 1`` after the step, held twice while a
+        layer's keys are concatenated. To plan for a conversation that ends at N tokens, give N.
+
+        Args:
+            batch_size: Rows of the batch, beams included.
+            context_length: Tokens of each row: all that the cache will hold.
+            decode_steps: How many steps of one token follow the prompt.
+            autocast: ``"bfloat16"`` or ``"float16"`` to run under ``torch.autocast``.
+            adapter: A ``peft`` config or the folder of an adapter that is attached, unmerged.
+
+        Raises:
+            ArgumentError: A number that is not a positive whole one, or an unknown dtype.
+        """
+        return _checked(
+            Workload(
+                "generate", batch_size, context_length, decode_steps=decode_steps, autocast=autocast, adapter=adapter
+            )
+        )
+
+    @staticmethod
+    def train(
+        batch_size: int,
+        sequence_length: int,
+        gradient_checkpointing: bool = False,
+        optimizer: str | type = "adamw",
+        adapter: Any = None,
+        *,
+        autocast: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        labels: bool = True,
+    ) -> Workload:
+        """A training step once it is in its stride: forward, loss, backward and the optimizer, whose state is there.
+
+        Without an adapter the parameters with ``requires_grad`` are trained: all of them, in a model made from a
+        config. Gradients are None when the step begins, as after ``zero_grad(set_to_none=True)``.
+
+        Args:
+            batch_size: Rows of a micro-batch on one device.
+            sequence_length: Tokens of each row.
+            gradient_checkpointing: Whether the model's ``gradient_checkpointing_enable()`` is called.
+            optimizer: ``"adamw"`` (fused, as the Trainer's), ``"adamw_foreach"``, ``"adam"``, ``"adamw_8bit"``,
+                ``"lion"``, ``"lion_8bit"``, ``"sgd"``, ``"sgd_momentum"``, ``"adagrad"``, ``"rmsprop"``,
+                ``"adafactor"``, ``"none"``; or a class such as ``torch.optim.AdamW``, made with its default options.
+            adapter: A ``peft`` config or the folder of an adapter: attached, and only what it trains is trained.
+            autocast: ``"bfloat16"`` or ``"float16"`` to run the forward pass under ``torch.autocast``.
+            gradient_accumulation_steps: From 2 on, the gradients of the first micro-batch stay while the next runs.
+            labels: Whether the model computes its own loss from labels.
+
+        Raises:
+            ArgumentError: A number that is not a positive whole one, or a name that is not known.
+        """
+        return _checked(
+            Workload(
+                "train",
+                batch_size,
+                sequence_length,
+                gradient_checkpointing=gradient_checkpointing,
+                optimizer=_ALSO.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer,
+                adapter=adapter,
+                autocast=autocast,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                labels=labels,
+            )
+        )
+
+    @property
+    def context_length(self) -> int:
+        """The tokens of a row, under the name that it has when generating."""
+        return self.sequence_length
+
+    @property
+    def rule(self) -> OptimizerRule | None:
+        """What the optimizer keeps; None for a class, whose step is run to find out."""
+        return OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else None
+
+    def replace(self, **changes: Any) -> Workload:
+        """Return the same workload with some fields changed, checked again."""
+        return _checked(dataclasses.replace(self, **changes))
+
+    def __repr__(self) -> str:
+        """Return the call that makes it, without what is left at its default."""
+        if self.kind == "weights_only":
+            return "Workload.weights_only()"
+        length = "context_length" if self.kind == "generate" else "sequence_length"
+        usual = _USUAL[self.kind]
+        words = [f"batch_size={self.batch_size}", f"{length}={self.sequence_length}"]
+        for name, default in usual.items():
+            value = getattr(self, name)
+            if value is not default and value != default:
+                words.append(f"{name}={value.__name__ if isinstance(value, type) else repr(value)}")
+        return f"Workload.{self.kind}({', '.join(words)})"
+
+
+_USUAL: Mapping[str, Mapping[str, Any]] = {
+    "generate": {"decode_steps": 1, "autocast": None, "adapter": None},
+    "train": {
+        "gradient_checkpointing": False,
+        "optimizer": "adamw",
+        "adapter": None,
+        "autocast": None,
+        "gradient_accumulation_steps": 1,
+        "labels": True,
+    },
+}
+
+
+def _checked(workload: Workload) -> Workload:
+    """Return the workload with plain numbers, or raise everything that is wrong with it."""
+    if workload.kind == "weights_only":
+        return workload
+    problems: list[str] = []
+    numbers: dict[str, Any] = {}
+    lengths = {"sequence_length": "context_length" if workload.kind == "generate" else "sequence_length"}
+    least = {"decode_steps": 0}
+    for name in ("batch_size", "sequence_length", "decode_steps", "gradient_accumulation_steps"):
+        value, low = getattr(workload, name), least.get(name, 1)
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = low - 1
+        if isinstance(value, bool) or number < low:
+            problems.append(f"{lengths.get(name, name)}={value!r}: a whole number from {low} on.")
+        numbers[name] = number
+    flags = {name: getattr(workload, name) for name in ("gradient_checkpointing", "labels")}
+    problems += [f"{name}={flag!r}: True or False." for name, flag in flags.items() if not isinstance(flag, bool)]
+    if workload.autocast not in (None, *AUTOCAST):
+        problems.append(f"autocast={workload.autocast!r}: one of {list(AUTOCAST)}, or None.")
+    known = isinstance(workload.optimizer, type) or (
+        isinstance(workload.optimizer, str) and workload.optimizer in OPTIMIZERS
+    )
+    if not known:
+        problems.append(f"optimizer={workload.optimizer!r}: one of {sorted(OPTIMIZERS)}, or a torch.optim class.")
+    if problems:
+        raise ArgumentError(f"Workload.{workload.kind} cannot be built from these:", problems)
+    return dataclasses.replace(workload, **numbers)

@@ -1,0 +1,161 @@
+"""The tensors of an adapter file, on the host: read, renamed, and looked at once for what training leaves."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from safe_loading._checkpoint.copy_bytes import read_into
+from safe_loading._checkpoint.files import open_regular
+from safe_loading._checkpoint.header import Header, TensorInfo, read_header
+from safe_loading._core.report import Finding
+from safe_loading._model.layout.dtypes import DTYPES
+from safe_loading.errors import AdapterError, CheckpointError
+
+from . import key_names as names
+from .adapter_facts import AdapterFacts
+
+
+def read_tensors(facts: AdapterFacts) -> dict[str, torch.Tensor]:
+    """Return the adapter's tensors by their key on disk, in memory of their own.
+
+    Raises:
+        CheckpointError: The file was written again since its header was read, or got shorter; or a pickle holds
+            something else than tensors.
+    """
+    if facts.header is not None:
+        return _read(facts.header)
+    try:
+        tensors = torch.load(facts.weights, map_location="cpu", weights_only=True)
+    except Exception as error:  # the unpickler raises whatever a damaged or a hostile file makes it raise
+        raise CheckpointError(f"{facts.weights} cannot be read with weights_only=True: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        raise CheckpointError(f"{facts.weights} is no mapping of names to tensors.")
+    return tensors
+
+
+def _read(header: Header) -> dict[str, torch.Tensor]:
+    # Not mapped: a training loop saves over its adapter, and a mapped file that gets shorter ends the process (SIGBUS).
+    path = header.path
+    with open_regular(path) as file:
+        before = os.fstat(file.fileno())
+        tensors = {name: _tensor(file.fileno(), header, info) for name, info in header.tensors.items()}
+        after = os.fstat(file.fileno())
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or read_header(path) != header:
+        raise CheckpointError(f"{path} was written again while it was read. Load it again when its writer is done.")
+    return tensors
+
+
+def _tensor(descriptor: int, header: Header, info: TensorInfo) -> torch.Tensor:
+    dtype = DTYPES.get(info.dtype)
+    if dtype is None:
+        raise CheckpointError(f"{header.path}: {info.name!r} is {info.dtype}, a dtype that torch does not have.")
+    tensor = torch.empty(info.shape, dtype=dtype)
+    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # a buffer, which numpy's stubs say only for Python 3.12
+    read_into(descriptor, memoryview(data), info.start)
+    return tensor
+
+
+def rename(
+    facts: AdapterFacts, tensors: Mapping[str, torch.Tensor], *, prompt_learning: bool, own_module: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, str], list[Finding]]:
+    """Return the tensors by the names that peft writes, the renames, and a finding that says so.
+
+    Raises:
+        AdapterError: Two keys of the file mean the same tensor.
+    """
+    changed, collisions = names.renames(tensors, prompt_learning=prompt_learning, own_module=own_module)
+    if collisions:
+        raise AdapterError(f"{facts.weights} names the same tensor twice:", collisions)
+    renamed = _without_copies({changed.get(key, key): tensor for key, tensor in tensors.items()})
+    if not changed:
+        return renamed, changed, []
+    finding = Finding(
+        "adapter-keys-renamed",
+        "info",
+        str(facts.weights),
+        f"saved through a wrapper: {names.summarise(changed)}.",
+        "none needed here; peft's own load would ignore these keys.",
+    )
+    return renamed, changed, [finding]
+
+
+def _without_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave out the second copies of saved modules.
+
+    Of a vocabulary that was resized in memory peft writes each end under all names that the model has for it: a
+    module to save as ``X.weight``, and the same again as ``X.modules_to_save.weight``, which its own load ignores.
+    """
+
+    def is_copy(key: str, tensor: torch.Tensor) -> bool:
+        first = tensors.get(key.replace(".modules_to_save.", ".", 1))
+        return first is not None and first is not tensor and same(first, tensor)
+
+    return {key: tensor for key, tensor in tensors.items() if not is_copy(key, tensor)}
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same values in the same dtype and shape."""
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+def value_findings(facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
+    """Return findings for tensors with NaN or infinity, and for a ``lora_B`` that is still zero."""
+    findings, zero, candidates = [], [], 0
+    for key, tensor in tensors.items():
+        if ".lora_" in key and not tensor.is_floating_point():
+            findings.append(_integers(facts, key, tensor))
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        low, high = _range(tensor)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            findings.append(_non_finite(facts, key, tensor))
+        if ".lora_B" in key or ".lora_embedding_B" in key:
+            candidates += 1
+            if low == 0 and high == 0:
+                zero.append(key)
+    if zero:
+        findings.append(
+            Finding(
+                "lora-b-zero",
+                "warning",
+                str(facts.weights),
+                f"{len(zero)} of {candidates} lora_B tensors are all zero, as {zero[0]!r}: "
+                + ("the adapter changes nothing." if len(zero) == candidates else "these layers are unchanged."),
+                "check that the adapter was trained, and that it was gathered before it was saved (ZeRO-3, FSDP).",
+                sum(tensors[key].nbytes for key in zero),
+            )
+        )
+    return findings
+
+
+def _range(tensor: torch.Tensor) -> tuple[float, float]:
+    # aminmax carries NaN to both ends and needs no temporary, where isfinite() makes one byte per element.
+    try:
+        low, high = torch.aminmax(tensor)
+    except (RuntimeError, NotImplementedError):  # the 8-bit floats have no kernel
+        low, high = torch.aminmax(tensor.float())
+    return low.item(), high.item()
+
+
+def _integers(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Finding:
+    message = f"it is {tensor.dtype}, {list(tensor.shape)}; factors are floats, and peft would cast it without a word."
+    fix = "save the adapter again; a quantised one must be turned into floats where it was quantised."
+    return Finding("adapter-dtype", "error", f"{facts.weights}: {key}", message, fix, tensor.nbytes)
+
+
+def _non_finite(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Finding:
+    values = tensor.float()
+    nans, infinities = int(values.isnan().sum()), int(values.isinf().sum())
+    return Finding(
+        "non-finite",
+        "error",
+        f"{facts.weights}: {key}",
+        f"{nans} NaN and {infinities} infinite of {tensor.numel()} values ({tensor.dtype}, {list(tensor.shape)}).",
+        "take an earlier checkpoint of the adapter.",
+        tensor.nbytes,
+    )

@@ -1,0 +1,153 @@
+"""``load_adapter_on_rank``: one more adapter, or another one in an adapter's place, with the same guarantees."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+
+from safe_loading._core import progress as _progress
+from safe_loading._core.log import logger
+from safe_loading._ranks import contexts as verify
+from safe_loading._ranks.device_guard import guarded, own_device
+from safe_loading._ranks.exchange import Ranks
+from safe_loading._ranks.launcher import local_rank
+from safe_loading.errors import AdapterError, AdapterExists, ArgumentError, DeviceError
+
+from .attach import Adapter, Attached, attach, check_adapter_name, prepare
+from .base_model import check_dtypes
+from .hot_swap import Staged, commit, stage
+from .load import current_device_findings, loaded_part, untouched, warn_once
+from .report import LoadReport
+from .sources import HUB_OPTIONS, Request, find_sources
+
+
+def load_adapter_on_rank(
+    model: PeftModel,
+    adapter: str | os.PathLike[str],
+    adapter_name: str,
+    *,
+    device: torch.device | str | int | None = None,
+    adapter_dtype: torch.dtype | None = None,
+    is_trainable: bool = False,
+    hotswap: bool = False,
+    adapter_revision: str | None = None,
+    adapter_subfolder: str | None = None,
+    strict: bool = True,
+    allow_pickle: bool = False,
+    ranks: Literal["all", "self"] | Sequence[int] = "all",
+    timeout: float = 1800.0,
+    hub_kwargs: Mapping[str, Any] | None = None,
+) -> LoadReport:
+    """Load one more adapter into a model, on the device that the model is on and on no other.
+
+    The guarantees of :func:`load_peft_on_rank` hold: bit-exact, strict, all or nothing, the same on every rank. The
+    new adapter is not made active (``model.set_adapter`` does that).
+
+    Args:
+        model: A model with adapters, on one device.
+        adapter: A folder or hub id.
+        adapter_name: The name that it gets; with ``hotswap`` the name of the adapter whose place it takes.
+        device: None takes the device that the model is on, which is the only one accepted.
+        adapter_dtype: Dtype of the adapter; None leaves each tensor exactly as it is on disk.
+        is_trainable: Whether its parameters require grad. False puts the whole model in eval mode, as peft's
+            ``load_adapter`` does.
+        hotswap: Whether the adapter's values overwrite those of the adapter ``adapter_name`` in place. Tensors,
+            compiled graphs and optimizers stay; rank may shrink, targets may not change (peft ``hotswap_adapter``).
+        adapter_revision: Branch, tag or commit of an adapter on the hub.
+        adapter_subfolder: Folder inside the adapter's repository.
+        strict: As for :func:`load_peft_on_rank`; a hot swap is always strict.
+        allow_pickle: Whether a ``.bin`` adapter may be read, with ``weights_only=True``.
+        ranks: Who loads together, as for :func:`load_peft_on_rank`.
+        timeout: Longest wait for the other ranks, in seconds.
+        hub_kwargs: ``token``, ``cache_dir`` and ``local_files_only`` for an adapter on the hub.
+
+    Returns:
+        What was loaded where, in which dtype and time.
+
+    Raises:
+        AdapterExists: The name is taken, and ``hotswap`` is False.
+        AdapterError: The adapter does not fit; the model is unchanged.
+        CheckpointError: The adapter is not whole or not safe.
+        DeviceError: The model is not on one device, or not on ``device``.
+        RankError: Another rank failed, or the ranks read different files.
+    """
+    group = Ranks.resolve(ranks)
+    with group.together("check the arguments", timeout=timeout):
+        check_adapter_name(adapter_name)
+        check_dtypes("auto", adapter_dtype)
+        _check_name(model, adapter_name, hotswap=hotswap)
+        if hotswap and (is_trainable or not strict):
+            raise ArgumentError("A hot swap is always strict and leaves requires_grad alone; leave both arguments out.")
+        if unknown := sorted((hub_kwargs or {}).keys() - HUB_OPTIONS):
+            raise ArgumentError(f"hub_kwargs has {unknown}; it takes {sorted(HUB_OPTIONS)}.")
+        own = _own(model, device)
+    contexts = verify.contexts()
+    noted = current_device_findings(own)
+    request = Request(
+        {adapter_name: adapter},
+        base=None,
+        wants_base=False,
+        adapter_revision=adapter_revision,
+        adapter_subfolder=adapter_subfolder,
+        allow_pickle=allow_pickle,
+        base_kwargs=hub_kwargs or {},
+    )
+    with guarded(own), _progress.engine_bars(local_rank()):
+        facts = find_sources(request, group, timeout=timeout).adapters[adapter_name]
+        start = time.perf_counter()
+        with untouched(model) as undo, group.together("load the adapter", timeout=timeout):
+            ready = prepare(adapter_name, facts, is_trainable=is_trainable)
+            outcome: Staged | Attached
+            if hotswap:
+                outcome = stage(model, ready, dtype=adapter_dtype)
+            else:
+                outcome = attach(model, ready, own, undo=[undo], dtype=adapter_dtype, strict=strict)
+                _train_or_not(model, ready, is_trainable=is_trainable)
+            verify.check_devices(model, own)
+            verify.check_contexts(contexts, own)
+            findings = [*outcome.findings, *noted]
+            warn_once(findings)
+        # a swap overwrites values, so it waits until all ranks can
+        done = commit(model, outcome) if isinstance(outcome, Staged) else outcome
+    part = loaded_part(ready, done, own, time.perf_counter() - start)
+    report = LoadReport(group.index(group.rank), group.size, str(own), (part,), tuple(findings))
+    model.__dict__["load_report"] = report
+    logger.info("%s", report)
+    return report
+
+
+def _check_name(model: PeftModel, name: str, *, hotswap: bool) -> None:
+    if not isinstance(model, PeftModel):
+        raise AdapterError(
+            f"load_adapter_on_rank adds to a PeftModel, this is a {type(model).__name__}. Use load_peft_on_rank for "
+            f"the first adapter."
+        )
+    if hotswap and name not in model.peft_config:
+        raise AdapterError(f"There is no adapter {name!r} to swap; the model has {sorted(model.peft_config)}.")
+    if not hotswap and name in model.peft_config:
+        raise AdapterExists(
+            f"The model has an adapter {name!r} already (of {sorted(model.peft_config)}). Choose another name, call "
+            f"model.delete_adapter({name!r}) first, or pass hotswap=True to overwrite its values."
+        )
+
+
+def _own(model: PeftModel, device: torch.device | str | int | None) -> torch.device:
+    where = verify.one_device(model)
+    if device is not None and own_device(device) != where:
+        raise DeviceError(
+            f"The model is on {where}, device is {own_device(device)}. Leave device out, or move the model."
+        )
+    return where
+
+
+def _train_or_not(model: PeftModel, adapter: Adapter, *, is_trainable: bool) -> None:
+    # as peft's load_adapter: what is loaded for inference puts the model in eval mode
+    if is_trainable:
+        model.set_requires_grad(adapter.name)
+    else:
+        model.eval()

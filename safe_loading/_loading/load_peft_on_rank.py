@@ -1,0 +1,173 @@
+"""``load_peft_on_rank``: a base model and its adapters on exactly one device, on every rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import PreTrainedModel
+
+from safe_loading._core import progress as _progress
+from safe_loading._core.log import logger
+from safe_loading._core.paths import path_text
+from safe_loading._ranks import contexts as verify
+from safe_loading._ranks.device_guard import check_not_shared, device_identity, guarded, own_device
+from safe_loading._ranks.exchange import Ranks, host_identity
+from safe_loading._ranks.launcher import local_rank
+from safe_loading.errors import AdapterError, ArgumentError, DeviceError
+
+from .attach import check_adapter_name, prepare
+from .base_model import check_base_kwargs, check_dtypes
+from .load import Options, check_first, current_device_findings, load, untouched
+from .sources import HUB_OPTIONS, Request, find_sources
+
+
+def load_peft_on_rank(
+    adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],
+    base_model: str | os.PathLike[str] | PreTrainedModel | None = None,
+    *,
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    adapter_dtype: torch.dtype | None = None,
+    is_trainable: bool = False,
+    auto_class: Any = None,
+    active: str | None = None,
+    adapter_revision: str | None = None,
+    adapter_subfolder: str | None = None,
+    base_revision: str | None = None,
+    base_subfolder: str | None = None,
+    strict: bool = True,
+    allow_pickle: bool = False,
+    ranks: Literal["all", "self"] | Sequence[int] = "all",
+    timeout: float = 1800.0,
+    base_kwargs: Mapping[str, Any] | None = None,
+) -> PeftModel:
+    """Load a base model and its adapter(s) onto this rank's device, and onto no other.
+
+    Adapter tensors keep the dtype that they have on disk, whatever the base's is. Nothing is drawn from the global
+    random generators. Everything that headers and configs can tell is checked before the base is loaded, and when
+    ``torch.distributed`` is initialised all ranks load or all ranks raise. The :class:`LoadReport` is the model's
+    attribute ``load_report`` and is logged at level INFO to the logger ``safe_loading``.
+
+    Args:
+        adapter: A folder or hub id of an adapter, or ``{name: adapter}`` for several on one base.
+        base_model: A folder, a hub id, or a model that is already loaded (moved to ``device`` if it is on the CPU).
+            None takes ``base_model_name_or_path`` of the (first) adapter's config.
+        device: Where everything goes: a device, its name, or an index of the accelerator. None, or an accelerator
+            without an index, takes :func:`device_for_rank`.
+        dtype: Dtype of the base; "auto" leaves it as the checkpoint has it.
+        adapter_dtype: Dtype of the adapter; None leaves each tensor exactly as it is on disk.
+        is_trainable: Whether the active adapter's parameters require grad (nothing of the base does). A base that
+            was passed keeps its train or eval mode then.
+        auto_class: The class whose ``from_pretrained`` loads the base. None takes it from the adapter's task type.
+        active: The name of the adapter to be active. None takes the first.
+        adapter_revision: Branch, tag or commit of adapters on the hub; never used for the base.
+        adapter_subfolder: Folder inside the adapter's repository; never used for the base.
+        base_revision: Branch, tag or commit of the base. None takes the one in the adapter's config, when the base
+            is the one that it names.
+        base_subfolder: Folder inside the base's repository.
+        strict: Whether an adapter that does not fit is refused. With False what does not fit becomes a finding of the
+            report and one warning, and the rest is loaded.
+        allow_pickle: Whether an adapter saved as ``.bin`` may be read, with ``weights_only=True``.
+        ranks: Who loads together: "all" ranks of the default process group, a list of global ranks, or "self" for
+            this one alone, without any communication.
+        timeout: Longest wait for the other ranks, in seconds.
+        base_kwargs: More arguments of the base's ``from_pretrained``, as ``attn_implementation``,
+            ``quantization_config``, ``trust_remote_code``. ``token``, ``cache_dir`` and ``local_files_only`` are used
+            for the adapters too.
+
+    Returns:
+        The model, in eval mode (the adapter in train mode with ``is_trainable``), of the class that peft has for the
+        task.
+
+    Raises:
+        AdapterError: An adapter does not fit; every reason is listed, and a model that was passed is unchanged.
+        CheckpointError: A folder or file is not whole or not safe (:class:`CheckpointNotFound`,
+            :class:`PickleRefused`).
+        DeviceError: No device for this rank, or something landed on another one.
+        RankError: Another rank failed, or the ranks read different files.
+        ArgumentError: Arguments contradict each other.
+    """
+    group = Ranks.resolve(ranks)
+    with group.together("check the arguments", timeout=timeout) as phase:
+        kwargs = dict(base_kwargs or {})
+        check_base_kwargs(kwargs)
+        check_dtypes(dtype, adapter_dtype)
+        adapters = _named(adapter, active)
+        own = own_device(device)
+        if device is None and own.type != "cpu":
+            phase.payload = [host_identity(), *device_identity(own)]
+        if isinstance(base_model, torch.nn.Module):
+            told = {"auto_class": auto_class, "base_revision": base_revision, "base_subfolder": base_subfolder}
+            _check_base_object(base_model, own, {**told, "dtype": None if dtype == "auto" else dtype, **kwargs})
+        elif base_model is not None:
+            path_text(base_model, "base_model")
+    check_not_shared(group.ranks, phase.results)
+    options = Options(
+        own, dtype, adapter_dtype, is_trainable, auto_class, active or next(iter(adapters)), strict, kwargs
+    )
+    contexts = verify.contexts()
+    given = base_model if isinstance(base_model, torch.nn.Module) else None
+    request = Request(
+        adapters,
+        base=None if isinstance(base_model, torch.nn.Module) else base_model,
+        wants_base=given is None,
+        adapter_revision=adapter_revision,
+        adapter_subfolder=adapter_subfolder,
+        base_revision=base_revision,
+        base_subfolder=base_subfolder,
+        allow_pickle=allow_pickle,
+        base_kwargs=kwargs,
+    )
+    noted = current_device_findings(own)
+    with guarded(own), _progress.engine_bars(local_rank()):
+        sources = find_sources(request, group, timeout=timeout)
+        with group.together("check the adapter against its base", timeout=timeout):
+            ready = [prepare(name, facts, is_trainable=is_trainable) for name, facts in sources.adapters.items()]
+            chosen = check_first(sources, ready, options)
+        kept = nullcontext() if given is None else untouched(given)
+        with kept as undo, group.together("load", timeout=timeout):
+            model, report = load(sources, ready, chosen, given, options, group, noted, undo)
+            verify.check_devices(model, own)
+            verify.check_contexts(contexts, own)
+    model.__dict__["load_report"] = report
+    logger.info("%s", report)
+    return model
+
+
+def _named(adapter: Any, active: str | None) -> dict[str, str | os.PathLike[str]]:
+    adapters = dict(adapter) if isinstance(adapter, Mapping) else {"default": adapter}
+    if not adapters:
+        raise ArgumentError("adapter is an empty mapping; pass {name: folder or hub id}.")
+    for name, source in adapters.items():
+        check_adapter_name(name)
+        if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+            raise ArgumentError(
+                f"The first argument is the adapter, a folder or hub id (or a mapping of them), the second the base; "
+                f"as an adapter {source!r:.80} was passed."
+            )
+    if active is not None and active not in adapters:
+        raise ArgumentError(f"active={active!r} is none of the adapters {sorted(adapters)}.")
+    return adapters
+
+
+def _check_base_object(base: torch.nn.Module, device: torch.device, told: Mapping[str, Any]) -> None:
+    ignored = sorted(name for name in told.keys() - HUB_OPTIONS if told[name] is not None)
+    if ignored:
+        raise ArgumentError(f"base_model is loaded already, so {', '.join(ignored)} cannot be honoured; leave it out.")
+    if isinstance(base, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in base.modules()):
+        raise AdapterError(
+            f"base_model is a {type(base).__name__} that has adapters already. Use load_adapter_on_rank to add one, "
+            f"or pass the plain base."
+        )
+    where = verify.one_device(base)
+    if where.type != "cpu" and where != device:
+        raise DeviceError(
+            f"base_model is on {where}, this rank's device is {device}. Pass device='{where}', or load the base on "
+            f"{device}."
+        )

@@ -1,0 +1,100 @@
+"""What a load did: which bytes went where, in which dtype, in what time, and what is worth knowing about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from safe_loading._core.report import (
+    Finding,
+    findings_html,
+    findings_text,
+    format_bytes,
+    html_table,
+    text_table,
+    to_json,
+)
+
+_HEADER = ("what", "source", "device", "dtypes", "tensors", "size", "seconds")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedPart:
+    """The base model or one adapter, as it lies on its device.
+
+    Attributes:
+        name: ``"base"`` or the adapter's name.
+        source: The folder or hub id that it came from; the class name for a model that the caller gave.
+        commit: The hub's commit; None for a local folder.
+        device: Where it lies.
+        dtypes: Number of tensors per dtype.
+        tensors: Number of tensors.
+        bytes: Their size in bytes.
+        seconds: The time that loading it took.
+        renamed: ``{key on disk: key used}`` for keys that another wrapper had saved.
+    """
+
+    name: str
+    source: str
+    commit: str | None
+    device: str
+    dtypes: Mapping[str, int]
+    tensors: int
+    bytes: int
+    seconds: float
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What :func:`load_peft_on_rank` or :func:`load_adapter_on_rank` did.
+
+    Attributes:
+        rank: The rank among those that loaded together.
+        ranks: How many loaded together.
+        device: The one device that everything landed on.
+        parts: The base model first (not for a later adapter), then the adapters.
+        findings: What is worth knowing; with ``strict=False`` also what would have been an error.
+    """
+
+    rank: int
+    ranks: int
+    device: str
+    parts: tuple[LoadedPart, ...]
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether no finding says that the result is wrong."""
+        return all(finding.severity != "error" for finding in self.findings)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that lie on the device because of this load."""
+        return sum(part.bytes for part in self.parts)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                part.name,
+                f"{part.source}@{part.commit[:8]}" if part.commit else part.source,
+                part.device,
+                ", ".join(f"{dtype} x{count}" for dtype, count in part.dtypes.items()),
+                str(part.tensors),
+                format_bytes(part.bytes),
+                f"{part.seconds:.3f}",
+            )
+            for part in self.parts
+        ]
+
+    def __str__(self) -> str:
+        """Return a table of what was loaded where, with the findings under it."""
+        title = f"rank {self.rank} of {self.ranks} on {self.device}"
+        return "\n".join(filter(None, [title, text_table(_HEADER, self._rows()), findings_text(self.findings)]))
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEADER, self._rows()) + findings_html(self.findings)
+
+    def to_json(self) -> str:
+        """Return the report, with its verdict as ``ok`` and its ``bytes``, as a JSON object."""
+        return to_json({"ok": self.ok, "bytes": self.bytes, **dataclasses.asdict(self)})

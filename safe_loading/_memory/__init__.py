@@ -1,0 +1,1 @@
+"""What fits where: plans, forecasts, audits, and the traced step under them."""

@@ -1,0 +1,73 @@
+"""What was alive at the peak of a traced step: by component, by module, and in words. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from safe_loading._memory.trace.records import Block, StepTrace
+
+from .report import COMPONENTS, ModuleMemory
+
+_OURS = {
+    "weights": "weights",
+    "buffers": "weights",
+    "adapters": "adapters",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "saved_activations",
+    "kv_cache": "kv_cache",
+    "inputs": "temporary",
+    "temporary": "temporary",
+}
+
+
+def components_at_peak(trace: StepTrace, device: int | str, workspaces: int, allocated: int) -> Mapping[str, int]:
+    """Return the bytes of each component at the peak; `allocated` is their sum, and rounding what is left of it."""
+    parts = dict.fromkeys(COMPONENTS, 0)
+    for component, size in trace.devices[device].at_peak.items():
+        parts[_OURS[component]] += size
+    parts["workspaces"] = workspaces
+    parts["rounding"] = 0
+    parts["rounding"] = allocated - sum(parts.values())
+    return parts
+
+
+def modules_at_peak(trace: StepTrace, device: int | str) -> tuple[ModuleMemory, ...]:
+    """Return the modules down to the numbered ones, in the model's order, with what they hold at the peak."""
+    found: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for block in _alive_at_peak(trace, device):
+        place = {"weights": 0, "adapters": 0, "gradients": 1, "optimizer": 1}.get(_OURS[block.component], 2)
+        found[_top(block.module)][place] += block.bytes
+    return tuple(ModuleMemory(name, *sizes) for name, sizes in found.items())
+
+
+def peak_in_words(trace: StepTrace, device: int | str) -> str:
+    """Return when the peak is reached."""
+    use = trace.devices[device]
+    phase = {"load": "weights alone", "optimizer": "optimizer's step"}.get(use.phase, f"{use.phase} pass")
+    return f"{phase}, in {use.module}" if use.module else phase
+
+
+def _alive_at_peak(trace: StepTrace, device: int | str) -> list[Block]:
+    live, most, at = 0, -1, 0
+    for place, index in enumerate(trace.order):
+        block = trace.blocks[max(index, ~index)]
+        if block.device == device:
+            live += block.bytes if index >= 0 else -block.bytes
+            if live > most:
+                most, at = live, place
+    alive: dict[int, None] = {}
+    for index in trace.order[: at + 1]:
+        if index >= 0:
+            alive[index] = None
+        else:
+            alive.pop(~index, None)
+    return [trace.blocks[index] for index in alive if trace.blocks[index].device == device]
+
+
+def _top(name: str) -> str:
+    """A module's path down to the first number in it, or its first two parts."""
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    return ".".join(parts[: number + 1] if number is not None else parts[:2])

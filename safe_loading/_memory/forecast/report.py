@@ -1,0 +1,210 @@
+"""``MemoryForecast``: the peak of a step, in components and modules, as text, HTML, JSON and a picture."""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from safe_loading._core.report import format_bytes, html_table, text_table, to_json
+from safe_loading._memory.trace.replay import replay
+
+# In the order of the tables and the picture, with their colours.
+COMPONENTS = {
+    "weights": "#4e79a7",
+    "adapters": "#59a14f",
+    "gradients": "#f28e2b",
+    "optimizer": "#edc948",
+    "saved_activations": "#e15759",
+    "kv_cache": "#76b7b2",
+    "temporary": "#b07aa1",
+    "workspaces": "#9c755f",
+    "rounding": "#bab0ac",
+}
+MEANINGS = {
+    "weights": "the base model's parameters and buffers",
+    "adapters": "the adapter's parameters",
+    "gradients": "of what is trained",
+    "optimizer": "its state",
+    "saved_activations": "kept by the forward pass for the backward pass",
+    "kv_cache": "keys and values of the tokens so far",
+    "temporary": "results that the step is working on at its peak",
+    "workspaces": "cuBLAS's scratch, taken from the allocator",
+    "rounding": "blocks are multiples of 512 B; tails of large blocks",
+}
+_WIDTH, _BAR, _LINE = 720, 34, 20
+
+
+@dataclass(frozen=True)
+class ModuleMemory:
+    """The bytes that belong to one module, its children included, at the moment of the peak.
+
+    Attributes:
+        name: Its path in the model.
+        weights: Of its parameters and buffers, adapters included; a tensor that several modules share is counted once.
+        training: Of its gradients and the optimizer's state for it.
+        activations: Of tensors that were made inside it and were alive at the peak.
+    """
+
+    name: str
+    weights: int
+    training: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.training + self.activations
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """What a step will take of one GPU. All sizes in bytes.
+
+    Attributes:
+        model: What was forecast.
+        workload: The step, as the call that makes it.
+        allocated_peak_bytes: What ``torch.cuda.max_memory_allocated()`` will say.
+        reserved_peak_bytes: What ``torch.cuda.max_memory_reserved()`` will say: the segments that the caching allocator
+            takes from the driver for these allocations, in their order.
+        context_bytes: The CUDA context and loaded kernels, which no allocator counts; an allowance, see `notes`.
+        components: The bytes of each component at the peak; they sum to `allocated_peak_bytes`.
+        modules: The top of the module tree, children included.
+        peak_at: When the peak is reached: the phase, and the module at work.
+        notes: What was taken as given, in sentences.
+    """
+
+    model: str
+    workload: str
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    context_bytes: int
+    components: Mapping[str, int]
+    modules: tuple[ModuleMemory, ...]
+    peak_at: str
+    notes: tuple[str, ...] = ()
+    events: tuple[tuple[int, int], ...] = field(default=(), repr=False, compare=False)
+    expandable_segments: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """Reserved and context: what ``nvidia-smi`` will show for the process."""
+        return self.reserved_peak_bytes + self.context_bytes
+
+    def fits(self, memory: int) -> bool:
+        """Whether the step runs on a card of `memory` bytes.
+
+        The allocator gives cached segments back before it fails, so a card may hold a step whose `total_bytes` are
+        more than it has. This replays the step's allocations with the limit that the card sets.
+        """
+        limit = memory - self.context_bytes
+        if self.reserved_peak_bytes <= limit:
+            return True
+        return replay(self.events, limit=limit, expandable_segments=self.expandable_segments).failed_at is None
+
+    def __str__(self) -> str:
+        """Return the components, the totals and the largest modules, as aligned tables."""
+        rows = [(name, format_bytes(size), _share(size, self.total_bytes), note) for name, size, note in self._rows()]
+        parts = [f"{self.model}, {self.workload}", text_table(("component", "bytes", "of total", ""), rows)]
+        parts.append(f"The peak is reached in the {self.peak_at}.")
+        if self.modules:
+            parts.append(text_table(("module", "weights", "training", "activations"), self._module_rows()))
+        return "\n\n".join([*parts, *self.notes])
+
+    def _rows(self) -> list[tuple[str, int, str]]:
+        rows = [(name, self.components[name], MEANINGS.get(name, "")) for name in self.components]
+        cached = self.reserved_peak_bytes - self.allocated_peak_bytes
+        return [
+            *rows,
+            ("allocated", self.allocated_peak_bytes, "their sum: torch.cuda.max_memory_allocated()"),
+            ("cached", cached, "reserved by the allocator beyond that, at most"),
+            ("context", self.context_bytes, "CUDA's own; an allowance"),
+            ("total", self.total_bytes, "reserved and context: what nvidia-smi shows"),
+        ]
+
+    def _module_rows(self) -> list[tuple[str, ...]]:
+        """A line for each module, and one for neighbours that are alike."""
+        rows: list[tuple[str, ...]] = []
+        for sizes, group in itertools.groupby(self.modules, key=lambda m: (m.weights, m.training, m.activations)):
+            alike = [module.name or "(the step itself)" for module in group]
+            name = alike[0] if len(alike) == 1 else f"{alike[0]} to {alike[-1]}, each"
+            rows.append((name, *map(format_bytes, sizes)))
+        return rows
+
+    def _repr_html_(self) -> str:
+        rows = [(name, format_bytes(size), _share(size, self.total_bytes), note) for name, size, note in self._rows()]
+        modules = html_table(("module", "weights", "training", "activations"), self._module_rows())
+        title = f"<p><b>{html.escape(self.model)}</b>, {html.escape(self.workload)}</p>"
+        return title + self._repr_svg_() + html_table(("component", "bytes", "of total", ""), rows) + modules
+
+    def to_json(self) -> str:
+        """Return all but the events as JSON."""
+        return to_json(
+            {
+                "model": self.model,
+                "workload": self.workload,
+                "allocated_peak_bytes": self.allocated_peak_bytes,
+                "reserved_peak_bytes": self.reserved_peak_bytes,
+                "context_bytes": self.context_bytes,
+                "total_bytes": self.total_bytes,
+                "components": dict(self.components),
+                "modules": [vars(module) for module in self.modules],
+                "peak_at": self.peak_at,
+                "notes": list(self.notes),
+            }
+        )
+
+    def _repr_svg_(self) -> str:
+        """Return one bar of the components, as wide as the total."""
+        return bars_svg([self])
+
+
+def bars_svg(forecasts: list[MemoryForecast], labels: list[str] | None = None) -> str:
+    """Return forecasts as bars of one scale above a legend.
+
+    Args:
+        forecasts: At least one.
+        labels: A line above each bar; the model and the workload where they are left out.
+    """
+    scale = _WIDTH / max(1, *(forecast.total_bytes for forecast in forecasts))
+    said = labels or [f"{forecast.model}, {forecast.workload}" for forecast in forecasts]
+    parts: list[str] = []
+    y = 0
+    for forecast, label in zip(forecasts, said, strict=True):
+        total = format_bytes(forecast.total_bytes)
+        parts.append(f'<text x="0" y="{y + 14}" font-weight="bold">{html.escape(label)}: {total}</text>')
+        parts += _bar(forecast, y + _LINE, scale)
+        y += _LINE + _BAR + 14
+    shown = [name for name in COMPONENTS if any(forecast.components.get(name) for forecast in forecasts)]
+    for place, name in enumerate([*shown, "cached", "context"]):
+        x, row = place % 4 * 180, y + place // 4 * _LINE
+        parts.append(f'<rect x="{x}" y="{row}" width="12" height="12" {_fill(name)}/>')
+        parts.append(f'<text x="{x + 18}" y="{row + 11}">{name.replace("_", " ")}</text>')
+    height = y + (len(shown) + 2 + 3) // 4 * _LINE + 4
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 -4 {_WIDTH + 8} {height + 8}" width="{_WIDTH}"'
+    style = 'font-family="sans-serif" font-size="12" fill="#767676" role="img"'
+    return f"{head} {style}>{''.join(parts)}</svg>"
+
+
+def _bar(forecast: MemoryForecast, y: int, scale: float) -> list[str]:
+    parts, x = [], 0.0
+    cached = forecast.reserved_peak_bytes - forecast.allocated_peak_bytes
+    for name, size in [*forecast.components.items(), ("cached", cached), ("context", forecast.context_bytes)]:
+        if size <= 0:
+            continue
+        width = size * scale
+        title = f"<title>{name}: {format_bytes(size)}</title>"
+        parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" {_fill(name)}>{title}</rect>')
+        x += width
+    return parts
+
+
+def _fill(name: str) -> str:
+    if name == "cached":
+        return 'fill="#fff" stroke="#999" stroke-dasharray="3"'
+    return f'fill="{COMPONENTS.get(name, "#555")}"'
+
+
+def _share(size: int, total: int) -> str:
+    return f"{100 * size / total:.1f} %" if total else ""

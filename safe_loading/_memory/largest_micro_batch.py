@@ -1,0 +1,82 @@
+"""``largest_micro_batch``: the most rows that a training step takes on one card."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from safe_loading._core.arguments import whole_number
+from safe_loading._core.report import format_bytes
+from safe_loading._core.workload import Workload
+from safe_loading.errors import ArgumentError
+
+from .forecast.report import MemoryForecast
+from .predict_memory import predict_memory
+
+MOST_ROWS = 65536
+
+
+def largest_micro_batch(
+    model_or_config: torch.nn.Module | PreTrainedConfig | str | os.PathLike[str],
+    workload: Workload,
+    memory: int,
+    **options: Any,
+) -> MemoryForecast:
+    """Return the forecast of the largest ``batch_size`` with which the workload fits on a card.
+
+    The first two sizes give the slope, and the size that it promises is then traced and moved until it fits and one
+    row more does not. A size counts as fitting when its allocations, replayed under the card's limit, all succeed.
+
+    Args:
+        model_or_config: As for `predict_memory`.
+        workload: A training or generating workload; its ``batch_size`` is not looked at.
+        memory: What the card has, in bytes, context included: ``24 * 2**30`` for 24 GiB.
+        **options: The keyword arguments of `predict_memory`, without ``inputs``.
+
+    Raises:
+        ArgumentError: Not even one row fits; the text says what one row takes.
+        TraceError: As for `predict_memory`.
+    """
+    if not isinstance(workload, Workload):
+        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, as Workload.train(1, 1024).")
+    whole_number(memory, "memory", least=1, what="the bytes of the card")
+    if workload.kind == "weights_only":
+        raise ArgumentError("Workload.weights_only() has no batch. Pass Workload.train(...) or Workload.generate(...).")
+    if options.get("inputs") is not None:
+        raise ArgumentError("inputs have a number of rows of their own. Forecast each size with predict_memory.")
+    known: dict[int, MemoryForecast] = {}
+
+    def fits(rows: int) -> bool:
+        if rows not in known:
+            known[rows] = predict_memory(model_or_config, workload.replace(batch_size=rows), **options)
+        return known[rows].fits(memory)
+
+    if not fits(1):
+        raise ArgumentError(
+            f"One row takes {format_bytes(known[1].total_bytes)}, and the card has {format_bytes(memory)}. Shorten the "
+            f"rows, switch gradient checkpointing on, quantise the base, or train an adapter."
+        )
+    most, too_many = 1, None
+    guess = 2
+    while too_many is None or too_many - most > 1:
+        if fits(guess):
+            most = guess
+        else:
+            too_many = guess
+        if most >= MOST_ROWS:
+            break
+        guess = _next(known, memory, most, too_many)
+    return known[most]
+
+
+def _next(known: dict[int, MemoryForecast], memory: int, most: int, too_many: int | None) -> int:
+    """Where the line through the two sizes next to the card's limit meets it, inside what is still open."""
+    sizes = sorted(known, key=lambda rows: abs(known[rows].total_bytes - memory))[:2]
+    low, high = min(sizes), max(sizes)
+    slope = (known[high].total_bytes - known[low].total_bytes) / max(1, high - low)
+    meets = low + int((memory - known[low].total_bytes) / slope) if slope > 0 else 2 * most
+    upper = too_many - 1 if too_many is not None else min(MOST_ROWS, max(2 * most, meets))
+    return max(most + 1, min(meets, upper))

@@ -1,0 +1,92 @@
+"""``largest_workload``: the longest context, or the largest batch, that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedConfig
+
+from safe_loading._core.arguments import whole_number
+from safe_loading._core.workload import Workload
+from safe_loading.errors import ArgumentError, DeviceMapInfeasible
+
+from .plan_device_map import plan_device_map
+
+_MOST = 1 << 24
+
+
+def largest_workload(
+    model: str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module,
+    max_memory: Mapping[Any, Any] | None = None,
+    *,
+    workload: Workload | None = None,
+    vary: Literal["length", "batch"] = "length",
+    most: int | None = None,
+    **options: Any,
+) -> Workload:
+    """Return the largest workload for which :func:`plan_device_map` finds a plan.
+
+    Each size that is tried is planned, so the answer is one that fits, and the next larger one does not, unless the
+    search ended at ``most``.
+
+    Args:
+        model: As for :func:`plan_device_map`.
+        max_memory: The limits, as there.
+        workload: What is asked, apart from what is sought: ``Workload.generate(batch_size, 1)`` seeks the longest
+            context, ``Workload.train(1, 4096)`` with ``vary="batch"`` the largest batch. None is one row of text.
+        vary: "length" seeks the context or sequence length, "batch" the batch size.
+        most: Where to stop. None takes the model's ``max_position_embeddings`` for a length, 2^24 otherwise.
+        options: What else :func:`plan_device_map` takes.
+
+    Returns:
+        The workload, to be passed to :func:`plan_device_map`.
+
+    Raises:
+        DeviceMapInfeasible: Not even the smallest fits.
+        ArgumentError: An argument cannot be read.
+    """
+    start = workload or Workload.generate(1, 1)
+    if start.kind == "weights_only":
+        raise ArgumentError("Workload.weights_only() has no size; pass Workload.generate(1, 1), for one.")
+    if vary not in ("length", "batch"):
+        raise ArgumentError(f"vary={vary!r} is neither 'length' nor 'batch'.")
+    top = most if most is not None else _most(model, vary, options)
+    whole_number(top, "most", least=1)
+
+    def sized(size: int) -> Workload:
+        if vary == "batch":
+            return dataclasses.replace(start, batch_size=size)
+        return dataclasses.replace(start, sequence_length=size)
+
+    def fits(size: int) -> bool:
+        try:
+            plan_device_map(model, max_memory, workload=sized(size), **options)
+        except DeviceMapInfeasible:
+            return False
+        return True
+
+    plan_device_map(model, max_memory, workload=sized(1), **options)
+    low, high = 1, 2
+    while high <= top and fits(high):
+        low, high = high, high * 2
+    high = min(high, top + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return sized(low)
+
+
+def _most(model: Any, vary: str, options: Mapping[str, Any]) -> int:
+    if vary == "batch":
+        return _MOST
+    config = getattr(model, "config", model)
+    if isinstance(model, (str, os.PathLike)):
+        from .plan.planned_model import config_of
+
+        config = config_of(model, bool(options.get("trust_remote_code", False)))
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(getattr(text, "max_position_embeddings", None) or _MOST)

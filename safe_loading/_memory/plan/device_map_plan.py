@@ -1,0 +1,245 @@
+"""``DeviceMapPlan``: a device map that knows what each device will hold. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from safe_loading._core.parse_size import UNLIMITED, Device
+from safe_loading._core.report import Finding, findings_html, findings_text, format_bytes, html_table, text_table
+from safe_loading.errors import ArgumentError
+
+from .picture import draw
+
+_SIZES = ("weights", "buffers", "KV cache", "gradients", "activations", "staging", "overhead")
+_HEADER = ("device", *_SIZES, "limit", "free")
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """What one device will hold at its fullest moment. All sizes in bytes.
+
+    Attributes:
+        device: The accelerator's index, ``"cpu"`` or ``"disk"``.
+        weights: Parameters, those of an adapter included.
+        buffers: Buffers, with those of offloaded modules that run here.
+        kv_cache: Keys and values, or what else the model's cache holds.
+        gradients: Gradients and the optimizer's state.
+        activations: Activations, inputs and temporary results.
+        staging: The largest piece of an offloaded module, which is here while it runs.
+        overhead: What was asked to be kept free: a context, an allocator's rounding.
+        limit: What the device may take.
+    """
+
+    device: Device
+    weights: int
+    buffers: int
+    kv_cache: int
+    gradients: int
+    activations: int
+    staging: int
+    overhead: int
+    limit: int
+
+    @property
+    def used(self) -> int:
+        """Everything together."""
+        parts = (self.weights, self.buffers, self.kv_cache, self.gradients, self.activations, self.staging)
+        return sum(parts) + self.overhead
+
+    @property
+    def free(self) -> int:
+        """The head-room under the limit."""
+        return self.limit - self.used
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a plan knows beside its map.
+
+    Attributes:
+        model: The class of the model.
+        workload: What it is planned for, as text.
+        objective: "balance" or "fill".
+        offload: "never", "cpu" or "disk".
+        devices: What each device will hold; those with a limit, in its order.
+        crossings: How often the hidden state goes from one device to another.
+        verified: Whether the step was run on simulated devices with this map.
+        reason: Why it was not; empty when it was.
+        findings: Everything worth knowing.
+    """
+
+    model: str
+    workload: str
+    objective: str
+    offload: str
+    devices: tuple[DeviceUse, ...]
+    crossings: int
+    verified: bool
+    reason: str
+    findings: tuple[Finding, ...]
+
+
+class DeviceMapPlan(dict[str, Device]):
+    """A device map, for ``from_pretrained(..., device_map=plan)`` and ``accelerate.dispatch_model(model, plan)``.
+
+    Every attribute of :class:`~safe_loading._memory.plan.device_map_plan.Facts` can be read from the plan.
+
+    Args:
+        device_map: Module or tensor path to device.
+        facts: What is known about it.
+        check: Runs the step with a map on simulated devices, and returns facts; None where the model is not at hand.
+    """
+
+    facts: Facts
+
+    def __init__(
+        self, device_map: Mapping[str, Device], facts: Facts, check: Callable[[DeviceMapPlan], Facts] | None = None
+    ) -> None:
+        super().__init__(device_map)
+        self.facts = facts
+        self._check = check
+
+    @property
+    def devices(self) -> tuple[DeviceUse, ...]:
+        """What each device will hold."""
+        return self.facts.devices
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Everything worth knowing."""
+        return self.facts.findings
+
+    @property
+    def verified(self) -> bool:
+        """Whether the step was run on simulated devices with this map, within the limits."""
+        return self.facts.verified
+
+    @property
+    def reason(self) -> str:
+        """Why it is not verified; empty when it is."""
+        return self.facts.reason
+
+    @property
+    def crossings(self) -> int:
+        """How often the hidden state goes from one device to another."""
+        return self.facts.crossings
+
+    @property
+    def fraction(self) -> float:
+        """The largest load of an accelerator as a fraction of its limit."""
+        return max((use.used / use.limit for use in self._running() if use.limit), default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no finding is an error."""
+        return not any(finding.severity == "error" for finding in self.facts.findings)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """The weights that are not on a device that computes."""
+        running = {use.device for use in self._running()}
+        return sum(use.weights for use in self.devices if use.device not in running)
+
+    def verify(self) -> bool:
+        """Run the step on simulated devices: everything has a device, no operation between devices, no limit exceeded.
+
+        The map may have been edited: what each device will hold is counted anew.
+
+        Returns:
+            Whether it does; ``reason`` and ``findings`` say what does not.
+
+        Raises:
+            ArgumentError: The plan was read from JSON, and has no model at hand; or the map names what is no device.
+        """
+        if self._check is None:
+            raise ArgumentError("This plan has no model at hand; make it anew with plan_device_map(model, ...).")
+        self.facts = self._check(self)
+        return self.facts.verified
+
+    def enforce(self, overhead: Any = None) -> dict[int, float]:
+        """Cap this process on each accelerator of the plan, so that the plan runs and little more does.
+
+        The cap is the limit, with what the allocator may reserve beyond it added back: a segment of each of its two
+        kinds that is not full (2 MiB for small blocks, 20 MiB for larger ones; ``limit_device_memory`` names them). The
+        context needs nothing added, for torch's cap does not count it; the plan's overhead lies within its limit.
+
+        Args:
+            overhead: Bytes to add to each limit instead, where fragmentation needs more.
+
+        Returns:
+            The fraction of its memory that was set for each device.
+
+        Raises:
+            DeviceError: There is no such accelerator.
+        """
+        from .cap_devices import ROUNDING, cap_devices
+
+        limits = {use.device: use.limit for use in self._running() if isinstance(use.device, int) and use.used}
+        return cap_devices(limits, ROUNDING if overhead is None else overhead) if limits else {}
+
+    def table(self) -> str:
+        """Return what each device will hold, as an aligned table."""
+        return text_table(_HEADER, self._rows())
+
+    def __str__(self) -> str:
+        """Return the verdict, the table and the findings."""
+        parts = [self._headline(), self.table(), findings_text(self.facts.findings)]
+        return "\n\n".join(part for part in parts if part)
+
+    def to_json(self) -> str:
+        """Return the map and all facts as a JSON object; :meth:`from_json` reads it back."""
+        return json.dumps({"device_map": dict(self), **dataclasses.asdict(self.facts)}, indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> DeviceMapPlan:
+        """Return the plan that :meth:`to_json` wrote.
+
+        Raises:
+            ArgumentError: It is no such JSON.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            device_map = data.pop("device_map")
+            data["devices"] = tuple(DeviceUse(**use) for use in data["devices"])
+            data["findings"] = tuple(Finding(**finding) for finding in data["findings"])
+            return DeviceMapPlan(device_map, Facts(**data))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArgumentError(f"This is no plan as to_json() writes it: {type(error).__name__}: {error}.") from error
+
+    def __reduce__(self) -> Any:
+        """Pickle and copy the map and the facts, and leave the model."""
+        return DeviceMapPlan, (dict(self), self.facts)
+
+    def _repr_svg_(self) -> str:
+        return draw(self.facts.devices)
+
+    def _repr_html_(self) -> str:
+        table = html_table(_HEADER, self._rows())
+        return f"<p>{html.escape(self._headline())}</p>{draw(self.facts.devices)}{table}{findings_html(self.findings)}"
+
+    def _running(self) -> Iterable[DeviceUse]:
+        accelerators = [use for use in self.devices if isinstance(use.device, int)]
+        return accelerators or [use for use in self.devices if use.device == "cpu"]
+
+    def _headline(self) -> str:
+        facts = self.facts
+        said = "verified" if facts.verified else f"not verified ({facts.reason or 'verify=False'})"
+        whole = sum(use.weights for use in facts.devices)
+        return (
+            f"{facts.model}, {facts.workload}: {format_bytes(whole)} of weights, {len(self)} keys, "
+            f"{facts.crossings} crossings, {said}"
+        )
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = []
+        for use in self.facts.devices:
+            sizes = (use.weights, use.buffers, use.kv_cache, use.gradients, use.activations, use.staging, use.overhead)
+            endless = use.limit >= UNLIMITED
+            limits = ("none", "") if endless else (format_bytes(use.limit), format_bytes(use.free))
+            rows.append((str(use.device), *map(format_bytes, sizes), *limits))
+        return rows

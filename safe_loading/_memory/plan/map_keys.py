@@ -1,0 +1,54 @@
+"""From a device for each unit to a device map: complete, explicit, few keys. Imports no torch.
+
+transformers matches a key against the *beginning* of a parameter's name, whole parts or not, and tries keys with more
+dots and more letters first. In a map whose keys cover every tensor exactly once, the key that is meant is always the
+longest that matches. That is why no key stands for "the rest": a ``""`` beside others would catch everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from safe_loading._core.parse_size import Device
+
+
+def collapse(devices: Mapping[str, Device]) -> dict[str, Device]:
+    """Return the map with as few keys as there can be: a module whose parts are all on one device is one key.
+
+    Args:
+        devices: The device of each unit by its path, in the order in which the units run.
+    """
+    inside: dict[str, set[Device]] = {}
+    for path, device in devices.items():
+        for parent in parents(path):
+            inside.setdefault(parent, set()).add(device)
+    collapsed: dict[str, Device] = {}
+    for path, device in devices.items():
+        whole = next((parent for parent in parents(path) if len(inside[parent]) == 1), path)
+        collapsed[whole] = device
+    return collapsed
+
+
+def parents(path: str) -> Sequence[str]:
+    """Return the modules that a path lies in, the root (``""``) first."""
+    parts = path.split(".")
+    return ["", *(".".join(parts[:count]) for count in range(1, len(parts)))]
+
+
+def device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
+    """Return the device that a map gives to a parameter, a buffer or a module; None when it names none."""
+    if name in device_map:
+        return device_map[name]
+    for parent in reversed(parents(name)):
+        if parent in device_map:
+            return device_map[parent]
+    return None
+
+
+def execution_devices(device_map: Mapping[str, Device]) -> tuple[Device, ...]:
+    """Return the devices that compute, that first which runs what is offloaded: ``accelerate.dispatch_model``'s choice.
+
+    It takes the first of a set, which for integers below 8 is the smallest; {2, 9} begins with 9.
+    """
+    accelerators = {device for device in device_map.values() if device not in ("cpu", "disk")}
+    return tuple(accelerators) or ("cpu",)

@@ -1,0 +1,129 @@
+"""``predict_memory``: the peak of a real step, per component and module, before a weight is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from safe_loading._core.arguments import model_source, whole_number
+from safe_loading._core.workload import Workload
+from safe_loading.errors import ArgumentError
+
+from .forecast.bnb_replacement import standing_in
+from .forecast.build_model import build
+from .forecast.hardware import context_of, workspaces_of
+from .forecast.peak_parts import components_at_peak, modules_at_peak, peak_in_words
+from .forecast.report import MemoryForecast
+from .forecast.timeline import run_events
+from .trace.cuda_paths import cuda_paths
+from .trace.replay import replay
+from .trace.trace_step import trace_step
+
+
+def predict_memory(
+    model_or_config: torch.nn.Module | PreTrainedConfig | str | os.PathLike[str],
+    workload: Workload,
+    *,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    capability: tuple[int, int] = (8, 0),
+    context_bytes: int | None = None,
+    expandable_segments: bool = False,
+    dtype: torch.dtype | str | None = None,
+    attn_implementation: str | None = None,
+    auto_class: Any = None,
+    prepare_for_kbit: bool = True,
+    keep_outputs: bool = False,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> MemoryForecast:
+    """Return what a step takes of one GPU, without the GPU, the weights or the memory.
+
+    The model's own code runs once on tensors that have shapes and no data, and every allocation is noted. The notes of
+    a few steps then pass through the rules of CUDA's caching allocator.
+
+    Args:
+        model_or_config: A folder or hub id of a model or an adapter, a config, or a model: real, on meta, or a
+            ``PeftModel``. It is not changed. A config with a ``quantization_config`` of bitsandbytes gives layers in
+            4 or 8 bits.
+        workload: What is run, as ``Workload.train(batch_size=4, sequence_length=1024)``.
+        inputs: What the model is fed with, by argument name, where tokens are not all of it: images, audio, a batch of
+            your collator. Shapes and dtypes count, and whole numbers that are not on meta keep their values, such as
+            the places of images in a text. What is left out is made from the workload.
+        capability: Compute capability of the GPU, which decides between attention kernels and the size of cuBLAS's
+            scratch: (7, 5) a T4, (8, 0) an A100, (8, 9) an L4 or RTX 4090, (9, 0) an H100.
+        context_bytes: The CUDA context; None takes what was measured for this capability, or an allowance.
+        expandable_segments: Whether ``PYTORCH_ALLOC_CONF=expandable_segments:True`` will be set.
+        dtype: The dtype of the weights of a config or folder; None takes what it says.
+        attn_implementation: As for ``from_pretrained``, for a config or folder.
+        auto_class: The class to build for a config or folder that does not say it.
+        prepare_for_kbit: Whether training in 4 or 8 bits starts with peft's ``prepare_model_for_kbit_training``, which
+            casts what is not quantised to float32. Only for a model made here.
+        keep_outputs: Whether the loop holds the model's output, logits included, while it runs backward, as
+            ``out = model(...); out.loss.backward()`` does. The Trainer does not.
+        trust_remote_code: Whether the repository's own code may run.
+        revision: Branch, tag or commit of a hub id.
+
+    Raises:
+        ArgumentError: The model cannot be built from what is there, or the workload does not suit it.
+        TraceError: The model's own code cannot run without data; the text says where.
+    """
+    model_source(model_or_config, "model_or_config", torch.nn.Module, PreTrainedConfig)
+    if not isinstance(workload, Workload):
+        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, as Workload.train(4, 1024).")
+    parts = capability if isinstance(capability, tuple) else ()
+    if [type(part) for part in parts] != [int, int]:
+        raise ArgumentError(f"capability={capability!r:.80}: pass major and minor, as (8, 0).")
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (inputs or {}).values()):
+        raise ArgumentError("inputs: pass tensors by argument name, as {'pixel_values': torch.empty(4, 3, 336, 336)}.")
+    if context_bytes is not None:
+        whole_number(context_bytes, "context_bytes", least=0, what="a number of bytes")
+    options = {"auto_class": auto_class, "dtype": dtype, "attn_implementation": attn_implementation}
+    options |= {"trust_remote_code": trust_remote_code, "revision": revision}
+    made = build(model_or_config, workload, options, prepare_for_kbit)
+    with standing_in(made.model) as loading, cuda_paths(capability), _held_outputs(made.model, keep_outputs):
+        trace = trace_step(made.model, made.workload, inputs=inputs)
+    device = next(iter(trace.devices))
+    workspaces = workspaces_of(capability, training=workload.kind == "train")
+    workspaces = () if workload.kind == "weights_only" else workspaces
+    events = run_events(trace, device, loading or made.loading, workspaces)
+    run = replay(events, expandable_segments=expandable_segments)
+    context, source = context_of(capability) if context_bytes is None else (context_bytes, "as given")
+    return MemoryForecast(
+        model=made.name,
+        workload=_in_words(workload),
+        allocated_peak_bytes=run.allocated_peak_bytes,
+        reserved_peak_bytes=run.reserved_peak_bytes,
+        context_bytes=context,
+        components=components_at_peak(trace, device, sum(workspaces), run.allocated_peak_bytes),
+        modules=modules_at_peak(trace, device),
+        peak_at=peak_in_words(trace, device),
+        notes=(f"Context: {source}.", *made.notes, *trace.assumptions),
+        events=events,
+        expandable_segments=expandable_segments,
+    )
+
+
+def _in_words(workload: Workload) -> str:
+    """The call that makes a workload, with an adapter's kind and rank in place of all its fields."""
+    adapter = workload.adapter
+    if adapter is None or isinstance(adapter, (str, os.PathLike)):
+        return repr(workload)
+    rank = f"r={adapter.r}" if hasattr(adapter, "r") else ""
+    return f"{repr(workload.replace(adapter=None))[:-1]}, adapter={type(adapter).__name__}({rank}))"
+
+
+@contextlib.contextmanager
+def _held_outputs(model: torch.nn.Module, keep: bool) -> Iterator[None]:
+    """Hold what the model returns until its next call, as a loop's variable does."""
+    held: dict[str, Any] = {}
+    hook = model.register_forward_hook(lambda _, __, output: held.update(output=output)) if keep else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()

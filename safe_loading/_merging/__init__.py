@@ -1,0 +1,1 @@
+"""LoRA merged into weights, in memory and on disk."""

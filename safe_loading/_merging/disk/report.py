@@ -1,0 +1,114 @@
+"""What a merge on disk did. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+
+from safe_loading._core.report import (
+    Finding,
+    findings_html,
+    findings_text,
+    format_bytes,
+    html_table,
+    text_table,
+    to_json,
+)
+
+_HEADER = ("what", "tensors", "size", "largest change")
+
+
+@dataclasses.dataclass(frozen=True)
+class MergedTensor:
+    """One tensor of the output.
+
+    Attributes:
+        name: Its name on disk.
+        file: Its file.
+        action: ``"merged"`` (the delta was added), ``"re-tied"`` (the same, under another name of a tied weight),
+            ``"replaced"`` (its content is the adapter's, with the delta on top where there is one), ``"added"`` (the
+            base has no tensor of that name), ``"cast"`` (only its dtype changed) or ``"copied"``.
+        dtype: Its safetensors dtype, such as ``"BF16"``.
+        bytes: Its size.
+        seconds: The time that a thread spent on it; 0 when an interrupted call wrote it.
+        max_delta: The largest absolute change of an element; None where nothing was added.
+        sha256: The hash of its bytes; None with ``verify=False``.
+    """
+
+    name: str
+    file: str
+    action: str
+    dtype: str
+    bytes: int
+    seconds: float = dataclasses.field(compare=False)  # alike twice only by chance
+    max_delta: float | None
+    sha256: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeReport:
+    """What :func:`merge_lora_checkpoint` wrote.
+
+    Attributes:
+        output: The folder.
+        base: The base: its source, and its commit when it came from the hub.
+        adapters: The same of each adapter, with the SHA-256 of its files.
+        tensors: Every tensor of the output.
+        dropped: The tensors of the base that the output has no use for (the head for another task).
+        carried: The files that were copied along.
+        left_out: The files of the base that were not.
+        bytes_read: The bytes of tensors that this call read from the base.
+        bytes_written: The bytes of weight files that this call wrote.
+        resumed: The weight files that an interrupted call had written, and that were verified and kept.
+        seconds: The time that the call took.
+        findings: What is worth knowing.
+    """
+
+    output: str
+    base: Mapping[str, str | None]
+    adapters: tuple[Mapping[str, str | None], ...]
+    tensors: tuple[MergedTensor, ...]
+    dropped: tuple[str, ...]
+    carried: tuple[str, ...]
+    left_out: tuple[str, ...]
+    bytes_read: int
+    bytes_written: int
+    resumed: tuple[str, ...]
+    seconds: float
+    findings: tuple[Finding, ...] = ()
+
+    def of(self, action: str) -> tuple[MergedTensor, ...]:
+        """Return the tensors that something was done to, as ``"merged"`` or ``"copied"``."""
+        return tuple(tensor for tensor in self.tensors if tensor.action == action)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        counts = Counter(tensor.action for tensor in self.tensors)
+        rows: list[tuple[str, ...]] = []
+        for action in sorted(counts):
+            own = self.of(action)
+            deltas = [tensor.max_delta for tensor in own if tensor.max_delta is not None]
+            size = format_bytes(sum(tensor.bytes for tensor in own))
+            rows.append((action, str(len(own)), size, f"{max(deltas):.3g}" if deltas else "-"))
+        return rows
+
+    def __str__(self) -> str:
+        """Return what was done with how many tensors."""
+        speed = self.bytes_written / max(self.seconds, 1e-9)
+        lines = [
+            f"{self.base['source']} + {', '.join(str(a['source']) for a in self.adapters)} -> {self.output}",
+            text_table(_HEADER, self._rows()),
+            f"{format_bytes(self.bytes_written)} written in {self.seconds:.2f} s ({format_bytes(int(speed))}/s)",
+        ]
+        if self.resumed:
+            lines.append(f"{len(self.resumed)} file(s) of an interrupted call were verified and kept")
+        if self.findings:
+            lines.append(findings_text(self.findings))
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEADER, self._rows()) + findings_html(self.findings)
+
+    def to_json(self) -> str:
+        """Return the report as a JSON object."""
+        return to_json(dataclasses.asdict(self))

@@ -1,0 +1,288 @@
+"""The stream of bytes from the base to the output: each is read once and written once, in little memory.
+
+Each tensor is one task; a few threads take the tasks in the order of the files. A thread copies what does not change
+by the kernel, and reads, changes and writes the rest block by block. Two more threads wait for the disk: one tells the
+kernel to begin with what was just written, one syncs each file that is whole. So the disk works from the first block
+on, and the others never wait for it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from safe_loading._checkpoint.copy_bytes import clone, start_writing_back, write_from
+from safe_loading._output.commit import Stage
+
+from .output_plan import FilePlan, TensorPlan
+from .thread_buffers import Buffers
+from .write_tensors import TensorWriter
+
+WRITE_BACK_BYTES = 16 << 20  # how much is handed to the disk at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What is known of a tensor that was written.
+
+    Attributes:
+        sha256: Its hash; None when none was taken.
+        largest: The largest absolute change of an element; None when nothing was added to it.
+        seconds: The time that a thread spent on it; 0 when an interrupted call wrote it.
+    """
+
+    sha256: str | None
+    largest: float | None
+    seconds: float = 0.0
+
+
+Facts = dict[str, Written]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """How files are written.
+
+    Attributes:
+        stage: Where; each file is kept there as soon as it is whole.
+        device: Where blocks are merged.
+        threads: How many threads work.
+        hashes: Whether the SHA-256 of each tensor is taken on the way.
+        done: Called with each finished file and what is known of its tensors, in any thread.
+        advance: Called with a number of bytes that were written, in any thread.
+    """
+
+    stage: Stage
+    device: torch.device
+    threads: int
+    hashes: bool
+    done: Callable[[FilePlan, Facts], None]
+    advance: Callable[[int], None]
+
+
+def stream(plans: Sequence[FilePlan], work: Work) -> None:
+    """Write files."""
+    local = threading.local()
+    inputs = _Inputs(plans)
+    with (
+        one_torch_thread(),
+        _Disk() as disk,
+        concurrent.futures.ThreadPoolExecutor(work.threads, "merge", torch.set_num_threads, (1,)) as pool,
+    ):
+        files = [_File(plan, work, inputs, disk) for plan in plans]
+        tasks = [pool.submit(file.run, tensor, local) for file, tensor in _order(files, work.threads)]
+        try:
+            for task in concurrent.futures.as_completed(tasks):
+                task.result()
+            disk.finish()
+        except BaseException:
+            disk.stop.set()
+            for task in tasks:
+                task.cancel()
+            raise
+        finally:
+            concurrent.futures.wait(tasks)
+            disk.close()
+            inputs.close()
+            for file in files:
+                file.close()
+
+
+class _Disk:
+    """Context manager: two threads that wait for the disk in the place of those that compute.
+
+    Attributes:
+        stop: Set when something failed; nothing more is begun then.
+    """
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self._hints = concurrent.futures.ThreadPoolExecutor(1, "merge-hints")
+        self._syncs = concurrent.futures.ThreadPoolExecutor(1, "merge-syncs")
+        self._wanted: list[concurrent.futures.Future[None]] = []
+
+    def __enter__(self) -> _Disk:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Wait for the threads to end."""
+        self.close()
+
+    def begin(self, descriptor: int, at: int, count: int) -> None:
+        """Let the kernel begin to write a range; of a file that is synced and closed already, it does nothing."""
+        self._hints.submit(self._unless_stopped, start_writing_back, descriptor, at, count)
+
+    def sync(self, work: Callable[[], None]) -> None:
+        """Do something that waits for the disk, after all that was asked for before."""
+        self._wanted.append(self._syncs.submit(self._unless_stopped, work))
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk; raises what a thread raised."""
+        for future in self._wanted:
+            future.result()
+
+    def close(self) -> None:
+        """Begin nothing more, and wait for what has begun."""
+        self._hints.shutdown(cancel_futures=True)
+        self._syncs.shutdown(cancel_futures=True)
+
+    def _unless_stopped(self, work: Callable[..., None], *arguments: Any) -> None:
+        if self.stop.is_set():
+            return
+        try:
+            work(*arguments)
+        except BaseException:
+            self.stop.set()  # at once, before another thread begins another tensor
+            raise
+
+
+class _Inputs:
+    """The base's files: each is opened when a tensor of it is first needed, and closed after the last."""
+
+    def __init__(self, plans: Iterable[FilePlan]) -> None:
+        self._guard = threading.Lock()
+        self._open: dict[Path, int] = {}
+        self._left: dict[Path, int] = {}
+        for plan in plans:
+            for path in (*(tensor.path for tensor in plan.tensors), plan.same_as):
+                if path is not None:
+                    self._left[path] = self._left.get(path, 0) + 1
+
+    @contextmanager
+    def opened(self, path: Path | None) -> Iterator[int]:
+        """Inside, the descriptor of a file may be read; -1 for none."""
+        if path is None:
+            yield -1
+            return
+        with self._guard:
+            descriptor = self._open.get(path, -1)
+            if descriptor < 0:
+                descriptor = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        yield descriptor
+        with self._guard:
+            self._left[path] -= 1
+            if not self._left[path]:
+                os.close(self._open.pop(path))
+
+    def close(self) -> None:
+        """Close what an error left open."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+
+class _File:
+    """One file of the output: opened by the first task, handed to the disk by the last."""
+
+    def __init__(self, plan: FilePlan, work: Work, inputs: _Inputs, disk: _Disk) -> None:
+        self.plan, self._work, self._inputs, self._disk = plan, work, inputs, disk
+        self._facts: Facts = {}
+        self._left = max(1, len(plan.tensors))
+        self._guard = threading.Lock()
+        self._target = -1
+        self._cloned = False
+
+    def order(self) -> Sequence[TensorPlan | None]:
+        """Return the tensors in the order in which they are begun: the largest first, so that all threads end alike."""
+        tensors = sorted(self.plan.tensors, key=lambda tensor: -tensor.target.nbytes)
+        return tensors or (None,)
+
+    def run(self, tensor: TensorPlan | None, local: Any) -> None:
+        """Write one tensor; None stands for a file without tensors."""
+        if self._disk.stop.is_set():
+            return
+        try:
+            self._write(tensor, local)
+        except BaseException:
+            self._disk.stop.set()
+            raise
+
+    def _write(self, tensor: TensorPlan | None, local: Any) -> None:
+        self._open()
+        if tensor is not None:
+            with self._inputs.opened(tensor.path) as source:
+                self._facts[tensor.target.name] = self._tensor(tensor, source, local)
+        if self._disk.stop.is_set():
+            return
+        with self._guard:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._disk.sync(self._keep)
+
+    def _tensor(self, tensor: TensorPlan, source: int, local: Any) -> Written:
+        begin = time.perf_counter()
+        buffers = local.__dict__.setdefault("buffers", Buffers())
+        work = self._work
+        writer = TensorWriter(
+            tensor, source, self._target, buffers, work.device, hashed=work.hashes, there=self._cloned
+        )
+        start = pending = 0
+        for place, count in writer.run():
+            work.advance(count)
+            if self._disk.stop.is_set():
+                break
+            start, pending = (start, pending + count) if pending else (place, count)
+            if pending >= WRITE_BACK_BYTES:
+                self._disk.begin(self._target, start, pending)
+                pending = 0
+        if pending:
+            self._disk.begin(self._target, start, pending)
+        return Written(writer.sha256, writer.largest, time.perf_counter() - begin)
+
+    def _keep(self) -> None:
+        """Sync the file, and write down that it is whole."""
+        tensors = {name: [written.sha256, written.largest] for name, written in self._facts.items()}
+        self._work.stage.keep(self.plan.name, self._target, {"bytes": self.plan.nbytes, "tensors": tensors})
+        self.close()
+        self._work.done(self.plan, self._facts)
+
+    def close(self) -> None:
+        """Close the file; only when nobody works on it any more."""
+        if self._target >= 0:
+            os.close(self._target)
+        self._target = -1
+
+    def _open(self) -> None:
+        with self._guard:
+            if self._target >= 0:
+                return
+            self._target = self._work.stage.create(self.plan.name)
+            with self._inputs.opened(self.plan.same_as) as source:
+                self._cloned = source >= 0 and clone(source, self._target)
+            if not self._cloned:
+                os.ftruncate(self._target, self.plan.nbytes)
+                write_from(self._target, memoryview(self.plan.head), 0)
+
+
+def _order(files: Sequence[_File], threads: int) -> list[tuple[_File, TensorPlan | None]]:
+    """Return the tasks so that threads write files of their own: two that write one wait for each other.
+
+    No more than two files are begun at once, whatever the number of threads: what an interrupted call leaves is whole
+    files.
+    """
+    count = min(threads, 2)
+    lanes = [[(file, tensor) for file in files[first::count] for tensor in file.order()] for first in range(count)]
+    return [task for tasks in itertools.zip_longest(*lanes) for task in tasks if task is not None]
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Let torch compute in one thread: what is small costs more to share than to do, and the streams are threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,93 @@
+"""Is the merge of one weight finite? Decided from the weight's range and the factors, without computing the delta."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from safe_loading._core.report import MiB
+
+from .update import RowMerger, Update, exact
+
+_PROBES = 8  # rows or columns that are looked at to find norms of zero
+
+
+def why_not_finite(update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 4 * MiB) -> str | None:
+    """Return why the merged weight would not be finite in its dtype, or None when it will be.
+
+    The weight is read once. ``|W| + sum(scaling * |row of left| * |column of right|)`` bounds every merged element;
+    only when that is not below the dtype's largest number (or there are several DoRA terms) is the merge computed.
+    """
+    for term in update.terms:
+        for name, tensor in (("left", term.left), ("right", term.right), ("magnitude", term.magnitude)):
+            if tensor is not None and not _largest(tensor) < math.inf:
+                return f"the {_NAMES[name]} of adapter {term.name!r} holds NaN or infinity"
+    largest = _largest(matrix)
+    if not largest < math.inf:
+        return "the base weight itself holds NaN or infinity"
+    if _surely_finite(update, matrix, largest):
+        return None
+    merger = RowMerger(update, matrix.dtype, matrix.device, scratch_bytes=scratch_bytes)
+    if update.needs_norms:
+        merger.add_norms(matrix, 0)
+    if merger.finite(matrix, 0):
+        return None
+    zero = sum(int((norm == 0).sum()) for norm in merger.norms.values())
+    if zero:
+        return f"DoRA divides by the norm of weight + delta, and {zero} of its norms are zero"
+    return f"a merged element is beyond the largest number of {matrix.dtype}, {torch.finfo(matrix.dtype).max:g}"
+
+
+def delta_bound(update: Update) -> float:
+    """Return a number that no element of the plain delta (DoRA's scaling left out) exceeds."""
+    return sum(
+        abs(term.scaling) * _longest(term.left, 1) * _longest(term.right, 0)
+        for term in update.terms
+        if term.left.numel()
+    )
+
+
+def delta_rms(update: Update) -> float:
+    """Return the root mean square of the plain delta (DoRA's scaling left out), from the factors alone."""
+    terms = [term for term in update.terms if term.left.numel() and term.right.numel()]
+    if not terms or 0 in update.shape:
+        return 0.0
+    left = torch.cat([exact(term.left) * term.scaling for term in terms], 1)
+    right = torch.cat([exact(term.right, left.device) for term in terms], 0)
+    total = float(((left.T @ left) * (right @ right.T)).sum())
+    return math.sqrt(max(total, 0.0) / (update.shape[0] * update.shape[1]))
+
+
+_NAMES = {"left": "lora_A or lora_B", "right": "lora_A or lora_B", "magnitude": "magnitude vector"}
+
+
+def _surely_finite(update: Update, matrix: torch.Tensor, largest: float) -> bool:
+    limit = torch.finfo(matrix.dtype).max * (1 - 2**-10)
+    bound = largest + delta_bound(update)
+    if not update.has_magnitude:
+        return bound < limit
+    (term, *more) = update.terms
+    if more or term.magnitude is None or not bound < math.inf:
+        return False
+    # Each element of (W + delta) / norm is at most 1, unless the norm is zero; then the first elements are, too.
+    left, right = exact(term.left), exact(term.right, term.left.device)
+    if update.axis == 0:
+        probe = exact(matrix[:, :_PROBES], left.device) + term.scaling * (left @ right[:, :_PROBES])
+    else:
+        probe = exact(matrix[:_PROBES], left.device) + term.scaling * (left[:_PROBES] @ right)
+    nothing = probe.abs().amax(1 - update.axis) <= 1e-9 * bound
+    return _largest(term.magnitude) < limit and not bool(nothing.any())
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest absolute value; NaN when there is one."""
+    if tensor.numel() == 0:
+        return 0.0
+    # aminmax carries NaN to both ends and needs no temporary, where isfinite() makes one byte per element.
+    low, high = torch.aminmax(tensor.detach())
+    return float(torch.maximum(low.abs(), high.abs()))
+
+
+def _longest(factor: torch.Tensor, dim: int) -> float:
+    return float(torch.linalg.vector_norm(exact(factor), dim=dim).max())

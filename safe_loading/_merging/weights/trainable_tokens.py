@@ -1,0 +1,71 @@
+"""Trainable tokens: rows of an embedding that an adapter replaces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .lora_layers import tensor_of
+from .variants import CannotMerge, refuse_own_forward
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokens:
+    """Rows that are replaced.
+
+    Attributes:
+        owner: The base module that holds the weight.
+        attribute: Its name there.
+        tensor: Its data.
+        rows: ``(row numbers, values)`` for each adapter.
+    """
+
+    owner: torch.nn.Module
+    attribute: str
+    tensor: torch.Tensor
+    rows: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The name of the tensor that is written."""
+        return (self.attribute,)
+
+    def why_not_finite(self) -> str | None:
+        """Return why the rows would not be finite in the dtype of the weight, or None."""
+        for _, values in self.rows:
+            if not bool(values.to(self.tensor.dtype).isfinite().all()):
+                return f"a trained token holds NaN, infinity or a number beyond {self.tensor.dtype}"
+        return None
+
+    def write(self) -> None:
+        """Overwrite the rows."""
+        for index, values in self.rows:
+            self.tensor.index_copy_(0, index, values.to(self.tensor))
+
+    def same_rows(self, other: Tokens) -> bool:
+        """Return whether two replace the same rows by the same values."""
+        return len(self.rows) == len(other.rows) and all(
+            torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(self.rows, other.rows, strict=True)
+        )
+
+
+def tokens(layer: Any, names: Sequence[str]) -> Tokens:
+    """Return the rows that the adapters ``names`` of a ``TrainableTokensLayer`` replace.
+
+    Raises:
+        CannotMerge: Two of them train the same token, or peft computes the layer otherwise than its weight says.
+    """
+    refuse_own_forward(layer.base_layer, replaces_rows=True)
+    try:
+        layer._check_overlapping_tokens(list(names))
+    except ValueError as error:
+        raise CannotMerge(f"two of its adapters train the same token ({error}). Merge one of them") from error
+    weight = tensor_of(layer.base_layer, "weight")
+    rows = tuple(
+        (torch.tensor(layer.token_indices[name], device=weight.device), layer.trainable_tokens_delta[name].data)
+        for name in names
+    )
+    return Tokens(layer.base_layer, "weight", weight, rows)

@@ -1,0 +1,300 @@
+"""What is added to one weight, and the arithmetic that adds it: in float64, in row blocks, with one rounding.
+
+No modules here, only tensors: the merge of a model in memory and the merge of files on disk run the same code, so
+their results are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+
+from safe_loading._core.report import MiB
+
+from .rounding import Rounder
+
+# Matrix kernels sum in an order that depends on the number of rows (a remainder has a kernel of its own), on that of
+# columns, on the stride of the result, and on the threads when the inner dimension is long. In whole rows, groups of
+# eight rows and of 128 ranks the order is always the same, so the bytes do not depend on the size of the blocks.
+# tests/merging/test_lora_update.py shows it. Whole rows are faster too: a tile of a wider weight is fetched in short
+# runs.
+ROWS = 8
+RANKS = 128
+SPARE_BYTES = 1 << 16  # given up when the memory runs out within a weight; the temporaries of a block are smaller
+LEFT_BYTES = 1 << 17  # of the left factors in float64, which are brought for many blocks at once
+WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices; their blocks are merged on the CPU
+
+
+def exact(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Return a tensor in float64 on a device, its own by default; on the CPU where the device has no float64."""
+    return tensor.detach().to(_sums_on(device or tensor.device)).double()
+
+
+def _sums_on(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
+
+
+class PartlyMerged(Exception):
+    """A weight could not be finished, for want of memory.
+
+    Args:
+        rows: How many rows, from the first, are merged.
+        cause: What went wrong.
+    """
+
+    def __init__(self, rows: int, cause: BaseException) -> None:
+        super().__init__(f"{rows} rows are merged, the rest is not ({cause})")
+        self.rows = rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Term:
+    """One adapter's part: ``scaling * left @ right`` in the shape of the weight.
+
+    Attributes:
+        left: ``(rows, r)``: lora_B of a Linear; lora_A transposed where the weight is stored transposed.
+        right: ``(r, columns)``: lora_A of a Linear; lora_B transposed where the weight is stored transposed.
+        scaling: The factor.
+        magnitude: DoRA's magnitudes, one for each row (``Update.axis`` 0) or column (1); None for a plain LoRA.
+        name: The adapter, for messages.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scaling: float
+    magnitude: torch.Tensor | None = None
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """Everything that is added to one weight, which is seen as a matrix of rows.
+
+    Attributes:
+        shape: Rows and columns.
+        terms: In the order in which the adapters are applied. For plain LoRA the order is of no consequence; a DoRA
+            term scales what the terms before it made, by magnitude / norm(weight before any term + its own delta).
+        axis: Along which dimension DoRA's magnitudes lie: 0, one for each row, or 1, one for each column.
+    """
+
+    shape: tuple[int, int]
+    terms: tuple[Term, ...]
+    axis: int = 0
+
+    @property
+    def has_magnitude(self) -> bool:
+        """Whether any term is a DoRA."""
+        return any(term.magnitude is not None for term in self.terms)
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether :meth:`RowMerger.add_norms` must see the whole weight before a row of it can be merged."""
+        return self.axis == 1 and self.has_magnitude
+
+
+class RowMerger:
+    """Applies an :class:`Update` to rows of its weight, block by block.
+
+    The result of a row is the same bits whatever the blocks, the threads, and the rows that are merged in one call.
+
+    Args:
+        update: What is added.
+        dtype: The dtype of the rows.
+        device: Where the rows are.
+        scratch_bytes: The largest temporary; never less than eight rows.
+        rows: The rows of one block, a multiple of eight, in the place of ``scratch_bytes``.
+
+    Attributes:
+        norms: DoRA's norms by index of the term, float64; for ``axis`` 0 filled with the rows that were merged.
+        rows_per_block: The rows of one block, a multiple of eight.
+    """
+
+    def __init__(
+        self,
+        update: Update,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        scratch_bytes: int = 4 * MiB,
+        rows: int | None = None,
+    ) -> None:
+        height, columns = update.shape
+        self.update = update
+        self._device = device = _sums_on(device)
+        # Not the first term: then what the terms before made and the weight itself are both needed.
+        late = any(term.magnitude is not None for term in update.terms[1:])
+        per_row = columns * (Rounder.bytes_per_element(dtype) + (16 if late else 0))
+        wanted = scratch_bytes // max(per_row, 1) // ROWS * ROWS if rows is None else rows
+        self.rows_per_block = max(ROWS, min(wanted, -(-height // ROWS) * ROWS))
+        size = self.rows_per_block * columns
+        self._values = torch.empty(size, dtype=torch.float64, device=device)
+        self._start = torch.empty_like(self._values) if late else None
+        self._own = torch.empty_like(self._values) if late else None
+        self._rounder = Rounder(dtype, size, device)
+        self._views: dict[int, torch.Tensor] = {}
+        ranks = sum(term.left.shape[1] for term in update.terms)
+        blocks = max(1, LEFT_BYTES // max(8 * ranks * self.rows_per_block, 1))
+        self._span = max(self.rows_per_block, min(blocks * self.rows_per_block, -(-height // ROWS) * ROWS))
+        self._left_from = -1
+        self._left = [
+            torch.empty(self._span, term.left.shape[1], dtype=torch.float64, device=device) for term in update.terms
+        ]
+        self._left_blocks = [left.split_with_sizes(_sizes(self._span, self.rows_per_block)) for left in self._left]
+        right = [exact(term.right, device).contiguous() for term in update.terms]
+        self._right = [each.split_with_sizes(_sizes(each.shape[0], RANKS)) for each in right]
+        self._magnitude = {
+            index: exact(term.magnitude, device).reshape(-1)
+            for index, term in enumerate(update.terms)
+            if term.magnitude is not None
+        }
+        self.norms: dict[int, torch.Tensor] = {
+            index: torch.zeros(update.shape[update.axis], dtype=torch.float64, device=device)
+            for index in self._magnitude
+        }
+        self._normed = False
+        self._spare: torch.Tensor | None = torch.empty(SPARE_BYTES, dtype=torch.uint8, device=device)
+
+    def add_norms(self, rows: torch.Tensor, start: int) -> None:
+        """See some rows for DoRA's norms of columns; each row exactly once, from first to last, in groups of eight."""
+        for first, there in self._blocks(rows, start):
+            block = there.to(self._device)
+            for index in self._magnitude:
+                values, lead = self._load(block, first)
+                self._add(values, index, first - lead)
+                squares = values.square_().view(-1, ROWS, values.shape[1]).sum(1)
+                for group in squares:  # one after the other, so that the order is that of the rows
+                    self.norms[index].add_(group)
+
+    def merge(self, rows: torch.Tensor, start: int, into: torch.Tensor | None = None) -> None:
+        """Write the merged values of rows of the weight, the first of which is row ``start``, over them.
+
+        Args:
+            rows: The rows.
+            start: Which row of the weight the first one is.
+            into: Where the values are written in the place of ``rows``: a tensor of the same shape and dtype.
+        """
+        blocks = self._blocks(rows, start)
+        targets = blocks if into is None else self._blocks(into, start)
+        for (first, there), (_, target) in zip(blocks, targets, strict=True):
+            block = there.to(self._device)
+            out = target if block is there else block
+            try:
+                self._rounder.store(self._merged(block, first), out)
+            except (MemoryError, RuntimeError) as error:
+                self._spare = None
+                try:  # a block is written by the last operation on it, so it can be merged once more
+                    self._rounder.store(self._merged(block, first), out)
+                except (MemoryError, RuntimeError):
+                    raise PartlyMerged(first, error) from error
+            if out is not target:
+                target.copy_(out)
+
+    def finite(self, rows: torch.Tensor, start: int) -> bool:
+        """Return whether the merged values of these rows are finite in the dtype of the rows; nothing is written."""
+        for first, block in self._blocks(rows, start):
+            if not bool(self._merged(block.to(self._device), first).to(block.dtype).isfinite().all()):
+                return False
+        return True
+
+    def _blocks(self, rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:
+        """Cut rows at multiples of the block size, counted from row 0 of the weight."""
+        size, count = self.rows_per_block, rows.shape[0]
+        if count <= size - start % size:
+            return [(start, rows)] if count else []
+        sizes = _sizes(count, size, -start % size)
+        return list(zip(itertools.accumulate(sizes, initial=start), rows.split_with_sizes(sizes), strict=False))
+
+    def _load(self, block: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
+        """Copy rows into the buffer, filled up with zeros to whole groups of eight; returns it, and the rows before."""
+        count, lead = block.shape[0], first % ROWS
+        rows = -(-(lead + count) // ROWS) * ROWS
+        values = self._views.get(rows)
+        if values is None:
+            values = self._views[rows] = self._buffer(self._values, rows, block.shape[1])
+        if rows == count:  # by far the most blocks
+            return self._rounder.load(block, values), 0
+        values[:lead] = 0
+        values[lead + count :] = 0
+        self._rounder.load(block, values[lead : lead + count])
+        return values, lead
+
+    @staticmethod
+    def _buffer(flat: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        return flat[: rows * columns].view(rows, columns)
+
+    def _add(self, values: torch.Tensor, index: int, first: int) -> None:
+        """Add the delta of one term to whole groups of rows from row ``first`` of the weight."""
+        rows, at = values.shape[0], first - self._left_from
+        if self._left_from < 0 or not 0 <= at <= self._span - rows:
+            self._bring_left(first)
+            at = 0
+        number, beyond = divmod(at, self.rows_per_block)
+        whole = rows == self.rows_per_block and not beyond
+        left = self._left_blocks[index][number] if whole else self._left[index][at : at + rows]
+        rank = 0
+        for right in self._right[index]:
+            part = left if len(self._right[index]) == 1 else left[:, rank : rank + RANKS]
+            values.addmm_(part, right)
+            rank += RANKS
+
+    def _bring_left(self, first: int) -> None:
+        """Hold the left factors, scaled, from row ``first`` on; beyond the last row they are zero."""
+        self._left_from = first
+        for term, left in zip(self.update.terms, self._left, strict=True):
+            there = term.left.detach()[first : first + len(left)].to(self._device)
+            left[: len(there)].copy_(there).mul_(term.scaling)
+            left[len(there) :] = 0
+
+    def _merged(self, block: torch.Tensor, first: int) -> torch.Tensor:
+        values, lead = self._load(block, first)
+        start = None if self._start is None else self._buffer(self._start, *values.shape).copy_(values)
+        own = values if self._own is None else self._buffer(self._own, *values.shape)
+        for index, term in enumerate(self.update.terms):
+            if term.magnitude is None:
+                self._add(values, index, first - lead)
+            elif index == 0 or start is None:
+                self._add(values, index, first - lead)
+                values.mul_(self._factor(index, values, first, lead, len(block)))
+            else:
+                own.copy_(start)
+                self._add(own, index, first - lead)
+                factor = self._factor(index, own, first, lead, len(block))
+                self._add(values, index, first - lead)
+                values.mul_(factor)
+        return values if len(block) == len(values) else values[lead : lead + len(block)]
+
+    def _factor(self, index: int, values: torch.Tensor, first: int, lead: int, count: int) -> torch.Tensor:
+        """Return magnitude / norm, to be multiplied with the buffer."""
+        magnitude = self._magnitude[index]
+        if self.update.axis == 1:
+            if not self._normed:
+                for norm in self.norms.values():
+                    norm.sqrt_()
+                self._normed = True
+            return magnitude / self.norms[index]
+        norms: torch.Tensor = torch.linalg.vector_norm(values, dim=1, keepdim=True)
+        inside, of_rows = norms[lead : lead + count], slice(first, first + count)
+        self.norms[index][of_rows] = inside[:, 0]
+        torch.div(magnitude[of_rows].unsqueeze(1), inside, out=inside)  # rows beyond are zero, and thrown away
+        return norms
+
+
+def _sizes(count: int, size: int, first: int = 0) -> list[int]:
+    """Cut a number into the first piece, whole pieces and the rest."""
+    whole, rest = divmod(count - first, size)
+    return [each for each in (first, *[size] * whole, rest) if each]
+
+
+def merge_matrix(update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 4 * MiB) -> dict[int, torch.Tensor]:
+    """Overwrite a whole weight, seen as a matrix, with its merged values.
+
+    Returns:
+        DoRA's norms by index of the term, for whoever has to undo the merge.
+    """
+    merger = RowMerger(update, matrix.dtype, matrix.device, scratch_bytes=scratch_bytes)
+    if update.needs_norms:
+        merger.add_norms(matrix, 0)
+    merger.merge(matrix, 0)
+    return merger.norms

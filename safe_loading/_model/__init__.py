@@ -1,0 +1,1 @@
+"""A model before its weights."""

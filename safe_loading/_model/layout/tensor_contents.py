@@ -1,0 +1,101 @@
+"""What only the tensor bytes of a checkpoint can tell: NaN, infinity, and bits that are not those that were written."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from safe_loading._checkpoint.copy_bytes import read_into
+from safe_loading._checkpoint.faults import fault, note
+from safe_loading._checkpoint.files import open_regular, unreadable
+from safe_loading._checkpoint.header import Header, TensorInfo
+from safe_loading._checkpoint.strict_json import try_json_object
+from safe_loading._core.report import Finding, MiB
+from safe_loading.errors import CheckpointError
+
+from .dtypes import DTYPES
+
+REPORT = "merge_report.json"
+"""What merge_lora_checkpoint writes beside the weights, with a SHA-256 of each tensor."""
+_BLOCK_BYTES = 4 * MiB
+
+
+def check_contents(folder: Path, headers: Mapping[str, Header]) -> Iterator[Finding]:
+    """Read every tensor once, a block at a time, and yield what is wrong with it.
+
+    Args:
+        folder: Where a record of hashes may lie.
+        headers: The weight files.
+    """
+    record = _recorded(folder)
+    if isinstance(record, Finding):
+        yield record
+        record = {}
+    buffer = torch.empty(_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+    for header in headers.values():
+        try:
+            with open_regular(header.path) as file:
+                for info in header.tensors.values():
+                    yield from _findings(file.fileno(), header.path, info, record.get(info.name), buffer)
+        except OSError as error:
+            yield unreadable(header.path, error)
+        except CheckpointError as error:
+            fix = "check it again when its writer is done"
+            yield fault("changed", header.path, f"cannot be read whole: {error}", fix)
+
+
+def _recorded(folder: Path) -> dict[str, str] | Finding:
+    """Return the hash of each tensor by the word of a merge."""
+    path = folder / REPORT
+    if not path.is_file():
+        return {}
+    document = try_json_object(path)
+    if isinstance(document, Finding):
+        return document
+    tensors = document.get("tensors")
+    entries = tensors.items() if isinstance(tensors, dict) else ()
+    return {
+        name: facts["sha256"]
+        for name, facts in entries
+        if isinstance(facts, dict) and isinstance(facts.get("sha256"), str)
+    }
+
+
+def _findings(
+    descriptor: int, path: Path, info: TensorInfo, recorded: str | None, buffer: torch.Tensor
+) -> Iterator[Finding]:
+    digest, found = hashlib.sha256(), set[str]()
+    dtype = DTYPES.get(info.dtype)
+    data: Any = buffer.numpy()  # a buffer, which numpy's stubs say only for Python 3.12
+    memory = memoryview(data)
+    for at in range(0, info.nbytes, len(memory)):
+        count = min(len(memory), info.nbytes - at)
+        read_into(descriptor, memory[:count], info.start + at)
+        if recorded is not None:
+            digest.update(memory[:count])
+        if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
+            found |= _not_finite(buffer[:count].view(dtype))
+    where, again = f"{path}: {info.name}", "download or copy the file again, or save the model again"
+    if "NaN" in found:
+        yield fault("nan", where, "holds NaN, so everything that is computed with it will", again, info.nbytes)
+    if "infinity" in found:
+        fix = "none, when it is a mask; else save the model again"
+        yield note("warning", "infinity", where, "holds infinity", fix, info.nbytes)
+    if recorded is not None and digest.hexdigest() != recorded:
+        message = f"its SHA-256 is {digest.hexdigest()}, {os.fspath(path.parent / REPORT)!r} says {recorded}"
+        yield fault("hash-differs", where, f"{message}: the file is damaged or of another save", again, info.nbytes)
+
+
+def _not_finite(values: torch.Tensor) -> set[str]:
+    values = torch.view_as_real(values) if values.is_complex() else values
+    values = values.float() if values.dtype.itemsize == 1 else values  # aminmax knows no fp8
+    low, high = (float(end) for end in torch.aminmax(values))
+    if math.isnan(low) or math.isnan(high):
+        return {"NaN", *(["infinity"] if bool(values.isinf().any()) else [])}
+    return {"infinity"} if math.isinf(low) or math.isinf(high) else set()

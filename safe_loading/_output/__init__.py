@@ -1,0 +1,1 @@
+"""A folder that appears whole or not at all."""

@@ -1,0 +1,243 @@
+"""A checkpoint held against a model: what lies where, and everything that does not fit, said at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from safe_loading._checkpoint.header import TensorInfo
+from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
+from safe_loading._model.layout.dtypes import DTYPES
+from safe_loading._model.layout.layout import Conversion, Layout, read_layout
+from safe_loading.errors import CheckpointError
+
+from .convert import made_by
+from .names import canonical, walk
+
+New = Callable[[str], bool] | Collection[str]
+
+
+class Slot(NamedTuple):
+    """What a model has under a name: a shape and a dtype, and no memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """A checkpoint whose tensors have their places in a model.
+
+    Attributes:
+        checkpoint: The headers of its files.
+        layout: Where each parameter and persistent buffer lies.
+        slots: What the model has, by name; a tied parameter stands under each of its names.
+        same_as: For each tied name, all the names of that parameter.
+        conversions: What makes the parameters whose layout cannot be followed, by their names.
+        missing: What the checkpoint does not hold and need not: names of new modules, and what the class says.
+        config: The model's config, which transformers' converters read.
+        unexpected: What the checkpoint holds and the model does not know; empty unless that was allowed.
+        heads: Of these the tensors of another task's head, each with its file.
+    """
+
+    checkpoint: Checkpoint
+    layout: Layout
+    slots: Mapping[str, Slot]
+    same_as: Mapping[str, tuple[str, ...]]
+    conversions: Mapping[str, Conversion]
+    missing: tuple[str, ...]
+    config: Any
+    unexpected: tuple[str, ...]
+    heads: tuple[str, ...] = ()
+
+    def held_as(self, name: str) -> str | None:
+        """Return the name under which the checkpoint holds a parameter: its own, or one that it is tied to."""
+        if name in self.layout.of or name in self.conversions:
+            return name
+        return next(iter(self.all_held_as(name)), None)
+
+    def all_held_as(self, name: str) -> tuple[str, ...]:
+        """Return all the names under which the checkpoint holds a parameter, its own first."""
+        names = (name, *(other for other in self.same_as.get(name, ()) if other != name))
+        return tuple(other for other in names if other in self.layout.of or other in self.conversions)
+
+
+def open_source(
+    folder: str | os.PathLike[str],
+    model: torch.nn.Module,
+    *,
+    init_new: New = (),
+    strict: bool = True,
+    heads: bool = False,
+    variant: str | None = None,
+    names: Callable[[str], str | None] = canonical,
+) -> Source:
+    """Read the headers of a checkpoint and find the place of every parameter and persistent buffer; no tensor is read.
+
+    Args:
+        folder: The folder.
+        model: The model as its class makes it (on meta, or real): before FSDP1 wraps it, and without an adapter.
+        init_new: What is new, and not expected in the checkpoint: names, or a function of a name.
+        strict: Whether tensors that the model does not know are an error; else they are listed in ``unexpected``.
+        heads: Whether the head of another task (a language model's, under a classifier) is no error; it is listed.
+        variant: The variant of the files, such as ``"fp16"``.
+        names: From a name in the model to the name that its class gives it; None for what is not of the checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint is not whole, or does not fit the model. All that is wrong is listed.
+    """
+    checkpoint = read_checkpoint(Path(folder), variant=variant, kind="model")
+    slots, same_as = _slots(model, names)
+    layout = read_layout(model, checkpoint.tensors, slots)
+    config = getattr(model, "config", None)
+    conversions: dict[str, Conversion] = {}
+    problems = _not_readable(checkpoint, layout, slots)
+    for conversion in layout.conversions:
+        made, problem = made_by(conversion, checkpoint.tensors, slots, config)
+        problems += [problem] if problem else []
+        for name, shape in made.items():
+            conversions[name] = conversion
+            if name in slots and shape != slots[name].shape and not problem:
+                disk = [tensor for group in conversion.sources.values() for tensor in group]
+                problems.append(_mismatch(name, slots[name], shape, checkpoint, disk))
+    is_new = _predicate(init_new)
+    source = Source(checkpoint, layout, slots, same_as, conversions, (), config, ())
+    for name, shape in layout.mismatched.items():
+        if not is_new(name):
+            disk = [disk for disk, key in layout.key_of.items() if key == name]
+            problems.append(_mismatch(name, slots[name], shape, checkpoint, disk))
+    lacking = [name for name in slots if source.held_as(name) is None and name not in layout.mismatched]
+    lacking += [name for name in layout.mismatched if is_new(name)]
+    optional = _pattern(getattr(model, "_keys_to_ignore_on_load_missing", None))
+    problems += [
+        f"{name}: the model has {_of(slots[name])}, and the checkpoint holds no tensor of that name"
+        for name in lacking
+        if not is_new(name) and not (optional and optional.search(name))
+    ]
+    unexpected = _unexpected(model, layout)
+    others = [disk for disk in unexpected if heads and _is_head(model, disk, checkpoint.tensors)]
+    if strict:
+        problems += [_surplus(checkpoint, layout, disk) for disk in unexpected if disk not in others]
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.folder} does not fit this {type(model).__name__}; nothing was read. Pass the checkpoint that "
+            f"the model was built from, and name what is truly new in init_new=:",
+            problems,
+        )
+    told = tuple(_surplus(checkpoint, layout, disk) for disk in others)
+    return dataclasses.replace(source, missing=tuple(lacking), unexpected=tuple(unexpected), heads=told)
+
+
+def _slots(
+    model: torch.nn.Module, names: Callable[[str], str | None]
+) -> tuple[dict[str, Slot], dict[str, tuple[str, ...]]]:
+    """Return what a ``state_dict`` would hold, and which names are one tensor."""
+    slots: dict[str, Slot] = {}
+    of: dict[int, list[str]] = defaultdict(list)
+    for path, module in walk(model, repeats=True):
+        tensors: dict[str, torch.Tensor | None] = {**module._parameters}
+        if module._buffers:
+            skipped = module._non_persistent_buffers_set
+            tensors |= {leaf: tensor for leaf, tensor in module._buffers.items() if leaf not in skipped}
+        if not tensors:
+            continue
+        prefix = f"{path}." if path else ""
+        for leaf, tensor in tensors.items():
+            if tensor is not None and (name := names(prefix + leaf)) is not None:
+                slots[name] = Slot(tuple(tensor.shape), tensor.dtype)
+                of[id(tensor)].append(name)
+    tied = {name: tuple(group) for group in of.values() if len(group) > 1 for name in group}
+    return slots, tied
+
+
+def _not_readable(checkpoint: Checkpoint, layout: Layout, slots: Mapping[str, Slot]) -> list[str]:
+    """Return a problem for each tensor whose elements do not stand for themselves in the model's dtype."""
+    problems = []
+    tensors = checkpoint.tensors
+    for name, whole in layout.of.items():
+        wanted_dtype = slots[name].dtype if name in slots else None
+        first = tensors[whole.pieces[0].tensor].dtype
+        if len(whole.pieces) == 1 and wanted_dtype is not None and DTYPES.get(first) == wanted_dtype:
+            continue  # nearly every one
+        for disk in dict.fromkeys([piece.tensor for piece in whole.pieces]):
+            held = DTYPES.get(tensors[disk].dtype)
+            wanted = wanted_dtype or held
+            if held is None or wanted is None or not _casts(held, wanted):
+                problems.append(
+                    f"{name}: the model has {wanted}, {checkpoint.file_of[disk]} holds {disk} as "
+                    f"{tensors[disk].dtype}, which is quantised. Load it with from_pretrained, call "
+                    f"dequantize(), save it, and pass that folder"
+                )
+    return problems
+
+
+def _casts(held: torch.dtype, wanted: torch.dtype) -> bool:
+    if held == wanted:
+        return True
+    return held.is_floating_point == wanted.is_floating_point and (held.itemsize > 1 or not held.is_floating_point)
+
+
+def _unexpected(model: torch.nn.Module, layout: Layout) -> list[str]:
+    """Return the tensors on disk the class neither knows nor says to ignore, by transformers' rules."""
+    if not layout.unknown:
+        return []
+    patterns: set[str] = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    # as PreTrainedModel._adjust_missing_and_unexpected_keys: old checkpoints hold these, of every layer
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    ignored = _pattern(patterns)
+    return [disk for disk in layout.unknown if not (ignored and ignored.search(layout.key_of[disk]))]
+
+
+def _is_head(model: torch.nn.Module, disk: str, tensors: Collection[str]) -> bool:
+    """Whether a tensor stands outside the base model, in a checkpoint that has the base model under its prefix."""
+    base = f"{getattr(model, 'base_model_prefix', '')}."
+    return base != "." and not disk.startswith(base) and any(name.startswith(base) for name in tensors)
+
+
+def _surplus(checkpoint: Checkpoint, layout: Layout, disk: str) -> str:
+    info = checkpoint.tensors[disk]
+    return (
+        f"{disk}: {checkpoint.file_of[disk]} holds it as {info.dtype} {list(info.shape)}, and the model has no "
+        f"{layout.key_of[disk]}"
+    )
+
+
+def _mismatch(name: str, slot: Slot, shape: Sequence[int], checkpoint: Checkpoint, disk: Sequence[str]) -> str:
+    files = dict.fromkeys(str(checkpoint.file_of[tensor]) for tensor in disk)
+    return f"{name}: the model has {list(slot.shape)}, the checkpoint makes {list(shape)} of it ({', '.join(files)})"
+
+
+def _of(slot: Slot) -> str:
+    return f"{str(slot.dtype).removeprefix('torch.')} {list(slot.shape)}"
+
+
+def _pattern(patterns: Collection[str] | None) -> re.Pattern[str] | None:
+    return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns))) if patterns else None
+
+
+def _predicate(new: New) -> Callable[[str], bool]:
+    if callable(new):
+        return new
+    names = frozenset(new)
+    return lambda name: name in names
+
+
+def disk_tensors(source: Source, name: str) -> list[TensorInfo]:
+    """Return the tensors on disk that a parameter is made of."""
+    if name in source.conversions:
+        disk = [tensor for group in source.conversions[name].sources.values() for tensor in group]
+    else:
+        disk = [piece.tensor for piece in source.layout.of[name].pieces]
+    tensors = source.checkpoint.tensors
+    return [tensors[disk[0]]] if len(disk) == 1 else [tensors[tensor] for tensor in dict.fromkeys(disk)]

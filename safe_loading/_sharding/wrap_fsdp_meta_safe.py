@@ -1,0 +1,134 @@
+"""``wrap_fsdp_meta_safe``: FSDP over a model on meta, each rank getting only its own bytes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from safe_loading._core.log import logger
+
+from .added_after_wrap import wrapped_before
+from .agree import agree
+from .fsdp_units import Wrap
+from .peak_memory import Peak
+from .report import FsdpReport, FsdpUnit
+from .run import Done, carry_out
+from .saving import make_saving_whole
+from .setup import Setup, prepare, ranks_of
+
+
+def wrap_fsdp_meta_safe(
+    model: nn.Module,
+    source: str | os.PathLike[str] | Mapping[str, torch.Tensor] | None = None,
+    *,
+    version: Literal[1, 2] = 2,
+    mesh: DeviceMesh | Sequence[int] | None = None,
+    wrap: Wrap | None = None,
+    mixed_precision: Any = None,
+    cpu_offload: Any = False,
+    device: torch.device | str | int | None = None,
+    ignored: Iterable[nn.Module | nn.Parameter | str] = (),
+    adapters: Mapping[str, str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
+    init_new: Callable[[nn.Module], Any] | None = None,
+    verify: Literal["off", "structure", "bytes"] = "structure",
+    timeout: float = 1800.0,
+) -> nn.Module:
+    """Wrap a model in FSDP, and give each rank its part of the weights and nothing else.
+
+    All ranks call it with the same model: on meta everywhere, real on rank 0 and meta elsewhere, or real everywhere.
+    Before a weight moves the ranks agree on the names, shapes, dtypes, ties, units and arguments; if they differ, or
+    one of them fails, all of them raise. The result computes what the unsharded model does, to the last bit. The
+    :class:`FsdpReport` is the attribute ``fsdp_report`` of what is returned, and is logged at level INFO to the logger
+    ``safe_loading``.
+
+    Called again on a model that FSDP2 wrapped, it shards what was attached since (an adapter, a head) and nothing else.
+
+    ``save_pretrained`` of the result gathers what it saves: call it on every rank, and the first one writes.
+
+    Args:
+        model: The model. Make it with :func:`meta_model`, or under ``torch.device("meta")``.
+        source: A folder or hub id: each rank reads its own bytes from it, and no weight travels. A state dict on
+            rank 0 (None or ``{}`` on the others): scattered. None: rank 0's own weights, scattered. Saved buffers that
+            a source lacks are those of rank 0's model.
+        version: 2 for ``fully_shard``, 1 for ``FullyShardedDataParallel``.
+        mesh: A DeviceMesh of one dimension (FSDP) or two (HSDP: replicas, shards), or its sizes. None takes all ranks.
+            FSDP1 takes replicas of two shards or more.
+        wrap: What is gathered together: classes, names of classes, patterns of module names, or
+            ``fn(module) -> bool``. None takes the layers, and the last norm with the head.
+        mixed_precision: The policy of the FSDP that is used, or the dtype to compute in (gradients are then reduced
+            in float32).
+        cpu_offload: Whether the shards stay on the host, or the policy of the FSDP that is used.
+        device: The device of this rank; None takes :func:`device_for_rank`, which is the CPU without an accelerator.
+        ignored: Modules, parameters, names or patterns that every rank keeps whole, and that FSDP leaves alone.
+        adapters: Folder or hub id of the adapter that the model has, or ``{name: folder}`` for several: rank 0 alone
+            asks for it and reads it, and its values are scattered.
+        init_new: Called on each module that holds parameters which the source does not have, on rank 0, on the CPU,
+            in the order of ``named_modules``; what it writes is scattered. peft's LoRA layers need none.
+        verify: ``"structure"`` proves that nothing is left on meta and nothing trained is left unsharded; ``"bytes"``
+            compares, beyond that, the checksum of every shard with that of its source; ``"off"`` does neither.
+        timeout: Longest wait for the other ranks, in seconds.
+
+    Returns:
+        The model: with version 2 the same object, with version 1 the module that wraps it.
+
+    Raises:
+        ArgumentError: The arguments contradict each other or the model.
+        CheckpointError: The source is not whole or does not fit; everything that does not is listed.
+        DeviceError: No device for this rank, or the wrapped model is not whole.
+        RankError: Another rank failed, or the ranks disagree (:class:`RanksDisagree`).
+    """
+    started = time.perf_counter()
+    before = wrapped_before(model)
+    ranks = ranks_of(mesh if before is None else before.mesh)
+    with ranks.together("check the arguments", timeout=timeout):
+        setup = prepare(
+            model,
+            source,
+            ranks,
+            version=version,
+            mesh=mesh,
+            wrap=wrap,
+            mixed_precision=mixed_precision,
+            cpu_offload=cpu_offload,
+            device=device,
+            ignored=ignored,
+            adapters=adapters,
+            init_new=init_new,
+            verify=verify,
+            timeout=timeout,
+        )
+    units = [f"{unit.name}: {len(unit.parameters)} parameters" for unit in setup.units]
+    agree(ranks, setup.arguments(), setup.lines(), units, timeout=timeout)
+    with Peak(setup.device) as peak:
+        done = carry_out(setup, ranks)
+    report = _report(setup, done, ranks.index(ranks.rank), ranks.size, peak.bytes, time.perf_counter() - started)
+    done.model.__dict__["fsdp_report"] = report
+    make_saving_whole(done.model, ranks, setup.device, timeout)
+    logger.info("%s", report)
+    return done.model
+
+
+def _report(setup: Setup, done: Done, rank: int, ranks: int, peak: int, seconds: float) -> FsdpReport:
+    return FsdpReport(
+        version=setup.version,
+        rank=rank,
+        ranks=ranks,
+        shards=setup.shards,
+        device=str(setup.device),
+        units=tuple(FsdpUnit(unit.name, len(unit.parameters), unit.bytes, unit.keeps) for unit in setup.units),
+        model_bytes=sum(held.nbytes for held in setup.everything()),
+        local_bytes=done.local_bytes,
+        bytes_read=done.bytes_read,
+        bytes_sent=done.bytes_sent,
+        peak_bytes=peak,
+        seconds=seconds,
+        verified=setup.verify,
+        ignored=tuple(held.name for held in setup.whole),
+        findings=tuple(done.findings),
+    )

@@ -1,0 +1,137 @@
+"""``prepare_and_wrap``: a base, an adapter and user code, put together in the one order that keeps the memory low."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import (
+    MODEL_TYPE_TO_PEFT_MODEL_MAPPING,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    prepare_model_for_kbit_training,
+)
+from torch import nn
+from transformers import PreTrainedModel
+
+from safe_loading._loading import peft_config as configs
+from safe_loading._loading.attach import quiet
+from safe_loading._model.snapshot import Snapshot
+from safe_loading._model.stand_ins import Hollow, NoInit
+from safe_loading.errors import ArgumentError, SafeLoadingError, WrapError
+
+from .attach_head import attach_head
+from .heads import head_problems
+from .mixin import Transparent
+from .mixin_names import check_mixin, check_names
+from .proof import prove, refuse_unreached
+from .wrap_order import check_order
+from .wrap_transparent import wrap_transparent
+
+
+def prepare_and_wrap(
+    model: PreTrainedModel,
+    peft_config: PeftConfig,
+    mixin: type[Transparent],
+    *,
+    heads: Mapping[str, nn.Module] | None = None,
+    adapter_name: str = "default",
+    gradient_checkpointing: bool = True,
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+    **state: Any,
+) -> PeftModel:
+    """Prepare a base for training, put an adapter on it, attach heads, and wrap user code around it, in this order.
+
+    A quantised base goes through ``prepare_model_for_kbit_training``. Another one does not, since that would cast the
+    whole of it to float32; peft freezes it anyway. What the config, the names and the heads get wrong, and whether the
+    code would run, is found before the base is touched.
+
+    Args:
+        model: A base of transformers, quantised or not.
+        peft_config: The adapter, such as a ``LoraConfig``.
+        mixin: A class derived from ``Transparent``, with the code in its ``__call__``.
+        heads: Modules to attach, by name.
+        adapter_name: The name of the adapter.
+        gradient_checkpointing: Whether activations are recomputed in the backward pass.
+        gradient_checkpointing_kwargs: What ``torch.utils.checkpoint`` is given, such as ``{"use_reentrant": False}``.
+        **state: Attributes that the model gets, for the mixin.
+
+    Returns:
+        The PeftModel, wrapped.
+
+    Raises:
+        WrapError: The base is a plain wrapper, names clash, a head cannot be attached, or the code would not run. The
+            base is unchanged.
+        ArgumentError: The arguments do not fit together, or peft cannot use the config. The base is unchanged.
+    """
+    check_mixin(mixin)
+    check_order(model, mixin.__name__)
+    _check_kinds(model, peft_config, heads, checkpointing=gradient_checkpointing)
+    cls = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(str(peft_config.task_type), PeftModel)
+    problems = check_names(model, mixin, state, also=(cls,))
+    for name, head in (heads or {}).items():
+        problems += [f"head {name!r}: {problem}" for problem in head_problems(model, model, name, head)]
+        if name in state:
+            problems.append(f"{name!r} is a head and a state: choose another name for one of them.")
+    if problems:
+        raise WrapError(f"{mixin.__name__} cannot go around {type(model).__name__}; nothing was changed:", problems)
+    _rehearse(model, peft_config, adapter_name, mixin)
+    _prepare(model, gradient_checkpointing, gradient_checkpointing_kwargs)
+    wrapped: Any = get_peft_model(model, peft_config, adapter_name=adapter_name)
+    for name, head in (heads or {}).items():
+        attach_head(wrapped, name, head, adapter_name=adapter_name)
+    result: PeftModel = wrap_transparent(wrapped, mixin, **state)
+    return result
+
+
+def _check_kinds(model: object, config: object, heads: object, *, checkpointing: bool) -> None:
+    if not isinstance(model, PreTrainedModel):
+        hint = " It has an adapter already: wrap_transparent(model, ...)." if isinstance(model, PeftModel) else ""
+        raise ArgumentError(f"{type(model).__name__} is no base of transformers.{hint}")
+    if not isinstance(config, PeftConfig):
+        raise ArgumentError(f"{type(config).__name__} is no config of peft, such as LoraConfig(...).")
+    known = heads is None or (isinstance(heads, Mapping) and all(isinstance(h, nn.Module) for h in heads.values()))
+    if not known:
+        raise ArgumentError(f"heads={heads!r:.80}: pass modules by name, as {{'value_head': torch.nn.Linear(64, 1)}}.")
+    if checkpointing and not model.supports_gradient_checkpointing:
+        raise ArgumentError(f"{type(model).__name__} cannot checkpoint gradients: gradient_checkpointing=False.")
+
+
+def _rehearse(model: PreTrainedModel, config: PeftConfig, adapter_name: str, mixin: type[Transparent]) -> None:
+    """Let peft put the adapter on the model without its memory, to find what it would refuse, and where calls go."""
+    empty = configs.can_start_empty(config) and not configs.changes_base(config)
+    # another one computes from the weights; calls go the same way through any adapter of the task
+    trial = copy.deepcopy(config) if empty else LoraConfig(target_modules="all-linear", task_type=config.task_type)
+    snapshot = Snapshot(model)
+    try:
+        with quiet(), Hollow(model):
+            with torch.device("meta"), NoInit():
+                attached: Any = get_peft_model(model, trial, adapter_name=adapter_name)
+            refuse_unreached(mixin, prove(attached, None, None))
+    except SafeLoadingError:
+        raise
+    except (ValueError, TypeError, NotImplementedError, AttributeError, KeyError) as error:
+        if empty:
+            raise ArgumentError(
+                f"peft cannot put this {type(config).__name__} on {type(model).__name__}; nothing was changed: {error}"
+            ) from error
+    finally:
+        snapshot.restore()
+
+
+def _prepare(model: Any, checkpointing: bool, kwargs: dict[str, Any] | None) -> None:
+    quantised = any(getattr(model, name, False) for name in ("is_loaded_in_8bit", "is_loaded_in_4bit", "is_quantized"))
+    if quantised:
+        prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]  # peft leaves it untyped
+            model, use_gradient_checkpointing=checkpointing, gradient_checkpointing_kwargs=kwargs
+        )
+    if checkpointing and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        if hasattr(model, "activation_checkpointing_enable"):  # transformers' new name for it, since which it warns
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        model.enable_input_require_grads()

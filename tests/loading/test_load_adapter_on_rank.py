@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import adapters as faults
+from models import save_adapter, save_llama
+from peft import PeftModel
+from safetensors.torch import load_file
+from test_load_peft_on_rank import TOKENS, adapter_tensors, logits, state, transpose, two_steps
+from transformers import AutoModelForCausalLM
+
+from safe_loading import (
+    AdapterError,
+    AdapterExists,
+    ArgumentError,
+    DeviceError,
+    load_adapter_on_rank,
+    load_peft_on_rank,
+)
+
+
+@pytest.fixture
+def model(tiny_llama: Path, tiny_adapter: Path) -> PeftModel:
+    return load_peft_on_rank(tiny_adapter, tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    return save_adapter(tmp_path_factory.mktemp("other"), tiny_llama, seed=5, lora_alpha=3)
+
+
+def test_a_second_adapter_is_exact_and_not_active(
+    tmp_path: Path, model: PeftModel, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    second = save_adapter(tmp_path / "second", tiny_llama, dtype=torch.bfloat16, target_modules="all-linear", r=2)
+    before = torch.get_rng_state()
+    report = load_adapter_on_rank(model, second, "second")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.active_adapter == "default"
+    assert torch.equal(logits(model), logits(two_steps(tiny_adapter, tiny_llama)))
+    on_file = load_file(second / faults.WEIGHTS)
+    loaded = adapter_tensors(model, "second")
+    assert loaded.keys() == on_file.keys()
+    assert all(torch.equal(loaded[k], v) and loaded[k].dtype == torch.bfloat16 for k, v in on_file.items())
+    assert [part.name for part in report.parts] == ["second"]
+    assert report.bytes == sum(tensor.nbytes for tensor in on_file.values())
+    assert model.load_report is report
+
+
+def test_modules_to_save_of_a_second_adapter(tmp_path: Path, model: PeftModel, tiny_llama: Path) -> None:
+    second = save_adapter(tmp_path / "second", tiny_llama, modules_to_save=["lm_head"])
+    load_adapter_on_rank(model, second, "second")
+    model.set_adapter("second")
+    assert torch.equal(logits(model), logits(two_steps(second, tiny_llama)))
+
+
+def test_a_taken_name_is_refused(model: PeftModel, other: Path) -> None:
+    before = state(model)
+    with pytest.raises(AdapterExists, match="hotswap=True"):
+        load_adapter_on_rank(model, other, "default")
+    assert state(model) == before
+
+
+def test_a_fault_leaves_the_model_as_it_was(tmp_path: Path, model: PeftModel, other: Path) -> None:
+    bad = faults.edited(other, tmp_path / "bad", tensors=transpose)
+    before, expected = state(model), logits(model)
+    scalings = [dict(m.scaling) for m in model.modules() if hasattr(m, "scaling") and isinstance(m.scaling, dict)]
+    with pytest.raises(AdapterError, match="q_proj"):
+        load_adapter_on_rank(model, bad, "bad")
+    assert state(model) == before
+    assert list(model.peft_config) == ["default"]
+    assert scalings == [dict(m.scaling) for m in model.modules() if isinstance(getattr(m, "scaling", None), dict)]
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_trainable_one_does_not_make_the_first_trainable(model: PeftModel, other: Path) -> None:
+    load_adapter_on_rank(model, other, "second", is_trainable=True)
+    trainable = {key for key, p in model.named_parameters() if p.requires_grad}
+    assert trainable == {key for key, _ in model.named_parameters() if ".second." in key}
+
+
+def test_the_model_decides_the_device(model: PeftModel, other: Path, tiny_llama: Path) -> None:
+    with pytest.raises((DeviceError, ValueError)):
+        load_adapter_on_rank(model, other, "second", device="meta")
+    with pytest.raises(AdapterError, match="load_peft_on_rank"):
+        load_adapter_on_rank(AutoModelForCausalLM.from_pretrained(tiny_llama), other, "second")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------- hot swap
+
+
+def test_a_swap_keeps_the_tensors_and_takes_values_and_scaling(model: PeftModel, other: Path, tiny_llama: Path) -> None:
+    pointers = {key: p.data_ptr() for key, p in model.named_parameters()}
+    report = load_adapter_on_rank(model, other, "default", hotswap=True)
+    assert {key: p.data_ptr() for key, p in model.named_parameters()} == pointers
+    assert torch.equal(logits(model), logits(two_steps(other, tiny_llama)))
+    assert model.peft_config["default"].lora_alpha == 3
+    assert report.parts[0].source == str(other)
+
+
+@pytest.mark.parametrize("kind", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"use_rslora": True}])
+def test_swaps_of_every_kind(tmp_path: Path, tiny_llama: Path, kind: dict[str, Any]) -> None:
+    one = save_adapter(tmp_path / "one", tiny_llama, seed=1, **kind)
+    two = save_adapter(tmp_path / "two", tiny_llama, seed=2, **kind)
+    model = load_peft_on_rank(one, tiny_llama)
+    load_adapter_on_rank(model, two, "default", hotswap=True)
+    assert torch.equal(logits(model), logits(two_steps(two, tiny_llama)))
+
+
+def test_a_swap_of_an_embedding_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    one, two = (
+        save_adapter(tmp_path / str(seed), tiny_llama, seed=seed, target_modules=["embed_tokens"]) for seed in (1, 2)
+    )
+    model = load_peft_on_rank(one, tiny_llama)
+    before = logits(model)
+    with pytest.raises(AdapterError, match="peft cannot swap a LoRA on an embedding"):
+        load_adapter_on_rank(model, two, "default", hotswap=True)
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_smaller_rank_is_swapped_in_and_can_be_saved(tmp_path: Path, tiny_llama: Path, rslora: bool) -> None:
+    model = load_peft_on_rank(save_adapter(tmp_path / "large", tiny_llama, use_rslora=rslora), tiny_llama)
+    small = save_adapter(tmp_path / "small", tiny_llama, r=2, use_rslora=rslora)
+    load_adapter_on_rank(model, small, "default", hotswap=True)
+    assert torch.allclose(logits(model), logits(two_steps(small, tiny_llama)), atol=1e-6)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.allclose(logits(load_peft_on_rank(tmp_path / "saved", tiny_llama)), logits(model), atol=1e-6)
+
+
+def test_an_interrupted_swap_is_undone(model: PeftModel, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safe_loading._loading import hot_swap as swap
+
+    before, expected = state(model), logits(model)
+    engine = swap.hotswap_adapter_from_state_dict
+
+    def interrupted(*arguments: Any) -> None:
+        engine(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(swap, "hotswap_adapter_from_state_dict", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_adapter_on_rank(model, other, "default", hotswap=True)
+    assert state(model) == before
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_merged_adapter_is_not_swapped(model: PeftModel, other: Path) -> None:
+    model.merge_adapter()
+    with pytest.raises(AdapterError, match="unmerge_adapter"):
+        load_adapter_on_rank(model, other, "default", hotswap=True)
+
+
+@pytest.mark.filterwarnings("error:safe_loading let pass")
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(tmp_path: Path, model: PeftModel, other: Path) -> None:
+    bad = faults.edited(other, tmp_path / "bad", tensors=faults.without("layers.1.self_attn.q_proj.lora_B"))
+    before = state(model)
+    with pytest.raises(UserWarning, match="strict=False"):
+        load_adapter_on_rank(model, bad, "bad", strict=False)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"r": 8}, r"\[8, 32\]"),
+        ({"target_modules": ["q_proj"]}, "the new one not"),
+        ({"target_modules": "all-linear"}, "no such tensor"),
+        ({"use_dora": True}, "use_dora"),
+        ({"dtype": torch.bfloat16}, "adapter_dtype"),
+    ],
+)
+def test_a_swap_that_does_not_fit_changes_nothing(
+    tmp_path: Path, model: PeftModel, tiny_llama: Path, changed: dict[str, Any], word: str
+) -> None:
+    bad = save_adapter(tmp_path / "bad", tiny_llama, seed=3, **changed)
+    before, expected = state(model), logits(model)
+    with pytest.raises(AdapterError, match=word):
+        load_adapter_on_rank(model, bad, "default", hotswap=True)
+    assert state(model) == before
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("argument", [{"strict": False}, {"is_trainable": True}, {"hub_kwargs": {"proxy": "x"}}])
+def test_arguments_without_effect_are_refused(model: PeftModel, other: Path, argument: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError):
+        load_adapter_on_rank(model, other, "default", hotswap=True, **argument)
+
+
+def test_a_swap_needs_an_adapter_of_that_name(model: PeftModel, other: Path) -> None:
+    with pytest.raises(AdapterError, match="default"):
+        load_adapter_on_rank(model, other, "nobody", hotswap=True)
+
+
+def test_a_compiled_forward_sees_the_swap_without_compiling_again(
+    tmp_path: Path, model: PeftModel, other: Path
+) -> None:
+    compiles = 0
+
+    def count(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
+        nonlocal compiles
+        compiles += 1
+        return graph.forward
+
+    forward = torch.compile(model, backend=count)
+    with torch.no_grad():
+        forward(input_ids=TOKENS)
+        first = compiles
+        same_scaling = faults.edited(other, tmp_path / "same", config=lambda c: c.update(lora_alpha=8))
+        load_adapter_on_rank(model, same_scaling, "default", hotswap=True)
+        swapped = forward(input_ids=TOKENS).logits
+    assert compiles == first
+    assert torch.allclose(swapped, logits(model), atol=1e-6)
+
+
+def test_folders_are_not_kept_open(tmp_path: Path, model: PeftModel, other: Path) -> None:
+    copied = Path(shutil.copytree(other, tmp_path / "copied"))
+    load_adapter_on_rank(model, copied, "second")
+    expected = adapter_tensors(model, "second")[
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    ].clone()
+    shutil.rmtree(copied)
+    now = adapter_tensors(model, "second")["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
+    assert torch.equal(now, expected)
+
+
+def test_save_llama_is_not_rewritten(tmp_path: Path) -> None:
+    # the fixtures are shared by the whole session; two saves of one seed are the same bytes
+    one, two = save_llama(tmp_path / "one"), save_llama(tmp_path / "two")
+    assert [p.read_bytes() for p in sorted(one.glob("*.safetensors"))] == [
+        p.read_bytes() for p in sorted(two.glob("*.safetensors"))
+    ]

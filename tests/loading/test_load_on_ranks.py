@@ -1,0 +1,187 @@
+"""load_peft_on_rank under torchrun: real ranks, gloo, simulated devices, a hub that counts its requests."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fake_hub import commit_of, serve
+from faults import adapters as faults
+from models import save_adapter, save_llama
+
+if TYPE_CHECKING:
+    from conftest import Simulated
+
+RANKS = 3
+SCRIPT = """
+    import os, sys, time, torch, torch_npu
+    import torch.distributed as dist
+    from safe_loading import load_adapter_on_rank, load_peft_on_rank
+
+    base, adapter, second, broken, cache, other = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    tokens = torch.arange(1, 25).reshape(2, 12)
+    dist.init_process_group("gloo")
+
+    def tried(call):
+        torch_npu.reset()
+        start = time.monotonic()
+        try:
+            made = call()
+        except Exception as error:
+            return {"error": type(error).__name__, "text": str(error), "contexts": torch_npu.contexts(),
+                    "seconds": time.monotonic() - start, "bases": [c.__name__ for c in type(error).__mro__]}
+        report_of = made.load_report if hasattr(made, "load_report") else made
+        return {"contexts": torch_npu.contexts(), "ranks": report_of.ranks, "rank": report_of.rank,
+                "parts": [[p.name, p.source, p.commit, p.device] for p in report_of.parts]}
+
+    before = torch.get_rng_state()
+    torch_npu.reset()
+    model = load_peft_on_rank(adapter, base)
+    with torch.no_grad():
+        total = model(input_ids=tokens.to(model.device)).logits.double().sum().item()
+    report({"load": {"contexts": torch_npu.contexts(), "device": str(model.device), "sum": total,
+                     "rng": torch.equal(before, torch.get_rng_state()), "ranks": model.load_report.ranks}})
+    report({"second": tried(lambda: load_adapter_on_rank(model, second, "second"))})
+    report({"all fail": tried(lambda: load_peft_on_rank(broken, base))})
+    report({"one fails": tried(lambda: load_adapter_on_rank(model, second, "second" if rank == 2 else "third"))})
+    if rank == 1:
+        torch_npu.set_limit(1, torch_npu.stats()[1]["live"] + 20_000)
+    report({"one is full": tried(lambda: load_peft_on_rank(adapter, base))})
+    torch_npu.set_limit(1, None)
+    report({"after": tried(lambda: load_adapter_on_rank(model, second, "fourth"))})
+    report({"hub": tried(lambda: load_peft_on_rank("org/adapter", base_kwargs={"cache_dir": cache}))})
+    report({"alone": tried(lambda: load_peft_on_rank(adapter, base, ranks="self")) if rank == 0 else {}})
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "0"
+    own = os.environ["LOCAL_RANK"]
+    from safe_loading import _device_for_rank
+    seen = _device_for_rank._visible_devices
+    _device_for_rank._visible_devices = lambda: ("npu", 1)
+    report({"one device for all": tried(lambda: load_peft_on_rank(adapter, base))})
+    report({"shared by name": tried(lambda: load_peft_on_rank(adapter, base, device="npu:0"))})
+    _device_for_rank._visible_devices = seen
+    del os.environ["ASCEND_RT_VISIBLE_DEVICES"]
+    report({"two": tried(lambda: load_peft_on_rank(adapter, base, ranks=[0, 2])) if rank != 1 else {}})
+    report({"told differently": tried(lambda: load_peft_on_rank(second if rank == 1 else adapter, base))})
+
+    # as if each rank were a node of its own, with a copy of the adapter that differs on one of them
+    from safe_loading._ranks import exchange
+    exchange.host_identity = lambda: f"node-{rank}"
+    report({"copies differ": tried(lambda: load_peft_on_rank(other if rank == 1 else adapter, base))})
+    report({"copies equal": tried(lambda: load_peft_on_rank(adapter, base))})
+    report({"one late": tried(lambda: load_peft_on_rank(adapter, base, timeout=3)) if rank != 2 else {}})
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def found(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("ranks")
+    base = save_llama(root / "base")
+    adapter = save_adapter(root / "adapter", base)
+    second = save_adapter(root / "second", base, seed=3)
+    broken = faults.edited(adapter, root / "broken", tensors=faults.without("layers.1.self_attn.q_proj.lora_B"))
+    other = faults.edited(adapter, root / "other", tensors=faults.filled("layers.0.self_attn.q_proj.lora_B", 0.5))
+    named = faults.edited(adapter, root / "named", config=lambda c: c.update(base_model_name_or_path="org/base"))
+    arguments = [base, adapter, second, broken, root / "cache", other]
+    with serve({"org/base": base, "org/adapter": named}) as hub:
+        env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
+        facts = simulated.run_ranks(SCRIPT, ranks=RANKS, count=4, args=arguments, env=env, timeout=300)
+        first = [request for request in hub.requests if "org/" in request]
+        hub.requests.clear()
+        again = simulated.run_ranks(SCRIPT, ranks=RANKS, count=4, args=arguments, env=env, timeout=300)
+        cached = [request for request in hub.requests if "org/" in request]
+    shutil.rmtree(root / "cache")
+    return {"ranks": facts, "again": again, "first": first, "cached": cached}
+
+
+def each(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [facts[name] for facts in found["ranks"]]
+
+
+def test_each_rank_has_its_own_device_and_no_other(found: dict[str, Any]) -> None:
+    for rank, facts in enumerate(each(found, "load")):
+        assert facts["contexts"] == [rank]
+        assert facts["device"] == f"npu:{rank}"
+        assert facts["ranks"] == RANKS
+        assert facts["rng"]
+    assert len({facts["sum"] for facts in each(found, "load")}) == 1
+
+
+def test_a_later_adapter_stays_there(found: dict[str, Any]) -> None:
+    for rank, facts in enumerate(each(found, "second")):
+        assert facts["contexts"] in ([], [rank])
+        assert facts["parts"][0][3] == f"npu:{rank}"
+
+
+@pytest.mark.parametrize(
+    ("case", "failing", "kind", "words"),
+    [
+        ("one fails", 2, "AdapterExists", ["'second'"]),
+        ("one is full", 1, "OutOfMemoryError", ["npu:1"]),
+    ],
+)
+def test_if_one_rank_fails_all_raise_with_its_cause(
+    found: dict[str, Any], case: str, failing: int, kind: str, words: list[str]
+) -> None:
+    for rank, facts in enumerate(each(found, case)):
+        assert facts["error"] == (kind if rank == failing else "RankError"), facts
+        assert all(word in facts["text"] for word in words)
+        if rank != failing:
+            assert f"Rank {failing} " in facts["text"]
+            assert kind in facts["text"]
+
+
+def test_if_all_fail_each_has_the_cause(found: dict[str, Any]) -> None:
+    for facts in each(found, "all fail"):
+        assert facts["error"] in ("AdapterError", "RankError")
+        assert "layers.1.self_attn.q_proj" in facts["text"]
+
+
+def test_ranks_that_were_told_different_things_all_raise(found: dict[str, Any]) -> None:
+    for facts in each(found, "told differently"):
+        assert facts["error"] == "RanksDisagree"
+        assert "rank 1 asks for" in facts["text"]
+
+
+def test_after_a_failure_the_next_call_works(found: dict[str, Any]) -> None:
+    assert all(facts["parts"][0][0] == "fourth" for facts in each(found, "after"))
+
+
+def test_one_rank_asks_the_hub(found: dict[str, Any]) -> None:
+    for facts in each(found, "hub"):
+        assert [part[:3] for part in facts["parts"]] == [
+            ["base", "org/base", commit_of("org/base")],
+            ["default", "org/adapter", commit_of("org/adapter")],
+        ]
+    assert any("/resolve/" in request for request in found["first"])
+    assert len(found["cached"]) == 2, found["cached"]
+
+
+def test_some_ranks_or_one_can_load_without_the_others(found: dict[str, Any]) -> None:
+    assert each(found, "alone")[0]["ranks"] == 1
+    assert [(facts.get("rank"), facts.get("ranks")) for facts in each(found, "two")] == [(0, 2), (None, None), (1, 2)]
+
+
+def test_one_device_for_all_ranks_is_refused_unless_it_is_named(found: dict[str, Any]) -> None:
+    for facts in each(found, "one device for all"):
+        assert facts["error"] == "DeviceError"
+        assert "ranks [0, 1, 2] own npu:0" in facts["text"]
+    assert all(facts["contexts"] == [0] for facts in each(found, "shared by name"))
+
+
+def test_a_rank_that_does_not_come_is_named(found: dict[str, Any]) -> None:
+    for facts in each(found, "one late")[:2]:
+        assert facts["error"] == "RankTimeout"
+        assert "TimeoutError" in facts["bases"]
+        assert "2" in facts["text"]
+        assert "ranks=" in facts["text"]
+
+
+def test_nodes_with_different_copies_all_raise(found: dict[str, Any]) -> None:
+    for facts in each(found, "copies differ"):
+        assert facts["error"] == "RanksDisagree"
+        assert "SHA-256" in facts["text"]
+    assert all("error" not in facts for facts in each(found, "copies equal"))

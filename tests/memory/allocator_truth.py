@@ -1,0 +1,179 @@
+"""The truth for traces: what the CPU allocator really hands out while a step runs, to the byte.
+
+Two things are left out, which no device but the CPU takes. A number of Python becomes a tensor of the host, whatever
+the device. And three kernels of the CPU take scratch of their own, some KiB, and give it back before they end.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from safe_loading._memory.trace.records import StepTrace
+
+NUMBER = 8  # bytes of a number of Python
+KERNELS = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::mkldnn_convolution",
+    "aten::convolution_backward",
+)
+STATES = ("past_key_values", "cache_params", "state")
+
+
+@dataclass(frozen=True)
+class _Event:
+    """One allocation, or one free with a negative size; and when the operations around it end."""
+
+    time: int
+    size: int
+    address: int
+    operation: int = 0  # the outermost operation's end, 0 outside of any
+    kernel: int = 0  # the same of a kernel with scratch
+
+
+def peak_above_start(run: Callable[[], Any], log: list[int] | None = None) -> int:
+    """Return the most bytes that were alive on the CPU while `run` ran, above those at its beginning."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = run()
+    sizes = _without_scratch(_events(profiler))
+    del kept
+    if log is not None:
+        log.extend(sizes)
+    return max(itertools.accumulate(sizes), default=0)
+
+
+def held_after(run: Callable[[], Any]) -> int:
+    """Return the bytes on the CPU that what `run` returns holds, a graph of autograd above all."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = run()
+    held = sum(_without_scratch(_events(profiler)))
+    del kept
+    return held
+
+
+def _events(profiler: Any) -> list[_Event]:
+    found, stack = [], [(event, 0, 0) for event in profiler.profiler.kineto_results.experimental_event_tree()]
+    while stack:
+        event, operation, kernel = stack.pop()
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            fields = event.extra_fields
+            if fields.device.type == "cpu":
+                found.append(_Event(event.start_time_ns, fields.alloc_size, fields.ptr, operation, kernel))
+        if not operation and event.name.startswith("aten::"):
+            operation = event.end_time_ns
+        if not kernel and event.name in KERNELS:
+            kernel = event.end_time_ns
+        stack.extend((child, operation, kernel) for child in event.children)
+    return sorted(found, key=lambda event: event.time)
+
+
+def _without_scratch(events: list[_Event]) -> list[int]:
+    born: dict[int, int] = {}
+    out = set()
+    for at, event in enumerate(events):
+        if event.size > 0:
+            born[event.address] = at
+            if event.size <= NUMBER and not event.operation:
+                out.add(at)
+        elif event.address in born:
+            start = born.pop(event.address)
+            first = events[start]
+            number = first.size <= NUMBER and event.time < first.operation
+            if start in out or number or event.time < first.kernel:
+                out |= {start, at}
+    return [event.size for at, event in enumerate(events) if at not in out]
+
+
+def tokens(model: Any, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """What a tokenizer gives: token ids and a mask of ones."""
+    ids = torch.full((rows, columns), 5)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = ids.clone()
+    return batch
+
+
+def fed(model: Any, rows: int, columns: int, given: dict[str, Any] | None) -> dict[str, Any]:
+    """Fresh copies of what is given, or tokens, or images."""
+    takes = inspect.signature(model.forward).parameters
+    if given is not None:
+        return {name: tensor.clone() for name, tensor in given.items()}
+    if "input_ids" not in takes:
+        size = model.config.image_size
+        return {"pixel_values": torch.zeros(rows, model.config.num_channels, size, size)}
+    return {name: tensor for name, tensor in tokens(model, rows, columns).items() if name in takes}
+
+
+@torch.no_grad()
+def generation(model: Any, rows: int, columns: int, given: dict[str, Any] | None = None) -> dict[str, int]:
+    """Measure the prompt, and then the step of one token."""
+    model.eval()
+    takes = inspect.signature(model.forward).parameters
+    extra = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    extra |= {"use_cache": True} if hasattr(model.config.get_text_config(), "use_cache") else {}
+    kept: dict[str, Any] = {}
+    encoder_decoder = model.config.is_encoder_decoder
+    mask = torch.ones(rows, columns, dtype=torch.long)
+
+    def prompt() -> Any:
+        batch = fed(model, rows, columns, given)
+        if encoder_decoder:
+            batch["decoder_input_ids"] = torch.full((rows, 1), 5)
+        output = model(**batch, **extra)
+        kept.update({name: output[name] for name in (*STATES, "encoder_last_hidden_state") if name in output})
+        return kept
+
+    def token() -> Any:
+        if encoder_decoder:
+            batch: dict[str, Any] = {"attention_mask": mask, "decoder_input_ids": torch.full((rows, 1), 5)}
+            batch["encoder_outputs"] = (kept["encoder_last_hidden_state"],)
+        else:
+            batch = {"input_ids": torch.full((rows, 1), 5)}
+            batch |= {"attention_mask": torch.full((rows, columns + 1), 1)} if "attention_mask" in takes else {}
+        return model(**batch, **{name: kept[name] for name in STATES if name in kept}, **extra)
+
+    found = {"prefill": peak_above_start(prompt)}
+    return found | ({"decode": peak_above_start(token)} if set(kept) & set(STATES) else {})
+
+
+def training(
+    model: Any, rows: int, columns: int, given: dict[str, Any] | None = None, *, checkpointing: bool
+) -> dict[str, int]:
+    """Measure forward and backward, with the gradients that they leave."""
+    model.train()
+    if checkpointing:
+        # the states of the random generators lie on the host, whatever the device
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # transformers 5.17
+        getattr(model, f"{name}_checkpointing_enable")(**{f"{name}_checkpointing_kwargs": options})
+    extra = {"use_cache": False} if hasattr(model.config.get_text_config(), "use_cache") else {}
+    whole = type(model).__name__.endswith(("ForImageClassification", "ForSequenceClassification"))
+
+    def step() -> None:
+        batch = fed(model, rows, columns, given)
+        batch["labels"] = torch.full((rows,), 1) if whole else torch.full((rows, columns), 5)
+        loss = model(**batch, **extra).loss
+        del batch
+        loss.backward()
+
+    return {"train": peak_above_start(step)}
+
+
+def above_start(trace: StepTrace, *phases: str) -> int:
+    """The most bytes that were alive in some phases, above those at the beginning of the first."""
+    live = start = most = 0
+    begun = False
+    for index in trace.order:
+        block = trace.blocks[max(index, ~index)]
+        if index >= 0 and block.phase in phases and not begun:
+            begun, start = True, live
+        live += block.bytes if index >= 0 else -block.bytes
+        if index >= 0 and block.phase in phases:
+            most = max(most, live - start)
+    return most

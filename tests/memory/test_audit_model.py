@@ -1,0 +1,423 @@
+"""Each code of the audit: a model that has the fault, and the same model without it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from models import SIZES
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from safe_loading import ArgumentError, Workload, attach_head, audit_model
+from safe_loading.__main__ import main
+from safe_loading._memory.audit.device_checks import fsdp_units
+
+STEP = Workload.train(1, 8)
+
+
+def base(**changes: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).train()
+
+
+def adapted(model: Any = None, **changes: Any) -> Any:
+    config = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **changes}
+    return get_peft_model(model if model is not None else base(), LoraConfig(**config)).train()
+
+
+class Wrapper(nn.Module):
+    """User code around a model, as many write it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+def codes(model: Any, workload: Workload | None = None, **said: Any) -> dict[str, Any]:
+    return {f.code: f for f in audit_model(model, workload, forecast=False, **said).findings}
+
+
+def test_a_clean_model_has_nothing() -> None:
+    model = adapted()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    report = audit_model(model, STEP, optimizer=optimizer)
+    assert report.ok, str(report)
+    assert report.findings == ()
+    assert report.skipped == ()
+    assert {"wrapper", "step", "contexts"} <= set(report.checked)
+    assert report.forecast is not None
+    assert sum(report.dtypes.values()) == sum(p.nbytes for p in model.parameters())
+
+
+def test_full_training_and_inference_are_clean_too() -> None:
+    assert codes(base(), STEP) == {}
+    frozen = base().requires_grad_(False).eval()
+    assert audit_model(frozen).ok
+
+
+def test_a_wrapper_hides() -> None:
+    found = audit_model(Wrapper(adapted()), STEP, forecast=False).findings
+    said = " ".join(f.message for f in found if f.code == "SL101")
+    for site in ("gradient_checkpointing_enable", "peft_config", "config", "save_pretrained", "_no_split_modules"):
+        assert site in said
+    isinstance_lost = next(f for f in found if f.code == "SL102")
+    assert isinstance_lost.bytes == sum(p.nbytes for p in base().parameters()) + 3 * 2 * 4 * (64 + 32 + 16)
+    prefix = next(f for f in found if f.code == "SL106")
+    assert "'model.'" in prefix.message
+    assert any(f.code == "SL119" for f in found)
+
+
+def test_a_prefix_of_compiled_or_parallel_models() -> None:
+    compiled = torch.compile(adapted())
+    assert "SL106" in codes(compiled)
+    assert "SL106" not in codes(adapted())
+
+
+def unfrozen(model: Any) -> None:
+    model.requires_grad_(True)
+
+
+def one_loose(model: Any) -> None:
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+
+
+def frozen_adapter(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "layers.0" in name:
+            parameter.requires_grad_(False)
+
+
+def untied(model: Any) -> None:
+    llama = model.get_base_model()
+    llama.config.tie_word_embeddings = True
+
+
+def keeps_loss(model: Any) -> None:
+    model.last = [model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss]
+
+
+def in_float32(model: Any) -> None:
+    model.get_base_model().config.dtype = torch.bfloat16
+
+
+def says_quantised(model: Any) -> None:
+    model.get_base_model().config.quantization_config = BitsAndBytesConfig(load_in_4bit=True)
+
+
+def wrong_map(model: Any) -> None:
+    model.get_base_model().hf_device_map = {"": 0}
+
+
+def short_map(model: Any) -> None:
+    model.get_base_model().hf_device_map = {"model": "cpu"}
+
+
+def eval_mode(model: Any) -> None:
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    model.eval()
+
+
+@pytest.mark.parametrize(
+    ("code", "spoil", "alone"),
+    [
+        ("SL109", unfrozen, False),
+        ("SL103", one_loose, False),
+        ("SL104", one_loose, False),
+        ("SL105", frozen_adapter, True),
+        ("SL111", untied, True),
+        ("SL112", keeps_loss, True),
+        ("SL108", in_float32, True),
+        ("SL107", says_quantised, True),
+        ("SL110", wrong_map, True),
+        ("SL110", short_map, True),
+    ],
+)
+def test_a_fault_and_its_absence(code: str, spoil: Callable[[Any], None], alone: bool) -> None:
+    model = adapted()
+    assert code not in codes(model)
+    spoil(model)
+    found = codes(model)
+    assert code in found
+    if alone:
+        assert set(found) == {code}
+    assert found[code].bytes > 0
+    assert found[code].fix
+
+
+def test_a_head_that_stock_peft_left_out(tiny_llama: Path, tmp_path: Path) -> None:
+    def loaded(llama: Any) -> Any:
+        return PeftModel.from_pretrained(llama, str(tmp_path), is_trainable=True).train()
+
+    head = nn.Linear(32, 1)
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(tiny_llama), LoraConfig(target_modules=["q_proj"]))
+    attach_head(model, "value_head", head).save_pretrained(tmp_path)
+    silent = codes(loaded(LlamaForCausalLM.from_pretrained(tiny_llama)))
+    assert set(silent) - {"SL108"} == {"SL123"}  # and a base in float32, as it was saved
+    assert "value_head" in silent["SL123"].message
+    assert "attach_head" in silent["SL123"].fix
+    place = attach_head(LlamaForCausalLM.from_pretrained(tiny_llama), "value_head", head)
+    assert "SL123" not in codes(loaded(place))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_step_of_bitsandbytes_own_layers_is_looked_at(bits: int, tiny_llama: Path) -> None:
+    quantised = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    base: Any = LlamaForCausalLM.from_pretrained(
+        tiny_llama, quantization_config=quantised, device_map={"": "cpu"}, dtype=torch.bfloat16
+    )
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")).train()
+    report = audit_model(model, Workload.train(1, 128), forecast=False)
+    assert "step" in report.checked
+    assert not report.skipped
+
+
+def test_what_layers_in_8_bits_keep_under_checkpointing(tiny_llama: Path) -> None:
+    found = []
+    for reentrant in (False, True):
+        base: Any = LlamaForCausalLM.from_pretrained(
+            tiny_llama, quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map={"": "cpu"}
+        )
+        base = prepare_model_for_kbit_training(base, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model = adapted(base)
+        if not reentrant:
+            base.enable_input_require_grads()
+        found.append(codes(model, Workload.train(2, 64)))
+    # three layers: the inputs of attention, of its output layer, and the two of the MLP, in float32
+    assert found[0]["SL124"].bytes == 3 * 2 * 64 * (32 + 32 + 32 + 64) * 4
+    assert "SL124" not in found[1]
+    assert not [module for module in model.modules() if module._forward_pre_hooks]
+
+
+def test_sizes_are_bytes() -> None:
+    model = adapted()
+    in_float32(model)
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    assert codes(model)["SL108"].bytes == frozen // 2
+    model = adapted()
+    unfrozen(model)
+    assert codes(model)["SL109"].bytes == 3 * sum(p.nbytes for p in base().parameters())
+
+
+def test_a_base_of_16_bits_that_peft_prepared() -> None:
+    llama = base().to(torch.bfloat16)
+    llama.config.dtype = torch.bfloat16
+    size = sum(p.nbytes for p in llama.parameters())
+    assert "SL108" not in codes(adapted(copy.deepcopy(llama)))
+    prepared = prepare_model_for_kbit_training(llama, use_gradient_checkpointing=False)
+    found = codes(adapted(prepared))["SL108"]
+    assert (found.severity, found.bytes) == ("warning", size)
+
+
+def test_a_base_that_was_loaded_in_float32(tiny_llama: Path) -> None:
+    model = adapted(LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32))
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    report = audit_model(model)
+    assert [(f.code, f.severity, f.bytes) for f in report.findings] == [("SL108", "info", frozen // 2)]
+    assert report.ok
+    trainer = types.SimpleNamespace(model=model, args=types.SimpleNamespace(bf16=True))
+    assert codes(model, trainer=trainer)["SL108"].severity == "warning"
+    assert "SL108" not in codes(LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32))  # nothing is frozen
+
+
+def test_checkpointing_that_does_not_happen() -> None:
+    model = adapted()
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    workload = Workload.train(2, 64)
+    assert "SL120" not in codes(model, workload)
+    eval_mode(model)
+    found = codes(model, workload)["SL120"]
+    assert "0 of 3 layers" in found.message
+    assert "eval mode" in found.message
+    assert found.bytes > 0
+    assert not model.training
+    # asked for later, by a trainer that cannot reach it through the wrapper
+    asked = workload.replace(gradient_checkpointing=True)
+    assert "SL120" in codes(Wrapper(adapted()), asked)
+    assert "SL120" not in codes(adapted(), asked)
+
+
+def test_a_trainer_puts_the_layers_in_train_mode_itself() -> None:
+    # as from_pretrained and get_peft_model leave it: the PeftModel says that it trains, its layers do not
+    model = adapted()
+    model.gradient_checkpointing_enable()
+    model.get_base_model().eval()
+    workload = Workload.train(2, 64)
+    assert model.training
+    assert "eval mode" in codes(model, workload)["SL120"].message
+    trainer = types.SimpleNamespace(model=model, args=types.SimpleNamespace(gradient_checkpointing=True))
+    assert "SL120" not in codes(model, workload, trainer=trainer)
+    assert not model.get_base_model().training
+
+
+class Detached(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(input_ids, labels=labels, **kwargs)
+        out.loss = out.loss.detach().requires_grad_()
+        return out
+
+
+class Hoarder(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(input_ids, labels=labels, **kwargs)
+        KEPT.append(out.logits)
+        return out
+
+
+KEPT: list[Any] = []
+
+
+def test_what_one_step_shows() -> None:
+    model = base()
+    assert {"SL121", "SL122"}.isdisjoint(codes(model, STEP))
+    model.__class__ = Detached
+    assert codes(model, STEP)["SL121"].severity == "error"
+    model.__class__ = Hoarder
+    found = codes(model, STEP)["SL122"]
+    KEPT.clear()
+    assert found.bytes >= 8 * 101 * 4
+
+
+def test_the_head_with_an_adapter() -> None:
+    assert "SL115" not in codes(adapted(target_modules="all-linear"))
+    assert "SL115" in codes(adapted(target_modules=["q_proj", "lm_head"]))
+
+
+def test_parameters_of_a_wrapper_that_nothing_saves() -> None:
+    wrapped = Wrapper(adapted())
+    assert "SL104" not in codes(wrapped)
+    wrapped.head = nn.Linear(4, 1)
+    found = codes(wrapped)["SL104"]
+    assert "head.weight" in found.where
+    assert found.bytes == 5 * 4
+
+
+def test_an_optimizer_with_other_parameters() -> None:
+    model = adapted()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert "SL118" not in codes(model, optimizer=torch.optim.AdamW(trained))
+    stale = torch.optim.AdamW([nn.Parameter(torch.zeros(10)), *trained])
+    found = codes(model, optimizer=stale)["SL118"]
+    assert found.bytes == 40
+    assert "no longer" in found.message
+    assert "never change" in codes(model, optimizer=torch.optim.AdamW(trained[:2]))["SL118"].message
+
+
+def test_a_trainer_with_a_reference_and_a_teacher(tmp_path: Path) -> None:
+    model = adapted()
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    trainer = Trainer(model=model, args=arguments)
+    assert {"SL113", "SL114", "SL112"}.isdisjoint(codes(model, trainer=trainer))
+    trainer.ref_model = copy.deepcopy(model.get_base_model()).requires_grad_(False)
+    found = codes(model, trainer=trainer)
+    assert found["SL113"].where == "trainer.ref_model"
+    assert found["SL113"].bytes > 0
+    assert "SL114" not in found
+    trainer.ref_model = None
+    trainer.teacher = base()
+    found = codes(model, trainer=trainer)["SL114"]
+    assert "no_grad" in found.fix
+    assert found.bytes == sum(p.nbytes for p in trainer.teacher.parameters())
+    trainer.teacher.requires_grad_(False)
+    assert "SL114" not in codes(model, trainer=trainer)
+
+
+def test_a_context_elsewhere() -> None:
+    model = adapted()
+    with mock.patch("safe_loading._memory.audit.device_checks.contexts", return_value=frozenset({1})):
+        assert codes(model)["SL116"].where == "cuda:1"
+    assert "SL116" not in codes(model)
+
+
+def test_one_unit_of_fsdp(one_rank: None) -> None:
+    whole, layered = adapted(), adapted()
+    size = sum(p.nbytes for p in whole.parameters())
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(whole, mesh=mesh)
+    assert codes(whole)["SL117"].bytes == size
+    for layer in layered.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(layered, mesh=mesh)
+    assert "SL117" not in codes(layered)
+    units = fsdp_units(layered)
+    assert len(units) == 4
+    assert sum(units.values()) == size
+
+
+def test_the_model_is_not_changed() -> None:
+    model = adapted()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    audit_model(model, STEP)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+
+
+def test_what_cannot_be_traced_is_said() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2))
+
+        def forward(self, x: Any) -> Any:
+            raise ValueError("no data")
+
+    report = audit_model(Odd(), STEP)
+    assert report.skipped
+    assert "step" not in report.checked
+    assert report.forecast is None
+
+
+def test_a_folder_and_an_adapter(tiny_llama: Path, tiny_adapter: Path) -> None:
+    assert audit_model(tiny_llama).ok
+    report = audit_model(tiny_adapter, Workload.train(1, 16))
+    assert report.ok, str(report)
+    assert report.forecast is not None
+    assert report.forecast.components["adapters"] > 0
+
+
+def test_the_formats() -> None:
+    report = audit_model(Wrapper(adapted()), STEP, forecast=False)
+    assert "SL102 error" in str(report)
+    assert "<table>" in report._repr_html_()
+    assert json.loads(report.to_json())["ok"] is False
+    lines = report.to_github().splitlines()
+    assert len(lines) == len(report.findings)
+    assert all(line.startswith(("::error title=SL", "::warning title=SL")) for line in lines)
+    sarif = json.loads(report.to_sarif())
+    assert sarif["version"] == "2.1.0"
+    assert [r["ruleId"] for r in sarif["runs"][0]["results"]] == [f.code for f in report.findings]
+    severities = [f.severity for f in report.findings]
+    assert severities == sorted(severities, key=["error", "warning", "info"].index)
+
+
+def test_the_command(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(tiny_llama), "--train", "1x16"]) == 0
+    assert "nothing found" in capsys.readouterr().out
+    assert main(["audit", str(tiny_llama), "--train", "1x16", "--format", "sarif"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"]
+    assert main(["audit", str(tmp_path / "absent")]) == 2
+    assert main(["audit", str(tiny_llama), "--train", "many"]) == 2
+    assert main(["audit", str(tiny_llama), "--gradient-checkpointing", "--adapter", "a"]) == 2
+    report = types.SimpleNamespace(ok=False)
+    with mock.patch("safe_loading._memory.audit_model.audit_model", return_value=report):
+        assert main(["audit", str(tiny_llama)]) == 1
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(ArgumentError):
+        audit_model(LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4}))

@@ -1,0 +1,137 @@
+"""Maps of random models, over devices with gaps in their numbers, against every other map there is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+from test_plan_search import apart, best_of_all
+
+from safe_loading import DeviceMapInfeasible, plan_device_map
+from safe_loading._memory.plan.layer_groups import Block
+
+
+class Part(torch.nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(size, dtype=torch.uint8, device="meta"), requires_grad=False)
+
+
+class Parts(torch.nn.Module):
+    """Blocks of so many bytes; those of a group share one byte."""
+
+    def __init__(self, sizes: list[int], together: list[list[int]]) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList([Part(size) for size in sizes])
+        for number, group in enumerate(together):
+            shared = torch.nn.Parameter(torch.empty(1, dtype=torch.uint8, device="meta"), requires_grad=False)
+            for member in group:
+                self.parts[member].register_parameter(f"shared_{number}", shared)
+
+
+def instance(seed: int) -> tuple[Parts, list[Block], list[list[int]], dict[int, int]]:
+    draw = random.Random(f"maps {seed}")
+    count = draw.randint(2, 7)
+    sizes = [draw.randint(1, 12) for _ in range(count)]
+    together = [draw.sample(range(count), draw.randint(2, min(3, count))) for _ in range(draw.choice([0, 1, 1, 2]))]
+    kept = list(sizes)
+    for group in together:
+        kept[min(group)] += 1
+    kinds = [draw.randint(sum(kept) // 4, sum(kept)) for _ in range(3)]
+    limits = {number: draw.choice(kinds) for number in draw.sample(range(9), draw.randint(1, 4))}
+    return Parts(sizes, together), [Block(size) for size in kept], together, limits
+
+
+def loads(model: Parts, device_map: dict[str, int | str]) -> tuple[dict[int | str, int], list[int | str]]:
+    """Return the bytes of each device and the device of each block, by the tensors that a loader would place."""
+    devices: list[int | str] = []
+    found: dict[int | str, int] = {}
+    seen: set[int] = set()
+    for number, part in enumerate(model.parts):
+        own = {name for name in device_map if f"parts.{number}.".startswith(f"{name}." if name else "")}
+        assert len(own) == 1
+        devices.append(device_map[own.pop()])
+        for tensor in part.parameters():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[devices[-1]] = found.get(devices[-1], 0) + tensor.nbytes
+    return found, devices
+
+
+@pytest.mark.parametrize("fifty", range(4))
+def test_the_map_is_the_best_of_all_or_says_what_is_missing(fifty: int) -> None:
+    refused = 0
+    for seed in range(50 * fifty, 50 * fifty + 50):
+        model, blocks, together, limits = instance(seed)
+        expected = best_of_all(blocks, together, list(limits.values()))
+        try:
+            plan = plan_device_map(model, limits, verify=False)
+        except DeviceMapInfeasible as caught:
+            error, plan = caught, None
+        if plan is None:
+            refused += 1
+            assert expected is None, seed
+            for device, missing in error.shortages.items():
+                raised = {**limits, device: limits[device] + missing}
+                assert plan_device_map(model, raised, verify=False), seed
+                with pytest.raises(DeviceMapInfeasible):
+                    plan_device_map(model, {**raised, device: raised[device] - 1}, verify=False)
+            assert error.missing_bytes == min(error.shortages.values()) == error.shortages[error.device]
+            continue
+        assert expected is not None, seed
+        found, devices = loads(model, dict(plan))
+        fraction = max(Fraction(load, limits[device]) for device, load in found.items())
+        crossings = sum(one != other for one, other in itertools.pairwise(devices))
+        assert (fraction, crossings) == expected[0], seed
+        assert plan.crossings == crossings, seed
+        first, _ = apart(together)
+        assert all(devices[block] == devices[root] for block, root in first.items()), seed
+    assert 5 < refused < 40
+
+
+def test_nothing_is_offloaded_without_need_and_no_limit_is_exceeded() -> None:
+    offloaded = 0
+    for seed in range(120):
+        model, blocks, together, limits = instance(seed)
+        draw = random.Random(seed)
+        hosts = {"cpu": draw.randint(0, 30), "disk": 10**6} if draw.random() < 0.5 else {"cpu": 10**6}
+        where = "disk" if "disk" in hosts else "cpu"
+        try:
+            plan = plan_device_map(model, {**limits, **hosts}, offload=where, verify=False)
+        except DeviceMapInfeasible:
+            assert best_of_all(blocks, together, list(limits.values())) is None, seed
+            continue
+        found, devices = loads(model, dict(plan))
+        away = [device for device in devices if device in hosts]
+        fits = best_of_all(blocks, together, list(limits.values())) is not None
+        assert fits == (not away), seed
+        for device, load in found.items():
+            assert load <= {**limits, **hosts}[device], (seed, device)
+        if away:
+            offloaded += 1
+            main = next(iter(set(plan.values()) - {"cpu", "disk"}))  # as accelerate.dispatch_model chooses
+            gone = [part for part, device in zip(model.parts, devices, strict=True) if device in hosts]
+            largest = max(part.weight.nbytes for part in gone)
+            assert found[main] + largest <= limits[main], seed
+            assert plan.offloaded_bytes == sum(found.get(host, 0) for host in hosts), seed
+    assert offloaded > 20
+
+
+@pytest.mark.parametrize("overhead", [0, 3, 40])
+def test_what_is_missing_counts_what_is_kept_free(overhead: int) -> None:
+    # 40 bytes kept free are more than the whole limit
+    model = Parts([10, 10], [])
+    with pytest.raises(DeviceMapInfeasible) as caught:
+        plan_device_map(model, {0: 5, 3: 15}, overhead={3: overhead}, verify=False)
+    error = caught.value
+    assert error.shortages[3] == (20 + overhead) - 15
+    for less in (0, 1):
+        limits = {0: 5, 3: 15 + error.shortages[3] - less}
+        if less:
+            with pytest.raises(DeviceMapInfeasible):
+                plan_device_map(model, limits, overhead={3: overhead}, verify=False)
+        else:
+            assert plan_device_map(model, limits, overhead={3: overhead}, verify=False) == {"": 3}

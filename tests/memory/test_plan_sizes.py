@@ -1,0 +1,137 @@
+"""What a plan counts is what a loaded model holds, to the byte: quantised, cast, tied, or owned by a split module."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import causal_lm_classes, tiny_config
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from transformers.integrations.accelerate import expand_device_map
+
+from safe_loading import DeviceMapPlan, plan_device_map
+from safe_loading._memory.plan.map_keys import collapse, device_of
+
+EVERY = causal_lm_classes()
+# buffers beside the layers, tensors that a split module holds itself, tables that no checkpoint has
+KNOWN = ["Gemma4ForCausalLM", "OpenAIGPTLMHeadModel", "GPTJForCausalLM", "GPT2LMHeadModel", "CamembertForCausalLM"]
+SAMPLE = sorted({*KNOWN, *random.Random(7).sample(EVERY, 3)})
+REST = [pytest.param(name, marks=pytest.mark.slow) for name in EVERY if name not in SAMPLE]
+
+
+def stored(model: torch.nn.Module) -> dict[str, int]:
+    """The bytes of every storage that parameters and buffers hold, and the statistics that hang on them."""
+    found: dict[int, tuple[str, int]] = {}
+
+    def visit(value: Any, name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            if storage.nbytes():
+                found.setdefault(storage.data_ptr(), (name, storage.nbytes()))
+        if isinstance(value, torch.Tensor) or type(value).__name__ in ("QuantState", "MatmulLtState"):
+            for key, inner in vars(value).items():
+                if key not in ("module", "_grad"):
+                    visit(inner, f"{name}.{key}")
+
+    for path, module in model.named_modules():
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            visit(tensor, f"{path}.{leaf}")
+        visit(vars(module).get("state"), f"{path}.state")
+    return dict(found.values())
+
+
+def counted(plan: DeviceMapPlan) -> int:
+    return sum(use.weights + use.buffers for use in plan.devices)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose matrices fill no whole number of blocks, with biases and more than 256 blocks in one matrix."""
+    config = LlamaConfig(
+        hidden_size=72,
+        intermediate_size=264,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=18,
+        vocab_size=101,
+        attention_bias=True,
+        architectures=["LlamaForCausalLM"],
+    )
+    folder = tmp_path_factory.mktemp("sizes") / "plain"
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+QUANTISED: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4, double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4 in bfloat16": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
+    "8 bit": {"load_in_8bit": True},
+    "8 bit, one in bfloat16": {"load_in_8bit": True, "llm_int8_skip_modules": ["lm_head", "down_proj"]},
+}
+
+
+@pytest.mark.parametrize("options", QUANTISED.values(), ids=QUANTISED.keys())
+def test_a_quantised_model_takes_what_bitsandbytes_stores(plain: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is an extra")
+    config = BitsAndBytesConfig(**options)
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, device_map={"": "cpu"})
+    real = stored(model)
+    assert counted(plan_device_map(plain, {0: "1GB"}, quantization_config=config)) == sum(real.values()), real
+    assert counted(plan_device_map(model, {0: "1GB"})) == sum(real.values()), real
+    model.save_pretrained(tmp_path)
+    assert counted(plan_device_map(tmp_path, {0: "1GB"})) == sum(real.values()), real
+
+
+def test_what_a_class_keeps_in_float32_is_counted_so(tmp_path: Path) -> None:
+    kind: Any = transformers.T5ForConditionalGeneration
+    config = transformers.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=101)
+    kind(config).save_pretrained(tmp_path)
+    model = kind.from_pretrained(tmp_path, dtype=torch.float16)
+    assert model.decoder.block[0].layer[2].DenseReluDense.wo.weight.dtype == torch.float32
+    plan = plan_device_map(tmp_path, {0: "1GB"}, dtype=torch.float16)
+    assert counted(plan) == sum(stored(model).values())
+
+
+@pytest.mark.parametrize(
+    "name", [*SAMPLE, *(pytest.param(n, marks=pytest.mark.slow) for n in EVERY if n not in SAMPLE)]
+)
+def test_sizes_and_maps_are_those_of_the_loaded_model(name: str, tmp_path: Path) -> None:
+    kind: Any = getattr(transformers, name)
+    kind._from_config(tiny_config(name), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model = kind.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    real = stored(model)
+    whole = plan_device_map(tmp_path, {0: "1GB"}, dtype=torch.bfloat16, auto_class=kind, verify=False)
+    assert counted(whole) == sum(real.values()), real
+    limit = sum(real.values()) * 9 // 10
+    plan = plan_device_map(tmp_path, {0: limit, 7: limit}, dtype=torch.bfloat16, auto_class=kind, verify=False)
+    assert set(plan.values()) == {0, 7}
+    named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    read = expand_device_map(dict(plan), list(named))
+    assert read == {key: device_of(key, plan) for key in named}
+    held: dict[int, set[int]] = {0: set(), 7: set()}
+    for key, tensor in named.items():
+        held[read[key]].add(tensor.untyped_storage().data_ptr())
+    assert not held[0] & held[7], "a tied weight is on two devices"
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in named.values()}
+    for use in plan.devices:
+        assert use.weights + use.buffers == sum(sizes[address] for address in held[int(use.device)])
+        assert use.used <= use.limit
+
+
+@pytest.mark.parametrize("cut", [1, 2, 9, 10, 11, 100])
+def test_layer_1_does_not_catch_10_and_11(cut: int) -> None:
+    names = [f"model.layers.{n}.{part}" for n in range(112) for part in ("a.weight", "b.bias")]
+    units = {"model.embed": 5, **{f"model.layers.{n}": (5 if n < cut else 8) for n in range(112)}, "model.norm": 8}
+    units["model.layers.111.a"], units["model.layers.111.b"] = 8, 12
+    del units["model.layers.111"]
+    plan = collapse(units)
+    read = expand_device_map(dict(plan), names)
+    assert read == {name: device_of(name, units) for name in names}
+    assert set(read.values()) == {5, 8, 12}
+    assert len(collapse(dict.fromkeys(units, 3))) == 1

@@ -1,0 +1,99 @@
+"""What a traced model is fed with, and how it is asked for what nobody can make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import tiny_config
+from torch import nn
+from transformers import BartConfig, BertConfig, NllbMoeConfig
+
+from safe_loading import TraceError, Workload
+from safe_loading._memory.trace.trace_step import trace_step
+
+PROMPT, TRAIN = Workload.generate(2, 16), Workload.train(2, 16, optimizer="none")
+SMALL = dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 64) | {"vocab_size": 101, "num_labels": 3}
+SMALL |= dict.fromkeys(("encoder_layers", "decoder_layers"), 2)
+SMALL |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+
+
+def made(name: str, config: Any = None) -> Any:
+    with torch.device("meta"):
+        return getattr(transformers, name)(tiny_config(name) if config is None else config)
+
+
+class Pictures(nn.Module):
+    """Takes what no workload describes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, pixels: torch.Tensor, *, sizes: torch.Tensor, more: int = 0) -> torch.Tensor:
+        out: torch.Tensor = self.out(pixels) * sizes.sum() + more
+        return out
+
+
+def test_arguments_that_nobody_makes_are_asked_for() -> None:
+    with pytest.raises(TraceError, match=r"Pictures.*inputs=\{'pixels': "):
+        trace_step(Pictures(), PROMPT)
+    given = {"pixels": torch.empty(2, 4, device="meta"), "sizes": torch.ones(2)}
+    assert trace_step(Pictures(), PROMPT, inputs=given).ok
+
+
+def test_a_main_input_that_is_not_of_tokens_is_asked_for() -> None:
+    with pytest.raises(TraceError, match=r"model\.encoder .*NoneType.*inputs=\{'input_values': "):
+        trace_step(made("MoonshineForConditionalGeneration"), PROMPT)
+
+
+@pytest.mark.parametrize("name", ["Blip2ForConditionalGeneration", "VisionEncoderDecoderModel"])
+@pytest.mark.parametrize("workload", [PROMPT, TRAIN])
+def test_images_that_a_model_cannot_be_without_are_made(name: str, workload: Workload) -> None:
+    trace = trace_step(made(name), workload)
+    images = [block for block in trace.blocks if block.component == "inputs" and block.bytes == 2 * 3 * 32 * 32 * 4]
+    assert len(images) == 1
+
+
+def test_the_size_of_images_is_asked_for_where_the_config_does_not_say_it() -> None:
+    with pytest.raises(TraceError, match=r"Siglip2ForImageClassification does not say how large.*'pixel_values'"):
+        trace_step(made("Siglip2ForImageClassification"), TRAIN)
+
+
+def test_a_decoder_is_given_the_output_of_its_own_encoder() -> None:
+    model = made("NllbMoeForConditionalGeneration", NllbMoeConfig(**SMALL, num_experts=4, expert_capacity=8))
+    trace = trace_step(model, PROMPT)
+    assert {"prefill", "decode"} < set(trace.phases)
+    assert trace.modules["model.encoder"].calls == 1
+
+
+def test_choices_are_asked_for_and_their_mask_and_labels_follow() -> None:
+    config = BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=101)
+    with pytest.raises(TraceError, match=r"BertForMultipleChoice.*choices.*inputs=\{'input_ids': "):
+        trace_step(made("BertForMultipleChoice", config), TRAIN)
+    trace = trace_step(made("BertForMultipleChoice", config), TRAIN, inputs={"input_ids": torch.ones(2, 4, 16).long()})
+    sizes = [block.bytes for block in trace.blocks if block.component == "inputs"]
+    assert sizes == [2 * 4 * 16 * 8, 2 * 4 * 16 * 8, 2 * 8]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_is_made_has_the_shape_of_what_is_given(rows: int) -> None:
+    model = made("LlamaForCausalLM")
+    trace = trace_step(model, TRAIN, inputs={"input_ids": torch.ones(rows, 24).long()})
+    assert [block.bytes for block in trace.blocks if block.component == "inputs"] == [rows * 24 * 8] * 3
+    given = {"inputs_embeds": torch.empty(rows, 24, model.config.hidden_size, device="meta")}
+    trace = trace_step(model, TRAIN, inputs=given)
+    assert [block.bytes for block in trace.blocks if block.component == "inputs"] == [
+        rows * 24 * model.config.hidden_size * 4,
+        rows * 24 * 8,
+        rows * 24 * 8,
+    ]
+
+
+@pytest.mark.parametrize("name", ["BartForSequenceClassification", "BigBirdPegasusForSequenceClassification"])
+def test_classifiers_that_look_for_the_end_of_a_text_find_one(name: str) -> None:
+    config = BartConfig(**SMALL) if name.startswith("Bart") else None
+    trace = trace_step(made(name, config), TRAIN)
+    assert trace.assumptions == ()

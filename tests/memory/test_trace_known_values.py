@@ -1,0 +1,230 @@
+"""trace_step with forwards that look at values: copies to the host, lists, arrays, texts, routers written by hand."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from allocator_truth import above_start, training
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.utils import ModelOutput
+
+from safe_loading import TraceError, Workload
+from safe_loading._memory.trace.trace_step import trace_step
+
+PROMPT, TRAIN = Workload.generate(2, 6), Workload.train(2, 6, optimizer="none")
+ROWS, COLUMNS, WIDTH, EXPERTS = 2, 6, 4, 8
+
+
+class Router(nn.Module):
+    """Gives the scores of experts to a function, and what that gives to the loss."""
+
+    def __init__(self, look: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, WIDTH)
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.look = look
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        scores = self.gate(self.embed(input_ids))
+        self.look(self, input_ids, scores)
+        return scores
+
+
+class Outer(nn.Module):
+    """The same, deeper."""
+
+    def __init__(self, look: Any) -> None:
+        super().__init__()
+        self.router = Router(look)
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return self.router(input_ids)
+
+
+def seen(look: Any, workload: Workload = PROMPT) -> tuple[Any, Any]:
+    """What `look` gives in a trace, and the trace."""
+    heard: list[Any] = []
+    trace = trace_step(Outer(lambda *given: heard.append(look(*given))), workload)
+    return heard[0], trace
+
+
+@pytest.mark.parametrize("workload", [PROMPT, TRAIN])
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda x: x.cpu(),
+        lambda x: x.to("cpu"),
+        lambda x: x.to(torch.device("cpu"), non_blocking=True),
+        lambda x: torch.empty_like(x, device="cpu").copy_(x),
+    ],
+)
+def test_a_copy_to_the_host_counts_there(copy: Any, workload: Workload) -> None:
+    kept: list[Any] = []
+    model = Outer(lambda _, __, scores: kept.append(copy(scores.detach())))
+    plain = trace_step(Outer(lambda *_: None), workload)
+    trace = trace_step(model, workload)
+    assert kept[0].device == torch.device("cpu")
+    assert trace.devices["cpu"].peak_bytes == ROWS * COLUMNS * EXPERTS * 4
+    assert trace.devices[0] == plain.devices[0]
+
+
+def test_what_is_known_is_known_in_lists_parts_and_arrays() -> None:
+    def look(_: Any, ids: torch.Tensor, __: Any) -> Any:
+        steps = torch.arange(6, device=ids.device)
+        first, second = steps.split(3)
+        return ids.tolist(), second.tolist(), first.unbind()[2].item(), steps.cpu().numpy(), np.asarray(steps.cpu())
+
+    found, trace = seen(look)
+    assert found[:3] == ([[1] * COLUMNS] * ROWS, [3, 4, 5], 2)
+    assert [array.tolist() for array in found[3:]] == [[0, 1, 2, 3, 4, 5]] * 2
+    assert trace.assumptions == ()
+
+
+def test_choices_among_known_numbers_are_not_guessed() -> None:
+    def look(_: Any, ids: torch.Tensor, __: Any) -> Any:
+        numbers = torch.tensor([[3, 9, 4], [8, 2, 1]], device=ids.device)
+        return numbers.argmax(-1).tolist(), numbers.sort().indices.tolist(), numbers.topk(2).values.tolist()
+
+    found, trace = seen(look)
+    assert found == ([1, 0], [[0, 2, 1], [2, 1, 0]], [[9, 4], [8, 2]])
+    assert trace.assumptions == ()
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        lambda scores: scores.argmax(-1).flatten(),
+        lambda scores: scores.max(-1).indices.flatten(),
+        lambda scores: scores.topk(2).indices.flatten(),
+        lambda scores: scores.flatten(0, 1).T.argsort(dim=0, stable=True)[0],
+    ],
+)
+def test_a_router_written_by_hand_spreads_the_tokens_evenly(route: Any) -> None:
+    def look(_: Any, __: Any, scores: torch.Tensor) -> Any:
+        chosen = route(scores)
+        counts = chosen.new_zeros((len(chosen), EXPERTS)).scatter_(1, chosen[:, None], 1).sum(0).cpu().numpy()
+        parts = chosen[chosen.argsort()].split(chosen.bincount(minlength=EXPERTS).cpu().tolist())
+        return len(chosen), counts.tolist(), [len(part) for part in parts]
+
+    (count, *found), trace = seen(look)
+    assert found[0] == found[1]
+    assert sum(found[0]) == count
+    assert trace.assumptions == ("indices chosen by unknown scores (experts, say) are spread evenly",)
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (lambda x: f"{x.mean():.2f}", "1.00"),
+        (lambda x: x.mean(-1).tolist(), [[1.0] * COLUMNS] * ROWS),
+        (lambda x: x.detach().cpu().numpy().tolist(), [[[1.0] * EXPERTS] * COLUMNS] * ROWS),
+        (lambda x: np.mean(np.asarray(x.detach().cpu())), 1.0),
+        (lambda x: torch.equal(x, x), True),
+        (lambda x: torch.allclose(x, x + 1), True),
+        (lambda x: bool((x > 3).any()), True),
+    ],
+)
+def test_numbers_that_nobody_knows_are_ones_and_that_is_said(ask: Any, answer: Any) -> None:
+    found, trace = seen(lambda _, __, scores: ask(scores))
+    assert found == answer
+    assert [said.split(" asks")[0] for said in trace.assumptions] == ["router"]
+
+
+def test_the_outermost_module_has_a_name_in_what_is_said() -> None:
+    trace = trace_step(Router(lambda _, __, scores: scores.sum().item()), PROMPT)
+    assert trace.assumptions == ("the model asks for a number that nobody knows; 1.0 was answered",)
+
+
+def shape_from_values(scores: torch.Tensor) -> Any:
+    return scores[scores > 0]  # the line
+
+
+def array_of_the_device(scores: torch.Tensor) -> Any:
+    return scores.detach().numpy()  # the line
+
+
+def host_and_device(scores: torch.Tensor) -> Any:
+    return scores + scores.cpu()  # the line
+
+
+def plain_fault(scores: torch.Tensor) -> Any:
+    return scores.no_such_thing  # the line
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (shape_from_values, "depends on values.*inputs=.*FakeTensor"),
+        (array_of_the_device, r"numpy\(\) of a tensor on device 0.*\.cpu\(\)"),
+        (host_and_device, r"device 0 and the host"),
+        (plain_fault, "AttributeError.*no_such_thing"),
+    ],
+)
+@pytest.mark.parametrize("workload", [PROMPT, TRAIN])
+def test_a_refusal_names_the_module_the_line_and_the_way_out(fault: Any, words: str, workload: Workload) -> None:
+    line = inspect.getsourcelines(fault)[1] + 1
+    with pytest.raises(TraceError, match=words) as caught:
+        trace_step(Outer(lambda _, __, scores: fault(scores)), workload)
+    assert " in router " in str(caught.value)
+    assert f"test_tracing_values.py:{line}" in str(caught.value)
+
+
+class Chosen(nn.Module):
+    """Takes what known masks let through, as losses over some tokens do."""
+
+    def __init__(self, choose: Any) -> None:
+        super().__init__()
+        self.config = PreTrainedConfig()
+        self.embed = nn.Embedding(8, 64)
+        self.out = nn.Linear(64, 64)
+        self.choose = choose
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: Any = None) -> ModelOutput:
+        mask = attention_mask.bool() & (torch.arange(input_ids.shape[1], device=input_ids.device) % 2 == 0)
+        out = self.choose(self.out(self.embed(input_ids)), mask)
+        return ModelOutput(loss=out.square().mean(), logits=out)
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda x, mask: x[mask],
+        lambda x, mask: x[mask, :5] * x[mask][:, :5],
+        lambda x, mask: x[:, mask[0]],
+        lambda x, mask: x[mask[0].nonzero().squeeze(-1) % 2].flatten(),
+    ],
+)
+def test_what_a_known_mask_lets_through_is_counted_as_the_allocator_counts_it(choose: Any) -> None:
+    model = Chosen(choose)
+    trace = trace_step(model, Workload.train(2, 128, optimizer="none"))
+    assert trace.assumptions == ()
+    mine, real = above_start(trace, "forward", "backward"), training(model, 2, 128, checkpointing=False)["train"]
+    assert abs(mine - real) <= 0.01 * real, (mine, real)
+
+
+def test_masked_select_takes_the_indices_that_cuda_takes() -> None:
+    found, trace = seen(lambda _, ids, scores: scores.masked_select((torch.arange(EXPERTS) < 3).to(ids.device)).numel())
+    assert found == ROWS * COLUMNS * 3
+    assert [block.bytes for block in trace.blocks if block.op == "aten.nonzero.default"] == [found * 3 * 8]
+
+
+def test_a_mask_of_unknown_numbers_is_refused() -> None:
+    for choose in (lambda x: x[x > 0], lambda x: x.masked_select(x > 0), lambda x: (x > 0).nonzero()):
+        with pytest.raises(TraceError, match=r"router .*aten\.nonzero.* depends on values"):
+            seen(lambda _, __, scores, choose=choose: choose(scores))
+
+
+def test_numbers_are_taken_to_be_finite() -> None:
+    def look(_: Any, __: Any, scores: torch.Tensor) -> Any:
+        large = scores.new_empty(2048, 1025)  # more than is computed
+        found = scores.isfinite().all(), (scores == scores).all(), *(x.isnan().any() for x in (scores, large))
+        return [bool(answer) for answer in (*found, scores.isinf().any(), large.isinf().any())]
+
+    found, trace = seen(look)
+    assert found == [True, True, False, False, False, False]
+    assert trace.assumptions == ("numbers that nobody knows are finite",)

@@ -1,0 +1,332 @@
+"""trace_step: what it counts, on which device, and that the model is afterwards what it was."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaModel,
+    MixtralConfig,
+    PreTrainedModel,
+    T5Config,
+)
+from transformers.utils import import_utils
+
+from safe_loading import TraceError, Workload
+from safe_loading._memory.trace.memo import Memo
+from safe_loading._memory.trace.trace_step import trace_step
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 128,
+}
+SPLIT: dict[str, int | str] = {
+    "model.embed_tokens": 0,
+    "model.layers.0": 0,
+    "model.layers.1": 1,
+    "model.layers.2": 1,
+    "model.norm": 1,
+    "model.rotary_emb": 1,
+    "lm_head": 1,
+}
+
+
+def llama(device: str = "meta", **changes: Any) -> Any:
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, **changes}), dtype=torch.bfloat16)
+
+
+def weights(model: torch.nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+
+
+def test_weights_only_are_the_weights_and_ties_count_once() -> None:
+    model = llama()
+    assert trace_step(model, Workload.weights_only()).peak_bytes == weights(model)
+    tied = llama(tie_word_embeddings=True)
+    tied.tie_weights()
+    assert trace_step(tied, Workload.weights_only()).peak_bytes == weights(tied) < weights(model)
+
+
+def test_the_cache_is_the_model_s_own() -> None:
+    trace = trace_step(llama(), Workload.generate(2, 16))
+    cache = sum(m.kv_cache_bytes for name, m in trace.modules.items() if name.endswith("self_attn"))
+    one = 2 * 2 * 2 * 16 * 2  # keys and values, rows, heads, width, bytes
+    assert cache == 3 * one * (16 + 17)  # after the prompt, and after the token
+    assert trace.devices[0].at_peak["kv_cache"] == 3 * one * 16
+
+
+def test_checkpointing_leaves_the_inputs_of_layers() -> None:
+    plain, checkpointed = (trace_step(llama(), Workload.train(2, 16, on)) for on in (False, True))
+    layer = "model.layers.1"
+    assert checkpointed.modules[layer].activation_bytes == 2 * 16 * 64 * 2
+    assert plain.modules[layer].activation_bytes > 8 * checkpointed.modules[layer].activation_bytes
+    assert checkpointed.modules[f"{layer}.mlp"].calls == 2  # the layer itself is entered once, its parts again
+    assert checkpointed.phases["forward"][0] < plain.phases["forward"][0]
+
+
+def test_only_the_adapter_has_gradients_and_state() -> None:
+    trace = trace_step(llama(), Workload.train(2, 16, adapter=LoraConfig(r=4, target_modules=["q_proj"])))
+    elements = 3 * 2 * 4 * 64
+    sizes = {c: sum(b.bytes for b in trace.blocks if b.component == c) for c in ("adapters", "gradients", "optimizer")}
+    itemsize = 4  # peft keeps what it trains in float32
+    assert sizes["adapters"] == elements * itemsize
+    assert sizes["gradients"] == elements * itemsize
+    assert sizes["optimizer"] == 2 * elements * itemsize + 6 * 4  # and a counter for each tensor
+
+
+def test_several_devices_hold_their_own_and_exchange_the_hidden_states() -> None:
+    trace = trace_step(llama(), Workload.generate(2, 16), placement=SPLIT)
+    assert trace.ok
+    assert sum(use.resident_bytes for use in trace.devices.values()) == weights(llama())
+    hidden = [c for c in trace.crossings if c.module == "model.layers.1" and c.phase == "prefill"]
+    assert [(c.source, c.target) for c in hidden] == [(0, 1)]
+    assert hidden[0].bytes >= 2 * 16 * 64 * 2
+    caches = {d: u.at_peak["kv_cache"] for d, u in trace.devices.items()}
+    assert caches[1] == 2 * caches[0]
+
+
+def test_a_layer_split_over_two_devices_is_a_problem_at_the_residual_add() -> None:
+    trace = trace_step(llama(), Workload.generate(2, 16), placement={**SPLIT, "model.layers.1.self_attn": 0})
+    assert not trace.ok
+    first = trace.problems[0]
+    assert (first.op, first.module, set(first.devices)) == ("aten.add.Tensor", "model.layers.1", {0, 1})
+
+
+def test_offloaded_weights_are_counted_where_they_run() -> None:
+    placement = {**dict.fromkeys(SPLIT, 0), "model.layers.1": "cpu", "model.layers.2": "disk"}
+    trace = trace_step(llama(), Workload.generate(2, 16), placement=placement)
+    layer = weights(llama().model.layers[1])
+    assert trace.devices["cpu"].peak_bytes == layer
+    assert trace.devices["disk"].peak_bytes == layer
+    staged = [b for b in trace.blocks if b.op == "staged"]
+    assert sum(b.bytes for b in staged) == 2 * 2 * layer  # both layers, for the prompt and for the token
+    assert {b.device for b in staged} == {0}
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_model_and_the_random_state_are_unchanged(device: str) -> None:
+    model = llama(device).eval()
+    before = {name: (id(t), t.requires_grad) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    modules = {name: (id(m), m.training, set(vars(m))) for name, m in model.named_modules()}
+    hooks = [len(m._forward_hooks) for m in model.modules()]
+    content = [p.clone() for p in model.parameters()]
+    random = torch.random.get_rng_state()
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5)
+    trace_step(model, Workload.train(2, 16, gradient_checkpointing=True, adapter=adapter))
+    assert torch.equal(random, torch.random.get_rng_state())
+    assert before == {n: (id(t), t.requires_grad) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    assert modules == {name: (id(m), m.training, set(vars(m))) for name, m in model.named_modules()}
+    assert hooks == [len(m._forward_hooks) for m in model.modules()]
+    assert all(p.grad is None for p in model.parameters())
+    if device == "cpu":
+        assert all(map(torch.equal, content, model.parameters()))
+
+
+def test_a_map_of_the_base_model_holds_with_an_adapter_too() -> None:
+    adapter = LoraConfig(r=4, target_modules=["q_proj"])
+    trace = trace_step(llama(), Workload.train(2, 16, adapter=adapter), placement=SPLIT)
+    assert trace.ok
+    assert trace.devices[1].at_peak["adapters"] == 2 * trace.devices[0].at_peak["adapters"]
+
+
+def test_what_is_remembered_is_what_torch_would_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    workload = Workload.train(2, 16, gradient_checkpointing=True, adapter=LoraConfig(r=4, target_modules=["q_proj"]))
+    remembered = [trace_step(model, each) for each in (workload, Workload.generate(2, 16))]
+    monkeypatch.setattr(Memo, "key", lambda *_: None)
+    for known in remembered:
+        asked = trace_step(model, workload if "train" in known.workload else Workload.generate(2, 16))
+        assert (asked.blocks, asked.order) == (known.blocks, known.order)
+
+
+class Table(nn.Module):
+    """Rows of a table that lies on a second device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(8, 4)
+        self.second = nn.Linear(4, 8, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.second.weight[input_ids]
+        return rows.sum() + self.first(input_ids).sum()
+
+
+def test_indices_of_another_device_are_refused_as_on_hardware() -> None:
+    trace = trace_step(Table(), Workload.generate(2, 6), placement={"first": 0, "second": 1})
+    assert next((problem.op, set(problem.devices)) for problem in trace.problems) == ("aten.index.Tensor", {0, 1})
+    assert trace_step(Table(), Workload.generate(2, 6)).ok
+
+
+class Unknown(nn.Module):
+    """A shape that depends on numbers that nobody knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embed(input_ids)
+        return x[x > 0]
+
+
+def test_what_cannot_be_traced_is_refused_with_the_reason_and_the_model_is_whole() -> None:
+    model = Unknown()
+    with pytest.raises(TraceError, match=r"Unknown cannot be traced for Workload.generate.*aten.*depends on values"):
+        trace_step(model, Workload.generate(2, 6))
+    assert type(model.embed.weight) is nn.Parameter
+    with pytest.raises(TraceError, match="has no gradient_checkpointing_enable"):
+        trace_step(model, Workload.train(2, 6, gradient_checkpointing=True))
+
+
+class Asking(nn.Module):
+    """Asks what models of transformers ask, which take another branch for an answer of yes."""
+
+    heard: ClassVar[list[bool]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        passing = torch.empty(77, device=input_ids.device)
+        self.heard.append(import_utils.is_tracing(passing))
+        del passing
+        x: torch.Tensor = self.embed(input_ids)
+        return x
+
+
+def test_models_take_the_branch_of_a_real_run_and_what_they_ask_with_is_not_kept() -> None:
+    before = import_utils.is_fake_tensor
+    trace = trace_step(Asking(), Workload.generate(2, 6))
+    assert Asking.heard == [False]
+    assert import_utils.is_fake_tensor is before
+    passing = next(i for i, block in enumerate(trace.blocks) if block.bytes == 77 * 4)
+    after = next(i for i, block in enumerate(trace.blocks) if block.op.startswith("aten.embedding"))
+    assert trace.order.index(~passing) < trace.order.index(after)
+
+
+class Chancy(nn.Module):
+    """Asks what no run has in common with the next: the lot that it draws, and memory that it never wrote to."""
+
+    heard: ClassVar[list[float]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        sizes = torch.empty(2, 2, dtype=torch.long, device=input_ids.device)
+        sizes[:, 0] = 3
+        self.heard.extend([torch.rand(()).item(), sizes.sum().item()])
+        if torch.empty(1000, dtype=torch.long, device=input_ids.device).sum() == 0:
+            return input_ids
+        x: torch.Tensor = self.embed(input_ids)
+        return x
+
+
+def test_chance_and_fresh_memory_decide_nothing() -> None:
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        assert any("asks for a number" in said for said in trace_step(Chancy(), Workload.generate(2, 6)).assumptions)
+    lot, written, *again = Chancy.heard
+    assert again == [lot, written]
+    assert written == 6
+
+
+def test_checkpointing_peaks_at_the_end_of_the_backward_pass_when_gradients_pile_up() -> None:
+    model = llama(num_hidden_layers=12)
+    use = trace_step(model, Workload.train(1, 4, gradient_checkpointing=True, optimizer="none")).devices[0]
+    assert use.phase == "backward"
+    late = [p for name, p in model.named_parameters() if not name.startswith(("model.embed", "model.layers.0."))]
+    assert use.at_peak["gradients"] >= sum(p.nbytes for p in late)
+    assert use.module.startswith("model.layers.0") or not use.module
+
+
+def test_a_tie_has_one_gradient_and_one_state() -> None:
+    tied = llama(tie_word_embeddings=True)
+    tied.tie_weights()
+    trace = trace_step(tied, Workload.train(2, 16))
+    sizes = {c: sum(b.bytes for b in trace.blocks if b.component == c) for c in ("gradients", "optimizer")}
+    parameters = list(tied.parameters())
+    total = sum(p.nbytes for p in parameters)
+    assert sizes["gradients"] == total
+    assert sizes["optimizer"] == 2 * total + 4 * len(parameters)
+
+
+class PassesOn(nn.Module):
+    """A wrapper that names nothing of what it takes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def classifier() -> Any:
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(LlamaConfig(**SIZES, pad_token_id=0))
+
+
+def t5() -> Any:
+    with torch.device("meta"):
+        return AutoModelForSeq2SeqLM.from_config(
+            T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=101)
+        )
+
+
+def lora() -> Any:
+    return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize("make", [llama, classifier, t5, lora])
+@pytest.mark.parametrize("around", [PassesOn, lambda model: PassesOn(PassesOn(model)), nn.DataParallel])
+@pytest.mark.parametrize("workload", [Workload.generate(2, 16), Workload.train(2, 16, optimizer="none")])
+def test_a_wrapper_that_names_nothing_is_fed_as_the_model_in_it(make: Any, around: Any, workload: Workload) -> None:
+    plain, wrapped = trace_step(make(), workload), trace_step(around(make()), workload)
+    assert wrapped.order == plain.order
+    assert [(b.bytes, b.component, b.op) for b in wrapped.blocks if b.phase != "load"] == [
+        (b.bytes, b.component, b.op) for b in plain.blocks if b.phase != "load"
+    ]
+
+
+class Strict(PreTrainedModel):
+    """A class of one's own that takes less than the model in it."""
+
+    config_class = LlamaConfig
+    base_model_prefix = "model"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return self.model(input_ids)
+
+
+def test_what_forward_does_not_take_is_not_passed() -> None:
+    with torch.device("meta"):
+        model = Strict(LlamaConfig(**SIZES))
+    for workload in (Workload.generate(2, 16), Workload.train(2, 16)):
+        trace = trace_step(model, workload)
+        assert trace.ok
+        assert "decode" not in trace.phases

@@ -1,0 +1,194 @@
+"""Traces beside the real CPU allocator: the peaks of steps that are really run, equal to the byte."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from allocator_truth import above_start, generation, training
+
+from safe_loading import Workload
+from safe_loading._memory.trace.trace_step import trace_step
+
+ROWS, COLUMNS = 2, 48
+FEW_COLUMNS = 12  # for models that go from token to token in Python
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT: dict[str, Any] = {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 101, "n_positions": 256}
+VISION: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+MLA: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+EXPERTS: dict[str, Any] = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+SSM: dict[str, Any] = {**SIZES, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
+JAMBA: dict[str, Any] = {
+    **SIZES,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "expert_layer_offset": 1,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+    "use_mamba_kernels": False,
+}
+LINEAR: dict[str, Any] = {
+    **SIZES,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+BART: dict[str, Any] = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "vocab_size": 101,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Llama": SIZES,
+    "GPT2": GPT,
+    "DeepseekV3": MLA,
+    "Mixtral": EXPERTS,
+    "Mistral": {**SIZES, "sliding_window": 16},
+    "Qwen2": SIZES,
+    "Qwen3": {**SIZES, "head_dim": 16},
+    "Qwen3Moe": {**EXPERTS, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32},
+    "Qwen3Next": LINEAR,
+    "Gemma2": {**SIZES, "head_dim": 16, "sliding_window": 16},
+    "Gemma3Text": {**SIZES, "head_dim": 16, "sliding_window": 16},
+    "GptOss": {**EXPERTS, "head_dim": 16, "sliding_window": 16},
+    "Llama4Text": {**EXPERTS, "head_dim": 16, "intermediate_size_mlp": 128},
+    "Olmo2": SIZES,
+    "StableLm": SIZES,
+    "Cohere": SIZES,
+    "Phi3": SIZES,
+    "GPTNeoX": SIZES,
+    "Bloom": {"hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": 101},
+    "Mamba": {"hidden_size": 64, "state_size": 8, "num_hidden_layers": 3, "vocab_size": 101},
+    "Mamba2": {
+        "hidden_size": 64,
+        "state_size": 8,
+        "num_hidden_layers": 3,
+        "vocab_size": 101,
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 1,
+        "chunk_size": 16,
+    },
+    "Rwkv": {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 101, "context_length": 256},
+    "Jamba": JAMBA,
+    "Bamba": {**SSM, "attn_layer_indices": [1]},
+    "FalconH1": {**SSM, "mamba_d_ssm": 128},
+    "T5": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 101},
+    "Bart": BART,
+    "Bert": {**SIZES, "num_labels": 3},
+    "ViT": {**VISION, "num_labels": 5},
+    "Llava": {
+        "vision_config": transformers.CLIPVisionConfig(**VISION),
+        "text_config": transformers.LlamaConfig(**SIZES),
+        "image_token_index": 99,
+        "vision_feature_layer": -1,
+    },
+}
+AUTO = {
+    "T5": transformers.AutoModelForSeq2SeqLM,
+    "Bart": transformers.AutoModelForSeq2SeqLM,
+    "Bert": transformers.AutoModelForSequenceClassification,
+    "ViT": transformers.AutoModelForImageClassification,
+    "Llava": transformers.AutoModelForImageTextToText,
+}
+TOKEN_BY_TOKEN = {"Mamba", "Rwkv", "Jamba"}
+EAGER_ONLY = {"Gemma2", "GptOss", "Bloom", "Mamba", "Mamba2", "Rwkv"}  # transformers has no other attention for them
+CASES = [(n, a) for n in ARCHITECTURES for a in ("sdpa", "eager") if a == "eager" or n not in EAGER_ONLY]
+SAMPLE = {  # the rest is slow
+    ("Llama", "sdpa"),
+    ("Llama", "eager"),
+    ("GPT2", "sdpa"),
+    ("DeepseekV3", "eager"),
+    ("Mixtral", "sdpa"),
+    ("Gemma3Text", "sdpa"),
+    ("GptOss", "eager"),
+    ("Mamba", "eager"),
+    ("Jamba", "sdpa"),
+    ("T5", "eager"),
+    ("Bert", "sdpa"),
+    ("ViT", "eager"),
+    ("Llava", "eager"),
+}
+
+
+def model_of(name: str, attention: str) -> Any:
+    config = getattr(transformers, f"{name}Config")(**ARCHITECTURES[name])
+    make: Any = AUTO.get(name, transformers.AutoModelForCausalLM).from_config
+    return make(config, dtype=torch.float32, attn_implementation=attention)
+
+
+def picture_in_text() -> dict[str, torch.Tensor]:
+    ids = torch.full((ROWS, COLUMNS), 5)
+    ids[:, 1:17] = 99  # one token for each patch
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.zeros(ROWS, 3, 32, 32)}
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [pytest.param(*case, marks=[] if case in SAMPLE else [pytest.mark.slow]) for case in CASES],
+)
+def test_peaks_are_those_of_the_allocator(name: str, attention: str) -> None:
+    model = model_of(name, attention)
+    given = picture_in_text() if name == "Llava" else None
+    columns = FEW_COLUMNS if name in TOKEN_BY_TOKEN else COLUMNS
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trace = trace_step(model, Workload.generate(ROWS, columns), inputs=given)
+        real = generation(model, ROWS, columns, given)
+        mine = {phase: above_start(trace, phase) for phase in real}
+        assert set(trace.phases) - {"load"} == set(real)
+        for on in (False, True):
+            model.zero_grad(set_to_none=True)
+            step = trace_step(model, Workload.train(ROWS, columns, on, optimizer="none"), inputs=given)
+            mine[f"train {on}"] = above_start(step, "forward", "backward")
+            real[f"train {on}"] = training(model, ROWS, columns, given, checkpointing=on)["train"]
+    assert mine == real

@@ -1,0 +1,289 @@
+"""The arithmetic of a merge: one rounding, and the same bytes whatever the blocks and the threads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from safe_loading._merging.weights.finite import delta_bound, delta_rms, why_not_finite
+from safe_loading._merging.weights.rounding import _Frame, round_into
+from safe_loading._merging.weights.update import ROWS, RowMerger, Term, Update, merge_matrix
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def nearest(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The number of `dtype` next to each float64, ties to even, chosen among three; no conversion is trusted."""
+    guess = exact.to(dtype)
+    bits = guess.view(BITS[dtype])
+    around = torch.stack([bits, bits + 1, torch.where(guess == 0, bits, bits - 1)])
+    values = around.view(dtype)
+    off = (values.double() - exact).abs()
+    off[~values.isfinite()] = torch.inf
+    best = off.amin(0)
+    # among the nearest, an even last bit wins
+    score = torch.where(off == best, (around & 1).double(), torch.full_like(off, 2.0))
+    return values.gather(0, score.argmin(0, keepdim=True))[0]
+
+
+def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def plain(rows: int, columns: int, rank: int, *, seed: int = 1, dtype: torch.dtype = torch.float32) -> Term:
+    return Term(seeded(rows, rank, seed=seed, dtype=dtype), seeded(rank, columns, seed=seed + 1, dtype=dtype), 0.37)
+
+
+def dora(rows: int, columns: int, rank: int, axis: int, *, seed: int = 5) -> Term:
+    term = plain(rows, columns, rank, seed=seed)
+    magnitude = seeded((rows, columns)[axis], seed=seed + 9).abs() + 0.1
+    return Term(term.left, term.right, term.scaling, magnitude)
+
+
+def exact(update: Update, weight: torch.Tensor) -> torch.Tensor:
+    """The merged weight in float64, the whole of it at once."""
+    start = weight.double()
+    value = start.clone()
+    for term in update.terms:
+        delta = term.scaling * (term.left.double() @ term.right.double())
+        value = value + delta
+        if term.magnitude is not None:
+            norm = (start + delta).norm(dim=1 - update.axis)
+            value = value * (term.magnitude.double() / norm).unsqueeze(1 - update.axis)
+    return value
+
+
+UPDATES = {
+    "one": lambda m, n: Update((m, n), (plain(m, n, 4),)),
+    "three": lambda m, n: Update(
+        (m, n), tuple(plain(m, n, r, seed=r, dtype=d) for r, d in zip((1, 8, 16), DTYPES, strict=True))
+    ),
+    "dora rows": lambda m, n: Update((m, n), (dora(m, n, 4, 0),), 0),
+    "dora columns": lambda m, n: Update((m, n), (dora(m, n, 4, 1),), 1),
+    "dora after plain": lambda m, n: Update((m, n), (plain(m, n, 4), dora(m, n, 8, 0), plain(m, n, 2, seed=30)), 0),
+    "two doras, columns": lambda m, n: Update((m, n), (dora(m, n, 4, 1), dora(m, n, 3, 1, seed=40)), 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", UPDATES)
+def test_every_element_is_rounded_once(dtype: torch.dtype, kind: str) -> None:
+    for shape in ((1, 1), (8, 16), (37, 53), (130, 7), (5, 300)):
+        update, weight = UPDATES[kind](*shape), seeded(*shape, seed=3).to(dtype)
+        expected = nearest(exact(update, weight), dtype)
+        merge_matrix(update, weight, scratch_bytes=4096)
+        assert torch.equal(weight, expected), shape
+
+
+def test_torch_s_own_conversion_rounds_twice_and_ours_does_not() -> None:
+    # just above the middle between 1 and the next bfloat16: float32 drops the last bit and makes a tie of it
+    above = torch.tensor([1 + 2**-8 + 2**-40, 1 + 3 * 2**-8 - 2**-40, -1 - 2**-8 - 2**-40], dtype=torch.float64)
+    assert not torch.equal(above.to(torch.bfloat16), nearest(above, torch.bfloat16))
+    out = torch.empty(3, dtype=torch.bfloat16)
+    round_into(above, out)
+    assert torch.equal(out, nearest(above, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [7, 8, 64, 96, 1024])
+def test_a_block_of_any_size_is_searched_to_its_end(dtype: torch.dtype, size: int) -> None:
+    step = torch.finfo(dtype).eps
+    for place in {0, size // 2, size - 1}:
+        for value in (1 + step / 2 + 2**-40, 1 + 1.5 * step - 2**-40, 2**-20 * (1 + step / 2 + 2**-40)):
+            values = torch.full((size,), 1.25, dtype=torch.float64)
+            values[place] = value
+            out = torch.empty(size, dtype=dtype)
+            round_into(values, out)
+            assert torch.equal(out, nearest(values, dtype)), (place, value)
+
+
+def test_float16_s_subnormal_numbers_are_rounded_once() -> None:
+    middle = (torch.arange(0, 1024, dtype=torch.float64) + 0.5) * 2**-24
+    values = torch.cat([middle, middle * (1 + 2**-45), middle * (1 - 2**-45)])
+    out = torch.empty(values.shape, dtype=torch.float16)
+    round_into(values, out)
+    assert torch.equal(out, nearest(values, torch.float16))
+    assert not torch.equal(values.half(), out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_at_and_around_every_tie(dtype: torch.dtype) -> None:
+    numbers = torch.arange(0, 0x7BFF, dtype=torch.int16).view(dtype)
+    middle = (numbers[:-1].double() + numbers[1:].double()) / 2
+    values = torch.cat([middle, middle * (1 + 2**-45), middle * (1 - 2**-45), numbers.double()])
+    values = torch.cat([values, -values])
+    out = torch.empty(values.shape, dtype=dtype)
+    round_into(values, out)
+    assert torch.equal(out, nearest(values, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_road_of_other_devices_rounds_the_same(dtype: torch.dtype) -> None:
+    numbers = torch.arange(0, 0x7BFF, 3, dtype=torch.int16).view(dtype).double()
+    middle = (numbers[:-1] + numbers[1:]) / 2
+    values = torch.cat([middle, middle * (1 + 2**-45), -middle * (1 - 2**-45), -numbers])
+    single = values.float()
+    frame = _Frame(dtype, single, torch.empty(single.shape, dtype=torch.int32))
+    frame._mend_on_device(values)
+    assert torch.equal(single.to(dtype), nearest(values, dtype))
+
+
+def test_what_is_too_large_becomes_infinite_and_nan_stays() -> None:
+    values = torch.tensor([1e39, -1e39, torch.nan, torch.inf, 0.0, -0.0], dtype=torch.float64)
+    for dtype in (torch.bfloat16, torch.float16):
+        out = torch.empty(6, dtype=dtype)
+        round_into(values, out)
+        assert out[:4].isinf().tolist() == [True, True, False, True]
+        assert bool(out[2].isnan())
+        assert out[4:].view(torch.int16).tolist() == [0, -32768]
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_the_bytes_do_not_depend_on_blocks_and_threads(kind: str) -> None:
+    for shape, seed in (((83, 64), 1), ((64, 1030), 2), ((260, 27), 3), ((40, 5000), 4)):
+        update, weight = UPDATES[kind](*shape), seeded(*shape, seed=seed)
+        results = []
+        scratches = (1, 1 << 21) if shape[1] > 2000 else (1, 1 << 10, 1 << 14, 1 << 16, 1 << 20)
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for scratch in scratches:
+                merged = weight.double()  # a float64 weight shows every bit of the sum
+                merge_matrix(update, merged, scratch_bytes=scratch)
+                results.append(merged)
+        assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
+def test_the_bytes_do_not_depend_on_them_with_a_long_rank() -> None:
+    update = Update((64, 27), (plain(64, 27, 300),))
+    results = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        for scratch in (1, 1 << 20):
+            merged = seeded(64, 27).double()
+            merge_matrix(update, merged, scratch_bytes=scratch)
+            results.append(merged)
+    assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
+@pytest.mark.parametrize("kind", ["one", "three", "dora rows", "dora after plain"])
+def test_rows_can_be_merged_in_any_pieces(kind: str) -> None:
+    update, weight = UPDATES[kind](71, 40), seeded(71, 40)
+    whole = weight.double()
+    merge_matrix(update, whole)
+    for cuts in ((0, 1, 3, 17, 18, 64, 71), (0, 71), (0, 8, 16, 71), tuple(range(72))):
+        pieces = weight.double()
+        for start, end in itertools.pairwise(cuts):
+            RowMerger(update, pieces.dtype, pieces.device, scratch_bytes=3000).merge(pieces[start:end], start)
+        assert torch.equal(pieces, whole), cuts
+
+
+@pytest.mark.parametrize(("dtype", "device"), [(torch.float64, "cpu"), (torch.bfloat16, "cpu:0")])
+@pytest.mark.parametrize("kind", UPDATES)
+def test_rows_can_be_merged_into_another_tensor(kind: str, dtype: torch.dtype, device: str) -> None:
+    update, weight = UPDATES[kind](71, 40), seeded(71, 40).to(dtype)
+    expected, out, left = weight.clone(), torch.full_like(weight, 7.0), weight.clone()
+    merge_matrix(update, expected)
+    merger = RowMerger(update, dtype, torch.device(device), rows=16)  # torch copies to cpu:0 as to another one
+    assert merger.rows_per_block == 16
+    if update.needs_norms:
+        merger.add_norms(left, 0)
+    for start, end in ((0, 5), (5, 48), (48, 71)):
+        merger.merge(left[start:end], start, out[start:end])
+    assert torch.equal(out, expected)
+    assert torch.equal(left, weight)
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_views_of_any_strides_are_written_in_place(kind: str) -> None:
+    update, weight = UPDATES[kind](24, 40), seeded(24, 40)
+    expected = weight.clone()
+    merge_matrix(update, expected)
+    transposed = weight.T.contiguous()
+    wide = torch.full((24, 100), 7.0)
+    wide[:, 3:83:2] = weight
+    merge_matrix(update, transposed.T)
+    merge_matrix(update, wide[:, 3:83:2])
+    assert torch.equal(transposed.T, expected)
+    assert torch.equal(wide[:, 3:83:2], expected)
+    assert bool((wide[:, 4:84:2] == 7).all())
+
+
+def test_scratch_is_what_was_asked_for() -> None:
+    for dtype, scratch in ((torch.float32, 1 << 16), (torch.bfloat16, 1 << 16), (torch.bfloat16, 1 << 20)):
+        merger = RowMerger(Update((4096, 64), (plain(4096, 64, 4),)), dtype, torch.device("cpu"), scratch_bytes=scratch)
+        size = merger._values.nbytes + merger._rounder.nbytes
+        assert scratch / 2 < size <= scratch
+    least = RowMerger(Update((4096, 64), (plain(4096, 64, 4),)), torch.float32, torch.device("cpu"), scratch_bytes=1)
+    assert least.rows_per_block == ROWS
+
+
+def test_norms_are_left_for_whoever_undoes_it() -> None:
+    update, weight = UPDATES["two doras, columns"](30, 20), seeded(30, 20)
+    norms = merge_matrix(update, weight.clone())
+    for index, term in enumerate(update.terms):
+        delta = term.scaling * (term.left.double() @ term.right.double())
+        assert torch.allclose(norms[index], (weight.double() + delta).norm(dim=0), rtol=1e-14)
+
+
+# ------------------------------------------------------------------------------------------------------- is it finite
+
+
+@pytest.mark.parametrize("where", ["left", "right", "magnitude", "weight"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_found(where: str, bad: float) -> None:
+    update, weight = UPDATES["dora rows"](20, 30), seeded(20, 30)
+    assert why_not_finite(update, weight) is None
+    tensor = weight if where == "weight" else getattr(update.terms[0], where)
+    tensor.view(-1)[-1] = bad
+    assert (why_not_finite(update, weight) or "").find("NaN or infinity") > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_overflow_is_found_exactly_at_the_limit(dtype: torch.dtype) -> None:
+    limit = torch.finfo(dtype).max
+    weight = torch.zeros(16, 16, dtype=dtype)
+    weight[5, 7] = limit
+    left, right = torch.zeros(16, 1, dtype=torch.float64), torch.zeros(1, 16, dtype=torch.float64)
+    left[5], right[0, 7] = 1.0, 1.0
+    half = (limit - torch.nextafter(torch.tensor(limit, dtype=dtype), torch.tensor(0.0, dtype=dtype)).item()) / 2
+    for factor, finite in ((0.5, True), (0.99, True), (1.01, False), (-3.0, True)):
+        update = Update((16, 16), (Term(left, right, factor * half),))
+        assert (why_not_finite(update, weight) is None) is finite, factor
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_norm_of_zero_is_found(axis: int) -> None:
+    weight = seeded(24, 24)
+    update = Update((24, 24), (dora(24, 24, 4, axis),), axis)
+    assert why_not_finite(update, weight) is None
+    line = weight[11] if axis == 0 else weight[:, 11]
+    term = update.terms[0]
+    line.zero_()
+    (term.left[11] if axis == 0 else term.right[:, 11]).zero_()
+    assert "norms are zero" in (why_not_finite(update, weight) or "")
+
+
+def test_columns_that_only_begin_with_zeros_are_not_refused() -> None:
+    weight = seeded(24, 24)
+    weight[3, :10] = 0
+    term = dora(24, 24, 4, 0)
+    term.left[3].zero_()
+    assert why_not_finite(Update((24, 24), (term,)), weight) is None
+
+
+def test_the_bound_holds_and_the_size_of_the_delta_is_exact() -> None:
+    update = UPDATES["three"](40, 60)
+    delta = exact(update, torch.zeros(40, 60))
+    assert float(delta.abs().max()) <= delta_bound(update) < 100 * float(delta.abs().max())
+    assert delta_rms(update) == pytest.approx(float(delta.square().mean().sqrt()), rel=1e-12)

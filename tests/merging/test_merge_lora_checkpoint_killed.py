@@ -1,0 +1,273 @@
+"""The whole verb under kill -9, a full disk and Ctrl-C: the output is absent or whole, and a second call completes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import system_calls
+from faults.operations import disk_full, operations
+from models import save_adapter, save_llama
+from transformers import AutoModelForCausalLM
+
+import safe_loading
+from safe_loading import CheckpointError, OutputError, merge_lora_checkpoint
+from safe_loading._checkpoint import copy_bytes as copies
+from safe_loading._merging.disk import stream as streams
+
+TESTS = Path(__file__).resolve().parents[1]
+SEED = 7
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    base = save_llama(tmp_path / "base")
+    return base, save_adapter(tmp_path / "adapter", base)
+
+
+@pytest.mark.parametrize("sample", [2, pytest.param(0, marks=pytest.mark.slow, id="all")])
+def test_a_fault_at_any_call_that_changes_a_file_leaves_the_old_or_the_new_and_a_second_call_completes(
+    tmp_path: Path, pair: tuple[Path, Path], sample: int
+) -> None:
+    """Each of SIGKILL, ENOSPC, EIO and EROFS, at each call of the C library, over three kinds of target."""
+    try:
+        library = system_calls.build(tmp_path)
+    except RuntimeError as error:
+        pytest.skip(f"no faults at system calls: {error}")
+    merge_lora_checkpoint(pair[0], save_adapter(tmp_path / "other", pair[0], seed=5), tmp_path / "old")
+    package = str(Path(safe_loading.__file__).parents[1])
+    path = os.pathsep.join([package, str(TESTS)])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(library)}
+    run = [sys.executable, "-m", "faults.merge_sweep", str(tmp_path), str(sample), str(SEED)]
+    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=600 if sample else 7200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {target: each["problems"] for target, each in found.items()} == {target: [] for target in found}
+    for target, each in found.items():
+        assert len(each["calls"]) > 100, target
+        assert each["resumed"] > 5, target  # weight files of the call before were verified and kept
+    calls = found["replaced"]["calls"]
+    assert {"copy_file_range", "pwrite64", "write", "fsync", "ftruncate64", "mkdir", "unlink", "rmdir"} <= set(calls)
+    assert calls.count("renameat2") == 1  # and it is by this alone that the output changes
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "old")  # what is compared byte for byte is a model
+    assert loaded.config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_full_disk_leaves_nothing(tmp_path: Path, pair: tuple[Path, Path], threads: int) -> None:
+    with operations() as log:
+        merge_lora_checkpoint(*pair, tmp_path / "out", threads=1)
+    last = next(number for number, line in enumerate(log.log) if line.startswith("rename")) + 1
+    shutil.rmtree(tmp_path / "out")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert last > 50
+    for n in [*range(1, last, 9), last - 1, last]:
+        try:
+            with operations(n, disk_full) as faulted:
+                merge_lora_checkpoint(*pair, tmp_path / "out", threads=threads)
+        except OSError as error:
+            assert "No space left" in str(error)  # noqa: PT017 - what is raised is not the only thing that may happen
+        else:
+            # Files are synced on a thread of their own, so the n-th operation is not the same in every run. pathlib
+            # takes any error of a mkdir for a folder that is there.
+            assert len(faulted.log) < n or faulted.log[n - 1].startswith("mkdir")
+            shutil.rmtree(tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == before, n
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("merge")]
+
+
+def test_ctrl_c_is_continued_and_a_damaged_file_is_written_again(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = merge_lora_checkpoint(*pair, tmp_path / "whole")
+    done: list[str] = []
+
+    def stop(name: str) -> Any:
+        def keep(stage: Any, file: str, *arguments: Any) -> None:
+            original(stage, file, *arguments)
+            done.append(file)
+            if len(done) == 4:
+                raise KeyboardInterrupt
+
+        return keep
+
+    original = streams.Stage.keep
+    monkeypatch.setattr(streams.Stage, "keep", stop("keep"))
+    with pytest.raises(KeyboardInterrupt):
+        merge_lora_checkpoint(*pair, tmp_path / "out", threads=1)
+    monkeypatch.setattr(streams.Stage, "keep", original)
+    staged = tmp_path / ".out.staged" / "files"
+    assert len(done) == 4
+    damaged = staged / done[0]
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    report = merge_lora_checkpoint(*pair, tmp_path / "out")
+    assert set(report.resumed) == set(done[1:])
+    assert report.tensors == whole.tensors
+    assert report.bytes_written < whole.bytes_written
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_another_adapter_does_not_continue_what_one_began(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = save_adapter(tmp_path / "other", pair[0], seed=9)
+
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safe_loading._merging.merge_lora_checkpoint.report_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        merge_lora_checkpoint(*pair, tmp_path / "out")
+    monkeypatch.undo()
+    assert merge_lora_checkpoint(pair[0], other, tmp_path / "out").resumed == ()
+
+
+def test_too_little_room_is_said_before_the_first_byte(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs(tmp_path)
+
+    class Small:
+        f_bavail, f_frsize = 10, 512
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Small)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(OutputError, match=r"5.0 KiB \(5120 bytes\) free; nothing was written"):
+        merge_lora_checkpoint(*pair, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert real.f_bavail
+
+
+@pytest.mark.parametrize("broken", ["EXDEV", "ENOSYS", "absent"])
+def test_without_the_kernel_s_copy_the_bytes_are_the_same(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    import errno
+
+    merge_lora_checkpoint(*pair, tmp_path / "whole")
+    if broken == "absent":
+        monkeypatch.delattr(os, "copy_file_range")
+    else:
+
+        def refuse(*arguments: Any) -> int:
+            raise OSError(getattr(errno, broken), broken)
+
+        monkeypatch.setattr(os, "copy_file_range", refuse)
+    monkeypatch.setattr(copies, "_BLOCK", 100)
+    monkeypatch.setattr(copies, "_sync_file_range", None)
+    merge_lora_checkpoint(*pair, tmp_path / "out")
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_calls_that_read_or_write_less_than_asked_are_repeated(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merge_lora_checkpoint(*pair, tmp_path / "whole")
+    preadv, pwrite, kernel = os.preadv, os.pwrite, os.copy_file_range
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:777]], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, memoryview(data)[:333], at))
+    monkeypatch.setattr(os, "copy_file_range", lambda s, t, n, a, b: kernel(s, t, min(n, 555), a, b))
+    merge_lora_checkpoint(*pair, tmp_path / "out")
+    monkeypatch.undo()
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_base_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    import unittest.mock
+
+    base, adapter = pair
+    shard = sorted(base.glob("*.safetensors"))[0]
+
+    def cut(*arguments: Any, **options: Any) -> Any:
+        os.truncate(shard, shard.stat().st_size - 64)
+        return original(*arguments, **options)
+
+    original = streams.stream
+    with (
+        unittest.mock.patch("safe_loading._merging.merge_lora_checkpoint.stream", cut),
+        pytest.raises(CheckpointError, match=rf"{shard.name} became shorter while it was read"),
+    ):
+        merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.staged").exists()
+
+
+SLOW_MERGE = """
+import sys, time
+from pathlib import Path
+from safe_loading import merge_lora_checkpoint
+from safe_loading._merging.disk import stream as streams
+base, adapter, output, begun = map(Path, sys.argv[1:])
+original = streams.Stage.keep
+def keep(stage, file, *arguments):
+    original(stage, file, *arguments)
+    begun.touch()
+    time.sleep(1)
+streams.Stage.keep = keep
+merge_lora_checkpoint(base, adapter, output, threads=1, overwrite=True)
+"""
+
+
+def test_sigterm_to_torchrun_in_the_middle_of_a_merge_leaves_what_was_there_and_no_stage(
+    tmp_path: Path, pair: tuple[Path, Path]
+) -> None:
+    (tmp_path / "script.py").write_text(SLOW_MERGE)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old.txt").write_text("old")
+    begun = tmp_path / "begun"
+    package = str(Path(safe_loading.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    arguments = [str(tmp_path / "script.py"), *map(str, pair), str(tmp_path / "out"), str(begun)]
+    agent = subprocess.Popen([*torchrun, *arguments], env=env, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        late = time.monotonic() + 180
+        while not begun.exists() and agent.poll() is None and time.monotonic() < late:
+            time.sleep(0.1)
+        assert begun.exists()
+        assert (tmp_path / ".out.staged" / "files").is_dir()
+        agent.send_signal(signal.SIGTERM)
+        agent.wait(90)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGKILL)
+        agent.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "begun", "out", "script.py"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["old.txt"]
+
+
+def test_a_base_that_is_written_again_while_it_is_read_is_an_error(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    import unittest.mock
+
+    base, adapter = pair
+    shard = sorted(base.glob("*.safetensors"))[0]
+
+    def rewritten(*arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        os.utime(shard, ns=(1, 1))  # the same bytes or others: nobody can tell without reading them again
+        return result
+
+    original = streams.stream
+    with (
+        unittest.mock.patch("safe_loading._merging.merge_lora_checkpoint.stream", rewritten),
+        pytest.raises(
+            CheckpointError, match=rf"1 of \d+ files were written again while they were read: '{shard.name}'"
+        ),
+    ):
+        merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]

@@ -1,0 +1,474 @@
+"""Outputs that are not the base's shape: untied, resized, with a new head, cast, cut into other files."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from faults import adapters as faults
+from models import KINDS, save_adapter, save_llama
+from peft import PeftModel
+from safetensors.torch import load_file
+from test_merge_lora_checkpoint import TOKENS, check_same, loaded, on_disk, reference
+from tiny_models import saved
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from safe_loading import ArgumentError, DeviceError, MergeError, load_peft_on_rank, merge_lora_checkpoint
+from safe_loading._checkpoint.index import read_checkpoint
+from safe_loading._merging.weights.rounding import round_into
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=TOKENS).logits
+
+
+def plain(base: Path, adapter: Path, **options: Any) -> torch.Tensor:
+    """The logits of base and adapter, which the output must have."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return logits(load_peft_on_rank(adapter, base, **options))
+
+
+# ------------------------------------------------------------------------------------------------------ ties
+
+
+@pytest.mark.parametrize("kind", ["embedding", "head", "modules to save"])
+def test_an_adapter_of_one_of_two_tied_weights_unties_them(tmp_path: Path, kind: str) -> None:
+    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "adapter", base, **KINDS[kind])
+    report = merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    model = loaded(tmp_path / "out")
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert torch.allclose(logits(model), plain(base, adapter), atol=1e-4)
+    assert [finding.code for finding in report.findings] == ["no-longer-tied"]
+    assert "no-longer-tied" in str(report)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert [tensor.name for tensor in report.of("added")] == ["lm_head.weight"]
+    out, before = on_disk(tmp_path / "out"), on_disk(base)
+    assert torch.equal(out["model.embed_tokens.weight"], before["model.embed_tokens.weight"]) == (kind != "embedding")
+    assert torch.equal(out["lm_head.weight"], before["model.embed_tokens.weight"]) == (kind == "embedding")
+    assert read_checkpoint(tmp_path / "out").nbytes == read_checkpoint(base).nbytes + 101 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]},
+        # a target that peft does not take for an embedding, so that the base's rows are not in the file
+        {"target_modules": ["model.embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["lm_head", "q_proj"], "modules_to_save": ["embed_tokens"]},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_of_two_tied_weights_is_added_to_and_the_other_replaced(
+    tmp_path: Path, config: dict[str, Any], dtype: torch.dtype
+) -> None:
+    base = save_llama(tmp_path / "base", dtype, tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "adapter", base, dtype=dtype, **config)
+    report = merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    assert [finding.code for finding in report.findings] == ["no-longer-tied"]
+    tolerance = 1e-4 if dtype == torch.float32 else 0.02
+    assert torch.allclose(logits(loaded(tmp_path / "out")), plain(base, adapter), atol=tolerance)
+    expected, found = on_disk(reference(base, adapter, tmp_path / "reference")), on_disk(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_two_of_three_tied_weights_are_replaced(tmp_path: Path) -> None:
+    from transformers import ProphetNetForCausalLM
+
+    saved("ProphetNetForCausalLM", tmp_path / "base")
+    options = {"auto_class": ProphetNetForCausalLM, "task_type": None, "target_modules": ["query_proj"]}
+    own = {"modules_to_save": ["lm_head", "prophetnet.decoder.word_embeddings"]}
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", **options, **own)
+    merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out")
+    expected = plain(tmp_path / "base", adapter, auto_class=ProphetNetForCausalLM)
+    assert torch.allclose(logits(loaded(tmp_path / "out", ProphetNetForCausalLM)), expected, atol=1e-4)
+
+
+def test_tokens_of_a_tied_head_with_a_bias_are_refused(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    BertForMaskedLM(BertConfig(vocab_size=101, **sizes)).save_pretrained(tmp_path / "base")
+    options = {"auto_class": BertForMaskedLM, "task_type": None, "target_modules": ["query"]}
+    tokens = {"trainable_token_indices": {"word_embeddings": [1, 2]}}
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", **options, **tokens)
+    with pytest.raises(MergeError, match=r"cls.predictions.decoder: peft computes .* without its bias"):
+        merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out")
+
+
+def test_a_saved_head_of_a_tied_base_is_the_merge_in_memory(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", torch.bfloat16, tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "adapter", base, dtype=torch.bfloat16, modules_to_save=["lm_head"])
+    merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    expected, found = on_disk(reference(base, adapter, tmp_path / "reference")), on_disk(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_both_of_two_tied_weights_change_once_and_stay_tied(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
+    targets = {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}
+    adapter = save_adapter(tmp_path / "adapter", base, **targets)
+    check_same(base, adapter, tmp_path)
+    model = loaded(tmp_path / "out")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.allclose(logits(model), plain(base, adapter), atol=1e-4)
+
+
+def test_a_second_name_of_a_tied_weight_on_disk_is_merged_alike(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
+    targets = {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}
+    adapter = save_adapter(tmp_path / "adapter", base, **targets)
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    shard = index["weight_map"]["model.norm.weight"]
+    tensors = {**load_file(base / shard), "lm_head.weight": on_disk(base)["model.embed_tokens.weight"].clone()}
+    save_file(tensors, base / shard, metadata={"format": "pt"})
+    index["weight_map"]["lm_head.weight"] = shard
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    report = merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    out = on_disk(tmp_path / "out")
+    assert torch.equal(out["lm_head.weight"], out["model.embed_tokens.weight"])
+    assert not torch.equal(out["lm_head.weight"], tensors["lm_head.weight"])
+    assert len(report.of("re-tied")) == 1
+
+
+@pytest.mark.parametrize(
+    "config", [{"modules_to_save": ["predictions"]}, {"target_modules": ["query", "word_embeddings"], "bias": "all"}]
+)
+def test_a_head_with_tied_weights_inside_and_a_bias_of_two_names(tmp_path: Path, config: dict[str, Any]) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    BertForMaskedLM(BertConfig(vocab_size=101, **sizes)).save_pretrained(tmp_path / "base")
+    options = {"auto_class": BertForMaskedLM, "task_type": None, "target_modules": ["query"], **config}
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", **options)
+    report = merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out")
+    assert {tensor.name for tensor in report.of("added")} == {
+        f"cls.predictions.decoder.{n}" for n in ("weight", "bias")
+    }
+    expected = plain(tmp_path / "base", adapter, auto_class=BertForMaskedLM)
+    assert torch.allclose(logits(loaded(tmp_path / "out", BertForMaskedLM)), expected, atol=1e-5)
+
+
+def test_two_adapters_of_the_two_names_of_one_weight_are_refused(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["embed_tokens", "lm_head"])
+    with pytest.raises(MergeError, match=r"two layers share this parameter.*Untie the base first"):
+        merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------ vocabulary, heads
+
+
+def resized(tmp_path: Path, base: Path, rows: int, **config: Any) -> Path:
+    """An adapter trained on the base with another vocabulary, as trainers save it."""
+    larger = tmp_path / "larger"
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    model.resize_token_embeddings(rows)
+    model.save_pretrained(larger)
+    return save_adapter(tmp_path / "adapter", larger, dtype=torch.float32, **config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rows", [96, 110])
+def test_a_resized_vocabulary(tmp_path: Path, rows: int, tied: bool) -> None:
+    base = save_llama(tmp_path / "base", tie_word_embeddings=tied)
+    saved = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True} if tied else {}
+    saved = saved or {"modules_to_save": ["embed_tokens", "lm_head"]}
+    adapter = resized(tmp_path, base, rows, **saved)
+    for folder, size in ((base, 101), (adapter, rows)):
+        (folder / "tokenizer.json").write_text(json.dumps({"size": size}))
+        (folder / "tokenizer_config.json").write_text("{}")
+    (base / "special_tokens_map.json").write_text("{}")
+    report = merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    model = loaded(tmp_path / "out")
+    assert model.config.vocab_size == rows == len(model.lm_head.weight)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert torch.allclose(logits(model), plain(tmp_path / "larger", adapter), atol=1e-4)
+    names = {"model.embed_tokens.weight"} if tied else {"model.embed_tokens.weight", "lm_head.weight"}
+    assert {tensor.name for tensor in report.of("replaced")} == names
+    assert json.loads((tmp_path / "out" / "tokenizer.json").read_text()) == {"size": rows}
+    assert not (tmp_path / "out" / "special_tokens_map.json").exists()
+    assert "tokenizer-of-adapter" in {finding.code for finding in report.findings}
+
+
+def test_a_lora_on_a_resized_embedding_needs_both_weights(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    adapter = resized(tmp_path, base, 110, target_modules=["embed_tokens", "lm_head"])  # peft saves both weights then
+    merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    assert torch.allclose(logits(loaded(tmp_path / "out")), plain(tmp_path / "larger", adapter), atol=1e-4)
+    lacking = faults.edited(adapter, tmp_path / "lacking", tensors=faults.without("lm_head.base_layer"))
+    with pytest.raises(MergeError, match=r"lm_head.weight: the adapter's vocabulary has 110 rows and the base's 101"):
+        merge_lora_checkpoint(base, lacking, tmp_path / "no")
+
+
+def resizing(kind: Any) -> Any:
+    """Something whose ``from_pretrained`` gives the model of that class a larger vocabulary in memory."""
+
+    def from_pretrained(path: Path, **options: Any) -> Any:
+        torch.manual_seed(0)
+        model = kind.from_pretrained(path, **options)
+        model.resize_token_embeddings(110, mean_resizing=False)
+        return model
+
+    return SimpleNamespace(from_pretrained=from_pretrained)
+
+
+@pytest.mark.parametrize("own", [["embed_tokens", "lm_head"], ["embed_tokens"], []])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_that_was_resized_in_memory(tmp_path: Path, tied: bool, own: list[str]) -> None:
+    # peft then writes both ends as save_embedding_layers does, and a saved module under all of its names in the model
+    base = save_llama(tmp_path / "base", tie_word_embeddings=tied)
+
+    larger_class = resizing(AutoModelForCausalLM)
+    options = {"modules_to_save": own or None, "ensure_weight_tying": tied and len(own) == 1}
+    adapter = save_adapter(tmp_path / "adapter", base, auto_class=larger_class, **options)
+    assert not own or any(".original_module." in name for name in on_disk(adapter))
+    merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    model = loaded(tmp_path / "out")
+    assert model.config.vocab_size == 110 == len(model.lm_head.weight)
+    larger = larger_class.from_pretrained(base, dtype="auto")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.allclose(logits(model), logits(PeftModel.from_pretrained(larger, str(adapter))), atol=1e-4)
+    assert torch.allclose(
+        logits(model), logits(load_peft_on_rank(adapter, larger_class.from_pretrained(base))), atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("own", [["word_embeddings"], []])
+def test_a_resized_head_with_a_bias(tmp_path: Path, own: list[str]) -> None:
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    RobertaForMaskedLM(RobertaConfig(vocab_size=101, **sizes)).save_pretrained(tmp_path / "base")
+
+    larger_class = resizing(RobertaForMaskedLM)
+    options = {"task_type": None, "target_modules": ["query"], "modules_to_save": own or None}
+    adapter = save_adapter(
+        tmp_path / "adapter", tmp_path / "base", auto_class=larger_class, ensure_weight_tying=bool(own), **options
+    )
+    merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out")
+    found = logits(loaded(tmp_path / "out", RobertaForMaskedLM))
+    expected = logits(load_peft_on_rank(adapter, larger_class.from_pretrained(tmp_path / "base")))
+    assert found.shape == expected.shape == (*TOKENS.shape, 110)
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_a_config_with_infinity_stays_one_when_it_changes(tmp_path: Path) -> None:
+    base, saved_too = tmp_path / "base", ["embed_tokens", "lm_head"]
+    saved("BambaForCausalLM", base)
+    before = json.loads((base / "config.json").read_text())
+    assert before["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    adapter = resized(tmp_path, base, 260, target_modules=["q_proj"], modules_to_save=saved_too)
+    merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    assert loaded(tmp_path / "out").config.time_step_limit[1] == math.inf
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**before, "vocab_size": 260}
+
+
+@pytest.mark.parametrize("labels", [2, 5])
+def test_a_new_head_for_another_task(tmp_path: Path, labels: int) -> None:
+    base = save_llama(tmp_path / "base", pad_token_id=0)
+    adapter = save_seq_cls(tmp_path / "adapter", base, labels)
+    report = merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    model = loaded(tmp_path / "out", AutoModelForSequenceClassification)
+    assert model.config.num_labels == labels
+    assert model.config.architectures == ["LlamaForSequenceClassification"]
+    theirs = plain(base, adapter, base_kwargs={"num_labels": labels})
+    assert torch.allclose(logits(model), theirs, atol=1e-4)
+    assert [tensor.name for tensor in report.of("added")] == ["score.weight"]
+    assert report.dropped == ("lm_head.weight",)
+    assert "tensors-left-behind" in {finding.code for finding in report.findings}
+
+
+def save_seq_cls(folder: Path, base: Path, labels: int) -> Path:
+    class Loader:
+        @staticmethod
+        def from_pretrained(path: Path, **options: Any) -> Any:
+            return AutoModelForSequenceClassification.from_pretrained(path, num_labels=labels, **options)
+
+    return save_adapter(folder, base, auto_class=Loader, task_type="SEQ_CLS")
+
+
+def test_a_head_that_nobody_has_is_refused(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", pad_token_id=0)
+    adapter = save_seq_cls(tmp_path / "adapter", base, 3)
+    lacking = faults.edited(
+        adapter,
+        tmp_path / "lacking",
+        tensors=faults.without("score"),
+        config=lambda config: config.update(modules_to_save=[], task_type="CAUSAL_LM"),
+    )
+    merge_lora_checkpoint(base, lacking, tmp_path / "out")  # without its head it is an adapter of the language model
+    assert loaded(tmp_path / "out").config.architectures == ["LlamaForCausalLM"]
+
+
+# ---------------------------------------------------------------------------------------------- tokenizer, template
+
+
+def test_a_template_comes_along_when_the_base_has_none(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    for name, data in {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "chat_template.jinja": "{{ 1 }}"}.items():
+        (adapter / name).write_text(data)
+    (base / "tokenizer.json").write_text('{"other": 1}')
+    (base / "tokenizer_config.json").write_text("{}")
+    report = merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ 1 }}"
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"other": 1}'
+    assert [finding.code for finding in report.findings] == ["tokenizer-of-adapter", "tokenizer-of-base"]
+    (base / "chat_template.jinja").write_text("{{ 2 }}")
+    merge_lora_checkpoint(base, adapter, tmp_path / "second")
+    assert (tmp_path / "second" / "chat_template.jinja").read_text() == "{{ 2 }}"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (base / name).unlink()
+    merge_lora_checkpoint(base, adapter, tmp_path / "third")
+    assert (tmp_path / "third" / "tokenizer.json").read_text() == "{}"
+
+
+# ------------------------------------------------------------------------------------------------- dtype and shards
+
+
+@pytest.mark.parametrize("kind", ["all linear", "dora", "modules to save", "trainable tokens", "head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_another_dtype_is_rounded_once_from_the_exact_sum(tmp_path: Path, dtype: torch.dtype, kind: str) -> None:
+    own = torch.bfloat16 if dtype is torch.float32 else torch.float32
+    base = save_llama(tmp_path / "base", own)
+    # beside a LoRA of the head peft saves the head itself, which must not be rounded before the sum
+    adapter = save_adapter(tmp_path / "adapter", base, dtype=own if kind == "head" else torch.float32, **KINDS[kind])
+    report = merge_lora_checkpoint(base, adapter, tmp_path / "out", dtype=dtype)
+    assert kind != "head" or next(tensor for tensor in report.tensors if tensor.name == "lm_head.weight").max_delta
+    exact = on_disk(reference(base, adapter, tmp_path / "reference", dtype=torch.float64))
+    found = on_disk(tmp_path / "out")
+    assert found.keys() == exact.keys()
+    for name, tensor in found.items():
+        wanted = torch.empty(tensor.shape, dtype=dtype)
+        round_into(exact[name].double(), wanted)
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, wanted), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert loaded(tmp_path / "out").dtype == dtype
+    assert report.of("cast")
+    assert not report.of("copied")
+
+
+def test_a_value_that_the_new_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    base = save_llama(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    shard = read_checkpoint(base).file_of["model.norm.weight"]
+    tensors = load_file(shard)
+    tensors["model.norm.weight"][3] = 1e5
+    save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(MergeError, match=r"model.norm.weight.*largest number of F16 \(65504\)"):
+        merge_lora_checkpoint(base, adapter, tmp_path / "out", dtype="float16")
+    merge_lora_checkpoint(base, adapter, tmp_path / "out", dtype="bfloat16")
+    edit = faults.edited(
+        save_adapter(tmp_path / "head", base, modules_to_save=["lm_head"]),
+        tmp_path / "large head",
+        tensors=lambda held: {name: held[name] * (1e8 if "lm_head" in name else 1) for name in held},
+    )
+    save_file({**tensors, "model.norm.weight": torch.ones(32)}, shard, metadata={"format": "pt"})
+    with pytest.raises(MergeError, match=r"lm_head.weight.*largest number of F16"):
+        merge_lora_checkpoint(base, edit, tmp_path / "third", dtype="float16")
+
+
+def test_integers_and_what_must_stay_float32_keep_their_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    base = save_llama(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["norm"])
+    merge_lora_checkpoint(base, adapter, tmp_path / "out", dtype=torch.bfloat16)
+    dtypes = {name: tensor.dtype for name, tensor in on_disk(tmp_path / "out").items()}
+    assert {dtype for name, dtype in dtypes.items() if "norm" in name} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if "norm" not in name} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("size", [20_000, "30KB", "1GB"])
+def test_files_are_cut_as_save_pretrained_cuts_them(tmp_path: Path, size: int | str) -> None:
+    base = save_llama(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base, modules_to_save=["lm_head"])
+    whole = merge_lora_checkpoint(base, adapter, tmp_path / "whole")
+    report = merge_lora_checkpoint(base, adapter, tmp_path / "out", max_shard_size=size)
+    found = on_disk(tmp_path / "out")
+    assert all(torch.equal(found[name], tensor) for name, tensor in on_disk(tmp_path / "whole").items())
+    assert {t.name: t.sha256 for t in report.tensors} == {t.name: t.sha256 for t in whole.tensors}
+    out = read_checkpoint(tmp_path / "out")
+    assert not out.findings
+    files = sorted(path.name for path in (tmp_path / "out").glob("model*"))
+    if size == "1GB":
+        assert files == ["model.safetensors"]
+    else:
+        limit = 20_000 if size == 20_000 else 30_000
+        count = len(out.headers)
+        names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+        assert files == [*names, "model.safetensors.index.json"]
+        assert all(sum(t.nbytes for t in h.tensors.values()) <= limit for h in out.headers.values())
+        assert out.index is not None
+        assert out.index.total_size == out.nbytes
+    loaded(tmp_path / "out")
+
+
+def test_one_file_is_cut_into_several(tmp_path: Path) -> None:
+    save_llama(tmp_path / "shards")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "shards").save_pretrained(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base")
+    merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out", max_shard_size="40KB")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 3
+    expected = on_disk(reference(tmp_path / "base", adapter, tmp_path / "reference"))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in on_disk(tmp_path / "out").items())
+    loaded(tmp_path / "out")
+
+
+def test_sizes_dtypes_and_devices_that_make_no_sense(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    for options in ({"max_shard_size": "5 apples"}, {"max_shard_size": 0}, {"dtype": "int8"}, {"dtype": "no"}):
+        with pytest.raises(ArgumentError, match=next(iter(options))):
+            merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / "out", **options)
+    with pytest.raises((DeviceError, ArgumentError), match="device"):
+        merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / "out", device="cuda:77")
+    with pytest.raises(ArgumentError, match="base_revision"):
+        merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / "out", base_kwargs={"revision": "x"})
+    with pytest.raises(ArgumentError, match="for hub ids"):
+        merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / "out", base_revision="x")
+
+
+def test_subfolders(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    shutil.copytree(tiny_llama, tmp_path / "repo" / "model")
+    shutil.copytree(tiny_adapter, tmp_path / "adapters" / "best")
+    folders = {"base_subfolder": "model", "adapter_subfolder": "best"}
+    merge_lora_checkpoint(tmp_path / "repo", tmp_path / "adapters", tmp_path / "out", **folders)
+    merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / "plain")
+    ours, theirs = on_disk(tmp_path / "out"), on_disk(tmp_path / "plain")
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_the_report_tells_the_largest_change_and_the_time(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", torch.bfloat16)
+    adapter = save_adapter(tmp_path / "adapter", base)
+    report = merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    before, after = on_disk(base), on_disk(tmp_path / "out")
+    for tensor in report.tensors:
+        largest = (after[tensor.name].double() - before[tensor.name].double()).abs().max().item()
+        assert tensor.max_delta == (pytest.approx(largest, rel=1e-2) if tensor.action == "merged" else None)
+        assert tensor.seconds > 0
+        assert tensor.dtype == "BF16"
+    document = json.loads((tmp_path / "out" / "merge_report.json").read_text())
+    assert all(document["tensors"][t.name]["max_delta"] == t.max_delta for t in report.tensors)

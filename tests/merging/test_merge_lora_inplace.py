@@ -1,0 +1,919 @@
+"""merge_lora_inplace: right to the last bit, in place, all or nothing."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import KINDS, save_adapter, save_llama
+from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft.tuners.lora import VeloraConfig, variants
+from peft.tuners.lora.layer import LoraLayer, MultiheadAttention, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from test_lora_update import nearest
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from safe_loading import ArgumentError, MergeError, load_peft_on_rank, merge_lora_inplace
+from safe_loading._merging.weights import apply
+from safe_loading._merging.weights.update import RowMerger
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOKENS = torch.arange(1, 25).reshape(2, 12)
+
+
+def randomised(model: nn.Module, seed: int = 0, size: float = 0.1) -> nn.Module:
+    """The model with random numbers in every parameter of its adapters (lora_B starts at zero)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if any(word in name for word in ("lora_A", "lora_B", "lora_embedding", "trainable_tokens_delta")):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+            elif "lora_magnitude" in name:
+                parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def peft_model(base: nn.Module, *configs: LoraConfig, seed: int = 0) -> Any:
+    """A PeftModel with an adapter for each config, all of them active; the first is "default", then "a1", "a2", ..."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(base, configs[0])
+        names = ["default"]
+        for number, config in enumerate(configs[1:], 1):
+            names.append(f"a{number}")
+            model.add_adapter(names[-1], config)
+        model.base_model.set_adapter(names)
+    return randomised(model, seed)
+
+
+class Zoo(nn.Module):
+    """One layer of each kind that LoRA knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(40, 24)
+        self.linear = nn.Linear(24, 32)
+        self.conv1d = Conv1D(24, 32)
+        self.attention = nn.MultiheadAttention(24, 4, batch_first=True)
+        self.one = nn.Conv1d(24, 20, 3, padding=1)
+        self.two = nn.Conv2d(1, 6, 3, stride=2, padding=1)
+        self.small = nn.Conv2d(6, 5, 1)
+        self.three = nn.Conv3d(1, 4, (1, 3, 3), padding=(0, 1, 1))
+        self.head = nn.Linear(10, 8, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.conv1d(torch.tanh(self.linear(self.embedding(tokens))))
+        x, _ = self.attention(x, x, x, need_weights=False)
+        y = self.one(x.transpose(1, 2))
+        z = self.small(self.two(y.unsqueeze(1)))
+        z = self.three(z.unsqueeze(1)).flatten(1)
+        return self.head(z[:, : z.shape[1] // 10 * 10].unflatten(1, (-1, 10)))
+
+
+EVERYTHING = ["embedding", "linear", "conv1d", "attention", "one", "two", "small", "three", "head"]
+NO_DORA = ["attention"]
+
+
+def zoo(*configs: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    whole = [LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": EVERYTHING, **config}) for config in configs]
+    return peft_model(Zoo().to(dtype), *whole)
+
+
+def deltas(layer: Any, names: list[str]) -> list[torch.Tensor]:
+    """peft's own deltas, in float64."""
+    wide = copy.deepcopy(layer).double()
+    return [wide.get_delta_weight(name) for name in names]
+
+
+def expected(model: Any, names: list[str]) -> dict[str, torch.Tensor]:
+    """{data_ptr: the merged weight} of every plain LoRA layer: peft's deltas in float64, summed and rounded once."""
+    found = {}
+    for layer in model.modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        there = [n for n in names if n in layer.lora_A or n in layer.lora_embedding_A]
+        base = layer.get_base_layer()
+        if isinstance(layer, MultiheadAttention):
+            weight, factor = base.in_proj_weight.data, 1
+        elif isinstance(layer, ParamWrapper):
+            weight, factor = layer.get_param().data, 1
+        else:
+            # peft applies out_proj of MultiheadAttention twice (huggingface/peft#3774)
+            weight, factor = base.weight.data, 2 if isinstance(base, type(nn.MultiheadAttention(2, 1).out_proj)) else 1
+        exact = found.get(weight.data_ptr(), weight.double())
+        for name, delta in zip(there, deltas(layer, there), strict=True):
+            if layer.use_dora.get(name):
+                dims = {"Embedding": (0,)}.get(type(layer).__name__, tuple(range(1, weight.dim())))
+                dims = (0,) if getattr(layer, "fan_in_fan_out", False) else dims
+                norm = (weight.double() + delta).square().sum(dims, keepdim=True).sqrt()
+                magnitude = layer.lora_magnitude_vector[name].weight.double().reshape(norm.shape)
+                exact = magnitude / norm * (exact + delta)
+            else:
+                exact = exact + factor * delta
+        found[weight.data_ptr()] = exact
+    return found
+
+
+def check_merged(model: Any, names: list[str], **options: Any) -> Any:
+    """Merge, and compare every weight with its float64 reference and every address with what it was."""
+    reference = expected(model, names)
+    before = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    merged = merge_lora_inplace(model, adapter_names=names, **options)
+    seen = set()
+    for path, parameter in merged.named_parameters():
+        assert parameter.data_ptr() in before, path
+        if parameter.data_ptr() in reference:
+            seen.add(parameter.data_ptr())
+            assert torch.equal(parameter.data, nearest(reference[parameter.data_ptr()], parameter.dtype)), path
+    assert seen == set(reference)
+    assert not [m for m in merged.modules() if isinstance(m, BaseTunerLayer)]
+    assert not hasattr(merged, "peft_config")
+    return merged
+
+
+def bits(model: nn.Module) -> dict[str, Any]:
+    """Everything that a refused merge must leave: modules, merge state, addresses and bits."""
+    state: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        state[path] = (id(module), type(module), list(getattr(module, "merged_adapters", ())) if path else ())
+    for path, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        state[f"tensor {path}"] = (tensor.data_ptr(), tensor.dtype, hashlib.sha256(raw).hexdigest())
+    return state
+
+
+# ------------------------------------------------------------------------------------------------------- every kind
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_on_a_llama(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    base = save_llama(tmp_path / "base", dtype, attention_bias=kind == "trained bias")
+    adapter = save_adapter(tmp_path / "adapter", base, dtype=dtype, **KINDS[kind])
+    model = load_peft_on_rank(adapter, base)
+    plain = load_peft_on_rank(adapter, base)
+    with torch.no_grad():
+        before = model(input_ids=TOKENS).logits
+    merged = check_merged(model, ["default"])
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = plain.merge_and_unload()
+        after = merged(input_ids=TOKENS).logits
+    assert torch.allclose(before, after, atol={torch.float32: 1e-5}.get(dtype, 3e-2), rtol=2e-2)
+    assert merged.state_dict().keys() == theirs.state_dict().keys()
+    for key, tensor in theirs.state_dict().items():
+        assert torch.allclose(merged.state_dict()[key].float(), tensor.float(), rtol=2e-2, atol=1e-3), key
+    assert merged.merge_report.ok
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kind_of_layer(dtype: torch.dtype) -> None:
+    model = zoo({}, dtype=dtype)
+    if dtype == torch.float32:
+        before = model(TOKENS)
+    merged = check_merged(model, ["default"])
+    if dtype == torch.float32:
+        assert torch.allclose(merged(TOKENS), before, atol=1e-4, rtol=1e-4)
+    assert len(merged.merge_report.weights) == len(EVERYTHING) + 1  # in_proj and out_proj
+
+
+def test_several_adapters_are_rounded_once() -> None:
+    model = zoo({}, {"r": 2, "use_rslora": True}, {"r": 8, "target_modules": ["linear", "two", "attention"]})
+    before = model(TOKENS)
+    merged = check_merged(model, ["default", "a1", "a2"])
+    assert torch.allclose(merged(TOKENS), before, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("configs", [[{"use_dora": True}], [{}, {"use_dora": True}, {"use_dora": True}, {"r": 2}]])
+def test_dora_of_every_kind_and_in_any_company(configs: list[dict[str, Any]], dtype: torch.dtype) -> None:
+    targets = [name for name in EVERYTHING if name not in NO_DORA]
+    model = zoo(*[{"target_modules": targets, **config} for config in configs], dtype=dtype)
+    if dtype == torch.float32:
+        before = model(TOKENS)
+    merged = check_merged(model, ["default", "a1", "a2", "a3"][: len(configs)])
+    if dtype == torch.float32:
+        assert torch.allclose(merged(TOKENS), before, atol=1e-3, rtol=1e-3)
+
+
+def test_lora_bias_is_added_to_the_bias_with_its_scaling() -> None:
+    model = zoo({"lora_bias": True, "target_modules": ["linear", "two", "one"]})
+    layer = model.base_model.model.linear
+    with torch.no_grad():
+        for name in ("linear", "two", "one"):
+            getattr(model.base_model.model, name).lora_B["default"].bias.normal_()
+    exact = layer.base_layer.bias.double() + 1.5 * layer.lora_B["default"].bias.double()
+    before, address = model(TOKENS), layer.base_layer.bias.data_ptr()
+    merged = merge_lora_inplace(model)
+    assert torch.equal(merged.linear.bias.data, nearest(exact.detach(), torch.float32))
+    assert merged.linear.bias.data_ptr() == address
+    assert torch.allclose(merged(TOKENS), before, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [{"init_lora_weights": "mica"}, {"velora_config": VeloraConfig(num_groups=4)}])
+def test_variants_that_add_what_a_plain_lora_adds(config: dict[str, Any]) -> None:
+    model = zoo({"target_modules": ["linear", "head"], "r": 2, **config})
+    assert model.base_model.model.linear.lora_variant
+    before = model(TOKENS)
+    assert torch.allclose(check_merged(model, ["default"])(TOKENS), before, atol=1e-4, rtol=1e-4)
+
+
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return MixtralForCausalLM(
+        MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2, vocab_size=50)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_experts_two_parameters_of_one_module(dtype: torch.dtype) -> None:
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    config = {"target_modules": ["q_proj"], "target_parameters": parameters, "r": 2, "lora_alpha": 3}
+    model = peft_model(mixtral().to(dtype), LoraConfig(**config), LoraConfig(**{**config, "lora_alpha": 5}))
+    with torch.no_grad():
+        before = model(input_ids=TOKENS).logits
+        merged = check_merged(model, ["default", "a1"])
+        after = merged(input_ids=TOKENS).logits
+    assert torch.allclose(after.float(), before.float(), atol=1e-5 if dtype == torch.float32 else 5e-2)
+    assert sum("experts" in weight.name for weight in merged.merge_report.weights) == 4
+    assert {weight.name for weight in merged.merge_report.weights} <= dict(merged.named_parameters()).keys()
+
+
+def test_gpt2_whose_weights_are_transposed() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    base = GPT2LMHeadModel(GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=60, n_positions=32))
+    config = LoraConfig(target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
+    model = peft_model(base, config, LoraConfig(target_modules=["c_fc"], use_dora=True, fan_in_fan_out=True))
+    with torch.no_grad():
+        before = model(input_ids=TOKENS).logits
+        merged = check_merged(model, ["default", "a1"])
+        assert torch.allclose(merged(input_ids=TOKENS).logits, before, atol=1e-5)
+
+
+def test_a_convolution_in_channels_last_keeps_its_strides() -> None:
+    model = zoo({"target_modules": ["two"]})
+    layer = model.base_model.model.two
+    layer.base_layer.weight.data = torch.randn(6, 4, 3, 3).to(memory_format=torch.channels_last)
+    layer.lora_A["default"].weight.data = torch.randn(4, 4, 3, 3)
+    strides = layer.base_layer.weight.stride()
+    merged = check_merged(model, ["default"])
+    assert merged.two.weight.stride() == strides
+
+
+def test_a_weight_that_is_a_view_changes_nothing_beside_it() -> None:
+    model = zoo({"target_modules": ["linear"]})
+    layer, wide = model.base_model.model.linear, torch.full((40, 70), 7.0)
+    wide[2:34, 3:51:2] = layer.base_layer.weight.data
+    layer.base_layer.weight.data = wide[2:34, 3:51:2]
+    merged = check_merged(model, ["default"])
+    assert merged.linear.weight.data_ptr() == wide[2:, 3:].data_ptr()
+    beside = torch.ones(40, 70, dtype=torch.bool)
+    beside[2:34, 3:51:2] = False
+    assert bool((wide[beside] == 7).all())
+
+
+def test_the_same_layer_in_two_places_is_merged_once_and_replaced_in_both() -> None:
+    torch.manual_seed(0)
+    shared = nn.Linear(8, 8)
+    base = nn.ModuleDict({"a": shared, "b": nn.Sequential(nn.ReLU(), shared)})
+    model = peft_model(base, LoraConfig(target_modules=["a"]))
+    layer = model.base_model.model["a"]
+    model.base_model.model["b"][1] = layer
+    merged = check_merged(model, ["default"])
+    assert merged["a"] is merged["b"][1] is shared
+
+
+# --------------------------------------------------------------------------------------------------------- in place
+
+
+def test_the_file_that_the_weights_are_mapped_from_is_not_written(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules="all-linear")
+    files = sorted([*base.rglob("*.safetensors"), *adapter.rglob("*.safetensors")])
+    before = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    merged = merge_lora_inplace(load_peft_on_rank(adapter, base))
+    assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == before
+    fresh = AutoModelForCausalLM.from_pretrained(base)
+    assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, fresh.model.layers[0].mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize("config", [{}, {"use_dora": True, "target_modules": ["linear", "embedding", "one", "conv1d"]}])
+def test_the_bytes_do_not_depend_on_scratch_and_threads(config: dict[str, Any]) -> None:
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            for scratch in (1 << 10, 1 << 14, 1 << 20, 1 << 24):
+                torch.set_num_threads(threads)
+                model = zoo(config, {"r": 3, "target_modules": ["linear"]})
+                torch.set_num_threads(count)
+                results.append(merge_lora_inplace(model, scratch_bytes=scratch).state_dict())
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert all(torch.equal(result[key], tensor) for key, tensor in results[0].items())
+
+
+MEMORY = """
+    import sys, torch, torch_npu
+    from safe_loading import load_peft_on_rank, merge_lora_inplace
+
+    base, adapter = sys.argv[1:]
+    for scratch in (1 << 12, 1 << 16, 1 << 20):
+        model = load_peft_on_rank(adapter, base, device=0)
+        live = torch_npu.stats()[0]["live"]
+        torch_npu.reset()
+        merged = merge_lora_inplace(model, scratch_bytes=scratch)
+        del model
+        stats = torch_npu.stats()[0]
+        size = sum(t.nbytes for t in {t.data_ptr(): t for t in (*merged.parameters(), *merged.buffers())}.values())
+        report({str(scratch): {"live": live, "peak": stats["peak"], "after": stats["live"], "size": size,
+                               "sums": [float(p.double().sum()) for p in merged.parameters()]}})
+        del merged
+"""
+
+
+@pytest.mark.parametrize("kind", ["all linear", "dora", "embedding"])
+def test_the_memory_is_the_scratch_and_the_factors(tmp_path: Path, simulated: Any, kind: str) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 3000}
+    base = save_llama(tmp_path / "base", torch.bfloat16, **sizes)
+    adapter = save_adapter(tmp_path / "adapter", base, dtype=torch.bfloat16, **KINDS[kind])
+    facts = simulated.run(MEMORY, args=[base, adapter])
+    for scratch, seen in facts.items():
+        rows, factors = 8 * 512 * 16, 10 * 4 * 3000 * 8  # eight rows; ten times rank x the longest side in float64
+        assert seen["peak"] - seen["live"] <= max(int(scratch), rows) + factors, (scratch, seen)
+        assert seen["after"] <= seen["size"] + 4096
+    assert len({json.dumps(seen["sums"]) for seen in facts.values()}) == 1
+
+
+WITHOUT_FLOAT64 = """
+    import sys, torch, torch_npu
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+    from safe_loading import load_peft_on_rank, merge_lora_inplace
+    from safe_loading._merging.weights import update
+
+    class NoFloat64(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            for tensor in tree_leaves((args, kwargs, made)):
+                if isinstance(tensor, torch.Tensor) and tensor.device.type == "npu" and tensor.dtype == torch.float64:
+                    raise TypeError(f"{function}: this device has no float64")
+            return made
+
+    base, adapter = sys.argv[1:]
+    expected = merge_lora_inplace(load_peft_on_rank(adapter, base, device="cpu")).state_dict()
+    update.WITHOUT_FLOAT64 = frozenset({"npu"})
+    model = load_peft_on_rank(adapter, base, device=0)
+    with NoFloat64():
+        merged = merge_lora_inplace(model, scratch_bytes=1 << 14).state_dict()
+    report({name: tensor.device.type == "npu" and torch.equal(tensor.cpu(), expected[name])
+            for name, tensor in merged.items()})
+"""
+
+
+@pytest.mark.parametrize("kind", ["all linear", "dora"])
+def test_a_device_without_float64_holds_the_same_bits(tmp_path: Path, simulated: Any, kind: str) -> None:
+    base = save_llama(tmp_path / "base", torch.bfloat16)
+    adapter = save_adapter(tmp_path / "adapter", base, dtype=torch.bfloat16, **KINDS[kind])
+    equal = simulated.run(WITHOUT_FLOAT64, args=[base, adapter])
+    assert equal
+    assert all(equal.values()), [name for name, same in equal.items() if not same]
+
+
+# ---------------------------------------------------------------------------------------------------- all or nothing
+
+
+def lora_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+COUNT = len(EVERYTHING) + 1
+
+
+@pytest.mark.parametrize("number", range(COUNT))
+@pytest.mark.parametrize("part", ["A", "B", "base"])
+def test_a_nan_in_any_layer_leaves_everything(number: int, part: str) -> None:
+    model = zoo({})
+    layer = lora_layers(model)[number]
+    with torch.no_grad():
+        if part == "base":
+            base = layer.get_base_layer()
+            (base.in_proj_weight if isinstance(layer, MultiheadAttention) else base.weight).view(-1)[-1] = torch.nan
+        elif "default" in layer.lora_embedding_A:
+            getattr(layer, f"lora_embedding_{part}")["default"][-1, -1] = torch.nan
+        else:
+            getattr(layer, f"lora_{part}")["default"].weight.view(-1)[-1] = torch.inf
+    before = bits(model)
+    with pytest.raises(MergeError, match="NaN or infinity") as refused:
+        merge_lora_inplace(model)
+    assert bits(model) == before
+    assert len(refused.value.problems) == 1
+    merge_lora_inplace(model, check_finite=False)
+
+
+def test_overflow_is_refused_before_anything_is_written() -> None:
+    model = zoo({"target_modules": ["linear", "head"]}, dtype=torch.float16)
+    with torch.no_grad():
+        model.base_model.model.head.lora_B["default"].weight.fill_(6e4)
+        model.base_model.model.head.lora_A["default"].weight.fill_(3)
+    before = bits(model)
+    with pytest.raises(MergeError, match=r"head.weight: .*beyond the largest number of torch.float16, 65504"):
+        merge_lora_inplace(model)
+    assert bits(model) == before
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    model = zoo({})
+    with torch.no_grad():
+        for layer in lora_layers(model)[3:6]:
+            for factor in layer.lora_A.values():
+                factor.weight.fill_(torch.nan)
+    with pytest.raises(MergeError) as refused:
+        merge_lora_inplace(model)
+    assert len(refused.value.problems) == 3
+
+
+def lora_bias_without_a_bias() -> Any:
+    return zoo({"lora_bias": True, "target_modules": ["linear", "head"]})
+
+
+def grouped() -> Any:
+    return peft_model(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)), LoraConfig(target_modules=["0"], r=4))
+
+
+def dilated() -> Any:
+    return peft_model(nn.Sequential(nn.Conv2d(4, 4, 3, dilation=2)), LoraConfig(target_modules=["0"], r=4))
+
+
+def varied(variant: Any) -> Any:
+    """Made by hand: Arrow wants adapters on disk, QALoRA the layers of GPTQ, whose merge peft refuses before."""
+    model = zoo({"target_modules": ["linear"]})
+    model.base_model.model.linear.lora_variant["default"] = variant
+    return model
+
+
+def tied_llama(**config: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=40, tie_word_embeddings=True))
+    return peft_model(base, LoraConfig(**config))
+
+
+def one_parameter_in_two_layers(*targets: str) -> Any:
+    base = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "c": nn.Linear(8, 8)})
+    base["b"].weight = base["a"].weight
+    return peft_model(base, LoraConfig(target_modules=[*targets, "c"]))
+
+
+def on_meta() -> Any:
+    model = zoo({"target_modules": ["linear", "head"]})
+    model.base_model.model.head.base_layer.to("meta")
+    return model
+
+
+def alora() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=40))
+    config = {"alora_invocation_tokens": [1, 2], "task_type": "CAUSAL_LM"}
+    return peft_model(base, LoraConfig(target_modules=["q_proj"], **config))
+
+
+def dora_on_merged() -> Any:
+    model = zoo({"target_modules": ["linear"]}, {"target_modules": ["linear"], "use_dora": True})
+    model.merge_adapter(["default"])
+    return model
+
+
+def normed_embedding(**config: Any) -> Any:
+    from transformers.models.inkling2.modeling_inkling2 import Inkling2NormedEmbedding
+
+    base = nn.ModuleDict({"embed": Inkling2NormedEmbedding(20, 8, 0, 1e-6), "linear": nn.Linear(8, 8)})
+    return peft_model(base, LoraConfig(**config))
+
+
+def tokens_of_a_head_with_a_bias() -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    base = BertForMaskedLM(BertConfig(vocab_size=40, **sizes))
+    return peft_model(base, LoraConfig(target_modules=["query"], trainable_token_indices={"word_embeddings": [1]}))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "lora_bias without a bias": (
+        lora_bias_without_a_bias,
+        r"head: adapter 'default' has lora_bias=True.*layer\.bias =",
+    ),
+    "groups": (grouped, "groups=2"),
+    "dilation": (dilated, r"dilation=\(2, 2\)"),
+    "Arrow": (lambda: varied(variants.ArrowLinearVariant()), "linear: Arrow chooses among its adapters by the input"),
+    "QALoRA": (lambda: varied(variants.QALoraLinearVariant()), "linear: QALoRA changes the zero points"),
+    "a tied embedding": (
+        lambda: tied_llama(target_modules=["embed_tokens"]),
+        r"embed_tokens.weight shares its memory with lm_head.weight.*tie_word_embeddings=False",
+    ),
+    "a tied head": (lambda: tied_llama(target_modules=["lm_head"]), "lm_head.weight shares its memory with"),
+    "tied tokens": (
+        lambda: tied_llama(target_modules=["q_proj", "embed_tokens", "lm_head"]),
+        "the adapters change in another way",
+    ),
+    "one parameter in two layers": (lambda: one_parameter_in_two_layers("a"), "shares its memory with b.weight"),
+    "one parameter, two deltas": (lambda: one_parameter_in_two_layers("a", "b"), "change in another way"),
+    "meta": (on_meta, "head: its weight is on meta"),
+    "aLoRA": (alora, "aLoRA applies its delta only after"),
+    "an embedding with a norm": (
+        lambda: normed_embedding(target_modules=["embed"]),
+        r"embed: its Inkling2NormedEmbedding does more than look up rows of its weight \(embed_norm\)",
+    ),
+    "tokens of a head with a bias": (tokens_of_a_head_with_a_bias, "tokens are trained without its bias"),
+    "DoRA onto a merged adapter": (dora_on_merged, "unmerge_adapter"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_merged_is_refused_with_the_fix(case: str) -> None:
+    make, text = REFUSED[case]
+    model = make()
+    if case == "meta":
+        with pytest.raises(MergeError, match=text):
+            merge_lora_inplace(model)
+        return
+    before = bits(model)
+    with pytest.raises(MergeError, match=text):
+        merge_lora_inplace(model)
+    assert bits(model) == before
+
+
+def test_layers_that_are_repeated_are_merged_once_each_has_its_own_weights(tmp_path: Path, tiny_llama: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", tiny_llama, layer_replication=[[0, 2], [1, 3]])
+    model: Any = load_peft_on_rank(adapter, tiny_llama)
+    tokens = torch.arange(8).reshape(2, 4)
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+    with pytest.raises(MergeError, match=r"layer_replication made layers that share.*copy\.deepcopy\(layer\)"):
+        merge_lora_inplace(model)
+    layers = model.get_base_model().model.layers
+    for i, layer in enumerate(layers):
+        layers[i] = copy.deepcopy(layer)
+    merge_lora_inplace(model).save_pretrained(tmp_path / "out")
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert merged.config.num_hidden_layers == 4
+    with torch.no_grad():
+        assert torch.allclose(merged(input_ids=tokens).logits, expected, atol=1e-4)
+
+
+def test_tied_weights_with_the_same_adapter_change_once() -> None:
+    model = tied_llama(target_modules=["embed_tokens"], ensure_weight_tying=True)
+    inner = model.base_model.model
+    # peft ties lora_A of the head to lora_embedding_B of the embedding; randomised() wrote both through one of them
+    exact = expected_once(inner.model.embed_tokens)
+    with torch.no_grad():
+        before = model(input_ids=TOKENS).logits
+        merged = merge_lora_inplace(model)
+        assert torch.equal(merged.lm_head.weight.data, nearest(exact, torch.float32))
+        assert torch.allclose(merged(input_ids=TOKENS).logits, before, atol=1e-5)
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    (entry,) = merged.merge_report.weights
+    assert entry.also == ("lm_head",)
+
+
+def expected_once(layer: Any) -> torch.Tensor:
+    return layer.base_layer.weight.data.double() + deltas(layer, ["default"])[0].detach()
+
+
+def test_tied_tokens_change_both_by_design() -> None:
+    model = tied_llama(target_modules=["q_proj"], trainable_token_indices=[1, 5, 7])
+    with torch.no_grad():
+        before = model(input_ids=TOKENS).logits
+        merged = merge_lora_inplace(model)
+        assert torch.allclose(merged(input_ids=TOKENS).logits, before, atol=1e-5)
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+
+
+def test_a_saved_head_is_no_longer_tied_and_the_report_says_so(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "adapter", base, **KINDS["modules to save"])
+    merged = merge_lora_inplace(load_peft_on_rank(adapter, base))
+    assert [finding.code for finding in merged.merge_report.findings] == ["no-longer-tied"]
+    assert merged.config.tie_word_embeddings is False
+
+
+@pytest.mark.parametrize("kind", ["bart", "bert"])
+def test_what_is_tied_beside_an_own_head_is_saved_under_each_name(tmp_path: Path, kind: str) -> None:
+    from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    if kind == "bart":  # encoder, decoder and head have one embedding
+        sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        config = BartConfig(vocab_size=60, d_model=16, encoder_ffn_dim=24, decoder_ffn_dim=24, **sizes)
+        base, saved = BartForConditionalGeneration(config), "lm_head"
+    else:  # a bias has two names
+        config = BertConfig(
+            vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24
+        )
+        base, saved = BertForMaskedLM(config), "predictions"
+    targets = ["q_proj", "query"]
+    model = randomised(get_peft_model(base, LoraConfig(target_modules=targets, modules_to_save=[saved]))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter))
+        before = model(input_ids=TOKENS).logits
+        merged = merge_lora_inplace(model)
+        merged.save_pretrained(tmp_path)
+        again, info = type(merged).from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert torch.allclose(again(input_ids=TOKENS).logits, before, atol=1e-5)
+    assert "copy of its own" in str(merged.merge_report)
+
+
+# ---------------------------------------------------------------------------------------------- interrupted, resumed
+
+
+@pytest.mark.parametrize("number", range(0, COUNT, 2))
+def test_ctrl_c_finishes_the_layer_and_a_second_call_the_rest(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    model, whole = zoo({}), merge_lora_inplace(zoo({}))
+    merge, calls = apply.merge_matrix, []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number + 1:
+            signal.raise_signal(signal.SIGINT)
+        return merge(*args, **options)
+
+    monkeypatch.setattr(apply, "merge_matrix", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        merge_lora_inplace(model)
+    assert signal.getsignal(signal.SIGINT) is before
+    merged = merge_lora_inplace(model)
+    assert all(torch.equal(merged.state_dict()[key], tensor) for key, tensor in whole.state_dict().items())
+    assert not lora_layers(merged)
+
+
+@pytest.mark.parametrize("config", [{}, {"use_dora": True, "target_modules": ["linear", "embedding", "head"]}])
+@pytest.mark.parametrize("times", [1, 99])
+def test_when_the_memory_runs_out_within_a_weight_it_is_finished_or_named(
+    monkeypatch: pytest.MonkeyPatch, times: int, config: dict[str, Any]
+) -> None:
+    whole = merge_lora_inplace(zoo(config)).state_dict()
+    merged, calls = RowMerger._merged, []
+
+    def failing(self: Any, *args: Any) -> Any:
+        calls.append(self)
+        if number <= len(calls) < number + times:
+            merged(self, *args)  # the scratch is used, and nothing was written
+            raise MemoryError("no more memory")
+        return merged(self, *args)
+
+    monkeypatch.setattr(RowMerger, "_merged", failing)
+    for number in (1, 2, 5, 9):
+        calls.clear()
+        model = zoo(config)
+        if times == 1:
+            found = merge_lora_inplace(model, scratch_bytes=1, check_finite=False).state_dict()
+            assert calls[number - 1] is calls[number]  # once more
+            assert calls[number]._spare is None
+            assert all(torch.equal(found[key], tensor) for key, tensor in whole.items())
+        else:
+            with pytest.raises(MergeError, match=r"could not be finished; \d+ of \d+ layers are merged") as error:
+                merge_lora_inplace(model, scratch_bytes=1, check_finite=False)
+            assert "rows are merged, the rest is not (no more memory)" in str(error.value)
+
+
+def test_when_the_memory_runs_out_between_weights_the_rest_can_be_merged_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, make = merge_lora_inplace(zoo({})).state_dict(), RowMerger.__init__
+    for number in range(COUNT):
+        made: list[int] = []
+
+        def failing(self: Any, *args: Any, made: list[int] = made, number: int = number, **options: Any) -> None:
+            made.append(1)
+            if len(made) == number + 1:
+                raise RuntimeError("can't allocate memory")
+            make(self, *args, **options)
+
+        monkeypatch.setattr(RowMerger, "__init__", failing)
+        model = zoo({})
+        try:
+            merged = merge_lora_inplace(model, check_finite=False)
+        except MergeError as error:  # the first weight of a layer; a later one is merged in the smallest blocks
+            assert "others are unchanged" in str(error) and "can't allocate memory" in str(error)  # noqa: PT017, PT018
+            assert lora_layers(model)
+            merged = merge_lora_inplace(model)
+        assert len(made) > number
+        assert all(torch.equal(merged.state_dict()[key], tensor) for key, tensor in whole.items())
+
+
+@pytest.mark.parametrize("unload", [True, False])
+def test_a_second_call_that_merges_nothing_keeps_the_report_of_the_first(unload: bool) -> None:
+    model = zoo({})
+    first: Any = merge_lora_inplace(model, unload=unload)
+    weights, report = first.state_dict(), first.merge_report
+    again: Any = merge_lora_inplace(model, unload=unload)
+    assert again is first
+    assert again.merge_report is report
+    assert report.weights
+    assert all(torch.equal(again.state_dict()[key], tensor) for key, tensor in weights.items())
+
+
+def test_a_failing_layer_of_peft_leaves_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft.tuners.loha.layer import Linear as LoHaLinear
+
+    torch.manual_seed(0)
+    model: Any = get_peft_model(Zoo(), LoHaConfig(target_modules=["linear", "head"], init_weights=False))
+    merge, calls = LoHaLinear.merge, []
+
+    def failing(self: Any, *args: Any, **options: Any) -> None:
+        merge(self, *args, **options)
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("no more memory")
+
+    monkeypatch.setattr(LoHaLinear, "merge", failing)
+    before = bits(model)
+    with pytest.raises(MergeError, match="no more memory"):
+        merge_lora_inplace(model)
+    assert bits(model) == before
+    monkeypatch.setattr(LoHaLinear, "merge", merge)
+    merge_lora_inplace(model)
+
+
+@pytest.mark.parametrize("config", [LoHaConfig(target_modules=["linear", "head"], init_weights=False)])
+def test_other_tuners_go_peft_s_own_way_and_keep_their_storage(config: Any) -> None:
+    torch.manual_seed(0)
+    model: Any = get_peft_model(Zoo(), config).eval()
+    theirs = copy.deepcopy(model).merge_and_unload(safe_merge=True)
+    addresses = {parameter.data_ptr() for parameter in model.parameters()}
+    merged = merge_lora_inplace(model)
+    assert {parameter.data_ptr() for parameter in merged.parameters()} <= addresses
+    assert all(torch.equal(merged.state_dict()[key], tensor) for key, tensor in theirs.state_dict().items())
+    assert [finding.code for finding in merged.merge_report.findings] == ["merged-by-peft"]
+    assert {weight.road for weight in merged.merge_report.weights} == {"peft"}
+
+
+def test_a_mixed_model_is_merged_each_layer_by_its_own_road() -> None:
+    torch.manual_seed(0)
+    model: Any = get_peft_model(Zoo(), LoraConfig(target_modules=["linear"], r=4), "default", mixed=True)
+    model.add_adapter("other", LoHaConfig(target_modules=["head"], init_weights=False))
+    model.set_adapter(["default", "other"])
+    before = randomised(model)(TOKENS)
+    merged = merge_lora_inplace(model)
+    assert torch.allclose(merged(TOKENS), before, atol=1e-4, rtol=1e-4)
+    assert {weight.road for weight in merged.merge_report.weights} == {"blocks", "peft"}
+
+
+def test_ia3_goes_too() -> None:
+    torch.manual_seed(0)
+    model: Any = get_peft_model(
+        Zoo(), IA3Config(target_modules=["linear"], feedforward_modules=[], init_ia3_weights=False)
+    )
+    model.base_model.model.linear.ia3_l["default"].data.uniform_(0.5, 2)
+    before = model.eval()(TOKENS)
+    assert torch.allclose(merge_lora_inplace(model)(TOKENS), before, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ names and unload
+
+
+def test_only_the_named_adapters_are_merged() -> None:
+    check_merged(zoo({}, {"r": 2}), ["a1"])
+
+
+def test_none_takes_the_active_ones() -> None:
+    model = zoo({}, {"r": 2})
+    model.set_adapter("a1")
+    reference = expected(model, ["a1"])
+    merged = merge_lora_inplace(model)
+    assert torch.equal(merged.linear.weight.data, nearest(reference[merged.linear.weight.data_ptr()], torch.float32))
+    assert merged.merge_report.adapters == ("a1",)
+
+
+def test_a_saved_module_is_that_of_the_named_adapter() -> None:
+    def model() -> Any:
+        made = get_peft_model(Zoo(), LoraConfig(target_modules=["linear"], modules_to_save=["head"]), adapter_name="a")
+        made.add_adapter("b", LoraConfig(target_modules=["linear"], modules_to_save=["head"]))
+        made.add_adapter("c", LoraConfig(target_modules=["linear"]))
+        for number, saved in enumerate(made.head.modules_to_save.values(), 1):
+            nn.init.constant_(saved.weight, number)
+        return randomised(made)  # "a" is the active one
+
+    for names, head in ((["a"], 1), (["b"], 2), (["c", "b"], 2)):
+        assert bool((merge_lora_inplace(model(), adapter_names=names).head.weight == head).all())
+    assert torch.equal(merge_lora_inplace(model(), adapter_names=["c"]).head.weight, Zoo().head.weight)
+    before = bits(both := model())
+    with pytest.raises(MergeError, match=r"head: the adapters \['a', 'b'\] each bring a content of it"):
+        merge_lora_inplace(both, adapter_names=["a", "b"])
+    assert bits(both) == before
+
+
+@pytest.mark.parametrize("names", ["default", ["other"], [], ["default", "default"]])
+def test_names_that_make_no_sense(names: Any) -> None:
+    model = zoo({})
+    before = bits(model)
+    with pytest.raises(ArgumentError, match="adapter_names"):
+        merge_lora_inplace(model, adapter_names=names)
+    assert bits(model) == before
+
+
+def test_models_without_adapters_that_merge() -> None:
+    with pytest.raises(ArgumentError, match="PeftModel"):
+        merge_lora_inplace(nn.Linear(2, 2))
+    base = AutoModelForCausalLM.from_config(tied_llama(target_modules=["q_proj"]).config)
+    prompt = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ArgumentError, match="adds inputs"):
+        merge_lora_inplace(prompt)
+    with pytest.raises(ArgumentError, match="scratch_bytes"):
+        merge_lora_inplace(zoo({}), scratch_bytes=0)
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"use_dora": True, "target_modules": [n for n in EVERYTHING if n not in NO_DORA]}]
+)
+def test_without_unloading_peft_can_take_it_out_again(config: dict[str, Any]) -> None:
+    model = zoo(config)
+    with torch.no_grad():
+        before, start = model(TOKENS), bits(model)
+        weights = {path: parameter.clone() for path, parameter in model.named_parameters()}
+        assert merge_lora_inplace(model, unload=False) is model
+        assert model.base_model.model.linear.merged_adapters == ["default"]
+        assert torch.allclose(model(TOKENS), before, atol=1e-3)
+        again = bits(model)
+        merge_lora_inplace(model, unload=False)  # nothing is left to merge
+        assert bits(model) == again
+        model.unmerge_adapter()
+    for path, parameter in model.named_parameters():
+        assert torch.allclose(parameter, weights[path], atol=1e-5), path
+    assert bits(model).keys() == start.keys()
+
+
+def test_merging_in_two_calls() -> None:
+    model = zoo({}, {"r": 2})
+    merge_lora_inplace(model, adapter_names=["default"], unload=False)
+    merged = merge_lora_inplace(model, adapter_names=["default", "a1"])
+    assert merged.merge_report.adapters == ("a1",)
+    assert [finding.code for finding in merged.merge_report.findings] == ["merged-before"]
+    together = merge_lora_inplace(zoo({}, {"r": 2}), adapter_names=["default", "a1"])
+    assert torch.allclose(merged.linear.weight, together.linear.weight, atol=1e-6)
+
+
+def test_the_lora_model_itself_can_be_passed() -> None:
+    model = zoo({})
+    assert not lora_layers(merge_lora_inplace(model.base_model))
+
+
+# ---------------------------------------------------------------------------------------------------------- report
+
+
+def test_the_report(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    with caplog.at_level(logging.INFO, logger="safe_loading"):
+        merged = merge_lora_inplace(zoo({}, {"r": 2, "target_modules": ["linear"]}), progress=False)
+    report = merged.merge_report
+    assert report.ok
+    assert report.unloaded
+    assert report.adapters == ("default", "a1")
+    by_name = {weight.name: weight for weight in report.weights}
+    assert by_name.keys() == {
+        *(f"{n}.weight" for n in EVERYTHING if n != "attention"),
+        "attention.in_proj_weight",
+        "attention.out_proj.weight",
+    }
+    assert by_name["linear.weight"].adapters == ("default", "a1")
+    assert by_name["linear.weight"].bytes == 24 * 32 * 4
+    assert 0 < by_name["linear.weight"].delta_rms < 1
+    assert str(report) in caplog.text
+    assert json.loads(report.to_json())["bytes"] == report.bytes
+    assert "<table>" in report._repr_html_()
+    assert capsys.readouterr().out == ""
+    broken = zoo({})
+    broken.base_model.model.linear.lora_A["default"].weight.data.fill_(torch.nan)
+    assert "NaN" not in merge_lora_inplace(broken, check_finite=False).merge_report.to_json()
+
+
+def test_a_peft_model_is_what_load_peft_on_rank_returns(tiny_llama: Path, tiny_adapter: Path) -> None:
+    model = load_peft_on_rank(tiny_adapter, tiny_llama)
+    assert isinstance(model, PeftModel)
+    assert type(merge_lora_inplace(model)) is type(AutoModelForCausalLM.from_pretrained(tiny_llama))

@@ -1,0 +1,118 @@
+"""Which modules are gathered together: the model's hints, its lists of layers, ties, dtypes and the caller's wishes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fsdp_cases import gpt2, llama, on_meta
+from torch import nn
+
+from safe_loading import ArgumentError
+from safe_loading._sharding.fsdp_units import plan_units
+from safe_loading._sharding.parameters import ignored_parameters
+
+
+def names(model: nn.Module, wrap: object = None, **options: object) -> list[str]:
+    units = plan_units(model, wrap, **options)  # type: ignore[arg-type]
+    every = [name for unit in units for name in unit.parameters]
+    assert len(every) == len(set(every)) == len(list(model.parameters()))
+    return [unit.name for unit in units]
+
+
+class Block(nn.Module):
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.inner = nn.Linear(size, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_the_layers_the_head_with_its_norm_and_the_root() -> None:
+    assert names(on_meta(llama))[-2:] == ["model.norm + lm_head", "(root)"]
+    assert names(on_meta(llama), flat=True)[-2:] == ["model.layers.2", "(root)"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "last"), [(["lm_head"], ["(root)"]), (["model.norm"], ["model.norm + lm_head", "(root)"])]
+)
+def test_an_ignored_head_or_norm_is_in_no_unit(patterns: list[str], last: list[str]) -> None:
+    model = on_meta(llama)
+    ignored = ignored_parameters(model, patterns)
+    units = plan_units(model, ignored=ignored)
+    assert [unit.name for unit in units][3:] == last
+    assert sum(len(unit.parameters) for unit in units) == len(list(model.parameters())) - len(ignored)
+
+
+def test_a_tied_head_stays_with_the_root_and_the_root_is_never_alone() -> None:
+    assert names(on_meta(gpt2)) == ["transformer.h.0", "transformer.h.1", "(root)"]
+    model = on_meta(gpt2)
+    for module in model.modules():
+        if hasattr(module, "_no_split_modules"):
+            module._no_split_modules = {"NoSuchBlock"}
+    assert names(model) == ["transformer.h.0", "transformer.h.1", "(root)"]
+
+
+def test_the_largest_list_of_equal_modules_and_no_small_ones() -> None:
+    assert names(Custom()) == ["blocks.0", "blocks.1", "blocks.2", "(root)"]
+    assert names(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))) == ["0", "2", "(root)"]
+
+
+def test_wrappers_count_as_the_layers_that_they_hold() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = on_meta(llama)
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer)
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    units = plan_units(model)
+    assert [unit.name for unit in units][:3] == ["model.layers.0", "model.layers.1", "model.layers.2"]
+    assert units[0].modules == ("model.layers.0",)
+    assert "model.layers.0.mlp.up_proj.weight" in units[0].parameters
+
+
+def test_layers_that_share_a_parameter_become_one_unit_and_what_the_root_shares_goes_there() -> None:
+    model = Custom()
+    model.blocks[2].inner.weight = model.blocks[0].inner.weight
+    assert names(model) == ["blocks.1", "blocks.0 + blocks.2", "(root)"]
+    assert names(model, flat=True) == ["blocks.1", "(root)"]
+    model = Custom()
+    model.extra = nn.Linear(4, 4)
+    model.extra.weight = model.blocks[1].inner.weight
+    assert names(model) == ["blocks.0", "blocks.2", "(root)"]
+
+
+def test_another_dtype_gets_a_unit_where_torch_asks_for_one() -> None:
+    model = Custom()
+    model.blocks[0].extra = nn.Linear(2, 2).to(torch.bfloat16)
+    assert "blocks.0.extra" in names(model)
+    model.blocks[0].extra.requires_grad_(False)
+    assert "blocks.0.extra" not in names(model)
+    assert "blocks.0.extra" in names(model, flat=True)
+    model.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    with pytest.raises(ArgumentError, match=r"scale is torch\.float64"):
+        plan_units(model)
+
+
+def test_the_caller_decides_by_class_name_pattern_or_predicate() -> None:
+    assert names(Custom(), Block) == ["blocks.0", "blocks.1", "blocks.2", "(root)"]
+    assert names(Custom(), "Block") == names(Custom(), ["blocks.*"])[:0] + names(Custom(), {Block})
+    assert names(Custom(), ["blocks.1", "embed"]) == ["blocks.1", "embed", "(root)"]
+    assert names(Custom(), lambda module: isinstance(module, nn.Embedding)) == ["embed", "(root)"]
+    with pytest.raises(ArgumentError, match="NoSuch"):
+        plan_units(Custom(), ["NoSuch"])
+    with pytest.raises(ArgumentError, match="no forward"):
+        plan_units(Custom(), ["blocks"])
+    with pytest.raises(ArgumentError, match="wrap=3"):
+        plan_units(Custom(), 3)  # type: ignore[arg-type]

@@ -1,0 +1,382 @@
+"""Every rank's reads, put together, are the model that ``from_pretrained`` loads; no byte is read twice."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import save_llama
+from safetensors.torch import load_file, save_file
+from tiny_models import causal_lm_classes, image_text_classes, tiny_config
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
+
+from safe_loading import CheckpointError, meta_model
+from safe_loading._core import progress as _progress
+from safe_loading._core.report import MiB
+from safe_loading._sharding import reading
+from safe_loading._sharding.buffers import compute_buffers
+from safe_loading._sharding.checkpoint_source import Source, disk_tensors, open_source
+from safe_loading._sharding.read_plan import Target
+from safe_loading._sharding.reading import ReadReport, differing, read_targets
+from safe_loading._sharding.tensor_slices import Box, Flat, whole
+from safe_loading.errors import ArgumentError
+
+EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
+# What each of them stands for is a way in which disk and model differ: experts, transposed and fused weights,
+# multipliers in buffers, names of several towers, rotary permutations, an n-gram table.
+FIXED = [
+    "LlamaForCausalLM",
+    "GPT2LMHeadModel",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "FalconH1ForCausalLM",
+    "GemmaForCausalLM",
+    "HrmTextForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
+    "MistralLarge4ForConditionalGeneration",
+    "Inkling2ForCausalLM",
+]
+SAMPLE = [*FIXED, *random.Random(20261121).sample(sorted(set(EVERY) - set(FIXED)), 3)]
+
+
+def saved(name: str, folder: Path, seed: int = 0) -> Any:
+    """Save a tiny model of a class with random weights in several files, and return the class."""
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = kind(tiny_config(name))
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.normal_(std=0.02)
+        model.save_pretrained(folder, max_shard_size="60KB")
+    return kind
+
+
+def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters, each once, and the persistent buffers."""
+    held = model.state_dict().keys()
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in held)
+
+
+def box_at(shape: Any, mesh: Any, coordinate: Any, placements: Any) -> Box:
+    """The block that DTensor gives to a place of a mesh."""
+    size, offset = _compute_local_shape_and_global_offset(shape, torch.Size(mesh), coordinate, placements)
+    return Box(tuple(offset), tuple(size))
+
+
+def read_as_ranks(
+    source: Source, model: torch.nn.Module, world: int, placement: Placement | None = None
+) -> tuple[dict[str, torch.Tensor], list[ReadReport]]:
+    """Read a model as `world` ranks would (flat ranges without a placement), and put their parts together."""
+    full = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in tensors_of(model)}
+    reports = []
+    for rank in range(world):
+        targets = []
+        for name, tensor in tensors_of(model):
+            shape = tuple(tensor.shape)
+            if placement is None:
+                size = -(-tensor.numel() // world)
+                region: Any = Flat(min(tensor.numel(), rank * size), min(tensor.numel(), (rank + 1) * size))
+                memory = torch.empty(region.numel, dtype=tensor.dtype)
+            else:
+                inner = Shard(min(placement.dim, len(shape) - 1)) if isinstance(placement, Shard) else placement
+                region = box_at(shape, [world], [rank], [inner]) if shape else whole(shape)
+                memory = torch.empty(region.size, dtype=tensor.dtype)
+            targets.append(Target(name, shape, tensor.dtype, region, memory))
+        reports.append(read_targets(source, None, targets))
+        for target in targets:
+            place = full[target.name]
+            if isinstance(target.region, Flat):
+                place.view(-1)[target.region.start : target.region.stop] = target.destination
+            else:
+                box = target.region
+                place[tuple(slice(at, at + size) for at, size in zip(box.offset, box.size, strict=True))] = (
+                    target.destination
+                )
+    return full, reports
+
+
+def check_class(name: str, folder: Path) -> None:
+    """Compare a class, read in several ways, with from_pretrained: parameters, buffers, dtypes and bytes."""
+    kind = saved(name, folder)
+    for dtype, world, placement in ((torch.float32, 4, Shard(0)), (torch.bfloat16, 2, None)):
+        reference = kind.from_pretrained(folder, dtype=dtype)
+        model = meta_model(folder, kind, dtype)
+        assert {n: t.dtype for n, t in reference.state_dict().items()} == {
+            n: t.dtype for n, t in model.state_dict().items()
+        }
+        source = open_source(folder, model)
+        full, reports = read_as_ranks(source, model, world, placement)
+        missing = {name for report in reports for name in report.missing}
+        for key, tensor in tensors_of(reference):
+            if key not in missing:
+                assert torch.equal(full[key], tensor), key
+        computed = compute_buffers(model)
+        for key, buffer in reference.named_buffers():
+            own = computed.get(key, model.get_buffer(key))
+            if not own.is_meta:
+                assert own.dtype == buffer.dtype, key
+                assert torch.equal(own, buffer), key
+        if not reports[0].converted:
+            read = sum(report.bytes_read for report in reports)
+            scalars = sum(t.nbytes for _, t in tensors_of(model) if not t.dim()) * (world - 1) if placement else 0
+            held = {other for key in full for other in source.all_held_as(key)}
+            used = sum({info.name: info.nbytes for key in held for info in disk_tensors(source, key)}.values())
+            assert used <= read <= used + scalars * 2
+            assert used == source.checkpoint.nbytes or missing or source.layout.unknown
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_what_the_ranks_read_is_what_from_pretrained_loads(name: str, tmp_path: Path) -> None:
+    check_class(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(EVERY) - set(SAMPLE)))
+def test_what_the_ranks_of_every_class_read_is_what_from_pretrained_loads(name: str, tmp_path: Path) -> None:
+    check_class(name, tmp_path)
+
+
+def test_the_sample_has_the_conversions_that_cannot_be_followed(tmp_path: Path) -> None:
+    saved("MistralLarge4ForConditionalGeneration", tmp_path)
+    source = open_source(tmp_path, meta_model(tmp_path))
+    kinds = {type(op).__name__ for made in source.layout.conversions for op in made.rule.operations}
+    assert "PermuteForRope" in kinds
+
+
+def test_three_experts_on_four_ranks_and_dinov2_swiglu_are_read_right(tmp_path: Path) -> None:
+    # loaders that shard before they convert hang on the first, and load the second wrong in silence
+    kind: Any = transformers.MixtralForCausalLM
+    config = tiny_config("mixtral")
+    config.num_local_experts = 3
+    dinov2 = transformers.Dinov2Config(
+        hidden_size=60, num_hidden_layers=2, num_attention_heads=4, use_swiglu_ffn=True, image_size=28, patch_size=14
+    )
+    for name, model in (("mixtral", kind(config)), ("dinov2", transformers.Dinov2Model(dinov2))):
+        folder = tmp_path / name
+        model.save_pretrained(folder, max_shard_size="60KB")
+        reference = type(model).from_pretrained(folder)
+        skeleton = meta_model(folder, type(model))
+        for placement in (Shard(0), None):
+            full, _ = read_as_ranks(open_source(folder, skeleton), skeleton, 4, placement)
+            assert all(torch.equal(full[key], tensor) for key, tensor in tensors_of(reference)), name
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 7])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), None], ids=["rows", "columns", "flat"])
+def test_uneven_and_empty_shards_are_read_once_each(world: int, placement: Placement | None, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 251}
+    folder = save_llama(tmp_path, **sizes)
+    model, reference = meta_model(folder), dict(load_all(folder))
+    source = open_source(folder, model)
+    full, reports = read_as_ranks(source, model, world, placement)
+    assert all(torch.equal(full[name], tensor) for name, tensor in reference.items())
+    assert sum(report.bytes_read for report in reports) == source.checkpoint.nbytes
+
+
+def load_all(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in folder.glob("*.safetensors"):
+        yield from load_file(path).items()
+
+
+def test_each_group_of_hsdp_reads_every_byte_once(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path)
+    model = meta_model(folder)
+    source = open_source(folder, model)
+    read = []
+    for coordinate in [(group, rank) for group in range(2) for rank in range(3)]:
+        targets = []
+        for name, tensor in model.named_parameters():
+            box = box_at(tensor.shape, [2, 3], coordinate, [Replicate(), Shard(0)])
+            targets.append(Target(name, tuple(tensor.shape), tensor.dtype, box, torch.empty(box.size)))
+        read.append(read_targets(source, None, targets).bytes_read)
+    assert sum(read[:3]) == sum(read[3:]) == source.checkpoint.nbytes
+
+
+def test_a_cast_is_the_one_of_torch_and_the_dtype_of_the_model_stays(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path, torch.float32)
+    model = meta_model(folder, dtype=torch.bfloat16)
+    full, reports = read_as_ranks(open_source(folder, model), model, 2, Shard(0))
+    for name, tensor in load_all(folder):
+        assert full[name].dtype == torch.bfloat16
+        assert torch.equal(full[name], tensor.to(torch.bfloat16))
+    assert sum(report.bytes_read for report in reports) == sum(t.nbytes for _, t in load_all(folder))
+
+
+def test_a_wider_destination_holds_the_rounded_values(tmp_path: Path) -> None:
+    # an optimizer's float32 copy of a bfloat16 model must hold what the model has, not what the disk has
+    save_file({"weight": torch.tensor([1.0, 1.0 + 2**-12])}, tmp_path / "model.safetensors")
+    module = torch.nn.Linear(1, 1, bias=False)
+    module.weight = torch.nn.Parameter(torch.empty(2, device="meta", dtype=torch.bfloat16))
+    place = torch.empty(2, dtype=torch.float32)
+    read_targets(tmp_path, module, [Target("weight", (2,), torch.bfloat16, whole((2,)), place)])
+    assert place.tolist() == [1.0, 1.0]
+
+
+def all_of(model: torch.nn.Module) -> list[Target]:
+    return [
+        Target(name, tuple(each.shape), each.dtype, whole(each.shape), torch.empty(each.shape, dtype=each.dtype))
+        for name, each in model.named_parameters()
+    ]
+
+
+def test_a_second_read_finds_every_bit_that_differs_and_opens_each_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = saved("MixtralForCausalLM", tmp_path)
+    model = meta_model(tmp_path, kind, dtype=torch.bfloat16)
+    source = open_source(tmp_path, model)
+    targets = all_of(model)
+    read_targets(source, None, targets)
+    opened: list[Path] = []
+    real = reading.open_regular
+    monkeypatch.setattr(reading, "open_regular", lambda path: opened.append(path) or real(path))
+    assert differing(source, targets, staging_bytes=1000) == []
+    assert sorted(opened) == sorted(source.checkpoint.files)
+    by_name = {target.name: target.destination for target in targets}
+    by_name["model.norm.weight"].view(torch.int16)[-1] ^= 1
+    by_name["model.layers.1.mlp.experts.gate_up_proj"].view(torch.int16)[-1, -1, -1] ^= 1
+    wanted = ["model.layers.1.mlp.experts.gate_up_proj", "model.norm.weight"]
+    assert sorted(differing(source, targets, staging_bytes=1000)) == wanted
+
+
+def test_a_bar_goes_to_the_end_when_parameters_are_converted_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = saved("MistralLarge4ForConditionalGeneration", tmp_path)
+    model = meta_model(tmp_path, kind, dtype=torch.bfloat16)
+    source = open_source(tmp_path, model)
+    targets = all_of(model)
+    bars: list[list[Any]] = []
+
+    class Counted(_progress.Bar):
+        def __init__(self, what: str, total: int | None, **options: Any) -> None:
+            super().__init__(what, total, **options)
+            bars.append([what, total, 0])
+
+        def advance(self, count: int = 1) -> None:
+            bars[-1][2] += count
+
+    monkeypatch.setattr(_progress, "Bar", Counted)
+    assert read_targets(source, None, targets).converted
+    assert differing(source, targets) == []
+    total = sum(target.destination.nbytes for target in targets)
+    assert bars == [["reading", total, total], ["verifying", total, total]]
+
+
+def test_a_second_read_compares_bits_and_not_numbers(tmp_path: Path) -> None:
+    save_file({"weight": torch.tensor([float("nan"), 0.0])}, tmp_path / "model.safetensors")
+    module = torch.nn.Linear(1, 1, bias=False)
+    module.weight = torch.nn.Parameter(torch.empty(2, device="meta"))
+    source = open_source(tmp_path, module)
+    place = torch.tensor([float("nan"), 0.0])
+    target = Target("weight", (2,), torch.float32, whole((2,)), place)
+    assert differing(source, [target]) == []
+    place[1] = -0.0
+    assert differing(source, [target]) == ["weight"]
+
+
+def test_a_small_buffer_gives_the_same(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path)
+    model = meta_model(folder, dtype=torch.float16)
+    source = open_source(folder, model)
+    wanted = dict(load_all(folder))
+    for name, tensor in model.named_parameters():
+        place = torch.empty(tensor.shape, dtype=tensor.dtype)
+        report = read_targets(
+            source,
+            None,
+            [Target(name, tuple(tensor.shape), tensor.dtype, whole(tensor.shape), place)],
+            staging_bytes=36,
+        )
+        assert torch.equal(place, wanted[name].half())
+        assert report.requests >= wanted[name].nbytes / 36
+
+
+def test_a_read_needs_its_destination_and_little_more(tmp_path: Path) -> None:
+    rows = 64 * MiB // 1024
+    save_file({"weight": torch.ones(rows, 256)}, tmp_path / "model.safetensors")
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.empty(rows, 256, dtype=torch.bfloat16, device="meta"))
+    place = torch.zeros(rows // 2, 256, dtype=torch.bfloat16)
+    box = box_at((rows, 256), [2], [1], [Shard(0)])
+    source = open_source(tmp_path, module)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is held now
+    before = peak_bytes()
+    read_targets(source, None, [Target("weight", (rows, 256), torch.bfloat16, box, place)])
+    assert peak_bytes() - before < 16 * MiB
+    assert place.sum() == place.numel()
+
+
+def peak_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def test_a_stray_file_is_not_read(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path)
+    name = "model.embed_tokens.weight"
+    save_file({name: torch.full((101, 32), 7.0)}, folder / "model-99999-of-00003.safetensors")
+    model = meta_model(folder)
+    source = open_source(folder, model)
+    full, reports = read_as_ranks(source, model, 2, Shard(0))
+    assert not (full[name] == 7).any()
+    assert "stray-shard" in {finding.code for finding in reports[0].findings}
+
+
+def test_a_file_that_shrinks_meanwhile_is_named(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path)
+    model = meta_model(folder)
+    source = open_source(folder, model)
+    path = source.checkpoint.file_of["model.norm.weight"]
+    path.write_bytes(path.read_bytes()[:-64])
+    with pytest.raises(CheckpointError, match="became shorter while it was read"):
+        read_as_ranks(source, model, 1, Shard(0))
+
+
+def test_two_values_of_a_tied_parameter_are_refused(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    model = meta_model(folder)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight are one parameter of the model, and two values"):
+        read_as_ranks(open_source(folder, model), model, 2, Shard(0))
+
+
+def test_either_name_of_a_tied_parameter_may_be_the_one_on_disk(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path, tie_word_embeddings=True)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    path = folder / index["weight_map"]["model.embed_tokens.weight"]
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    index["weight_map"]["lm_head.weight"] = index["weight_map"].pop("model.embed_tokens.weight")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = meta_model(folder)
+    full, _ = read_as_ranks(open_source(folder, model), model, 2, Shard(0))
+    assert torch.equal(full["model.embed_tokens.weight"], tensors["lm_head.weight"])
+
+
+def test_a_target_that_does_not_fit_its_region_is_refused_before_a_byte_is_read(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path)
+    model = meta_model(folder)
+    name = "model.norm.weight"
+    place = torch.zeros(5)
+    with pytest.raises(ArgumentError, match=r"the region has \[32\], the destination \[5\]"):
+        read_targets(folder, model, [Target(name, (32,), torch.float32, whole((32,)), place)])
+    with pytest.raises(ArgumentError, match=r"the target says \[5\], the model has \[32\]"):
+        read_targets(folder, model, [Target(name, (5,), torch.float32, whole((5,)), place)])
+    with pytest.raises(ArgumentError, match="only with the model"):
+        read_targets(folder, None, [])
+    assert not place.any()
