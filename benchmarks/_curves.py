@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 Curve = Sequence[tuple[int, float]]
-COLOURS = ("#e08a1e", "#8250df", "#d6457a", "#2f81f7")
+COLORS = ("#e08a1e", "#8250df", "#d6457a", "#2f81f7")
 _WIDTH, _HEIGHT, _LEFT, _TOP = 360, 160, 64, 44
 _PANEL, _ROW = _TOP + _HEIGHT + 64, 24
 _STYLE = (
-    # a grey that is read on white and on black: a page's own dark mode is unknown to a picture
+    # a gray that is read on white and on black: a page's own dark mode is unknown to a picture
     "text{font:12px system-ui,sans-serif;fill:#768390}.title{font-weight:600}.grid{stroke:#8c959f;stroke-opacity:.3}"
 )
 
@@ -32,7 +32,7 @@ def draw(path: Path, panels: Mapping[str, Mapping[str, Curve]], unit: str) -> No
     for number, name in enumerate(names):
         x, y = _LEFT + number % 2 * 190, len(panels) * _PANEL + number // 2 * _ROW + 12
         parts.append(
-            f'<line x1="{x}" y1="{y - 4}" x2="{x + 22}" y2="{y - 4}" stroke="{COLOURS[number]}" stroke-width="3"/>'
+            f'<line x1="{x}" y1="{y - 4}" x2="{x + 22}" y2="{y - 4}" stroke="{COLORS[number]}" stroke-width="3"/>'
         )
         parts.append(f'<text x="{x + 28}" y="{y}">{html.escape(name)}</text>')
     width, height = _LEFT + _WIDTH + 20, len(panels) * _PANEL + (len(names) + 1) // 2 * _ROW
@@ -67,8 +67,8 @@ def _panel(top: int, title: str, curves: Mapping[str, Curve], unit: str) -> list
         parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{_LEFT + _WIDTH}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g} {unit}</text>')
     parts += [f'<text x="{across(x):.1f}" y="{bottom + 20}" text-anchor="middle">{x}</text>' for x in xs]
-    for colour, curve in zip(COLOURS, curves.values(), strict=True):
+    for color, curve in zip(COLORS, curves.values(), strict=True):
         line = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in curve)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
-        parts += [f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3.5" fill="{colour}"/>' for x, y in curve]
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2.5"/>')
+        parts += [f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3.5" fill="{color}"/>' for x, y in curve]
     return parts

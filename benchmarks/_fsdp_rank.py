@@ -80,7 +80,7 @@ class Counts:
         """Count from now on; another road than ours asks for none of it."""
         reading: Any = importlib.import_module("safe_loading._sharding.reading")
         exchange: Any = importlib.import_module("safe_loading._ranks.exchange")
-        read, board, own = reading.read_into, exchange.Board, exchange._own_store
+        read, board, own = reading.read_into, exchange.StoreExchange, exchange._own_store
         stores: dict[int, Store] = {}
 
         def counted(*arguments: Any) -> None:
@@ -95,7 +95,7 @@ class Counts:
             real = own()
             return stores.setdefault(id(real), Store(real, self))
 
-        reading.read_into, exchange.Board, exchange._own_store = counted, counted_board, counted_store
+        reading.read_into, exchange.StoreExchange, exchange._own_store = counted, counted_board, counted_store
 
 
 class Store:

@@ -70,7 +70,7 @@ class PeftDefault(TwoStep):
 
 
 class TwoStepLowMemory(TwoStep):
-    """The same with peft's meta initialisation."""
+    """The same with peft's meta initialization."""
 
     options = {"low_cpu_mem_usage": True}  # noqa: RUF012 - see above
 

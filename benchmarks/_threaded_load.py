@@ -1,6 +1,6 @@
 """The load of a model in 4 bits as transformers 5.0 and peft 0.19 did it, for rows that were measured with them.
 
-transformers 5.0 copied weights to the GPU with four threads that did not wait for the quantisation
+transformers 5.0 copied weights to the GPU with four threads that did not wait for the quantization
 (``convert_and_load_state_dict_in_model``), and peft 0.19 left the cache as it was. From transformers 5.17 on there is
 one tensor at a time, and from peft 0.20 on an empty cache in the end. How far the threads were ahead depended on the
 machine, so each draw has speeds of its own.
@@ -18,7 +18,7 @@ from safe_loading._memory.trace.replay import EMPTY_CACHE
 Event = tuple[int, int]
 THREADS = 4  # GLOBAL_WORKERS
 RATES = 8.5, 9.5  # of one thread: from 0.3 to 3 GB/s, as powers of ten
-COSTS = -4.0, -2.5  # of one quantisation: from 0.1 to 3 ms
+COSTS = -4.0, -2.5  # of one quantization: from 0.1 to 3 ms
 UNEVEN = 0.3  # sigma of the logarithm of each time
 
 
@@ -29,19 +29,19 @@ def in_threads(events: Sequence[Event], seed: int) -> list[Event]:
     draw = random.Random(seed)
     rate, cost = 10 ** draw.uniform(*RATES), 10 ** draw.uniform(*COSTS)
     threads, now, timed = [0.0] * THREADS, 0.0, []
-    for staged, quantised in _tensors(events[2:cast]):
+    for staged, quantized in _tensors(events[2:cast]):
         start = heapq.heappop(threads)
         end = start + (1e-4 + staged[1] / rate) * draw.lognormvariate(0, UNEVEN)
         heapq.heappush(threads, end)
-        now = max(now, end) + (cost * draw.lognormvariate(0, UNEVEN) if quantised else 0.0)
-        timed += [(start, [staged]), (now, quantised)]
+        now = max(now, end) + (cost * draw.lognormvariate(0, UNEVEN) if quantized else 0.0)
+        timed += [(start, [staged]), (now, quantized)]
     timed.sort(key=lambda entry: entry[0])
     loaded = [event for _, several in timed for event in several]
     return [*events[:2], *loaded, *(event for event in events[cast:] if event != EMPTY_CACHE)]
 
 
 def _tensors(events: Sequence[Event]) -> Iterator[tuple[Event, list[Event]]]:
-    """Yield each tensor as it comes to the GPU, and what its quantisation does then: new blocks, and its own end."""
+    """Yield each tensor as it comes to the GPU, and what its quantization does then: new blocks, and its own end."""
     at = 0
     for place, (key, size) in enumerate(events):
         if place < at:

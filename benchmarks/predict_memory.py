@@ -58,7 +58,7 @@ def measured_rows() -> list[dict[str, Any]]:
 
 
 def config_of(row: dict[str, Any]) -> PreTrainedConfig:
-    """Return a config of the sizes that a row states, quantised as it was."""
+    """Return a config of the sizes that a row states, quantized as it was."""
     sizes, name = row["model_config"], row["model_id"]
     kind = "qwen2" if "Qwen" in name else "mistral" if "mistral" in name else "llama"
     config = AutoConfig.for_model(
@@ -139,8 +139,8 @@ def _in_threads(found: Any, truth: float) -> list[float]:
 
 
 def _group(row: dict[str, Any]) -> str:
-    quantised: str = row["run"]["quantization"]
-    return quantised + (" hold-out" if row["role"] == "holdout" else "")
+    quantized: str = row["run"]["quantization"]
+    return quantized + (" hold-out" if row["role"] == "holdout" else "")
 
 
 def _percent(value: float, truth: float) -> float:

@@ -41,7 +41,7 @@ def ours(folder: Path, model: Any, dtype: Any) -> dict[str, Any]:
     from safe_loading._sharding import fsdp2
     from safe_loading._sharding.checkpoint_source import open_source
     from safe_loading._sharding.parameters import parameters_of
-    from safe_loading._sharding.read_plan import Target
+    from safe_loading._sharding.read_plan import ShardTarget
     from safe_loading._sharding.reading import read_targets
     from safe_loading._sharding.tensor_slices import Flat
 
@@ -49,7 +49,7 @@ def ours(folder: Path, model: Any, dtype: Any) -> dict[str, Any]:
     parameters = parameters_of(model)
     shards = fsdp2.allocate(parameters, RANK, WORLD, torch.device("cpu"))
     targets = [
-        Target(held.name, tuple(held.tensor.shape), dtype, Flat(own.start, own.stop), shards[held.name].view(-1))
+        ShardTarget(held.name, tuple(held.tensor.shape), dtype, Flat(own.start, own.stop), shards[held.name].view(-1))
         for held, own in zip(parameters, fsdp2.stretches(parameters, RANK, WORLD), strict=True)
     ]
     report = read_targets(source, None, targets)

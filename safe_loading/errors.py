@@ -48,7 +48,7 @@ class SafeLoadingError(Exception):
 
 
 class ArgumentError(SafeLoadingError, ValueError):
-    """Arguments that contradict each other, or that this call cannot honour."""
+    """Arguments that contradict each other, or that this call cannot honor."""
 
 
 class CheckpointError(SafeLoadingError, ValueError):

@@ -43,6 +43,10 @@ def test_imports_run_downwards(name: str) -> None:
     assert not HOUSE.upward(name)
 
 
+def test_no_two_files_import_one_another() -> None:
+    assert HOUSE.circles() == []
+
+
 def test_the_check_of_imports_can_fail() -> None:
     name = "safe_loading._checkpoint.header"
     up = "safe_loading._loading.load_peft_on_rank"
@@ -51,6 +55,10 @@ def test_the_check_of_imports_can_fail() -> None:
     assert HOUSE.upward(name, ast.parse("from safe_loading import errors\nfrom . import index")) == set()
     assert HOUSE.upward(name, ast.parse("from safe_loading import load_peft_on_rank")) == {"safe_loading"}
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_no_class_name_means_two_things() -> None:
+    assert HOUSE.twice() == {}
 
 
 def test_the_architecture_draws_the_house_as_it_is() -> None:

@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--device", default="cpu", help="where blocks are merged (cpu)")
     parser.add_argument("--max-shard-size", metavar="SIZE", help="as 5GB; by default the base's files are kept")
     parser.add_argument("--dtype", help="of the output, as bfloat16; by default the base's")
-    parser.add_argument("--dequantize", action="store_true", help="write a quantised base as a plain one")
+    parser.add_argument("--dequantize", action="store_true", help="write a quantized base as a plain one")
     parser.add_argument("--overwrite", action="store_true", help="replace the folder that is there, as a whole")
     parser.add_argument("--no-resume", action="store_true", help="do not go on with what an interrupted call left")
     parser.add_argument("--no-verify", action="store_true", help="take no hashes: faster, and nothing is resumed")

@@ -25,7 +25,7 @@ class OptimizerRule:
         itemsize: Bytes of an element of a moment; None for the parameter's own dtype.
         source: Where the class stands, as ``module:name``; None when its step is not run, only its state counted.
         options: Keyword arguments that the class is made with.
-        block: Elements that share one float32 statistic, for moments that are quantised in blocks.
+        block: Elements that share one float32 statistic, for moments that are quantized in blocks.
         factored: Whether a matrix keeps one row and one column in place of a moment.
     """
 

@@ -35,8 +35,8 @@ _ORDERS = {
 def chapter(folder: Path) -> str:
     """Forecast the step in both orders, draw them in `folder`, and return the table."""
     # peft knows 8-bit layers only where bitsandbytes is installed
-    quantised = importlib.util.find_spec("bitsandbytes") is not None
-    right, wrong = forecasts(quantised=quantised)
+    quantized = importlib.util.find_spec("bitsandbytes") is not None
+    right, wrong = forecasts(quantized=quantized)
     if wrong.total_bytes < 1.5 * right.total_bytes:
         raise SafeLoadingError("The forecast of the wrong order is not what it was.")
     picture = folder / "memory.svg"
@@ -52,7 +52,7 @@ def chapter(folder: Path) -> str:
     ]
     return "\n".join(
         [
-            f"memory: Llama-3-8B in {8 if quantised else 16} bits with LoRA, 4 x 1024 tokens, from the config alone",
+            f"memory: Llama-3-8B in {8 if quantized else 16} bits with LoRA, 4 x 1024 tokens, from the config alone",
             f"  no weight was loaded; the picture is {picture.name} in the demo's folder",
             "",
             text_table(("order", "weights", "saved activations", "in all", ""), rows),
@@ -60,13 +60,13 @@ def chapter(folder: Path) -> str:
     )
 
 
-def forecasts(*, quantised: bool = True) -> tuple[MemoryForecast, MemoryForecast]:
+def forecasts(*, quantized: bool = True) -> tuple[MemoryForecast, MemoryForecast]:
     """Return the forecasts of the right order and the wrong one."""
     adapter = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
     found = []
     for checkpointing in (True, False):
         make: Any = BitsAndBytesConfig
-        sizes: Any = {**_SIZES, **({"quantization_config": make(load_in_8bit=True)} if quantised else {})}
+        sizes: Any = {**_SIZES, **({"quantization_config": make(load_in_8bit=True)} if quantized else {})}
         config = LlamaConfig(**sizes)
         step = _STEP.replace(gradient_checkpointing=checkpointing, adapter=adapter)
         found.append(predict_memory(config, step))

@@ -15,7 +15,7 @@ from safe_loading.errors import SafeLoadingError
 _HEADER = ("road", "layers that checkpoint", "saved activations", "checkpoint", "loss")
 
 
-class Count(Transparent):
+class CallCounter(Transparent):
     """Counts its calls."""
 
     calls: int = 0
@@ -44,7 +44,7 @@ def chapter(folder: Path) -> str:
     for road in ("bare PeftModel", "wrap_transparent", "plain nn.Module"):
         disk = (folder / "adapter", folder / "base")
         model: Any = load_peft_on_rank(*disk, device="cpu", ranks="self", is_trainable=True)
-        model = wrap_transparent(model, Count) if road == "wrap_transparent" else model
+        model = wrap_transparent(model, CallCounter) if road == "wrap_transparent" else model
         found[road] = _step(Plain(model) if road.startswith("plain") else model)
         if road == "wrap_transparent" and (model.calls != 1 or not model.wrap_report.ok):
             raise SafeLoadingError("The wrapped code did not run as it promises.")

@@ -78,7 +78,7 @@ def rename(
         "adapter-keys-renamed",
         "info",
         str(facts.weights),
-        f"saved through a wrapper: {names.summarise(changed)}.",
+        f"saved through a wrapper: {names.summarize(changed)}.",
         "none needed here; peft's own load would ignore these keys.",
     )
     return renamed, changed, [finding]
@@ -144,7 +144,7 @@ def _range(tensor: torch.Tensor) -> tuple[float, float]:
 
 def _integers(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Finding:
     message = f"it is {tensor.dtype}, {list(tensor.shape)}; factors are floats, and peft would cast it without a word."
-    fix = "save the adapter again; a quantised one must be turned into floats where it was quantised."
+    fix = "save the adapter again; a quantized one must be turned into floats where it was quantized."
     return Finding("adapter-dtype", "error", f"{facts.weights}: {key}", message, fix, tensor.nbytes)
 
 

@@ -17,7 +17,7 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.report import Finding
 from safe_loading._model.layout.embeddings_and_head import ends_of
 from safe_loading._model.snapshot import Snapshot
-from safe_loading._model.stand_ins import Hollow, NoInit
+from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading.errors import AdapterError, ArgumentError
 
 from . import adapter_values as values
@@ -25,7 +25,7 @@ from . import fill_slots as place
 from . import peft_config as configs
 from .adapter_facts import AdapterFacts
 from .match import Match, match
-from .slots import Routed, Slot, held, new_slots, route
+from .slots import AdapterSlot, RoutedTensors, held, new_slots, route
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ def attach(
 
 def _structure(
     model: torch.nn.Module, adapter: Adapter, *, hollow: bool
-) -> tuple[PeftModel, Match, dict[str, Slot], dict[str, str]]:
+) -> tuple[PeftModel, Match, dict[str, AdapterSlot], dict[str, str]]:
     """Let peft build the adapter's modules, and pair the file's tensors with them."""
     base = _base(model)
     embeddings = _embeddings(base)
@@ -171,9 +171,9 @@ def _structure(
         own_module=any(name == "module" for name, _ in base.named_children()),
     )
     before = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    with quiet(), _initialisation(config, skip=hollow):
+    with quiet(), _initialization(config, skip=hollow):
         if hollow:
-            with Hollow(model), torch.device("meta"), NoInit():
+            with MetaStandIns(model), torch.device("meta"), NoInit():
                 wrapped = _inject(model, config, adapter)
         else:
             wrapped = _inject(model, config, adapter)
@@ -202,14 +202,14 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter) -> Pef
         ) from error
 
 
-def _route(model: PeftModel, adapter: Adapter, tensors: dict[str, torch.Tensor]) -> Routed:
+def _route(model: PeftModel, adapter: Adapter, tensors: dict[str, torch.Tensor]) -> RoutedTensors:
     try:
         return route(model, adapter.name, tensors)
     except (KeyError, RuntimeError, ValueError) as error:
         raise AdapterError(f"peft cannot map the tensors of {adapter.where} to the model: {error}") from error
 
 
-def _needs_real_start(adapter: Adapter, found: Match, slots: dict[str, Slot]) -> bool:
+def _needs_real_start(adapter: Adapter, found: Match, slots: dict[str, AdapterSlot]) -> bool:
     if configs.changes_base(adapter.config) or found.uncovered:
         return True
     # what peft computes from the base's values and no file holds: trainable tokens keep the original rows
@@ -217,7 +217,7 @@ def _needs_real_start(adapter: Adapter, found: Match, slots: dict[str, Slot]) ->
 
 
 @contextmanager
-def _initialisation(config: PeftConfig, *, skip: bool) -> Iterator[None]:
+def _initialization(config: PeftConfig, *, skip: bool) -> Iterator[None]:
     """On meta, leave out the starts that factorise the base's weight: every tensor of theirs is in the file."""
     if not (skip and configs.changes_base(config)):
         yield

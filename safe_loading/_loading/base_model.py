@@ -17,7 +17,7 @@ from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.report import Finding
 from safe_loading._model.layout.embeddings_and_head import ends_of, wants_tie
 from safe_loading._model.layout.fit import misfits
-from safe_loading._model.layout.layout import Layout, read_layout
+from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.layout.model_config import CONFIG, read_config
 from safe_loading.errors import AdapterError, ArgumentError, CheckpointError, SafeLoadingError
 
@@ -139,11 +139,11 @@ def built_on_meta(
 
 
 def check_fit(
-    model: torch.nn.Module, checkpoint: Checkpoint, ready: Sequence[Adapter], layout: Layout | None = None
+    model: torch.nn.Module, checkpoint: Checkpoint, ready: Sequence[Adapter], layout: CheckpointLayout | None = None
 ) -> None:
     """Compare the headers of the base with its skeleton, before a weight is read.
 
-    Quantised bases are left to transformers: their skeleton is made by the quantiser, while it loads.
+    Quantized bases are left to transformers: their skeleton is made by the quantizer, while it loads.
 
     Raises:
         CheckpointError: Weights would start at random, or be dropped or cast from another kind.
@@ -183,7 +183,7 @@ def load_base(
         model, info = auto_class.from_pretrained(folder, **arguments)
     except (SafeLoadingError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # the class of the model, its quantiser, or code of the repository
+    except Exception as error:  # the class of the model, its quantizer, or code of the repository
         raise CheckpointError(
             f"{folder / CONFIG}: transformers cannot load the base from it: {type(error).__name__}: {error}"
         ) from error
@@ -214,7 +214,7 @@ def loading_findings(info: Mapping[str, Any], ready: list[Adapter], source: str)
                     "base-key-missing",
                     "error",
                     f"{source}: {entry}",
-                    f"this weight of the base {what} and was initialised at random.",
+                    f"this weight of the base {what} and was initialized at random.",
                     "pass the base that the adapter was trained on, or auto_class= for the class that it was saved as.",
                 )
             )

@@ -10,11 +10,11 @@ import torch
 from safe_loading._core.report import Finding
 from safe_loading._model.snapshot import Snapshot
 
-from .slots import Slot, named_tensors
+from .slots import AdapterSlot, named_tensors
 
 
 def fill(
-    slots: Mapping[str, Slot],
+    slots: Mapping[str, AdapterSlot],
     values: Mapping[str, torch.Tensor],
     device: torch.device,
     dtype: torch.dtype | None,
@@ -28,7 +28,7 @@ def fill(
     keeps its start, in the dtype of the others: a layer computes with both of its factors.
     """
     common = dtype or next((value.dtype for value in values.values() if value.is_floating_point()), None)
-    groups: dict[int, list[Slot]] = defaultdict(list)
+    groups: dict[int, list[AdapterSlot]] = defaultdict(list)
     for slot in slots.values():
         groups[slot.tensor.untyped_storage()._cdata].append(slot)
     for group in groups.values():
@@ -50,7 +50,7 @@ def fill(
                 _set(slot, _like(slot, _moved(values[slot.key], device, dtype, copy=copy)))
 
 
-def agree(slots: Sequence[Slot], values: Mapping[str, torch.Tensor]) -> bool:
+def agree(slots: Sequence[AdapterSlot], values: Mapping[str, torch.Tensor]) -> bool:
     """Return whether slots that share storage are given the same values for it."""
     given = [slot for slot in slots if slot.key in values]
     storage = torch.empty(max(_end(s.tensor) for s in given), dtype=values[given[0].key].dtype, device="cpu")
@@ -60,7 +60,7 @@ def agree(slots: Sequence[Slot], values: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _fill_shared(
-    group: list[Slot], values: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
+    group: list[AdapterSlot], values: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
 ) -> None:
     first = next(values[slot.key] for slot in group if slot.key in values)
     storage = torch.empty(max(_end(slot.tensor) for slot in group), dtype=dtype or first.dtype, device=device)
@@ -89,13 +89,13 @@ def _moved(value: torch.Tensor, device: torch.device, dtype: torch.dtype | None,
     return value.to(device).contiguous()
 
 
-def _like(slot: Slot, value: torch.Tensor) -> torch.Tensor:
+def _like(slot: AdapterSlot, value: torch.Tensor) -> torch.Tensor:
     if not slot.is_parameter:
         return value
     return torch.nn.Parameter(value, requires_grad=slot.tensor.requires_grad and value.is_floating_point())
 
 
-def _set(slot: Slot, value: torch.Tensor) -> None:
+def _set(slot: AdapterSlot, value: torch.Tensor) -> None:
     if isinstance(value, torch.nn.Parameter):
         slot.owner._parameters[slot.name] = value
     else:

@@ -16,7 +16,7 @@ from safe_loading.errors import AdapterError
 
 from . import adapter_values as values
 from .attach import Adapter, Attached, quiet, title
-from .slots import Slot, adapter_slots, route
+from .slots import AdapterSlot, adapter_slots, route
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Staged:
     """
 
     adapter: Adapter
-    slots: dict[str, Slot]
+    slots: dict[str, AdapterSlot]
     values: dict[str, torch.Tensor]
     findings: list[Finding]
     renamed: dict[str, str]
@@ -136,7 +136,7 @@ def _other_rank(adapter: Adapter, config: LoraConfig) -> list[str]:
 
 
 def _differences(
-    adapter: Adapter, slots: dict[str, Slot], new: dict[str, torch.Tensor], dtype: torch.dtype | None
+    adapter: Adapter, slots: dict[str, AdapterSlot], new: dict[str, torch.Tensor], dtype: torch.dtype | None
 ) -> list[Finding]:
     findings = []
     for key in sorted(slots.keys() | new.keys()):

@@ -72,7 +72,7 @@ def layer_indices(keys: Iterable[str]) -> set[int]:
     return {int(number) for number in numbers if number is not None}
 
 
-def summarise(changed: Mapping[str, str]) -> str:
+def summarize(changed: Mapping[str, str]) -> str:
     """Return one line that says how many keys were renamed, with the first as the example."""
     old, new = next(iter(changed.items()))
     return f"{len(changed)} key(s) renamed, as {old!r} to {new!r}"

@@ -23,7 +23,7 @@ from safe_loading.errors import AdapterError
 from . import base_model as bases
 from .attach import Adapter, Attached, attach, check
 from .report import LoadedPart, LoadReport
-from .sources import Sources
+from .sources import LoadSources
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Chosen:
     checkpoint: Checkpoint | None = None
 
 
-def check_first(sources: Sources, ready: list[Adapter], options: Options) -> Chosen:
+def check_first(sources: LoadSources, ready: list[Adapter], options: Options) -> Chosen:
     """Check all that can be known before a weight of the base is read."""
     if sources.base is None:
         return Chosen()
@@ -72,7 +72,7 @@ def check_first(sources: Sources, ready: list[Adapter], options: Options) -> Cho
 
 
 def load(
-    sources: Sources,
+    sources: LoadSources,
     ready: list[Adapter],
     chosen: Chosen,
     given: Any,

@@ -23,7 +23,7 @@ from .base_model import check_dtypes
 from .hot_swap import Staged, commit, stage
 from .load import current_device_findings, loaded_part, untouched, warn_once
 from .report import LoadReport
-from .sources import HUB_OPTIONS, Request, find_sources
+from .sources import HUB_OPTIONS, LoadRequest, find_sources
 
 
 def load_adapter_on_rank(
@@ -88,7 +88,7 @@ def load_adapter_on_rank(
         own = _own(model, device)
     contexts = verify.contexts()
     noted = current_device_findings(own)
-    request = Request(
+    request = LoadRequest(
         {adapter_name: adapter},
         base=None,
         wants_base=False,

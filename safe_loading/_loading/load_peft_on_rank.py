@@ -24,7 +24,7 @@ from safe_loading.errors import AdapterError, ArgumentError, DeviceError
 from .attach import check_adapter_name, prepare
 from .base_model import check_base_kwargs, check_dtypes
 from .load import Options, check_first, current_device_findings, load, untouched
-from .sources import HUB_OPTIONS, Request, find_sources
+from .sources import HUB_OPTIONS, LoadRequest, find_sources
 
 
 def load_peft_on_rank(
@@ -51,7 +51,7 @@ def load_peft_on_rank(
 
     Adapter tensors keep the dtype that they have on disk, whatever the base's is. Nothing is drawn from the global
     random generators. Everything that headers and configs can tell is checked before the base is loaded, and when
-    ``torch.distributed`` is initialised all ranks load or all ranks raise. The :class:`LoadReport` is the model's
+    ``torch.distributed`` is initialized all ranks load or all ranks raise. The :class:`LoadReport` is the model's
     attribute ``load_report`` and is logged at level INFO to the logger ``safe_loading``.
 
     Args:
@@ -113,7 +113,7 @@ def load_peft_on_rank(
     )
     contexts = verify.contexts()
     given = base_model if isinstance(base_model, torch.nn.Module) else None
-    request = Request(
+    request = LoadRequest(
         adapters,
         base=None if isinstance(base_model, torch.nn.Module) else base_model,
         wants_base=given is None,
@@ -159,7 +159,7 @@ def _named(adapter: Any, active: str | None) -> dict[str, str | os.PathLike[str]
 def _check_base_object(base: torch.nn.Module, device: torch.device, told: Mapping[str, Any]) -> None:
     ignored = sorted(name for name in told.keys() - HUB_OPTIONS if told[name] is not None)
     if ignored:
-        raise ArgumentError(f"base_model is loaded already, so {', '.join(ignored)} cannot be honoured; leave it out.")
+        raise ArgumentError(f"base_model is loaded already, so {', '.join(ignored)} cannot be honored; leave it out.")
     if isinstance(base, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in base.modules()):
         raise AdapterError(
             f"base_model is a {type(base).__name__} that has adapters already. Use load_adapter_on_rank to add one, "

@@ -13,7 +13,7 @@ from peft import PeftConfig, PeftModel
 from safe_loading._core.report import Finding
 
 from .key_names import layer_indices
-from .slots import Routed, Slot, named_tensors
+from .slots import AdapterSlot, RoutedTensors, named_tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,8 @@ def match(
     model: PeftModel,
     config: PeftConfig,
     where: str,
-    slots: Mapping[str, Slot],
-    routed: Routed,
+    slots: Mapping[str, AdapterSlot],
+    routed: RoutedTensors,
     embeddings: Iterable[torch.Tensor],
 ) -> Match:
     """Pair tensors with slots.
@@ -226,7 +226,7 @@ def _nearest(path: str, modules: set[str], model: PeftModel) -> str:
     return ", ".join(f"{parent}.{child}".removeprefix("base_model.model.").lstrip(".") for child in near) or "none"
 
 
-def _missing(where: str, slots: Mapping[str, Slot], routed: Routed) -> list[Finding]:
+def _missing(where: str, slots: Mapping[str, AdapterSlot], routed: RoutedTensors) -> list[Finding]:
     findings = [
         Finding(
             "modules-to-save-missing",
@@ -257,7 +257,7 @@ def _missing(where: str, slots: Mapping[str, Slot], routed: Routed) -> list[Find
     return findings
 
 
-def _layer_counts(where: str, model: PeftModel, routed: Routed, findings: list[Finding]) -> list[Finding]:
+def _layer_counts(where: str, model: PeftModel, routed: RoutedTensors, findings: list[Finding]) -> list[Finding]:
     """Say it in one line when the base has another number of layers than the adapter."""
     if not any(finding.code in ("adapter-key-missing", "adapter-key-unexpected") for finding in findings):
         return []

@@ -21,7 +21,7 @@ from safe_loading.errors import AdapterError, SafeLoadingError
 
 from .adapter_facts import AdapterFacts, read_adapter_config
 
-# Initialisations that subtract something from the base's weights when peft injects the adapter (peft
+# Initializations that subtract something from the base's weights when peft injects the adapter (peft
 # `LoraLayer.pissa_init`, `olora_init`, `corda_init`, `loftq_init`, `lora_ga_init`).
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 

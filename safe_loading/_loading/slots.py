@@ -14,14 +14,14 @@ from .key_names import canonical_key
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class AdapterSlot:
     """One name of the module tree behind which injection made a tensor.
 
     Attributes:
         key: Its name in the model's state dict.
         owner: The module that holds it.
         name: Its attribute there.
-        tensor: The tensor that stands there now, on meta or initialised.
+        tensor: The tensor that stands there now, on meta or initialized.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Slot:
         return self.name in self.owner._parameters
 
 
-class Routed(NamedTuple):
+class RoutedTensors(NamedTuple):
     """The tensors of a file by the state-dict key that peft's key maps give them, and the keys that peft misses."""
 
     tensors: dict[str, torch.Tensor]
@@ -56,7 +56,7 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def new_slots(model: torch.nn.Module, before: set[int]) -> dict[str, Slot]:
+def new_slots(model: torch.nn.Module, before: set[int]) -> dict[str, AdapterSlot]:
     """Return the slots whose tensor is not one of ``before`` (ids), by key."""
     slots = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -65,11 +65,11 @@ def new_slots(model: torch.nn.Module, before: set[int]) -> dict[str, Slot]:
                 # peft's MultiheadAttention makes new Parameters of its base's; what a base layer holds is the base's
                 if tensor is not None and id(tensor) not in before and not path.endswith("base_layer"):
                     key = f"{path}.{name}" if path else name
-                    slots[key] = Slot(key, module, name, tensor)
+                    slots[key] = AdapterSlot(key, module, name, tensor)
     return slots
 
 
-def adapter_slots(model: PeftModel, keys: Mapping[str, Any]) -> dict[str, Slot]:
+def adapter_slots(model: PeftModel, keys: Mapping[str, Any]) -> dict[str, AdapterSlot]:
     """Return the slots behind the given state-dict keys, for an adapter that is there already."""
     owners = dict(model.named_modules(remove_duplicate=False))
     slots = {}
@@ -78,11 +78,11 @@ def adapter_slots(model: PeftModel, keys: Mapping[str, Any]) -> dict[str, Slot]:
         owner = owners.get(path)
         tensor = owner and held(owner, name)
         if owner is not None and tensor is not None:
-            slots[key] = Slot(key, owner, name, tensor)
+            slots[key] = AdapterSlot(key, owner, name, tensor)
     return slots
 
 
-def route(model: PeftModel, adapter_name: str, tensors: Mapping[str, torch.Tensor]) -> Routed:
+def route(model: PeftModel, adapter_name: str, tensors: Mapping[str, torch.Tensor]) -> RoutedTensors:
     """Ask peft where each tensor of an adapter file belongs, without loading any.
 
     peft's ``set_peft_model_state_dict`` knows the way from a file to a model: per-expert tensors of transformers 4
@@ -109,7 +109,7 @@ def route(model: PeftModel, adapter_name: str, tensors: Mapping[str, torch.Tenso
     finally:
         del model.__dict__["load_state_dict"]
     _by_their_own_names(model, adapter_name, tensors, routed)
-    return Routed({key: value for key, value in routed.items() if id(value) not in placeholders}, missing)
+    return RoutedTensors({key: value for key, value in routed.items() if id(value) not in placeholders}, missing)
 
 
 def _by_their_own_names(

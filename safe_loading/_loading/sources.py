@@ -20,7 +20,7 @@ HUB_OPTIONS = frozenset({"token", "cache_dir", "local_files_only"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Sources:
+class LoadSources:
     """What was found.
 
     Attributes:
@@ -33,7 +33,7 @@ class Sources:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class LoadRequest:
     """What the caller asked for.
 
     Attributes:
@@ -60,7 +60,7 @@ class Request:
     base_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def find_sources(request: Request, ranks: Ranks, *, timeout: float) -> Sources:
+def find_sources(request: LoadRequest, ranks: Ranks, *, timeout: float) -> LoadSources:
     """Resolve on one rank per node, read the facts on every rank, and make sure that all nodes have the same files.
 
     Raises:
@@ -82,8 +82,8 @@ def find_sources(request: Request, ranks: Ranks, *, timeout: float) -> Sources:
 
 
 def resolve_all(
-    request: Request, *, choose_adapter: Chooser = adapter_files, choose_base: Chooser | None = None
-) -> Sources:
+    request: LoadRequest, *, choose_adapter: Chooser = adapter_files, choose_base: Chooser | None = None
+) -> LoadSources:
     """Find everything that was asked for, on this rank alone.
 
     Args:
@@ -103,7 +103,7 @@ def resolve_all(
         )
         facts[name] = read_adapter(resolved, allow_pickle=request.allow_pickle)
     if not request.wants_base:
-        return Sources(facts, None)
+        return LoadSources(facts, None)
     first = next(iter(facts.values()))
     base = request.base or first.config.get("base_model_name_or_path")
     if not base:
@@ -121,10 +121,10 @@ def resolve_all(
             f"{error} {first.folder}/adapter_config.json names this base; where it lies elsewhere now, pass "
             f"base_model=."
         ) from error
-    return Sources(facts, found)
+    return LoadSources(facts, found)
 
 
-def _asked(request: Request) -> dict[str, Any]:
+def _asked(request: LoadRequest) -> dict[str, Any]:
     base = request.base if request.base is None else os.fspath(request.base)
     return {
         "adapters": {name: os.fspath(source) for name, source in request.adapters.items()},
@@ -135,20 +135,20 @@ def _asked(request: Request) -> dict[str, Any]:
     }
 
 
-def _to_json(found: Sources) -> dict[str, Any]:
+def _to_json(found: LoadSources) -> dict[str, Any]:
     return {
         "adapters": {name: [f.source, str(f.folder), f.commit, digest(f)] for name, f in found.adapters.items()},
         "base": found.base and [found.base.source, str(found.base.folder), found.base.commit],
     }
 
 
-def _from_json(payload: Mapping[str, Any], request: Request) -> Sources:
+def _from_json(payload: Mapping[str, Any], request: LoadRequest) -> LoadSources:
     facts = {
         name: read_adapter(Resolved(source, Path(folder), commit), allow_pickle=request.allow_pickle)
         for name, (source, folder, commit, _) in payload["adapters"].items()
     }
     base = payload["base"]
-    return Sources(facts, base and Resolved(base[0], Path(base[1]), base[2]))
+    return LoadSources(facts, base and Resolved(base[0], Path(base[1]), base[2]))
 
 
 def _asked_differently(posts: Mapping[int, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from .audit import device_checks as devices
 from .audit import dtypes_and_ties as values
 from .audit import kept_memory as memory
 from .audit import loss, training, wrappers
-from .audit import step_checks as behaviour
+from .audit import step_checks as behavior
 from .audit.report import AuditReport, sorted_findings
 from .audit.subject import Subject
 from .forecast.bnb_replacement import standing_in
@@ -37,7 +37,7 @@ CHECKS: tuple[Check, ...] = (
     training.check_head,
     training.check_heads,
     training.check_optimizer,
-    values.check_quantised,
+    values.check_quantized,
     values.check_dtypes,
     values.check_ties,
     devices.check_device_map,
@@ -95,7 +95,7 @@ def audit_model(
     if step is not None:
         try:
             with standing_in(model):
-                findings += behaviour.check_step(subject, step)
+                findings += behavior.check_step(subject, step)
             checked.append("step")
         except TraceError as error:
             skipped.append(f"step: {error}")

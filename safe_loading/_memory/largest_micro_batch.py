@@ -57,7 +57,7 @@ def largest_micro_batch(
     if not fits(1):
         raise ArgumentError(
             f"One row takes {format_bytes(known[1].total_bytes)}, and the card has {format_bytes(memory)}. Shorten the "
-            f"rows, switch gradient checkpointing on, quantise the base, or train an adapter."
+            f"rows, switch gradient checkpointing on, quantize the base, or train an adapter."
         )
     most, too_many = 1, None
     guess = 2

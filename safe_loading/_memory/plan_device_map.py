@@ -16,7 +16,7 @@ from safe_loading.errors import ArgumentError
 from .plan.device_map_plan import DeviceMapPlan
 from .plan.free_memory import CUDA_CONTEXT, accelerator, free_host, free_now
 from .plan.planned_model import model_of
-from .plan.planner import Planner, Request
+from .plan.planner import Planner, PlanRequest
 
 Limits = Mapping[Any, Any]
 
@@ -91,7 +91,7 @@ def plan_device_map(
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
     )
-    request = Request(
+    request = PlanRequest(
         built,
         _with_hosts(limits, offload),
         kept,

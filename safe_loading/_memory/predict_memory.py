@@ -62,7 +62,7 @@ def predict_memory(
         attn_implementation: As for ``from_pretrained``, for a config or folder.
         auto_class: The class to build for a config or folder that does not say it.
         prepare_for_kbit: Whether training in 4 or 8 bits starts with peft's ``prepare_model_for_kbit_training``, which
-            casts what is not quantised to float32. Only for a model made here.
+            casts what is not quantized to float32. Only for a model made here.
         keep_outputs: Whether the loop holds the model's output, logits included, while it runs backward, as
             ``out = model(...); out.loss.backward()`` does. The Trainer does not.
         trust_remote_code: Whether the repository's own code may run.

@@ -77,7 +77,7 @@ def merge_lora_checkpoint(
         base_subfolder: Folder inside the base's repository.
         base_kwargs: More arguments of the base's ``from_pretrained``, as ``trust_remote_code``, ``num_labels``,
             ``variant``. ``token``, ``cache_dir`` and ``local_files_only`` are used for the adapters too.
-        dequantize: Whether a quantised base (bitsandbytes in 4 or 8 bits, fp8 with ``weight_scale_inv``) is written as
+        dequantize: Whether a quantized base (bitsandbytes in 4 or 8 bits, fp8 with ``weight_scale_inv``) is written as
             a plain one, in the dtype of its config, each element rounded once. Else it is refused.
 
     Returns:
@@ -90,7 +90,7 @@ def merge_lora_checkpoint(
         OutputError: The output is or holds what is read, is there already, another process writes it, or the disk has
             too little room.
         DeviceError: There is no such device.
-        ArgumentError: An argument cannot be honoured.
+        ArgumentError: An argument cannot be honored.
     """
     begin = time.perf_counter()
     shard_bytes, wanted = _bytes(max_shard_size), _dtype(dtype)

@@ -20,9 +20,9 @@ from safe_loading.errors import ArgumentError, MergeError
 from .report import InplaceMergeReport, MergedWeight
 from .weights import apply
 from .weights.across_ranks import agreed, reshard
-from .weights.dequantize import Replacement, dequantised, put_in_place
+from .weights.dequantize import Replacement, dequantized, put_in_place
 from .weights.finite import delta_rms
-from .weights.merge_plan import Job, Plan, make_plan, not_finite, torn_ties
+from .weights.merge_plan import LayerMerge, MergePlan, make_plan, not_finite, torn_ties
 from .weights.offloaded import Offloaded
 from .weights.peft_merge import merge_all_by_peft
 from .weights.trainable_tokens import Tokens
@@ -60,8 +60,8 @@ def merge_lora_inplace(
         progress: Whether a progress bar is shown. None shows it in a terminal.
         unload: Whether the base model is returned, without any adapter left. With False the adapters stay, marked
             as merged, so that ``model.unmerge_adapter()`` can take them out again.
-        dequantize: Whether quantised layers, all of the model, become plain ones in the dtype in which they compute.
-            With False those that have adapters are requantised by peft, and a finding says what that rounds away.
+        dequantize: Whether quantized layers, all of the model, become plain ones in the dtype in which they compute.
+            With False those that have adapters are requantized by peft, and a finding says what that rounds away.
 
     Returns:
         The base model, as ``merge_and_unload`` returns it; with ``unload=False`` the model itself.
@@ -101,12 +101,12 @@ def merge_lora_inplace(
 
 
 def _check(
-    tuner: Any, plan: Plan, store: Offloaded, *, check_finite: bool, scratch_bytes: int, dequantize: bool
+    tuner: Any, plan: MergePlan, store: Offloaded, *, check_finite: bool, scratch_bytes: int, dequantize: bool
 ) -> list[Replacement]:
     """Find out whether all of a plan can be done; nothing of the model is written.
 
     Returns:
-        The plain layers that take the places of quantised ones.
+        The plain layers that take the places of quantized ones.
 
     Raises:
         MergeError: Every reason against it, on every rank.
@@ -122,8 +122,8 @@ def _check(
     problems += store.lacking((target.owner, n) for job in jobs for target in job.targets for n in target.written)
     made: list[Replacement] = []
     if dequantize:
-        quantised = [job for job in jobs if job.road == "dequantised"]
-        made, more = dequantised(tuner.model, quantised, scratch_bytes=scratch_bytes, check_finite=check_finite)
+        quantized = [job for job in jobs if job.road == "dequantised"]
+        made, more = dequantized(tuner.model, quantized, scratch_bytes=scratch_bytes, check_finite=check_finite)
         problems += more
     problems = agreed(tuner.model, problems)
     if problems:
@@ -202,7 +202,7 @@ def _wrapped_by_fsdp1(tuner: Any) -> list[str]:
     return []
 
 
-def _entries(job: Job, plan: Plan) -> list[MergedWeight]:
+def _entries(job: LayerMerge, plan: MergePlan) -> list[MergedWeight]:
     """Return the lines of the report for one job, before its targets are freed."""
     kind = type(job.layer).__name__
     if job.road in ("peft", "dequantised"):
@@ -226,7 +226,7 @@ def _entries(job: Job, plan: Plan) -> list[MergedWeight]:
     return entries
 
 
-def _findings(jobs: list[Job]) -> list[Finding]:
+def _findings(jobs: list[LayerMerge]) -> list[Finding]:
     findings = []
     before = sorted({name for job in jobs for name in job.merged_before})
     if before:
@@ -243,7 +243,7 @@ def _findings(jobs: list[Job]) -> list[Finding]:
     return findings
 
 
-def _carry_out(tuner: Any, plan: Plan, store: Offloaded, *, scratch_bytes: int, unload: bool, shown: bool) -> None:
+def _carry_out(tuner: Any, plan: MergePlan, store: Offloaded, *, scratch_bytes: int, unload: bool, shown: bool) -> None:
     """Write, mark and unload, one group after the other; free what a group held."""
     places = parents_of(tuner.model) if unload else {}
     groups, total = plan.groups, len(plan.groups)
@@ -270,7 +270,7 @@ def _carry_out(tuner: Any, plan: Plan, store: Offloaded, *, scratch_bytes: int, 
         )
 
 
-def _stopped(error: Exception, groups: list[list[Job]], total: int) -> MergeError:
+def _stopped(error: Exception, groups: list[list[LayerMerge]], total: int) -> MergeError:
     """Return what is raised when something, the memory most likely, ran out while weights were written."""
     paths = [job.path for group in groups for job in group]
     state = f"{total - len(groups)} of {total} layers are merged"

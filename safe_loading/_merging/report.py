@@ -27,7 +27,7 @@ class MergedWeight:
         dtype: The dtype in which it was kept before the merge.
         adapters: The adapters that were added to it, in order.
         road: ``"blocks"`` (row blocks in place), ``"tokens"`` (rows replaced), ``"peft"`` (the layer's own merge) or
-            ``"dequantised"`` (a plain layer took the place of a quantised one).
+            ``"dequantised"`` (a plain layer took the place of a quantized one).
         bytes: Its size.
         delta_rms: The root mean square of what was added, DoRA's scaling left out; None where it is not known.
         also: Names of the weights that lie in the same memory and were targeted with the same adapter.

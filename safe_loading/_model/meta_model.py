@@ -56,7 +56,7 @@ def meta_model(
         The model in eval mode.
 
     Raises:
-        ArgumentError: Nothing says which class to build, ``dtype`` is no floating dtype, or the config is quantised.
+        ArgumentError: Nothing says which class to build, ``dtype`` is no floating dtype, or the config is quantized.
         CheckpointNotFound: There is no such folder, nor such an id in reach.
         CheckpointError: The config is damaged, or no model can be built from it.
     """
@@ -68,7 +68,7 @@ def meta_model(
         folder = resolve(text, small_files, revision=revision, subfolder=subfolder).folder
         config = read_config(folder, trust_remote_code=trust_remote_code)
         config.name_or_path = text
-    _refuse_quantised(config)
+    _refuse_quantized(config)
     kind = _class_of(config, auto_class)
     wanted = _dtype(dtype, config, folder)
     options: dict[str, Any] = {"dtype": wanted}
@@ -94,13 +94,13 @@ def _read_generation_config(model: torch.nn.Module, folder: Path) -> None:
         model.__dict__["generation_config"] = GenerationConfig.from_pretrained(folder)
 
 
-def _refuse_quantised(config: PreTrainedConfig) -> None:
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+def _refuse_quantized(config: PreTrainedConfig) -> None:
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         raise ArgumentError(
-            f"The config of {config.name_or_path or type(config).__name__} is quantised ({method}), and its modules "
-            f"are made by a quantiser while the weights are loaded. Load it with from_pretrained, call dequantize(), "
+            f"The config of {config.name_or_path or type(config).__name__} is quantized ({method}), and its modules "
+            f"are made by a quantizer while the weights are loaded. Load it with from_pretrained, call dequantize(), "
             f"save it, and pass that folder."
         )
 

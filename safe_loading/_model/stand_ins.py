@@ -17,18 +17,18 @@ class NoInit(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return the tensor that an initialiser is given; leave every other call as it is."""
+        """Return the tensor that an initializer is given; leave every other call as it is."""
         if getattr(func, "__module__", "") == "torch.nn.init" and func.__name__.endswith("_"):
             return args[0] if args else (kwargs or {})["tensor"]
         return func(*args, **(kwargs or {}))
 
 
-class Hollow:
+class MetaStandIns:
     """Context manager: inside it, the plain parameters and buffers of ``model`` are meta tensors of the same shape.
 
-    Whatever an engine does to the tree inside (replace modules, deep-copy them, read a weight to initialise another)
+    Whatever an engine does to the tree inside (replace modules, deep-copy them, read a weight to initialize another)
     costs no memory and touches no device. On exit the modules that were there at entry get their own tensors back,
-    with the ``requires_grad`` that their twins were given meanwhile. A weight that bitsandbytes quantised gets a twin
+    with the ``requires_grad`` that their twins were given meanwhile. A weight that bitsandbytes quantized gets a twin
     of the shape that it stands for, with its attributes, which peft reads; other subclasses of tensors stay.
     """
 
@@ -37,7 +37,7 @@ class Hollow:
         self._slots: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._twins: dict[int, torch.Tensor] = {}
 
-    def __enter__(self) -> Hollow:
+    def __enter__(self) -> MetaStandIns:
         """Put the twins in place; a tensor that stands in several places gets one twin, so ties stay ties."""
         for module in self._model.modules():
             places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)

@@ -11,7 +11,7 @@ from safe_loading.errors import DeviceError
 
 
 def contexts() -> frozenset[int]:
-    """Return the CUDA devices on which this process has a primary context; empty while CUDA is not initialised."""
+    """Return the CUDA devices on which this process has a primary context; empty while CUDA is not initialized."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return frozenset()
     has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # only CUDA builds have it

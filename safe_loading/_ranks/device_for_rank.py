@@ -68,7 +68,7 @@ def _visible_devices() -> tuple[str, int]:
 
 
 def _is_initialized(device_type: str) -> bool:
-    # Asking for the current device initialises the backend; only one that already is can have been told a device.
+    # Asking for the current device initializes the backend; only one that already is can have been told a device.
     # A backend that cannot say whether it is (MPS, which has one device) is left alone.
     is_initialized = getattr(torch.get_device_module(device_type), "is_initialized", None)
     return bool(is_initialized is not None and is_initialized())

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from safe_loading.errors import ArgumentError
 
-from .store_exchange import MOST_BYTES, Board
+from .store_exchange import MOST_BYTES, StoreExchange
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed does not declare that it exports this
@@ -71,7 +71,7 @@ class Ranks:
 
         Args:
             ranks: "all" of the default process group (this process alone while ``torch.distributed`` is not
-                initialised), "self" for this process alone, or global ranks, in any order.
+                initialized), "self" for this process alone, or global ranks, in any order.
 
         Raises:
             ArgumentError: The ranks are not there, one is there twice, or this one is not among them.
@@ -113,7 +113,7 @@ class Ranks:
             RankError: Another rank failed (its cause is in the text), or is in another call.
             RankTimeout: Another rank did not come; the text names it.
         """
-        board = None if self.store is None else Board(self.store, self.ranks, self.rank, label)
+        board = None if self.store is None else StoreExchange(self.store, self.ranks, self.rank, label)
         try:
             if error is not None:
                 raise error
@@ -152,7 +152,7 @@ class Ranks:
             yield phase
         except BaseException as error:
             if self.store is not None:
-                Board(self.store, self.ranks, self.rank, label).fail(error)
+                StoreExchange(self.store, self.ranks, self.rank, label).fail(error)
             raise
         phase.results = self.exchange(label, phase.payload, timeout=timeout)
 
@@ -227,7 +227,7 @@ def _chosen(ranks: Sequence[int], rank: int, world: int, there: bool) -> tuple[i
     ):
         raise ArgumentError(f"ranks={ranks!r}: pass 'all', 'self' or a list of global ranks.")
     members = tuple(sorted(ranks))
-    of = f"this process is rank {rank} of {world}" + ("" if there else " (torch.distributed is not initialised)")
+    of = f"this process is rank {rank} of {world}" + ("" if there else " (torch.distributed is not initialized)")
     if any(not 0 <= each < world for each in members):
         raise ArgumentError(f"ranks={list(ranks)!r}: there is no such rank; {of}.")
     if len(set(members)) != len(members):

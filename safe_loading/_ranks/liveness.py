@@ -2,7 +2,7 @@
 
 A rank that is killed tells nobody. The ranks that wait for it see by its process id that it is gone, and need not wait
 for the limit. They can see the processes of their own kernel and PID namespace only, so each of these writes its ranks
-under one key of the store; the neighbours of a dead rank tell all the others.
+under one key of the store; the neighbors of a dead rank tell all the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
 
 
-def neighbourhood() -> str | None:
+def neighborhood() -> str | None:
     """Return what the processes that can see one another have in common; ``None`` where the system cannot say."""
     try:
         place = f"{_BOOT_ID.read_text().strip()} {_NAMESPACE.stat().st_ino}"
@@ -26,7 +26,7 @@ def neighbourhood() -> str | None:
 
 
 def entry(rank: int) -> str:
-    """Return what this rank writes for its neighbours: the rank, its process id, and when that process began."""
+    """Return what this rank writes for its neighbors: the rank, its process id, and when that process began."""
     pid = os.getpid()
     return f"{rank}:{pid}:{_began(pid)};"
 
@@ -35,7 +35,7 @@ def ended(entries: str, ranks: Collection[int]) -> dict[int, int]:
     """Return the ranks whose process is gone, with its id.
 
     Args:
-        entries: What :func:`entry` returned on each rank of this neighbourhood, one after the other.
+        entries: What :func:`entry` returned on each rank of this neighborhood, one after the other.
         ranks: The ranks that are asked for.
     """
     gone = {}

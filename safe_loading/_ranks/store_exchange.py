@@ -78,15 +78,15 @@ def _name(members: tuple[int, ...]) -> str:
     return hashlib.sha256(repr(members).encode()).hexdigest()[:12]
 
 
-def _neighbours(store: Store, opening: str) -> str | None:
+def _neighbors(store: Store, opening: str) -> str | None:
     """Return the key under which the ranks that see one another's processes stand, where the store can append."""
-    place = liveness.neighbourhood()
+    place = liveness.neighborhood()
     return f"{opening}/on/{place}" if place and cast(Any, store).has_extended_api() else None
 
 
 def _ended(store: Store, opening: str, members: tuple[int, ...]) -> dict[int, int]:
     """Return the ranks of this machine whose process has ended, with its id."""
-    key = _neighbours(store, opening)
+    key = _neighbors(store, opening)
     return {} if key is None else liveness.ended(store.get(key).decode(), members)
 
 
@@ -95,7 +95,7 @@ def _who_ended(gone: Mapping[int, int]) -> str:
     return f"{rank_list(list(gone)).capitalize()} (host {socket.gethostname()}, process {pids}) ended"
 
 
-class Board:
+class StoreExchange:
     """One exchange of a set of ranks. Making it takes the next turn, so every rank must make it, and use it once.
 
     Args:
@@ -171,7 +171,7 @@ class Board:
                 # A store can outlive a process group (torchrun keeps one for all that a job makes), with the last
                 # keys of the group before on it. Each opening of it by this rank has a number of its own.
                 turns[:] = [self._store.add(f"safe_loading/{name}/opened/{self._rank}", 1), 0]
-                if place := _neighbours(self._store, f"safe_loading/{name}/{turns[0]}"):
+                if place := _neighbors(self._store, f"safe_loading/{name}/{turns[0]}"):
                     store: Any = self._store  # torch's stubs of Store lack append and has_extended_api
                     store.append(place, liveness.entry(self._rank))
             opened, turn = turns

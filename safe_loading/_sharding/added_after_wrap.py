@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from safe_loading.errors import ArgumentError
 
-from .fsdp_units import Unit, can_run
+from .fsdp_units import ShardingUnit, can_run
 from .names import canonical
-from .parameters import Held, parameters_of
+from .parameters import ModelTensor, parameters_of
 
 _RECORD = "_wrapped_by_safe_loading"
 
@@ -62,7 +62,7 @@ def wrapped_before(model: object) -> Wrapped | None:
     return Wrapped(meshes[0], None, None, ()) if meshes else None
 
 
-def attached(model: nn.Module, before: Wrapped) -> tuple[Held, ...]:
+def attached(model: nn.Module, before: Wrapped) -> tuple[ModelTensor, ...]:
     """Return the parameters that no unit manages.
 
     Raises:
@@ -108,7 +108,7 @@ def _check_shapes(model: nn.Module) -> None:
         )
 
 
-def attached_units(model: nn.Module, new: Collection[Held]) -> tuple[Unit, ...]:
+def attached_units(model: nn.Module, new: Collection[ModelTensor]) -> tuple[ShardingUnit, ...]:
     """Return the units of what was attached: one for each adapter of a layer, one for each other module.
 
     They are no larger than that: a unit sums the gradients of its input apart, and the sums would no longer be those
@@ -118,7 +118,7 @@ def attached_units(model: nn.Module, new: Collection[Held]) -> tuple[Unit, ...]:
         ArgumentError: A parameter whose module has no forward, and whose parents are units already.
     """
     modules = dict(model.named_modules())
-    owners: dict[str, list[Held]] = {}
+    owners: dict[str, list[ModelTensor]] = {}
     problems = []
     for held in new:
         owner = _owner(held, modules)
@@ -136,11 +136,11 @@ def attached_units(model: nn.Module, new: Collection[Held]) -> tuple[Unit, ...]:
     return tuple(_unit(names, [held for name in names for held in owners[name]]) for names in groups.values())
 
 
-def _unit(names: Sequence[str], inside: Sequence[Held]) -> Unit:
-    return Unit(tuple(names), tuple(held.name for held in inside), sum(held.nbytes for held in inside))
+def _unit(names: Sequence[str], inside: Sequence[ModelTensor]) -> ShardingUnit:
+    return ShardingUnit(tuple(names), tuple(held.name for held in inside), sum(held.nbytes for held in inside))
 
 
-def _owner(held: Held, modules: Mapping[str, nn.Module]) -> str | None:
+def _owner(held: ModelTensor, modules: Mapping[str, nn.Module]) -> str | None:
     """Return the nearest module around all places of a parameter that runs; None where that is a unit already."""
     paths = [name for module, _ in held.places for name, each in modules.items() if each is module]
     path = _common(paths)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from safe_loading._model.stand_ins import Hollow
+from safe_loading._model.stand_ins import MetaStandIns
 from safe_loading.errors import CheckpointError
 
 from .names import canonical
@@ -24,7 +24,7 @@ def compute_buffers(model: torch.nn.Module, *, init: Init | None = None) -> dict
     """Return the value of every buffer that is on meta and that no state dict holds, on the CPU, by canonical name.
 
     It works on the model's tree while every parameter is a twin on meta: no parameter can be touched, and no memory is
-    needed. transformers models initialise themselves whole, as ``from_pretrained`` lets them; other modules through
+    needed. transformers models initialize themselves whole, as ``from_pretrained`` lets them; other modules through
     the method by which their class resets them. Each buffer is filled with what no code computes first; so it is known
     that every element was written. Random generators are left as they were.
 
@@ -139,7 +139,7 @@ def _filled(
     poison: int,
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
     """Let the model fill its buffers; return their values, and the names of those that still hold poison."""
-    with Hollow(model), _flagged(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with MetaStandIns(model), _flagged(model), torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, (module, leaf) in wanted.items():
             buffer: Any = module._buffers[leaf]
             module._buffers[leaf] = _poisoned(buffer.shape, dtypes[name], poison)
@@ -198,7 +198,7 @@ def _value(module: torch.nn.Module, leaf: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _flagged(model: torch.nn.Module) -> Iterator[None]:
-    """Mark every parameter as loaded and no module as done, which is where ``from_pretrained`` initialises."""
+    """Mark every parameter as loaded and no module as done, which is where ``from_pretrained`` initializes."""
     flag = "_is_hf_initialized"
     before = [(module, module.__dict__.pop(flag)) for module in model.modules() if flag in module.__dict__]
     for parameter in model.parameters():

@@ -21,10 +21,10 @@ from safe_loading._model.layout.dtypes import DTYPES
 from safe_loading._ranks.exchange import Ranks
 from safe_loading.errors import RanksDisagree
 
-from .checkpoint_source import Source, disk_tensors, open_source
-from .local_shard import Part
+from .checkpoint_source import CheckpointSource, disk_tensors, open_source
+from .local_shard import LocalShard
 from .names import canonical
-from .read_plan import Target
+from .read_plan import ShardTarget
 from .reading import differing, read_targets
 from .setup import Setup
 from .tensor_slices import Flat, whole
@@ -45,7 +45,7 @@ class Folder:
         findings: What is worth knowing.
     """
 
-    source: Source | None = None
+    source: CheckpointSource | None = None
     disk_name: Mapping[str, str] = dataclasses.field(default_factory=dict)
     digest: str = ""
     findings: tuple[Finding, ...] = ()
@@ -78,7 +78,7 @@ class Folder:
                 sides,
             )
 
-    def read(self, setup: Setup, part: Part) -> int:
+    def read(self, setup: Setup, part: LocalShard) -> int:
         """Read this rank's part into its memory; return the bytes that were read.
 
         Raises:
@@ -90,11 +90,11 @@ class Folder:
         require_unchanged(self.source.checkpoint)
         return report.bytes_read
 
-    def differing(self, setup: Setup, part: Part) -> list[str]:
+    def differing(self, setup: Setup, part: LocalShard) -> list[str]:
         """Return the tensors of which this rank does not hold what the folder does, by a second read."""
         return [] if self.source is None else differing(self.source, self._targets(setup, part))
 
-    def _targets(self, setup: Setup, part: Part) -> list[Target]:
+    def _targets(self, setup: Setup, part: LocalShard) -> list[ShardTarget]:
         held = {each.name: each.tensor for each in setup.everything()}
         targets = [
             self._target(held[each.name], each.name, Flat(each.start, each.stop), part.local[each.name])
@@ -108,9 +108,9 @@ class Folder:
         ]
         return targets
 
-    def _target(self, tensor: torch.Tensor, name: str, region: Any, destination: torch.Tensor) -> Target:
+    def _target(self, tensor: torch.Tensor, name: str, region: Any, destination: torch.Tensor) -> ShardTarget:
         flat = destination.view(-1) if isinstance(region, Flat) else destination
-        return Target(self.disk_name[name], tuple(tensor.shape), tensor.dtype, region, flat)
+        return ShardTarget(self.disk_name[name], tuple(tensor.shape), tensor.dtype, region, flat)
 
 
 def find_folder(setup: Setup, ranks: Ranks) -> Path | None:
@@ -151,7 +151,7 @@ def open_folder(setup: Setup, path: Path | None) -> Folder:
     return Folder(source, disk_name, _digest(source), findings)
 
 
-def _digest(source: Source) -> str:
+def _digest(source: CheckpointSource) -> str:
     """Return a hash of all headers and of a few bytes of each file, which tell two fine-tunings of one base apart."""
     told = sorted(f"{info.name} {info.dtype} {info.shape} {info.start}" for info in source.checkpoint.tensors.values())
     digest = hashlib.sha256("\n".join(told).encode())
@@ -211,7 +211,7 @@ def _without_adapters(base: nn.Module) -> Rename:
     return rename
 
 
-def _heads(source: Source) -> list[Finding]:
+def _heads(source: CheckpointSource) -> list[Finding]:
     """Return a finding for the head of another task, which stays where it is."""
     if not source.heads:
         return []
@@ -226,7 +226,7 @@ def _heads(source: Source) -> list[Finding]:
     ]
 
 
-def _casts(setup: Setup, source: Source, disk_name: Mapping[str, str]) -> list[Finding]:
+def _casts(setup: Setup, source: CheckpointSource, disk_name: Mapping[str, str]) -> list[Finding]:
     """Return one finding for all tensors whose dtype on disk is not the model's."""
     cast = []
     for held in setup.everything():

@@ -15,7 +15,7 @@ import torch
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
 from safe_loading._model.layout.dtypes import DTYPES
-from safe_loading._model.layout.layout import Conversion, Layout, read_layout
+from safe_loading._model.layout.layout import CheckpointLayout, Conversion, read_layout
 from safe_loading.errors import CheckpointError
 
 from .convert import made_by
@@ -24,7 +24,7 @@ from .names import canonical, walk
 New = Callable[[str], bool] | Collection[str]
 
 
-class Slot(NamedTuple):
+class ExpectedTensor(NamedTuple):
     """What a model has under a name: a shape and a dtype, and no memory."""
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Slot(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Source:
+class CheckpointSource:
     """A checkpoint whose tensors have their places in a model.
 
     Attributes:
@@ -48,8 +48,8 @@ class Source:
     """
 
     checkpoint: Checkpoint
-    layout: Layout
-    slots: Mapping[str, Slot]
+    layout: CheckpointLayout
+    slots: Mapping[str, ExpectedTensor]
     same_as: Mapping[str, tuple[str, ...]]
     conversions: Mapping[str, Conversion]
     missing: tuple[str, ...]
@@ -78,7 +78,7 @@ def open_source(
     heads: bool = False,
     variant: str | None = None,
     names: Callable[[str], str | None] = canonical,
-) -> Source:
+) -> CheckpointSource:
     """Read the headers of a checkpoint and find the place of every parameter and persistent buffer; no tensor is read.
 
     Args:
@@ -108,7 +108,7 @@ def open_source(
                 disk = [tensor for group in conversion.sources.values() for tensor in group]
                 problems.append(_mismatch(name, slots[name], shape, checkpoint, disk))
     is_new = _predicate(init_new)
-    source = Source(checkpoint, layout, slots, same_as, conversions, (), config, ())
+    source = CheckpointSource(checkpoint, layout, slots, same_as, conversions, (), config, ())
     for name, shape in layout.mismatched.items():
         if not is_new(name):
             disk = [disk for disk, key in layout.key_of.items() if key == name]
@@ -137,9 +137,9 @@ def open_source(
 
 def _slots(
     model: torch.nn.Module, names: Callable[[str], str | None]
-) -> tuple[dict[str, Slot], dict[str, tuple[str, ...]]]:
+) -> tuple[dict[str, ExpectedTensor], dict[str, tuple[str, ...]]]:
     """Return what a ``state_dict`` would hold, and which names are one tensor."""
-    slots: dict[str, Slot] = {}
+    slots: dict[str, ExpectedTensor] = {}
     of: dict[int, list[str]] = defaultdict(list)
     for path, module in walk(model, repeats=True):
         tensors: dict[str, torch.Tensor | None] = {**module._parameters}
@@ -151,13 +151,13 @@ def _slots(
         prefix = f"{path}." if path else ""
         for leaf, tensor in tensors.items():
             if tensor is not None and (name := names(prefix + leaf)) is not None:
-                slots[name] = Slot(tuple(tensor.shape), tensor.dtype)
+                slots[name] = ExpectedTensor(tuple(tensor.shape), tensor.dtype)
                 of[id(tensor)].append(name)
     tied = {name: tuple(group) for group in of.values() if len(group) > 1 for name in group}
     return slots, tied
 
 
-def _not_readable(checkpoint: Checkpoint, layout: Layout, slots: Mapping[str, Slot]) -> list[str]:
+def _not_readable(checkpoint: Checkpoint, layout: CheckpointLayout, slots: Mapping[str, ExpectedTensor]) -> list[str]:
     """Return a problem for each tensor whose elements do not stand for themselves in the model's dtype."""
     problems = []
     tensors = checkpoint.tensors
@@ -172,7 +172,7 @@ def _not_readable(checkpoint: Checkpoint, layout: Layout, slots: Mapping[str, Sl
             if held is None or wanted is None or not _casts(held, wanted):
                 problems.append(
                     f"{name}: the model has {wanted}, {checkpoint.file_of[disk]} holds {disk} as "
-                    f"{tensors[disk].dtype}, which is quantised. Load it with from_pretrained, call "
+                    f"{tensors[disk].dtype}, which is quantized. Load it with from_pretrained, call "
                     f"dequantize(), save it, and pass that folder"
                 )
     return problems
@@ -184,7 +184,7 @@ def _casts(held: torch.dtype, wanted: torch.dtype) -> bool:
     return held.is_floating_point == wanted.is_floating_point and (held.itemsize > 1 or not held.is_floating_point)
 
 
-def _unexpected(model: torch.nn.Module, layout: Layout) -> list[str]:
+def _unexpected(model: torch.nn.Module, layout: CheckpointLayout) -> list[str]:
     """Return the tensors on disk the class neither knows nor says to ignore, by transformers' rules."""
     if not layout.unknown:
         return []
@@ -205,7 +205,7 @@ def _is_head(model: torch.nn.Module, disk: str, tensors: Collection[str]) -> boo
     return base != "." and not disk.startswith(base) and any(name.startswith(base) for name in tensors)
 
 
-def _surplus(checkpoint: Checkpoint, layout: Layout, disk: str) -> str:
+def _surplus(checkpoint: Checkpoint, layout: CheckpointLayout, disk: str) -> str:
     info = checkpoint.tensors[disk]
     return (
         f"{disk}: {checkpoint.file_of[disk]} holds it as {info.dtype} {list(info.shape)}, and the model has no "
@@ -213,12 +213,14 @@ def _surplus(checkpoint: Checkpoint, layout: Layout, disk: str) -> str:
     )
 
 
-def _mismatch(name: str, slot: Slot, shape: Sequence[int], checkpoint: Checkpoint, disk: Sequence[str]) -> str:
+def _mismatch(
+    name: str, slot: ExpectedTensor, shape: Sequence[int], checkpoint: Checkpoint, disk: Sequence[str]
+) -> str:
     files = dict.fromkeys(str(checkpoint.file_of[tensor]) for tensor in disk)
     return f"{name}: the model has {list(slot.shape)}, the checkpoint makes {list(shape)} of it ({', '.join(files)})"
 
 
-def _of(slot: Slot) -> str:
+def _of(slot: ExpectedTensor) -> str:
     return f"{str(slot.dtype).removeprefix('torch.')} {list(slot.shape)}"
 
 
@@ -233,7 +235,7 @@ def _predicate(new: New) -> Callable[[str], bool]:
     return lambda name: name in names
 
 
-def disk_tensors(source: Source, name: str) -> list[TensorInfo]:
+def disk_tensors(source: CheckpointSource, name: str) -> list[TensorInfo]:
     """Return the tensors on disk that a parameter is made of."""
     if name in source.conversions:
         disk = [tensor for group in source.conversions[name].sources.values() for tensor in group]

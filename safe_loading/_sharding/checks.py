@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from safe_loading._core.report import Finding
 from safe_loading.errors import DeviceError
 
-from .parameters import Held, buffers_of, parameters_of
+from .parameters import ModelTensor, buffers_of, parameters_of
 
 
 def check_whole(model: nn.Module, version: int, ignored: Collection[str]) -> None:
@@ -39,11 +39,11 @@ def plain(model: nn.Module, version: int) -> list[str]:
     return _plain(parameters_of(model)) if version == 2 else []
 
 
-def _plain(parameters: Iterable[Held]) -> list[str]:
+def _plain(parameters: Iterable[ModelTensor]) -> list[str]:
     return [held.name for held in parameters if held.tensor.requires_grad and not isinstance(held.tensor, DTensor)]
 
 
-def stale_optimizers(held: Iterable[Held]) -> list[Finding]:
+def stale_optimizers(held: Iterable[ModelTensor]) -> list[Finding]:
     """Return a finding for each optimizer, anywhere in this process, that holds parameters which are now replaced."""
     gone = {id(each.tensor): each.name for each in held}
     findings = []

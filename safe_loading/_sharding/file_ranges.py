@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from safe_loading._checkpoint.header import TensorInfo
-from safe_loading._model.layout.disk_blocks import Piece, Whole
+from safe_loading._model.layout.disk_blocks import DiskBlock, Whole
 
 from .tensor_slices import Box, Flat, Region, boxes
 
@@ -16,7 +16,7 @@ Dim = tuple[int, int, int]
 """How many elements a block has along a dimension, and their distance in the file and in memory, in elements."""
 
 
-class Block(NamedTuple):
+class FileBlock(NamedTuple):
     """A block of a tensor on disk that goes to one place in memory.
 
     Attributes:
@@ -48,7 +48,7 @@ class Block(NamedTuple):
         """Yield each run of a block that is in order: first byte in the file, first element in memory, count."""
         return _runs(self.begin, self.to, self.dims, self.itemsize)
 
-    def packed(self) -> Block:
+    def packed(self) -> FileBlock:
         """Return the block that puts the same elements one after another, in the order of the file."""
         strides = row_major([count for count, _, _ in self.dims])
         dims = [(count, on_disk, stride) for (count, on_disk, _), stride in zip(self.dims, strides, strict=True)]
@@ -56,7 +56,7 @@ class Block(NamedTuple):
         # elements that lie apart in the file are runs of one
         return self._replace(to=0, dims=joined if joined[-1][1] == 1 else (*joined, (1, 1, 1)))
 
-    def parts(self, limit: int) -> Iterator[Block]:
+    def parts(self, limit: int) -> Iterator[FileBlock]:
         """Yield blocks of at most ``limit`` bytes (at least one element) that are this one together."""
         if self.nbytes <= max(limit, self.itemsize):
             yield self
@@ -70,7 +70,9 @@ class Block(NamedTuple):
             yield from moved._replace(dims=_joined(dims)).parts(limit)
 
 
-def blocks_of(whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int], region: Region) -> Iterable[Block]:
+def blocks_of(
+    whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int], region: Region
+) -> Iterable[FileBlock]:
     """Return the blocks that a region of a parameter is made of.
 
     Args:
@@ -84,11 +86,13 @@ def blocks_of(whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int
         if stretch is not None:
             start, numel = stretch
             begin = infos[0].start + start * itemsizes[0]
-            return [Block(infos[0], begin, 0, ((numel, 1, 1),), itemsizes[0])] if numel else []
+            return [FileBlock(infos[0], begin, 0, ((numel, 1, 1),), itemsizes[0])] if numel else []
     return _cut_out(whole, infos, itemsizes, region)
 
 
-def _cut_out(whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int], region: Region) -> Iterator[Block]:
+def _cut_out(
+    whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int], region: Region
+) -> Iterator[FileBlock]:
     for to, box in boxes(region, whole.shape):
         strides = row_major(box.size)
         for piece, info, itemsize in zip(whole.pieces, infos, itemsizes, strict=True):
@@ -98,7 +102,7 @@ def _cut_out(whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int]
             first, count, apart, moved = cut
             on_disk = row_major(info.shape)
             begin = info.start + itemsize * sum(at * stride for at, stride in zip(first, on_disk, strict=True))
-            yield Block(info, begin, to + moved, _joined([*zip(count, on_disk, apart, strict=True)]), itemsize)
+            yield FileBlock(info, begin, to + moved, _joined([*zip(count, on_disk, apart, strict=True)]), itemsize)
 
 
 def _is_as_is(whole: Whole, infos: Sequence[TensorInfo]) -> bool:
@@ -133,7 +137,7 @@ def row_major(shape: Sequence[int]) -> list[int]:
     return strides
 
 
-def _cut(piece: Piece, box: Box, strides: Sequence[int]) -> tuple[list[int], list[int], list[int], int] | None:
+def _cut(piece: DiskBlock, box: Box, strides: Sequence[int]) -> tuple[list[int], list[int], list[int], int] | None:
     """Return begin, size and distances in memory per disk dimension, and the place in the box; None if apart."""
     first, count, apart, moved = [*piece.begin], [*piece.size], [0] * len(piece.size), 0
     for dim, source in enumerate(piece.dims):

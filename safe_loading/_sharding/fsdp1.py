@@ -19,10 +19,10 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from safe_loading.errors import ArgumentError
 
-from .fsdp_units import Unit
+from .fsdp_units import ShardingUnit
 from .names import canonical
-from .parameters import Held
-from .scatter import Stretch
+from .parameters import ModelTensor
+from .scatter import ElementRange
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -56,7 +56,7 @@ def offload_policy(asked: Any, device: torch.device) -> CPUOffload | None:
     return CPUOffload(offload_params=True) if asked and device.type != "cpu" else None
 
 
-def check(parameters: Sequence[Held]) -> list[str]:
+def check(parameters: Sequence[ModelTensor]) -> list[str]:
     """Return what FSDP1 would refuse, before it has touched anything."""
     problems = []
     for held in parameters:
@@ -77,7 +77,7 @@ def check(parameters: Sequence[Held]) -> list[str]:
 
 def wrap(
     model: nn.Module,
-    units: Sequence[Unit],
+    units: Sequence[ShardingUnit],
     mesh: DeviceMesh,
     device: torch.device,
     mixed_precision: MixedPrecision | None,
@@ -86,7 +86,7 @@ def wrap(
 ) -> FullyShardedDataParallel:
     """Wrap each unit over meta, without a value: ``param_init_fn`` makes empty memory for one unit at a time.
 
-    Neither ``sync_module_states`` nor any rank's own values are used, so nothing travels and nothing is initialised
+    Neither ``sync_module_states`` nor any rank's own values are used, so nothing travels and nothing is initialized
     twice. Original parameters are kept, so that trained and frozen ones may share a unit.
     """
     modules = dict(model.named_modules())
@@ -127,7 +127,7 @@ def _empty(device: torch.device) -> Callable[[nn.Module], None]:
     return param_init_fn
 
 
-def stretches(model: nn.Module, rank: int, ranks: int) -> list[Stretch]:
+def stretches(model: nn.Module, rank: int, ranks: int) -> list[ElementRange]:
     """Return what one rank of the shard group owns: its part of each unit's flat parameter."""
     found = []
     for flat, unit in _flats(model):
@@ -135,7 +135,7 @@ def stretches(model: nn.Module, rank: int, ranks: int) -> list[Stretch]:
         for name, first, count in _layout(flat, unit):
             begin, end = max(first, start), min(first + count, stop)
             if begin < end:
-                found.append(Stretch(name, begin - first, end - first, flat.dtype))
+                found.append(ElementRange(name, begin - first, end - first, flat.dtype))
     return found
 
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from safe_loading.errors import ArgumentError, DeviceError
 
-from .fsdp_units import Unit
-from .parameters import Held
-from .scatter import Stretch
+from .fsdp_units import ShardingUnit
+from .parameters import ModelTensor
+from .scatter import ElementRange
 
 # Methods of wrappers (value heads, reward models) that compute without calling the wrapper's own forward.
 FORWARD_METHODS = ("generate", "score", "value", "get_value", "get_values", "compute_value", "compute_values")
@@ -63,7 +63,7 @@ def offloads(policy: object) -> bool:
     return isinstance(policy, CPUOffloadPolicy) or bool(getattr(policy, "offload_params", False))
 
 
-def check(parameters: Sequence[Held]) -> list[str]:
+def check(parameters: Sequence[ModelTensor]) -> list[str]:
     """Return what ``fully_shard`` would refuse, before it has touched anything."""
     problems = []
     for held in parameters:
@@ -83,7 +83,7 @@ def own_rows(shape: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
     return min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
 
 
-def stretches(parameters: Sequence[Held], rank: int, ranks: int) -> list[Stretch]:
+def stretches(parameters: Sequence[ModelTensor], rank: int, ranks: int) -> list[ElementRange]:
     """Return what one rank of the shard group owns."""
     found = []
     for held in parameters:
@@ -91,11 +91,11 @@ def stretches(parameters: Sequence[Held], rank: int, ranks: int) -> list[Stretch
         shape = tensor.shape
         start, stop = own_rows(shape, rank, ranks)
         row = math.prod(shape[1:])
-        found.append(Stretch(held.names[0], start * row, stop * row, tensor.dtype))
+        found.append(ElementRange(held.names[0], start * row, stop * row, tensor.dtype))
     return found
 
 
-def allocate(parameters: Sequence[Held], rank: int, ranks: int, device: torch.device) -> dict[str, torch.Tensor]:
+def allocate(parameters: Sequence[ModelTensor], rank: int, ranks: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Return an empty local shard for each parameter, in the shape that FSDP2 gives it."""
     shards = {}
     for held in parameters:
@@ -108,7 +108,7 @@ def allocate(parameters: Sequence[Held], rank: int, ranks: int, device: torch.de
 
 def wrap(
     model: nn.Module,
-    units: Sequence[Unit],
+    units: Sequence[ShardingUnit],
     mesh: DeviceMesh,
     mixed_precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
@@ -149,7 +149,7 @@ def _method(model: nn.Module, name: str) -> Callable[..., Any] | None:
     return found if callable(found) and not isinstance(found, type) else None
 
 
-def install(parameters: Sequence[Held], shards: Mapping[str, torch.Tensor]) -> None:
+def install(parameters: Sequence[ModelTensor], shards: Mapping[str, torch.Tensor]) -> None:
     """Put local shards into the places of the parameters that ``fully_shard`` left on meta; ties stay.
 
     Raises:

@@ -24,7 +24,7 @@ _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_no
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
+class ShardingUnit:
     """Modules whose parameters are gathered, and freed, together.
 
     Attributes:
@@ -47,7 +47,7 @@ class Unit:
 
 def plan_units(
     model: nn.Module, wrap: Wrap | None = None, *, ignored: Collection[nn.Parameter] = (), flat: bool = False
-) -> tuple[Unit, ...]:
+) -> tuple[ShardingUnit, ...]:
     """Return the units of a model, those inside others first and the root last.
 
     Args:
@@ -79,9 +79,9 @@ def plan_units(
     return (*units, _unit(("",), owned[("",)], keeps=True))
 
 
-def _unit(group: tuple[str, ...], parameters: Sequence[tuple[str, nn.Parameter]], *, keeps: bool) -> Unit:
+def _unit(group: tuple[str, ...], parameters: Sequence[tuple[str, nn.Parameter]], *, keeps: bool) -> ShardingUnit:
     size = sum(parameter.numel() * parameter.itemsize for _, parameter in parameters)
-    return Unit(group, tuple(name for name, _ in parameters), size, keeps)
+    return ShardingUnit(group, tuple(name for name, _ in parameters), size, keeps)
 
 
 def _default(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from .scatter import Stretch
+from .scatter import ElementRange
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class LocalShard:
     """Where the values of a wrap go.
 
     Attributes:
@@ -21,12 +21,12 @@ class Part:
         whole: The memory of the tensors that nobody splits, by name.
     """
 
-    owned: Callable[[int], Sequence[Stretch]]
+    owned: Callable[[int], Sequence[ElementRange]]
     at: int
     local: Mapping[str, torch.Tensor]
     whole: Mapping[str, torch.Tensor]
 
     @property
-    def mine(self) -> Sequence[Stretch]:
+    def mine(self) -> Sequence[ElementRange]:
         """What this rank owns."""
         return self.owned(self.at)

@@ -18,14 +18,14 @@ from safe_loading._loading.adapter_facts import AdapterFacts, read_adapter
 from safe_loading._loading.adapter_values import read_tensors, value_findings
 from safe_loading.errors import AdapterError, ArgumentError
 
-from .parameters import Held, parameters_of
+from .parameters import ModelTensor, parameters_of
 
 _SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 
 InitNew = Callable[[nn.Module], Any]
 
 
-def initialised(model: nn.Module, lacking: Sequence[Held], init_new: InitNew) -> dict[str, torch.Tensor]:
+def initialized(model: nn.Module, lacking: Sequence[ModelTensor], init_new: InitNew) -> dict[str, torch.Tensor]:
     """Call ``init_new`` on each module that holds new parameters, and return their values.
 
     The modules come in the order of ``named_modules``; for the call the new parameters lie on the host, and nothing
@@ -35,7 +35,7 @@ def initialised(model: nn.Module, lacking: Sequence[Held], init_new: InitNew) ->
     Raises:
         ArgumentError: ``init_new`` left a parameter without values.
     """
-    by_module: dict[nn.Module, list[tuple[str, Held]]] = defaultdict(list)
+    by_module: dict[nn.Module, list[tuple[str, ModelTensor]]] = defaultdict(list)
     for held in lacking:
         module, attribute = held.places[0]
         by_module[module].append((attribute, held))
@@ -50,7 +50,7 @@ def initialised(model: nn.Module, lacking: Sequence[Held], init_new: InitNew) ->
     return values
 
 
-def _called(module: nn.Module, held: Sequence[tuple[str, Held]], init_new: InitNew) -> dict[str, torch.Tensor]:
+def _called(module: nn.Module, held: Sequence[tuple[str, ModelTensor]], init_new: InitNew) -> dict[str, torch.Tensor]:
     before = dict(module._parameters)
     try:
         for attribute, each in held:
@@ -64,16 +64,16 @@ def _called(module: nn.Module, held: Sequence[tuple[str, Held]], init_new: InitN
         module._parameters.update(before)
 
 
-def adapter_values(model: nn.Module, lacking: Sequence[Held]) -> dict[str, torch.Tensor]:
+def adapter_values(model: nn.Module, lacking: Sequence[ModelTensor]) -> dict[str, torch.Tensor]:
     """Return what peft gave to adapters that it then moved to meta with their base.
 
-    peft makes an adapter on the host, initialises it, and moves it to the device of its base; on meta the values are
+    peft makes an adapter on the host, initializes it, and moves it to the device of its base; on meta the values are
     lost. They are made again by peft itself, on a copy of the skeleton. Where the random generator stands as it would
     after these draws from its seed (``manual_seed``, ``get_peft_model``, this call), they are the very same values;
     otherwise they are drawn from where it stands now. The generator is left as it was.
 
     Raises:
-        ArgumentError: The adapter is initialised from the weights of its base, which are not there yet.
+        ArgumentError: The adapter is initialized from the weights of its base, which are not there yet.
     """
     peft: Any = sys.modules.get("peft")
     if peft is None or not lacking or not isinstance(model, peft.PeftModel):
@@ -156,7 +156,7 @@ def _attached_again(peft: Any, model: Any, wanted: Collection[str]) -> dict[str,
 
 
 def _twin(peft: Any, model: Any) -> Any:
-    """Return a model with the same adapters, initialised on the host, over a base whose weights take no memory."""
+    """Return a model with the same adapters, initialized on the host, over a base whose weights take no memory."""
     base = copy.deepcopy(model).unload()
     for held in parameters_of(base):
         # what is made from a weight becomes NaN
@@ -177,8 +177,8 @@ def _twin(peft: Any, model: Any) -> Any:
     return twin
 
 
-def initialised_adapters(made: Mapping[str, torch.Tensor]) -> list[Finding]:
-    """Return a finding for adapter parameters that were initialised here."""
+def initialized_adapters(made: Mapping[str, torch.Tensor]) -> list[Finding]:
+    """Return a finding for adapter parameters that were initialized here."""
     if not made:
         return []
     return [
@@ -196,6 +196,6 @@ def initialised_adapters(made: Mapping[str, torch.Tensor]) -> list[Finding]:
 def _needs_base(model: Any, reason: str) -> ArgumentError:
     kinds = sorted({str(getattr(config, "init_lora_weights", None)) for config in model.peft_config.values()})
     return ArgumentError(
-        f"The adapter cannot be initialised while its base is on meta (init_lora_weights={', '.join(kinds)}): "
+        f"The adapter cannot be initialized while its base is on meta (init_lora_weights={', '.join(kinds)}): "
         f"{reason}. Attach it to a base with weights on rank 0, or give it values there."
     )

@@ -16,7 +16,7 @@ from .names import canonical, walk
 Ignored = nn.Module | nn.Parameter | str
 
 
-class Held(NamedTuple):
+class ModelTensor(NamedTuple):
     """A parameter or a buffer.
 
     Attributes:
@@ -60,9 +60,9 @@ class Held(NamedTuple):
         return f"{self.name}: {dtype}{list(self.tensor.shape)}{grad}{tied}{'' if self.persistent else ', not saved'}"
 
 
-def parameters_of(model: nn.Module) -> tuple[Held, ...]:
+def parameters_of(model: nn.Module) -> tuple[ModelTensor, ...]:
     """Return the parameters of a model, each once, in the order of ``named_parameters``."""
-    found: dict[int, Held] = {}
+    found: dict[int, ModelTensor] = {}
     for path, module in walk(model, repeats=True):
         if not module._parameters:
             continue
@@ -73,9 +73,9 @@ def parameters_of(model: nn.Module) -> tuple[Held, ...]:
     return tuple(found.values())
 
 
-def buffers_of(model: nn.Module) -> tuple[Held, ...]:
+def buffers_of(model: nn.Module) -> tuple[ModelTensor, ...]:
     """Return the buffers of a model, each once, in the order of ``named_buffers``."""
-    found: dict[int, Held] = {}
+    found: dict[int, ModelTensor] = {}
     for path, module in walk(model, repeats=True):
         if not module._buffers:
             continue
@@ -88,14 +88,14 @@ def buffers_of(model: nn.Module) -> tuple[Held, ...]:
 
 
 def _found(
-    found: dict[int, Held], name: str, place: tuple[nn.Module, str], tensor: torch.Tensor, persistent: bool
+    found: dict[int, ModelTensor], name: str, place: tuple[nn.Module, str], tensor: torch.Tensor, persistent: bool
 ) -> None:
     before = found.get(id(tensor))
     if before is None:
-        found[id(tensor)] = Held((name,), (place,), tensor, persistent)
+        found[id(tensor)] = ModelTensor((name,), (place,), tensor, persistent)
     else:
         names, places = (*before.names, name), (*before.places, place)
-        found[id(tensor)] = Held(names, places, tensor, before.persistent or persistent)
+        found[id(tensor)] = ModelTensor(names, places, tensor, before.persistent or persistent)
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[Ignored]) -> set[nn.Parameter]:
@@ -129,12 +129,12 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[Ignored]) -> set[nn.P
     return found
 
 
-def names_of(held: Iterable[Held]) -> list[str]:
+def names_of(held: Iterable[ModelTensor]) -> list[str]:
     """Return the first name of each."""
     return [each.name for each in held]
 
 
-def described(parameters: Sequence[Held], buffers: Sequence[Held]) -> list[str]:
+def described(parameters: Sequence[ModelTensor], buffers: Sequence[ModelTensor]) -> list[str]:
     """Return a line for each tensor, which the ranks compare."""
     return [each.line() for each in (*parameters, *buffers)]
 

@@ -11,12 +11,12 @@ from safe_loading._model.layout.dtypes import DTYPES
 from safe_loading._model.layout.layout import Conversion
 from safe_loading.errors import ArgumentError
 
-from .checkpoint_source import Source
-from .file_ranges import Block, blocks_of
+from .checkpoint_source import CheckpointSource
+from .file_ranges import FileBlock, blocks_of
 from .tensor_slices import Box, Region
 
 
-class Target(NamedTuple):
+class ShardTarget(NamedTuple):
     """A part of a parameter, and the memory where it belongs.
 
     Attributes:
@@ -35,14 +35,14 @@ class Target(NamedTuple):
     destination: torch.Tensor
 
 
-class Plan:
+class ReadPlan:
     """Which blocks of which files each target needs."""
 
-    def __init__(self, source: Source, targets: Sequence[Target]) -> None:
+    def __init__(self, source: CheckpointSource, targets: Sequence[ShardTarget]) -> None:
         self.missing: list[str] = []
-        self.conversions: dict[str, tuple[Conversion, list[tuple[Target, str]]]] = {}
-        self.twins: list[tuple[Target, str]] = []
-        self._blocks: list[tuple[Target, Block]] = []
+        self.conversions: dict[str, tuple[Conversion, list[tuple[ShardTarget, str]]]] = {}
+        self.twins: list[tuple[ShardTarget, str]] = []
+        self._blocks: list[tuple[ShardTarget, FileBlock]] = []
         problems = []
         for target in targets:
             held = source.held_as(target.name)
@@ -65,12 +65,12 @@ class Plan:
         if problems:
             raise ArgumentError("These targets cannot be filled; nothing was read:", problems)
 
-    def in_file_order(self) -> list[tuple[Target, Block]]:
+    def in_file_order(self) -> list[tuple[ShardTarget, FileBlock]]:
         """Return the blocks in the order of the files, which disks like."""
         return self._blocks
 
 
-def cut(source: Source, target: Target, held: str) -> list[tuple[Target, Block]]:
+def cut(source: CheckpointSource, target: ShardTarget, held: str) -> list[tuple[ShardTarget, FileBlock]]:
     """Return the blocks of what the checkpoint holds as ``held``, for a target."""
     lying, tensors = source.layout.of[held], source.checkpoint.tensors
     infos = [tensors[piece.tensor] for piece in lying.pieces]
@@ -78,7 +78,7 @@ def cut(source: Source, target: Target, held: str) -> list[tuple[Target, Block]]
     return [(target, block) for block in blocks_of(lying, infos, sizes, target.region)]
 
 
-def _does_not_fit(target: Target, source: Source, held: str | None) -> str | None:
+def _does_not_fit(target: ShardTarget, source: CheckpointSource, held: str | None) -> str | None:
     region, destination = target.region, target.destination
     wanted = region.size if isinstance(region, Box) else (region.numel,)
     if destination.shape != wanted or not destination.is_contiguous():

@@ -21,10 +21,10 @@ from safe_loading._model.layout.layout import Conversion
 from safe_loading._ranks.launcher import local_rank
 from safe_loading.errors import ArgumentError, CheckpointError
 
-from .checkpoint_source import Source, open_source
+from .checkpoint_source import CheckpointSource, open_source
 from .convert import convert
-from .file_ranges import Block
-from .read_plan import Plan, Target, cut
+from .file_ranges import FileBlock
+from .read_plan import ReadPlan, ShardTarget, cut
 from .tensor_slices import boxes
 
 STAGING_BYTES = 4 * MiB
@@ -57,9 +57,9 @@ class ReadReport:
 
 @torch.no_grad()
 def read_targets(
-    source: Source | str | os.PathLike[str],
+    source: CheckpointSource | str | os.PathLike[str],
     model: torch.nn.Module | None,
-    targets: Sequence[Target],
+    targets: Sequence[ShardTarget],
     *,
     staging_bytes: int = STAGING_BYTES,
     **options: Any,
@@ -82,11 +82,11 @@ def read_targets(
         ArgumentError: A target does not fit its region.
     """
     started = time.perf_counter()
-    if not isinstance(source, Source):
+    if not isinstance(source, CheckpointSource):
         if model is None:
             raise ArgumentError("read_targets reads from a folder only with the model that says what lies where.")
         source = open_source(source, model, **options)
-    plan = Plan(source, targets)
+    plan = ReadPlan(source, targets)
     with _Files(staging_bytes) as files, _bar("reading", targets) as bar:
         for target, block in plan.in_file_order():
             files.fill(target, block, source.checkpoint.file_of[block.info.name])
@@ -109,9 +109,11 @@ def read_targets(
 
 
 @torch.no_grad()
-def differing(source: Source, targets: Sequence[Target], *, staging_bytes: int = STAGING_BYTES) -> list[str]:
+def differing(
+    source: CheckpointSource, targets: Sequence[ShardTarget], *, staging_bytes: int = STAGING_BYTES
+) -> list[str]:
     """Read what targets were filled from once more, through the small buffer; return those that hold other bits."""
-    plan, wrong = Plan(source, targets), dict[str, None]()
+    plan, wrong = ReadPlan(source, targets), dict[str, None]()
     with _Files(staging_bytes) as files, _bar("verifying", targets) as bar:
         for target, block in plan.in_file_order():
             if not files.holds(target, block, source.checkpoint.file_of[block.info.name]):
@@ -129,12 +131,12 @@ def differing(source: Source, targets: Sequence[Target], *, staging_bytes: int =
     return list(wrong)
 
 
-def _bar(what: str, targets: Sequence[Target]) -> _progress.Bar:
+def _bar(what: str, targets: Sequence[ShardTarget]) -> _progress.Bar:
     total = sum(target.destination.nbytes for target in targets)
     return _progress.bar_of_a_rank(what, total, local_rank())
 
 
-def _bytes_of(block: Block, target: Target) -> int:
+def _bytes_of(block: FileBlock, target: ShardTarget) -> int:
     return block.nbytes // block.itemsize * target.destination.itemsize
 
 
@@ -160,7 +162,7 @@ class _Files:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def fill(self, target: Target, block: Block, path: Path) -> None:
+    def fill(self, target: ShardTarget, block: FileBlock, path: Path) -> None:
         """Read a block into a target."""
         held = DTYPES[block.info.dtype]
         flat = target.destination if target.destination.dim() == 1 else target.destination.view(-1)
@@ -170,13 +172,13 @@ class _Files:
         for place, value in self._staged(flat, block, path):
             place.copy_(value if flat.dtype == target.dtype else value.to(target.dtype))
 
-    def holds(self, target: Target, block: Block, path: Path) -> bool:
+    def holds(self, target: ShardTarget, block: FileBlock, path: Path) -> bool:
         """Return whether a target holds a block already."""
         flat = target.destination.view(-1)
         staged = self._staged(flat, block, path)
         return all(_same_bits(place, value.to(target.dtype).to(place)) for place, value in staged)
 
-    def _staged(self, flat: torch.Tensor, block: Block, path: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _staged(self, flat: torch.Tensor, block: FileBlock, path: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Read a block part by part into the buffer; yield the place of each in ``flat``, and the part."""
         held = DTYPES[block.info.dtype]
         for part in block.parts(self._limit):
@@ -187,7 +189,7 @@ class _Files:
             place = flat.as_strided(sizes, strides, flat.storage_offset() + part.to)
             yield place, staged.view(held).view(sizes)
 
-    def tensor(self, source: Source, name: str) -> torch.Tensor:
+    def tensor(self, source: CheckpointSource, name: str) -> torch.Tensor:
         """Return a tensor of the checkpoint, whole."""
         info = source.checkpoint.tensors[name]
         value = torch.empty(info.shape, dtype=DTYPES[info.dtype])
@@ -195,7 +197,7 @@ class _Files:
             self._request(source.checkpoint.file_of[name], as_bytes(value.view(-1)), info.start)
         return value
 
-    def _read(self, path: Path, block: Block, memory: memoryview) -> None:
+    def _read(self, path: Path, block: FileBlock, memory: memoryview) -> None:
         size = block.itemsize
         if len(block.dims) == 1:
             to = block.to * size
@@ -224,7 +226,9 @@ def as_bytes(flat: torch.Tensor) -> memoryview:
     return memoryview(data)
 
 
-def _fill_converted(source: Source, conversion: Conversion, group: Iterable[tuple[Target, str]], files: _Files) -> None:
+def _fill_converted(
+    source: CheckpointSource, conversion: Conversion, group: Iterable[tuple[ShardTarget, str]], files: _Files
+) -> None:
     try:
         made = convert(conversion, lambda name: files.tensor(source, name), source.slots, source.config)
     except CheckpointError:
@@ -239,7 +243,7 @@ def _fill_converted(source: Source, conversion: Conversion, group: Iterable[tupl
             flat[to : to + box.numel].view(box.size).copy_(value[cut])
 
 
-def _check_twins(source: Source, plan: Plan, files: _Files) -> None:
+def _check_twins(source: CheckpointSource, plan: ReadPlan, files: _Files) -> None:
     """Compare what the checkpoint holds under the other names of a tied parameter; transformers would untie them."""
     problems = []
     for target, other in plan.twins:

@@ -21,15 +21,15 @@ from .added_after_wrap import Wrapped
 from .buffers import compute_buffers
 from .checkpoint_folder import Folder, find_folder, open_folder
 from .checks import check_whole, stale_optimizers
-from .local_shard import Part
-from .new_values import adapter_values, initialised, initialised_adapters, loaded_adapters
+from .local_shard import LocalShard
+from .new_values import adapter_values, initialized, initialized_adapters, loaded_adapters
 from .setup import Setup, make_mesh
-from .value_sources import Given, agree_on_names, deliver, from_model, from_state_dict, missing, root_of
+from .value_sources import RootValues, agree_on_names, deliver, from_model, from_state_dict, missing, root_of
 from .verify_bytes import check_read, check_sent
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class WrapJob:
     """What the steps of a wrap share, once it is known where each value comes from.
 
     Attributes:
@@ -44,7 +44,7 @@ class Job:
     setup: Setup
     ranks: Ranks
     mesh: DeviceMesh
-    given: Given
+    given: RootValues
     folder: Folder
     whole: Mapping[str, torch.Tensor]
 
@@ -90,7 +90,7 @@ def carry_out(setup: Setup, ranks: Ranks) -> Done:
     findings = (*given.findings, *folder.findings, *stale_optimizers((*setup.sharded, *setup.whole)))
     with ranks.together("compute the buffers", timeout=setup.timeout):
         whole = _whole(setup, given, folder)
-    job = Job(setup, ranks, mesh, given, folder, whole)
+    job = WrapJob(setup, ranks, mesh, given, folder, whole)
     done = _fsdp2(job) if setup.version == 2 else _fsdp1(job)
     if setup.verify != "off":
         with job.together("check the wrapped model"):
@@ -99,7 +99,7 @@ def carry_out(setup: Setup, ranks: Ranks) -> Done:
     return dataclasses.replace(done, local_bytes=done.local_bytes + replicated, findings=findings)
 
 
-def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh) -> tuple[Given, Folder]:
+def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh) -> tuple[RootValues, Folder]:
     """Find out where each tensor's values come from; refuse when one has none."""
     root = root_of(mesh)
     parameters = (*setup.sharded, *setup.whole)
@@ -110,7 +110,7 @@ def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh) -> tuple[Given, F
         phase.payload = folder.digest
     folder.compare(ranks, phase.results)
     with ranks.together("find the values on rank 0", timeout=setup.timeout):
-        given = Given()
+        given = RootValues()
         if ranks.rank == root:
             if isinstance(setup.source, Mapping):
                 given = from_state_dict(setup, setup.source)
@@ -122,16 +122,16 @@ def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh) -> tuple[Given, F
             lacking = [held for held in parameters if held.name not in given.values and held.name not in folder.names]
             made = adapter_values(setup.model, lacking) if not setup.left else {}
             given.values.update(made)
-            given.findings += initialised_adapters(made)
+            given.findings += initialized_adapters(made)
             lacking = [held for held in lacking if held.name not in given.values]
             if setup.init_new is not None and lacking:
-                given.values.update(initialised(setup.model, lacking, setup.init_new))
+                given.values.update(initialized(setup.model, lacking, setup.init_new))
             missing((*parameters, *saved), given, folder.names, setup, heads=folder.heads)
     given = agree_on_names(ranks, root, given, setup.everything(), timeout=setup.timeout)
     return given, folder.without(given.names)
 
 
-def _whole(setup: Setup, given: Given, folder: Folder) -> dict[str, torch.Tensor]:
+def _whole(setup: Setup, given: RootValues, folder: Folder) -> dict[str, torch.Tensor]:
     """Return what every rank keeps whole: buffers computed again, and empty memory for what will come."""
     computed = compute_buffers(setup.model)
     found = {
@@ -148,11 +148,11 @@ def _whole(setup: Setup, given: Given, folder: Folder) -> dict[str, torch.Tensor
     return found
 
 
-def _fsdp2(job: Job) -> Done:
+def _fsdp2(job: WrapJob) -> Done:
     setup = job.setup
     with job.together("make room for the shards"):
         local = fsdp2.allocate(setup.sharded, job.at, setup.shards, setup.host)
-    part = Part(lambda at: fsdp2.stretches(setup.sharded, at, setup.shards), job.at, local, job.whole)
+    part = LocalShard(lambda at: fsdp2.stretches(setup.sharded, at, setup.shards), job.at, local, job.whole)
     bytes_read, bytes_sent = _fill(job, part)
     with job.together("shard the model"):
         _to_meta(setup)
@@ -166,7 +166,7 @@ def _fsdp2(job: Job) -> Done:
     return Done(setup.model, sum(shard.numel() * shard.itemsize for shard in local.values()), bytes_read, bytes_sent)
 
 
-def _fsdp1(job: Job) -> Done:
+def _fsdp1(job: WrapJob) -> Done:
     setup = job.setup
     with job.together("shard the model"):
         _to_meta(setup)
@@ -176,12 +176,12 @@ def _fsdp1(job: Job) -> Done:
         model = fsdp1.wrap(setup.model, setup.units, job.mesh, setup.device, *policies)
         local = fsdp1.shards(model, job.at, setup.shards)
     bytes_read, bytes_sent = _fill(
-        job, Part(lambda at: fsdp1.stretches(model, at, setup.shards), job.at, local, job.whole)
+        job, LocalShard(lambda at: fsdp1.stretches(model, at, setup.shards), job.at, local, job.whole)
     )
     return Done(model, fsdp1.local_bytes(model), bytes_read, bytes_sent)
 
 
-def _fill(job: Job, part: Part) -> tuple[int, int]:
+def _fill(job: WrapJob, part: LocalShard) -> tuple[int, int]:
     """Read and scatter, and with ``verify="bytes"`` compare both with their sources; return the bytes of each."""
     setup, ranks = job.setup, job.ranks
     with job.together("read the weights"):

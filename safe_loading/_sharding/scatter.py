@@ -15,10 +15,10 @@ from safe_loading._ranks.waiting import Waiting
 
 BLOCK_BYTES = 32 * MiB  # in flight on the rank that sends, over all its receivers
 
-Source = Callable[[str], torch.Tensor]
+ReadValue = Callable[[str], torch.Tensor]
 
 
-class Stretch(NamedTuple):
+class ElementRange(NamedTuple):
     """A run of elements of a tensor, counted in its contiguous form, that one rank owns.
 
     Attributes:
@@ -40,9 +40,9 @@ class Stretch(NamedTuple):
 
 
 def scatter(
-    owned: Sequence[Sequence[Stretch]],
-    source: Source | None,
-    into: Source,
+    owned: Sequence[Sequence[ElementRange]],
+    source: ReadValue | None,
+    into: ReadValue,
     group: dist.ProcessGroup,
     device: torch.device,
     *,
@@ -112,9 +112,9 @@ def _call(
 
 
 def broadcast(
-    stretches: Sequence[Stretch],
-    source: Source | None,
-    into: Source,
+    stretches: Sequence[ElementRange],
+    source: ReadValue | None,
+    into: ReadValue,
     group: dist.ProcessGroup,
     device: torch.device,
     *,
@@ -142,7 +142,7 @@ def broadcast(
     return total * (dist.get_world_size(group) - 1) if stream is not None else 0
 
 
-def pieces(stretches: Sequence[Stretch], source: Source) -> Iterator[torch.Tensor]:
+def pieces(stretches: Sequence[ElementRange], source: ReadValue) -> Iterator[torch.Tensor]:
     """Yield the bytes of each stretch of its whole tensor."""
     for stretch in stretches:
         whole = source(stretch.name).detach().contiguous().view(-1)

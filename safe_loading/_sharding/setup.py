@@ -21,12 +21,12 @@ from safe_loading.errors import ArgumentError
 
 from . import fsdp1, fsdp2
 from .added_after_wrap import Wrapped, attached, attached_units, wrapped_before
-from .fsdp_units import Unit, Wrap, plan_units
+from .fsdp_units import ShardingUnit, Wrap, plan_units
 from .names import walk
-from .parameters import Held, buffers_of, described, ignored_parameters, parameters_of
+from .parameters import ModelTensor, buffers_of, described, ignored_parameters, parameters_of
 
 Verify = Literal["off", "structure", "bytes"]
-Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
+WrapSource = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,22 +54,22 @@ class Setup:
     """
 
     model: nn.Module
-    source: Source
+    source: WrapSource
     version: int
     device: torch.device
     mesh: tuple[int, ...]
     given_mesh: DeviceMesh | None
-    units: tuple[Unit, ...]
-    sharded: tuple[Held, ...]
-    whole: tuple[Held, ...]
-    buffers: tuple[Held, ...]
+    units: tuple[ShardingUnit, ...]
+    sharded: tuple[ModelTensor, ...]
+    whole: tuple[ModelTensor, ...]
+    buffers: tuple[ModelTensor, ...]
     mixed_precision: Any
     offload: Any
     adapters: Mapping[str, str]
     init_new: Any
     verify: Verify
     timeout: float
-    left: tuple[Held, ...] = ()
+    left: tuple[ModelTensor, ...] = ()
 
     @property
     def shards(self) -> int:
@@ -86,7 +86,7 @@ class Setup:
         """The source when it is a folder or a hub id."""
         return os.fspath(self.source) if isinstance(self.source, (str, os.PathLike)) else None
 
-    def everything(self) -> tuple[Held, ...]:
+    def everything(self) -> tuple[ModelTensor, ...]:
         """Return all tensors."""
         return (*self.sharded, *self.whole, *self.buffers)
 
@@ -114,11 +114,11 @@ def ranks_of(mesh: object) -> Ranks:
     """Return who wraps together.
 
     Raises:
-        ArgumentError: ``torch.distributed`` is not initialised, or this rank is not in the mesh.
+        ArgumentError: ``torch.distributed`` is not initialized, or this rank is not in the mesh.
     """
     if not dist.is_initialized():
         raise ArgumentError(
-            "torch.distributed is not initialised. Start the ranks with torchrun and call "
+            "torch.distributed is not initialized. Start the ranks with torchrun and call "
             "torch.distributed.init_process_group() first; gloo is enough on the CPU."
         )
     return Ranks.resolve(mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else "all")
@@ -126,7 +126,7 @@ def ranks_of(mesh: object) -> Ranks:
 
 def prepare(
     model: nn.Module,
-    source: Source,
+    source: WrapSource,
     ranks: Ranks,
     *,
     version: int,
@@ -213,7 +213,7 @@ def _check_words(model: object, source: object, version: object, init_new: objec
     if verify not in ("off", "structure", "bytes"):
         raise ArgumentError(f"verify={verify!r}: pass 'off', 'structure' or 'bytes'.")
     if init_new is not None and not callable(init_new):
-        raise ArgumentError(f"init_new is a {type(init_new).__name__}: pass a function that initialises a module.")
+        raise ArgumentError(f"init_new is a {type(init_new).__name__}: pass a function that initializes a module.")
     if any(fsdp1.is_unit(module) for _, module in walk(model)):
         raise ArgumentError(
             f"This {type(model).__name__} is wrapped by FSDP1 already. What was attached after that (an adapter) is "
@@ -222,7 +222,7 @@ def _check_words(model: object, source: object, version: object, init_new: objec
 
 
 def _check_attached(
-    source: Source, version: int, mesh: object, wrap: object, adapters: object, before: Wrapped
+    source: WrapSource, version: int, mesh: object, wrap: object, adapters: object, before: Wrapped
 ) -> None:
     """Refuse what a second call, which shards what was attached since, has no use for."""
     problems = []

@@ -17,15 +17,15 @@ from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.waiting import Waiting
 from safe_loading.errors import CheckpointError
 
-from .local_shard import Part
+from .local_shard import LocalShard
 from .names import canonical
-from .parameters import Held
-from .scatter import Stretch, broadcast, meet, scatter
+from .parameters import ModelTensor
+from .scatter import ElementRange, broadcast, meet, scatter
 from .setup import Setup
 
 
 @dataclasses.dataclass
-class Given:
+class RootValues:
     """What the root, the first rank of the mesh, gives to the others.
 
     Attributes:
@@ -39,14 +39,14 @@ class Given:
     findings: list[Finding] = dataclasses.field(default_factory=list)
 
 
-def from_state_dict(setup: Setup, state: Mapping[str, torch.Tensor]) -> Given:
+def from_state_dict(setup: Setup, state: Mapping[str, torch.Tensor]) -> RootValues:
     """Match a state dict with the model, strictly.
 
     Raises:
         CheckpointError: Keys are unexpected, shapes differ, or values are not there or contradict each other.
     """
     by_name = {name: held for held in setup.everything() for name in held.names}
-    given = Given()
+    given = RootValues()
     problems = []
     for key, tensor in state.items():
         held = by_name.get(canonical(key))
@@ -63,7 +63,7 @@ def from_state_dict(setup: Setup, state: Mapping[str, torch.Tensor]) -> Given:
     return given
 
 
-def _misfit(held: Held, value: object, first: torch.Tensor | None) -> str | None:
+def _misfit(held: ModelTensor, value: object, first: torch.Tensor | None) -> str | None:
     """Return why a tensor cannot have a value; ``first`` is what it was given under another of its names."""
     if not isinstance(value, torch.Tensor):
         return f"the state dict has a {type(value).__name__}, which is no tensor"
@@ -78,12 +78,14 @@ def _misfit(held: Held, value: object, first: torch.Tensor | None) -> str | None
     return f"{', '.join(held.names)} are one parameter of the model, and two values in the state dict"
 
 
-def from_model(held: Sequence[Held]) -> Given:
+def from_model(held: Sequence[ModelTensor]) -> RootValues:
     """Take the values that this rank's model has."""
-    return Given(values={each.name: each.tensor for each in held if not each.is_meta})
+    return RootValues(values={each.name: each.tensor for each in held if not each.is_meta})
 
 
-def agree_on_names(ranks: Ranks, root: int, given: Given, held: Sequence[Held], *, timeout: float) -> Given:
+def agree_on_names(
+    ranks: Ranks, root: int, given: RootValues, held: Sequence[ModelTensor], *, timeout: float
+) -> RootValues:
     """Tell every rank which tensors the root gives; an exchange of a bit a tensor."""
     bits = "".join("1" if each.name in given.values else "0" for each in held) if ranks.rank == root else ""
     told = ranks.exchange("learn what rank 0 gives", bits, timeout=timeout)[ranks.index(root)]
@@ -91,7 +93,9 @@ def agree_on_names(ranks: Ranks, root: int, given: Given, held: Sequence[Held], 
     return dataclasses.replace(given, names=names)
 
 
-def missing(held: Sequence[Held], given: Given, on_disk: Set[str], setup: Setup, *, heads: Sequence[str] = ()) -> None:
+def missing(
+    held: Sequence[ModelTensor], given: RootValues, on_disk: Set[str], setup: Setup, *, heads: Sequence[str] = ()
+) -> None:
     """Refuse a model of which something would stay without values.
 
     Raises:
@@ -113,11 +117,11 @@ def missing(held: Sequence[Held], given: Given, on_disk: Set[str], setup: Setup,
         )
 
 
-def _lacking(held: Held) -> str:
+def _lacking(held: ModelTensor) -> str:
     return held.line() if isinstance(held.tensor, nn.Parameter) else f"{held.line()}, a buffer: set it on rank 0"
 
 
-def deliver(setup: Setup, mesh: DeviceMesh, given: Given, part: Part, waiting: Waiting) -> int:
+def deliver(setup: Setup, mesh: DeviceMesh, given: RootValues, part: LocalShard, waiting: Waiting) -> int:
     """Move what the root gives to the ranks that own it, and return the bytes that this rank sent.
 
     Within the root's shard group each rank is sent its own part; then, with several replicas, each of them hands its
@@ -139,11 +143,11 @@ def deliver(setup: Setup, mesh: DeviceMesh, given: Given, part: Part, waiting: W
     source = given.values.__getitem__ if is_root else None
     parts = [[stretch for stretch in part.owned(rank) if stretch.name in names] for rank in range(setup.shards)]
     entire = [
-        Stretch(held.name, 0, held.tensor.numel(), held.tensor.dtype)
+        ElementRange(held.name, 0, held.tensor.numel(), held.tensor.dtype)
         for held in (*setup.whole, *setup.buffers)
         if held.name in names
     ]
-    mine = [Stretch(each.name, 0, each.stop - each.start, each.dtype) for each in parts[part.at]]
+    mine = [ElementRange(each.name, 0, each.stop - each.start, each.dtype) for each in parts[part.at]]
     total = sum(stretch.nbytes for stretch in (*mine, *entire))
     sent = 0
     with _progress.bar_of_a_rank("scattering", total, local_rank()) as bar:
@@ -167,7 +171,7 @@ def root_of(mesh: DeviceMesh) -> int:
     return int(mesh.mesh.flatten()[0])
 
 
-def _cast(held: Held, dtype: torch.dtype, where: str) -> Finding:
+def _cast(held: ModelTensor, dtype: torch.dtype, where: str) -> Finding:
     return Finding(
         "dtype-cast",
         "info",

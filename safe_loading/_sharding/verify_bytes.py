@@ -13,13 +13,13 @@ from safe_loading._ranks.exchange import Ranks
 from safe_loading.errors import CheckpointError, RankError
 
 from .checkpoint_folder import Folder
-from .local_shard import Part
-from .scatter import Stretch, pieces
+from .local_shard import LocalShard
+from .scatter import ElementRange, pieces
 from .setup import Setup
-from .value_sources import Given, root_of
+from .value_sources import RootValues, root_of
 
 
-def check_read(setup: Setup, folder: Folder, part: Part) -> None:
+def check_read(setup: Setup, folder: Folder, part: LocalShard) -> None:
     """Read what this rank has of the folder once more, through a small buffer, and compare it bit by bit.
 
     Raises:
@@ -31,7 +31,7 @@ def check_read(setup: Setup, folder: Folder, part: Part) -> None:
         raise CheckpointError("What was read is not what the checkpoint holds; it changed, or memory is bad:", wrong)
 
 
-def check_sent(setup: Setup, ranks: Ranks, mesh: DeviceMesh, given: Given, part: Part) -> None:
+def check_sent(setup: Setup, ranks: Ranks, mesh: DeviceMesh, given: RootValues, part: LocalShard) -> None:
     """Compare the hash of each rank's part with the hash that the root makes of its source.
 
     Raises:
@@ -41,7 +41,7 @@ def check_sent(setup: Setup, ranks: Ranks, mesh: DeviceMesh, given: Given, part:
         return
     with ranks.together("hash the shards", timeout=setup.timeout) as phase:
         mine = [each for each in part.mine if each.name in given.names]
-        held = [Stretch(each.name, 0, each.stop - each.start, each.dtype) for each in mine]
+        held = [ElementRange(each.name, 0, each.stop - each.start, each.dtype) for each in mine]
         sources = []
         if ranks.rank == root_of(mesh):
             for rank in range(setup.shards):
@@ -58,7 +58,7 @@ def check_sent(setup: Setup, ranks: Ranks, mesh: DeviceMesh, given: Given, part:
         raise RankError("The shards of some ranks are not what rank 0 sent:", wrong)
 
 
-def _hash(stretches: Sequence[Stretch], source: Callable[[str], torch.Tensor]) -> str:
+def _hash(stretches: Sequence[ElementRange], source: Callable[[str], torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for part in pieces(stretches, source):
         data: Any = part.cpu().numpy()  # a buffer, which numpy's stubs say only for Python 3.12

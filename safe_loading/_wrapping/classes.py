@@ -19,7 +19,7 @@ def wrapped_class(mixin: type[Transparent], cls: type[nn.Module]) -> type[nn.Mod
     """Return the class of a model of class ``cls`` with ``mixin`` around it; the same class each time.
 
     It bears the name and the module of ``cls``: transformers, accelerate and trl write class names into checkpoints
-    and look behaviour up by them.
+    and look behavior up by them.
     """
     made = _MADE.get((mixin, cls))
     if made is None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from safe_loading._loading import peft_config as configs
 from safe_loading._loading.attach import quiet
 from safe_loading._model.snapshot import Snapshot
-from safe_loading._model.stand_ins import Hollow, NoInit
+from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading.errors import ArgumentError, SafeLoadingError, WrapError
 
 from .attach_head import attach_head
@@ -46,12 +46,12 @@ def prepare_and_wrap(
 ) -> PeftModel:
     """Prepare a base for training, put an adapter on it, attach heads, and wrap user code around it, in this order.
 
-    A quantised base goes through ``prepare_model_for_kbit_training``. Another one does not, since that would cast the
+    A quantized base goes through ``prepare_model_for_kbit_training``. Another one does not, since that would cast the
     whole of it to float32; peft freezes it anyway. What the config, the names and the heads get wrong, and whether the
     code would run, is found before the base is touched.
 
     Args:
-        model: A base of transformers, quantised or not.
+        model: A base of transformers, quantized or not.
         peft_config: The adapter, such as a ``LoraConfig``.
         mixin: A class derived from ``Transparent``, with the code in its ``__call__``.
         heads: Modules to attach, by name.
@@ -108,7 +108,7 @@ def _rehearse(model: PreTrainedModel, config: PeftConfig, adapter_name: str, mix
     trial = copy.deepcopy(config) if empty else LoraConfig(target_modules="all-linear", task_type=config.task_type)
     snapshot = Snapshot(model)
     try:
-        with quiet(), Hollow(model):
+        with quiet(), MetaStandIns(model):
             with torch.device("meta"), NoInit():
                 attached: Any = get_peft_model(model, trial, adapter_name=adapter_name)
             refuse_unreached(mixin, prove(attached, None, None))
@@ -124,8 +124,8 @@ def _rehearse(model: PreTrainedModel, config: PeftConfig, adapter_name: str, mix
 
 
 def _prepare(model: Any, checkpointing: bool, kwargs: dict[str, Any] | None) -> None:
-    quantised = any(getattr(model, name, False) for name in ("is_loaded_in_8bit", "is_loaded_in_4bit", "is_quantized"))
-    if quantised:
+    quantized = any(getattr(model, name, False) for name in ("is_loaded_in_8bit", "is_loaded_in_4bit", "is_quantized"))
+    if quantized:
         prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]  # peft leaves it untyped
             model, use_gradient_checkpointing=checkpointing, gradient_checkpointing_kwargs=kwargs
         )

@@ -41,7 +41,7 @@ class Route:
     entered: bool = False
 
 
-class Routed(_Module):
+class RoutedBase(_Module):
     """The class of a base while its wrapped model generates."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ def routed(outer: nn.Module) -> Iterator[None]:
 @functools.cache
 def _routed_class(cls: type[nn.Module]) -> type[nn.Module]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return types.new_class(cls.__name__, (Routed, cls), exec_body=lambda namespace: namespace.update(names))
+    return types.new_class(cls.__name__, (RoutedBase, cls), exec_body=lambda namespace: namespace.update(names))
 
 
 def generating(generate: Callable[..., Any]) -> Callable[..., Any]:

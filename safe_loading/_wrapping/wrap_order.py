@@ -85,8 +85,8 @@ def _text(wrapper: nn.Module, inside: nn.Module, mixin: str, given: str) -> str:
         lines.append(f"    model = wrapper.{path}")
         start = "PeftModel"
     else:
-        quantised = getattr(inside, "is_quantized", False)
-        base = "prepare_model_for_kbit_training(base)" if quantised else "base"
+        quantized = getattr(inside, "is_quantized", False)
+        base = "prepare_model_for_kbit_training(base)" if quantized else "base"
         lines.append(f"    model = get_peft_model({base}, config)")
     lines.append(f"    model = wrap_transparent(model, {mixin})")
     heads = [

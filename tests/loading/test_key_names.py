@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from safe_loading._loading.key_names import canonical_key, layer_indices, renames, summarise
+from safe_loading._loading.key_names import canonical_key, layer_indices, renames, summarize
 
 Q = "base_model.model.model.layers.0.q_proj.lora_A.weight"
 
@@ -67,7 +67,7 @@ def test_two_keys_for_one_tensor_are_a_problem() -> None:
 
 def test_summary_counts_and_shows_one() -> None:
     changed, _ = renames([f"module.{Q}", f"module.{Q.replace('lora_A', 'lora_B')}"])
-    assert summarise(changed) == f"2 key(s) renamed, as {f'module.{Q}'!r} to {Q!r}"
+    assert summarize(changed) == f"2 key(s) renamed, as {f'module.{Q}'!r} to {Q!r}"
 
 
 def test_layer_indices() -> None:

@@ -270,19 +270,19 @@ def test_other_methods_take_peft_s_road(tmp_path: Path, tiny_llama: Path, method
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", ["all linear", "dora", "modules to save"])
-def test_quantised_bases(tmp_path: Path, bits: int, kind: str) -> None:
-    pytest.importorskip("bitsandbytes", reason="quantised bases need bitsandbytes")
+def test_quantized_bases(tmp_path: Path, bits: int, kind: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="quantized bases need bitsandbytes")
     from transformers import BitsAndBytesConfig
 
     base = save_llama(tmp_path / "base", hidden_size=64, intermediate_size=128)
     adapter = save_adapter(tmp_path / "adapter", base, **KINDS[kind])
-    quantised = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_compute_dtype=torch.float32)
-    given = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantised)
+    quantized = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_compute_dtype=torch.float32)
+    given = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantized)
     plain = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base, quantization_config=quantised), adapter, autocast_adapter_dtype=False
+        AutoModelForCausalLM.from_pretrained(base, quantization_config=quantized), adapter, autocast_adapter_dtype=False
     )
     expected = logits(plain)
-    ours = load_peft_on_rank(adapter, base, base_kwargs={"quantization_config": quantised})
+    ours = load_peft_on_rank(adapter, base, base_kwargs={"quantization_config": quantized})
     assert torch.equal(logits(ours), expected)
     assert torch.equal(logits(load_peft_on_rank(adapter, given)), expected)
     kept = type(given.model.layers[0].self_attn.q_proj.base_layer.weight).__name__
@@ -786,7 +786,7 @@ def test_a_truncated_base_is_refused_before_it_is_loaded(tmp_path: Path, tiny_ll
         ({"adapter_dtype": "bfloat16"}, "adapter_dtype='bfloat16'"),
         ({"dtype": "float16"}, "dtype='float16'"),
         ({"ranks": "some"}, "some"),
-        ({"ranks": [0, 1]}, "not initialised"),
+        ({"ranks": [0, 1]}, "not initialized"),
         ({"adapter_revision": "v2"}, "v2"),
     ],
 )

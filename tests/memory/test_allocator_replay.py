@@ -68,7 +68,7 @@ def test_the_tail_of_a_large_block_is_counted_with_it_unless_it_is_worth_a_split
     assert replay([(0, 21 * MiB)], expandable_segments=True).allocated_peak_bytes == 21 * MiB
 
 
-def test_the_smallest_block_that_fits_is_taken_and_neighbours_are_merged() -> None:
+def test_the_smallest_block_that_fits_is_taken_and_neighbors_are_merged() -> None:
     allocator = CachingAllocator()
     big, small = allocator.malloc(40 * MiB), allocator.malloc(12 * MiB)
     allocator.free(big)
@@ -163,7 +163,7 @@ def test_what_holds_for_every_program(steps: list[int], expandable: bool) -> Non
     kept = allocator.reserved
     assert kept == allocator.reserved_peak  # nothing is given back unless it must be
     allocator.empty_cache()
-    assert allocator.reserved == 0  # every neighbour was merged again
+    assert allocator.reserved == 0  # every neighbor was merged again
 
 
 @pytest.mark.parametrize("expandable", [False, True])

@@ -113,7 +113,7 @@ def in_float32(model: Any) -> None:
     model.get_base_model().config.dtype = torch.bfloat16
 
 
-def says_quantised(model: Any) -> None:
+def says_quantized(model: Any) -> None:
     model.get_base_model().config.quantization_config = BitsAndBytesConfig(load_in_4bit=True)
 
 
@@ -141,7 +141,7 @@ def eval_mode(model: Any) -> None:
         ("SL111", untied, True),
         ("SL112", keeps_loss, True),
         ("SL108", in_float32, True),
-        ("SL107", says_quantised, True),
+        ("SL107", says_quantized, True),
         ("SL110", wrong_map, True),
         ("SL110", short_map, True),
     ],
@@ -175,9 +175,9 @@ def test_a_head_that_stock_peft_left_out(tiny_llama: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_step_of_bitsandbytes_own_layers_is_looked_at(bits: int, tiny_llama: Path) -> None:
-    quantised = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    quantized = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     base: Any = LlamaForCausalLM.from_pretrained(
-        tiny_llama, quantization_config=quantised, device_map={"": "cpu"}, dtype=torch.bfloat16
+        tiny_llama, quantization_config=quantized, device_map={"": "cpu"}, dtype=torch.bfloat16
     )
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")).train()
     report = audit_model(model, Workload.train(1, 128), forecast=False)

@@ -11,7 +11,7 @@ import torch
 from test_plan_search import apart, best_of_all
 
 from safe_loading import DeviceMapInfeasible, plan_device_map
-from safe_loading._memory.plan.layer_groups import Block
+from safe_loading._memory.plan.layer_groups import LayerGroup
 
 
 class Part(torch.nn.Module):
@@ -32,7 +32,7 @@ class Parts(torch.nn.Module):
                 self.parts[member].register_parameter(f"shared_{number}", shared)
 
 
-def instance(seed: int) -> tuple[Parts, list[Block], list[list[int]], dict[int, int]]:
+def instance(seed: int) -> tuple[Parts, list[LayerGroup], list[list[int]], dict[int, int]]:
     draw = random.Random(f"maps {seed}")
     count = draw.randint(2, 7)
     sizes = [draw.randint(1, 12) for _ in range(count)]
@@ -42,7 +42,7 @@ def instance(seed: int) -> tuple[Parts, list[Block], list[list[int]], dict[int, 
         kept[min(group)] += 1
     kinds = [draw.randint(sum(kept) // 4, sum(kept)) for _ in range(3)]
     limits = {number: draw.choice(kinds) for number in draw.sample(range(9), draw.randint(1, 4))}
-    return Parts(sizes, together), [Block(size) for size in kept], together, limits
+    return Parts(sizes, together), [LayerGroup(size) for size in kept], together, limits
 
 
 def loads(model: Parts, device_map: dict[str, int | str]) -> tuple[dict[int | str, int], list[int | str]]:

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_loading._memory.plan import chain as chains
-from safe_loading._memory.plan.chain import Chain, Slot, fewest, reach
-from safe_loading._memory.plan.layer_groups import MOST_HOSTS, Block, Placement, Puzzle
+from safe_loading._memory.plan.chain import Chain, DeviceSlot, fewest, reach
+from safe_loading._memory.plan.layer_groups import MOST_HOSTS, GroupPlacement, LayerGroup, Puzzle
 from safe_loading._memory.plan.offload import Away, offload
 
 Best = tuple[tuple[Fraction, int], int]
-NOTHING = Block(0)
+NOTHING = LayerGroup(0)
 
 
 def apart(together: Sequence[Sequence[int]]) -> tuple[dict[int, int], set[int]]:
@@ -31,10 +31,10 @@ def apart(together: Sequence[Sequence[int]]) -> tuple[dict[int, int], set[int]]:
 
 
 def best_of_all(
-    blocks: Sequence[Block],
+    blocks: Sequence[LayerGroup],
     together: Sequence[Sequence[int]],
     limits: Sequence[int],
-    held: Sequence[Block] = (),
+    held: Sequence[LayerGroup] = (),
     needed: int | None = None,
 ) -> Best | None:
     """Try every assignment in which each device's blocks, grouped ones aside, stand in one run.
@@ -74,11 +74,11 @@ def best_of_all(
     return (min(found), min(crossings for _, crossings in found)) if found else None
 
 
-def instance(seed: int, most: int = 8) -> tuple[list[Block], list[list[int]], list[int]]:
+def instance(seed: int, most: int = 8) -> tuple[list[LayerGroup], list[list[int]], list[int]]:
     """Return blocks, groups of two and three anywhere, and up to four limits of up to three kinds."""
     draw = random.Random(seed)
     count, passing = draw.choice([1, 2, *range(3, most + 1), most]), draw.random() < 0.4
-    blocks = [Block(draw.randint(0, 12), draw.randint(0, 5) if passing else 0) for _ in range(count)]
+    blocks = [LayerGroup(draw.randint(0, 12), draw.randint(0, 5) if passing else 0) for _ in range(count)]
     groups = draw.choice([0, 1, 1, 2, 2, 3]) if count > 2 else 0
     together = [draw.sample(range(count), draw.choice([2, 2, 2, 3])) for _ in range(groups)]
     devices, whole = draw.randint(1, 4), sum(block.kept for block in blocks) + 5
@@ -86,7 +86,7 @@ def instance(seed: int, most: int = 8) -> tuple[list[Block], list[list[int]], li
     return blocks, together, draw.sample(kinds * 4, devices)
 
 
-def keeps(puzzle: Puzzle, placement: Placement) -> bool:
+def keeps(puzzle: Puzzle, placement: GroupPlacement) -> bool:
     return all(load <= limit for load, limit in zip(puzzle.loads(placement), puzzle.limits, strict=True))
 
 
@@ -175,7 +175,7 @@ def test_what_is_offloaded_is_the_run_with_the_fewest_bytes(hundred: int) -> Non
 
 
 def fewest_away(
-    blocks: Sequence[Block],
+    blocks: Sequence[LayerGroup],
     together: Sequence[Sequence[int]],
     limits: Sequence[int],
     away: Sequence[Away],
@@ -202,7 +202,7 @@ def fewest_away(
                 room[0] -= away[block].bytes
         if not room or not stays:
             continue
-        need = Block(sum(away[block].kept for block in gone), max(away[block].passing for block in gone))
+        need = LayerGroup(sum(away[block].kept for block in gone), max(away[block].passing for block in gone))
         for main in range(len(limits)):
             held = [need if device == main else NOTHING for device in range(len(limits))]
             left = [limit if device >= main else 0 for device, limit in enumerate(limits)]
@@ -212,25 +212,25 @@ def fewest_away(
 
 
 def test_fill_takes_one_device_after_the_other() -> None:
-    blocks = [Block(10)] * 6
+    blocks = [LayerGroup(10)] * 6
     assert Puzzle(blocks, [], [40, 40, 40]).solve("fill").device_of == (0, 0, 0, 0, 1, 1)
     assert Puzzle(blocks, [], [40, 40, 40]).solve().device_of == (0, 0, 1, 1, 2, 2)
 
 
 def test_an_order_that_is_not_the_callers_is_found() -> None:
     # only the middle device takes the large block, which comes first
-    assert Puzzle([Block(9), Block(2), Block(2)], [], [3, 9, 3]).solve().device_of == (1, 0, 2)
+    assert Puzzle([LayerGroup(9), LayerGroup(2), LayerGroup(2)], [], [3, 9, 3]).solve().device_of == (1, 0, 2)
 
 
 def test_the_callers_order_is_kept_where_it_costs_nothing() -> None:
-    assert Puzzle([Block(10)] * 7, [], [20, 30, 20, 30]).solve("fill").device_of == (0, 0, 1, 1, 1, 2, 2)
-    tied = Puzzle([Block(10)] * 6, [[0, 5]], [40, 20, 20]).solve("fill")
+    assert Puzzle([LayerGroup(10)] * 7, [], [20, 30, 20, 30]).solve("fill").device_of == (0, 0, 1, 1, 1, 2, 2)
+    tied = Puzzle([LayerGroup(10)] * 6, [[0, 5]], [40, 20, 20]).solve("fill")
     assert tied is not None
     assert tied.device_of == (0, 0, 0, 1, 1, 0)
 
 
 def test_the_device_of_tied_ends_comes_last_where_it_cannot_come_first() -> None:
-    tied = Puzzle([Block(1), Block(9), Block(3), Block(1)], [[0, 3]], [6, 9, 4]).solve("fill")
+    tied = Puzzle([LayerGroup(1), LayerGroup(9), LayerGroup(3), LayerGroup(1)], [[0, 3]], [6, 9, 4]).solve("fill")
     assert tied is not None
     assert tied.device_of == (0, 1, 0, 0)  # (0, 1, 2, 0) has as many stages, and one crossing more
 
@@ -244,7 +244,7 @@ def test_the_device_of_tied_ends_comes_last_where_it_cannot_come_first() -> None
 @settings(max_examples=150, deadline=None)
 def test_the_reach_is_the_longest_run(pairs: list[tuple[int, int]], cap: int, kept: int, passing: int) -> None:
     chain = Chain(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
-    slot = Slot(cap + 1, kept, passing)
+    slot = DeviceSlot(cap + 1, kept, passing)
     for start, stop in enumerate(reach(chain, slot, cap)):
         fitting = [end for end in range(start, len(pairs) + 1) if slot.load(chain, start, end) <= cap]
         assert stop == max(fitting, default=start)
@@ -252,7 +252,7 @@ def test_the_reach_is_the_longest_run(pairs: list[tuple[int, int]], cap: int, ke
 
 def test_the_reach_of_a_device_without_end_is_the_whole_chain() -> None:
     chain = Chain((2**61, 2**61), (0, 5))
-    assert reach(chain, Slot(2**70), 2**70) == [2, 2, 2]
+    assert reach(chain, DeviceSlot(2**70), 2**70) == [2, 2, 2]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -261,7 +261,7 @@ def test_arrays_and_dicts_find_the_same(seed: int, monkeypatch: pytest.MonkeyPat
     chain = Chain(tuple(draw.randint(1, 9) for _ in range(60)), (0,) * 60)
     counts = tuple(draw.randint(1, 3) for _ in range(draw.randint(1, 4)))
     share = chain.sums[-1] * draw.choice([85, 100, 115]) // 100 // sum(counts)
-    reaches = [reach(chain, Slot(10**6), share + draw.randint(-8, 8)) for _ in counts]
+    reaches = [reach(chain, DeviceSlot(10**6), share + draw.randint(-8, 8)) for _ in counts]
     found = []
     for few in (0, 10**6):
         monkeypatch.setattr(chains, "_FEW_STATES", few)
@@ -278,7 +278,7 @@ def test_arrays_and_dicts_find_the_same(seed: int, monkeypatch: pytest.MonkeyPat
 
 def test_three_kinds_of_limits_are_searched_to_the_end() -> None:
     draw = random.Random(0)
-    blocks = [Block(draw.randint(1, 10) * 10**8) for _ in range(2048)]
+    blocks = [LayerGroup(draw.randint(1, 10) * 10**8) for _ in range(2048)]
     limits = [(8 + 4 * (n % 3)) * 10**9 for n in range(128)]
     placement = Puzzle(blocks, [], limits).solve()
     assert placement is not None
@@ -292,7 +292,7 @@ def test_three_kinds_of_limits_are_searched_to_the_end() -> None:
 def test_many_different_devices_are_searched_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(1)
     limits = [draw.randint(10**9, 2 * 10**9) for _ in range(24)]
-    blocks = [Block(draw.randint(10**7, 10**8)) for _ in range(300)]
+    blocks = [LayerGroup(draw.randint(10**7, 10**8)) for _ in range(300)]
     monkeypatch.setattr(chains, "_WIDEST", 4_000)  # 2^24 choices, of which 64 are kept at a time
     puzzle = Puzzle(blocks, [], limits)
     placement = puzzle.solve()
@@ -303,7 +303,7 @@ def test_many_different_devices_are_searched_within_bounds(monkeypatch: pytest.M
 
 def test_more_groups_than_can_be_tried_still_find_a_plan() -> None:
     # twelve groups that no device can take together: the largest are tried on every device, the others go as one
-    blocks = [Block(20 - number % 12) for number in range(24)]
+    blocks = [LayerGroup(20 - number % 12) for number in range(24)]
     together = [[number, 12 + number] for number in range(12)]
     puzzle = Puzzle(blocks, together, [130] * 4)
     assert len(puzzle.hosts) <= MOST_HOSTS + 1

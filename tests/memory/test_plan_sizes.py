@@ -1,4 +1,4 @@
-"""What a plan counts is what a loaded model holds, to the byte: quantised, cast, tied, or owned by a split module."""
+"""What a plan counts is what a loaded model holds, to the byte: quantized, cast, tied, or owned by a split module."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-QUANTISED: dict[str, dict[str, Any]] = {
+QUANTIZED: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "nf4, double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "fp4 in bfloat16": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
@@ -76,8 +76,8 @@ QUANTISED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", QUANTISED.values(), ids=QUANTISED.keys())
-def test_a_quantised_model_takes_what_bitsandbytes_stores(plain: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", QUANTIZED.values(), ids=QUANTIZED.keys())
+def test_a_quantized_model_takes_what_bitsandbytes_stores(plain: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is an extra")
     config = BitsAndBytesConfig(**options)
     model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, device_map={"": "cpu"})

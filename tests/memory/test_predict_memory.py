@@ -21,7 +21,7 @@ from safe_loading import ArgumentError, Workload, largest_micro_batch, predict_m
 from safe_loading._core.report import MiB
 from safe_loading._memory.forecast.timeline import Loading, order_of, run_events
 from safe_loading._memory.trace.cuda_paths import cuda_paths
-from safe_loading._memory.trace.records import Block, StepTrace
+from safe_loading._memory.trace.records import Allocation, StepTrace
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -59,9 +59,9 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(("quantised", "attention", "rows", "length", "allocated", "reserved"), MEASURED)
+@pytest.mark.parametrize(("quantized", "attention", "rows", "length", "allocated", "reserved"), MEASURED)
 def test_what_a_gpu_measured(
-    quantised: str, attention: str, rows: int, length: int, allocated: float, reserved: float
+    quantized: str, attention: str, rows: int, length: int, allocated: float, reserved: float
 ) -> None:
     config = tiny(
         hidden_size=576,
@@ -73,16 +73,16 @@ def test_what_a_gpu_measured(
         tie_word_embeddings=True,
         dtype="float16",
     )
-    if quantised == "nf4":
+    if quantized == "nf4":
         config.quantization_config = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16
         )
     workload = Workload.train(rows, length, gradient_checkpointing=True, optimizer="adamw_foreach", adapter=lora(r=32))
     with mock.patch("transformers.integrations.sdpa_attention.use_gqa_in_sdpa", _never):
         found = predict_memory(config, workload, capability=(7, 5), attn_implementation=attention, keep_outputs=True)
-    limit = 0.012 if quantised == "nf4" else 0.001
+    limit = 0.012 if quantized == "nf4" else 0.001
     assert found.allocated_peak_bytes / MiB == pytest.approx(allocated, rel=limit)
-    assert found.reserved_peak_bytes / MiB == pytest.approx(reserved, rel=0.005 if quantised == "nf4" else 0.001)
+    assert found.reserved_peak_bytes / MiB == pytest.approx(reserved, rel=0.005 if quantized == "nf4" else 0.001)
 
 
 def test_a_run_is_loaded_as_the_engines_do_and_each_thread_takes_its_scratch_at_its_first_product() -> None:
@@ -94,10 +94,12 @@ def test_a_run_is_loaded_as_the_engines_do_and_each_thread_takes_its_scratch_at_
         "m.layers.2.q.weight",
     ]
     parts = ["weights", "weights", "buffers", "buffers", "weights"]
-    load = [Block(100 + i, 0, part, "", "load", name) for i, (name, part) in enumerate(zip(names, parts, strict=True))]
-    adapter = Block(200, 0, "adapters", "", "load", "m.layers.2.q.lora_A.default.weight")
+    load = [
+        Allocation(100 + i, 0, part, "", "load", name) for i, (name, part) in enumerate(zip(names, parts, strict=True))
+    ]
+    adapter = Allocation(200, 0, "adapters", "", "load", "m.layers.2.q.lora_A.default.weight")
     step = [
-        Block(size, 0, "temporary", "", phase, op)
+        Allocation(size, 0, "temporary", "", phase, op)
         for size, phase, op in (
             (300, "forward", "aten.add.Tensor"),
             (301, "forward", "aten.mm.default"),
@@ -159,7 +161,7 @@ def test_weights_alone_and_generation() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantised_config_gives_packed_weights(bits: int) -> None:
+def test_a_quantized_config_gives_packed_weights(bits: int) -> None:
     config = tiny(hidden_size=128, intermediate_size=256)
     config.quantization_config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     before = config.to_json_string()
@@ -172,7 +174,7 @@ def test_a_quantised_config_gives_packed_weights(bits: int) -> None:
     assert any("float32" in note for note in found.notes)
 
 
-def test_double_quantisation_stores_less() -> None:
+def test_double_quantization_stores_less() -> None:
     sizes = []
     for nested in (False, True):
         config = tiny(hidden_size=512, intermediate_size=1024)
@@ -181,7 +183,7 @@ def test_double_quantisation_stores_less() -> None:
     assert sizes[1] < sizes[0]
 
 
-def test_the_wrapper_that_hides_the_quantised_base_costs_what_was_promised_to_be_saved() -> None:
+def test_the_wrapper_that_hides_the_quantized_base_costs_what_was_promised_to_be_saved() -> None:
     config = tiny(num_hidden_layers=8, hidden_size=128, intermediate_size=512)
     config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
     right, wrong = (
@@ -207,11 +209,11 @@ def test_a_model_is_forecast_as_it_is_and_stays_so() -> None:
 def test_a_model_of_bitsandbytes_own_layers_is_forecast_as_its_config(bits: int, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256}
     AutoModelForCausalLM.from_config(tiny(**sizes)).save_pretrained(tmp_path)
-    quantised = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_use_double_quant=True)
+    quantized = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_use_double_quant=True)
     real: Any = AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=quantised, device_map={"": "cpu"}, dtype=torch.bfloat16
+        tmp_path, quantization_config=quantized, device_map={"": "cpu"}, dtype=torch.bfloat16
     )
-    config = tiny(**sizes, quantization_config=quantised)
+    config = tiny(**sizes, quantization_config=quantized)
     modules = [(name, id(module)) for name, module in real.named_modules()]
 
     def same(prepared: bool, **on: bool) -> None:

@@ -388,7 +388,7 @@ def test_what_is_no_safe_or_plain_base_is_refused(tmp_path: Path, tiny_llama: Pa
     base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    refused(tmp_path, base, tiny_adapter, MergeError, r"quantised \(gptq\).*dequantize")
+    refused(tmp_path, base, tiny_adapter, MergeError, r"quantized \(gptq\).*dequantize")
     (base / "config.json").write_text(json.dumps(config))
     for path in base.glob("*.safetensors*"):
         path.unlink()
@@ -438,7 +438,7 @@ def test_codes_of_eight_bits_are_refused(tmp_path: Path) -> None:
     for path in base.glob("*.safetensors"):
         tensors = {n: t.to(torch.float8_e4m3fn) if "q_proj" in n else t for n, t in load_file(path).items()}
         save_file(tensors, path, metadata={"format": "pt"})
-    refused(tmp_path, base, adapter, MergeError, r"q_proj.weight: it is F8_E4M3 on disk.*Dequantise")
+    refused(tmp_path, base, adapter, MergeError, r"q_proj.weight: it is F8_E4M3 on disk.*Dequantize")
 
 
 def test_a_merged_value_that_overflows_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from safe_loading._merging.disk.edits import Edit
 from safe_loading._merging.disk.place_edits import place_edits
 from safe_loading._merging.weights.update import Term, Update
 from safe_loading._model.layout.disk_blocks import Moved, on_disk
-from safe_loading._model.layout.layout import Layout
+from safe_loading._model.layout.layout import CheckpointLayout
 
 
 def kimi(folder: Path) -> Path:
@@ -152,7 +152,7 @@ def test_norms_that_would_be_summed_in_another_order_are_refused() -> None:
 
     def problems(update: Update, where: Moved) -> list[str]:
         edit = Edit(("w",), (4, 6), {(): update})
-        return place_edits([edit], Layout({}, {"w": "why"}, (), moved={"w": where}), tensors).problems
+        return place_edits([edit], CheckpointLayout({}, {"w": "why"}, (), moved={"w": where}), tensors).problems
 
     assert "norms run along what has another order" in problems(columns, moved)[0]
     assert not problems(columns, moved._replace(dim=1, order=(5, 4, 3, 2, 1, 0)))

@@ -26,7 +26,7 @@ from safe_loading._merging.disk.place_edits import place_edits
 from safe_loading._merging.weights.update import Term, Update, merge_matrix
 from safe_loading._model.layout.disk_blocks import concatenate, split, transpose
 from safe_loading._model.layout.disk_blocks import on_disk as piece_on_disk
-from safe_loading._model.layout.layout import Layout
+from safe_loading._model.layout.layout import CheckpointLayout
 
 if TYPE_CHECKING:
     from conftest import Simulated
@@ -204,7 +204,7 @@ def test_blocks_are_merged_on_the_device_that_is_named(tmp_path: Path, simulated
 
 def placed(weight: torch.Tensor, update: Update, whole: Any, tensors: dict[str, TensorInfo]) -> Changes:
     edit = Edit(("w",), tuple(weight.shape), {(): update})
-    return place_edits([edit], Layout({"w": whole}, {}, ()), tensors)
+    return place_edits([edit], CheckpointLayout({"w": whole}, {}, ()), tensors)
 
 
 def test_a_dora_on_a_weight_that_the_disk_holds_transposed() -> None:

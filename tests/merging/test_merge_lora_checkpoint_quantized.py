@@ -1,4 +1,4 @@
-"""merge_lora_checkpoint on quantised bases: refused, or written as plain ones, the bits of the merge in memory."""
+"""merge_lora_checkpoint on quantized bases: refused, or written as plain ones, the bits of the merge in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def on_disk(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def bitsandbytes(folder: Path, kind: str) -> Path:
-    """A Llama that transformers quantised and saved."""
+    """A Llama that transformers quantized and saved."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     plain = save_llama(folder / "plain", torch.bfloat16)
     options: dict[str, Any] = {"load_in_8bit": True}
@@ -75,7 +75,7 @@ def test_bitsandbytes_becomes_what_the_merge_in_memory_makes(tmp_path: Path, kin
         merge_lora_checkpoint(base, adapter, tmp_path / "out")
     report = merge_lora_checkpoint(base, adapter, tmp_path / "out", dequantize=True)
     assert len(report.of("merged")) == 9
-    assert len(report.of("cast")) == 12  # quantised, without an adapter
+    assert len(report.of("cast")) == 12  # quantized, without an adapter
     found = on_disk(tmp_path / "out")
     assert not [name for name in found if not name.endswith("weight")]
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}

@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS = torch.arange(1, 25).reshape(2, 12)
 
 
-def randomised(model: nn.Module, seed: int = 0, size: float = 0.1) -> nn.Module:
+def randomized(model: nn.Module, seed: int = 0, size: float = 0.1) -> nn.Module:
     """The model with random numbers in every parameter of its adapters (lora_B starts at zero)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def peft_model(base: nn.Module, *configs: LoraConfig, seed: int = 0) -> Any:
             names.append(f"a{number}")
             model.add_adapter(names[-1], config)
         model.base_model.set_adapter(names)
-    return randomised(model, seed)
+    return randomized(model, seed)
 
 
 class Zoo(nn.Module):
@@ -589,7 +589,7 @@ def test_layers_that_are_repeated_are_merged_once_each_has_its_own_weights(tmp_p
 def test_tied_weights_with_the_same_adapter_change_once() -> None:
     model = tied_llama(target_modules=["embed_tokens"], ensure_weight_tying=True)
     inner = model.base_model.model
-    # peft ties lora_A of the head to lora_embedding_B of the embedding; randomised() wrote both through one of them
+    # peft ties lora_A of the head to lora_embedding_B of the embedding; randomized() wrote both through one of them
     exact = expected_once(inner.model.embed_tokens)
     with torch.no_grad():
         before = model(input_ids=TOKENS).logits
@@ -637,7 +637,7 @@ def test_what_is_tied_beside_an_own_head_is_saved_under_each_name(tmp_path: Path
         )
         base, saved = BertForMaskedLM(config), "predictions"
     targets = ["q_proj", "query"]
-    model = randomised(get_peft_model(base, LoraConfig(target_modules=targets, modules_to_save=[saved]))).eval()
+    model = randomized(get_peft_model(base, LoraConfig(target_modules=targets, modules_to_save=[saved]))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "modules_to_save" in name:
@@ -780,7 +780,7 @@ def test_a_mixed_model_is_merged_each_layer_by_its_own_road() -> None:
     model: Any = get_peft_model(Zoo(), LoraConfig(target_modules=["linear"], r=4), "default", mixed=True)
     model.add_adapter("other", LoHaConfig(target_modules=["head"], init_weights=False))
     model.set_adapter(["default", "other"])
-    before = randomised(model)(TOKENS)
+    before = randomized(model)(TOKENS)
     merged = merge_lora_inplace(model)
     assert torch.allclose(merged(TOKENS), before, atol=1e-4, rtol=1e-4)
     assert {weight.road for weight in merged.merge_report.weights} == {"blocks", "peft"}
@@ -819,7 +819,7 @@ def test_a_saved_module_is_that_of_the_named_adapter() -> None:
         made.add_adapter("c", LoraConfig(target_modules=["linear"]))
         for number, saved in enumerate(made.head.modules_to_save.values(), 1):
             nn.init.constant_(saved.weight, number)
-        return randomised(made)  # "a" is the active one
+        return randomized(made)  # "a" is the active one
 
     for names, head in ((["a"], 1), (["b"], 2), (["c", "b"], 2)):
         assert bool((merge_lora_inplace(model(), adapter_names=names).head.weight == head).all())

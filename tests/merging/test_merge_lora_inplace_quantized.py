@@ -23,7 +23,7 @@ from peft.tuners.lora.gptq import GPTQLoraLinear
 from peft.utils.integrations import dequantize_module_weight
 from safetensors.torch import save_file
 from test_lora_update import nearest
-from test_merge_lora_inplace import bits, randomised
+from test_merge_lora_inplace import bits, randomized
 from torch import nn
 
 from safe_loading import ArgumentError, MergeError, merge_lora_inplace
@@ -33,8 +33,8 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 X = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
 
 
-def quantised(kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Three Linear, of which the last has no adapter, quantised by an engine."""
+def quantized(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Three Linear, of which the last has no adapter, quantized by an engine."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 128), nn.Linear(128, 64, bias=False)).to(dtype)
     if kind == "torchao":
@@ -59,7 +59,7 @@ def quantised(kind: str, dtype: torch.dtype = torch.float32) -> Any:
 def adapted(model: nn.Module, **config: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return randomised(get_peft_model(model, LoraConfig(**{"target_modules": ["0", "1"], "r": 4, **config})))
+        return randomized(get_peft_model(model, LoraConfig(**{"target_modules": ["0", "1"], "r": 4, **config})))
 
 
 def stands_for(layer: Any) -> torch.Tensor:
@@ -73,7 +73,7 @@ def stands_for(layer: Any) -> torch.Tensor:
 @pytest.mark.parametrize("at", [1, 2], ids=["adapted", "not adapted"])
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_codes_that_accelerate_offloads_are_refused_by_name(at: int, dequantize: bool) -> None:
-    model = adapted(quantised("int8"))
+    model = adapted(quantized("int8"))
     if metadata.version("bitsandbytes").startswith("0.48."):
         pytest.skip("bitsandbytes 0.48 moves the scales of its codes, too, so that accelerate cannot offload them")
     cpu_offload(model.base_model.model[at], execution_device=torch.device("cpu"))
@@ -81,7 +81,7 @@ def test_codes_that_accelerate_offloads_are_refused_by_name(at: int, dequantize:
     if at == 2 and not dequantize:  # nothing of it is looked at
         assert torch.allclose(merge_lora_inplace(model)(X), before, atol=0.5)
         return
-    with pytest.raises(MergeError, match=f"{at}: its quantised weight is offloaded.*Load the model without") as refused:
+    with pytest.raises(MergeError, match=f"{at}: its quantized weight is offloaded.*Load the model without") as refused:
         merge_lora_inplace(model, dequantize=dequantize)
     assert len(refused.value.problems) == 1
     assert list(model.modules()) == modules
@@ -92,8 +92,8 @@ KINDS = ("nf4", "nf4 nested", "fp4", "int8", "torchao")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dequantised_and_rounded_once(kind: str) -> None:
-    model = adapted(quantised(kind, torch.bfloat16), lora_alpha=6)
+def test_dequantized_and_rounded_once(kind: str) -> None:
+    model = adapted(quantized(kind, torch.bfloat16), lora_alpha=6)
     if kind == "fp4" and metadata.version("bitsandbytes").startswith("0.48."):
         pytest.skip("bitsandbytes 0.48 knows the numbers of fp4 to four digits only, on the CPU")
     values = [stands_for(layer) for layer in (model.base_model.model[0], model.base_model.model[1])]
@@ -116,8 +116,8 @@ def test_dequantised_and_rounded_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4 nested", "int8", "torchao"])
-def test_requantised_by_peft_with_what_that_rounds_away(kind: str) -> None:
-    model = through_transformers(adapted(quantised(kind)))
+def test_requantized_by_peft_with_what_that_rounds_away(kind: str) -> None:
+    model = through_transformers(adapted(quantized(kind)))
     before = [stands_for(model.base_model.model[n]) for n in (0, 1)]
     deltas = [model.base_model.model[n].get_delta_weight("default").detach() for n in (0, 1)]
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_requantised_by_peft_with_what_that_rounds_away(kind: str) -> None:
 
 
 def through_transformers(model: Any) -> Any:
-    """The model with what peft takes from transformers to requantise torchao weights."""
+    """The model with what peft takes from transformers to requantize torchao weights."""
     for layer in model.modules():
         if hasattr(layer, "get_apply_tensor_subclass"):
             layer.get_apply_tensor_subclass = importlib.import_module("torchao.quantization").Int8WeightOnlyConfig
@@ -142,7 +142,7 @@ def through_transformers(model: Any) -> Any:
 @pytest.mark.parametrize("dequantize", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_broken_adapter_leaves_every_code(kind: str, dequantize: bool) -> None:
-    model = through_transformers(adapted(quantised(kind)))
+    model = through_transformers(adapted(quantized(kind)))
     model.base_model.model[1].lora_B["default"].weight.data[0, 0] = torch.nan
     before = None if kind == "torchao" else bits(model)
     values = [stands_for(model.base_model.model[n]) for n in (0, 1)]
@@ -154,7 +154,7 @@ def test_a_broken_adapter_leaves_every_code(kind: str, dequantize: bool) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merge_of_peft_that_fails_leaves_every_code(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = through_transformers(adapted(quantised(kind)))
+    model = through_transformers(adapted(quantized(kind)))
     last = model.base_model.model[1]
     values, weights = [stands_for(model.base_model.model[n]) for n in (0, 1)], [id(p) for p in model.parameters()]
     merge = type(last).merge
@@ -176,7 +176,7 @@ def test_a_merge_of_peft_that_fails_leaves_every_code(kind: str, monkeypatch: py
 
 
 def test_lora_bias_is_refused_where_peft_forgets_its_scaling() -> None:
-    model = adapted(quantised("nf4"), lora_bias=True, lora_alpha=12)
+    model = adapted(quantized("nf4"), lora_bias=True, lora_alpha=12)
     for n in (0, 1):
         model.base_model.model[n].lora_B["default"].bias.data.normal_()
     with pytest.raises(MergeError, match=r"without its scaling, 3.*dequantize=True"):
@@ -301,7 +301,7 @@ def test_an_fp8_weight_that_overflows_is_refused() -> None:
     )
 
 
-def test_fp8_dequantised() -> None:
+def test_fp8_dequantized() -> None:
     model = fp8_model(torch.float8_e4m3fn, torch.float32)
     wanted = [exact(layer) for layer in model.base_model.model]
     merged = merge_lora_inplace(model, dequantize=True)
@@ -402,7 +402,7 @@ def scaled_otherwise() -> Any:
 @pytest.mark.parametrize(
     ("make", "config", "plain", "wide"),
     [
-        (experts, {"target_parameters": ["0.gate_up_proj"]}, "float8_e4m3fn. Dequantise", "FP8Experts is no Linear"),
+        (experts, {"target_parameters": ["0.gate_up_proj"]}, "float8_e4m3fn. Dequantize", "FP8Experts is no Linear"),
         (grouped, {"target_modules": ["0"]}, "groups of rows", "groups of rows"),
         (
             scaled_otherwise,
@@ -420,9 +420,9 @@ def test_fp8_that_is_not_known_is_refused(make: Any, config: Any, plain: str, wi
     assert bits(model) == before
 
 
-def test_what_stays_quantised_beside_the_layers_with_adapters_is_refused() -> None:
+def test_what_stays_quantized_beside_the_layers_with_adapters_is_refused() -> None:
     model = adapted(nn.ModuleDict({"0": nn.Linear(32, 32), "1": experts()}), target_modules=["0"])
-    with pytest.raises(MergeError, match="1: its quantised FP8Experts is no Linear"):
+    with pytest.raises(MergeError, match="1: its quantized FP8Experts is no Linear"):
         merge_lora_inplace(model, dequantize=True)
     assert type(merge_lora_inplace(model)["1"]).__name__ == "FP8Experts"
 
@@ -511,14 +511,14 @@ def test_offloaded_fp8_keeps_its_grown_scales(tmp_path: Path, where: str) -> Non
 @pytest.mark.parametrize("kind", ["nf4", "int8", "torchao"])
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_adapters_that_no_weight_can_hold_are_refused_on_every_road(kind: str, dequantize: bool) -> None:
-    model = through_transformers(adapted(quantised(kind)))
+    model = through_transformers(adapted(quantized(kind)))
     model.base_model.model[1].lora_variant["default"] = variants.ALoraLinearVariant()
     with pytest.raises(MergeError, match="1: aLoRA applies its delta only after"):
         merge_lora_inplace(model, dequantize=dequantize)
 
 
 def test_dora_on_torchao_is_refused_where_peft_merges_a_plain_lora() -> None:
-    model = through_transformers(adapted(quantised("torchao"), use_dora=True))
+    model = through_transformers(adapted(quantized("torchao"), use_dora=True))
     with pytest.raises(MergeError, match="DoraLinearVariant, which peft merges into a torchao layer as a plain LoRA"):
         merge_lora_inplace(model)
     with torch.no_grad():

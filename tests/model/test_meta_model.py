@@ -90,7 +90,7 @@ def test_what_cannot_be_built_is_refused_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match=r"config\.json"):
         meta_model(tmp_path / "empty")
     config = LlamaConfig(quantization_config={"quant_method": "fp8"}, architectures=["LlamaForCausalLM"])
-    with pytest.raises(ArgumentError, match=r"quantised \(fp8\)"):
+    with pytest.raises(ArgumentError, match=r"quantized \(fp8\)"):
         meta_model(config)
 
 

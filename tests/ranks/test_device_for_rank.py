@@ -219,7 +219,7 @@ def test_a_rank_does_not_follow_the_current_device(machine: Machine):
 
 def test_the_current_device_of_an_idle_backend_is_not_asked_for(machine: Machine, monkeypatch: pytest.MonkeyPatch):
     machine({}, count=8)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: pytest.fail("this initialises the backend"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: pytest.fail("this initializes the backend"))
     assert device_for_rank() == torch.device("cuda", 0)
 
 
@@ -237,7 +237,7 @@ def test_ranks_of_no_launcher_do_not_all_take_device_0(machine: Machine, monkeyp
     assert device_for_rank().index == 0
 
 
-def test_the_seam_asks_torch_and_initialises_nothing():
+def test_the_seam_asks_torch_and_initializes_nothing():
     kind, count = module._visible_devices()
     accelerator = torch.accelerator.current_accelerator()
     assert (kind, count) == (accelerator.type if accelerator else "cpu", torch.accelerator.device_count())
@@ -256,7 +256,7 @@ from safe_loading._ranks.device_guard import own_device
 from safe_loading._ranks.device_for_rank import device_for_rank
 device = device_for_rank()
 assert device == torch.device("cuda", 0), device
-assert not torch.cuda.is_initialized(), "CUDA was initialised"
+assert not torch.cuda.is_initialized(), "CUDA was initialized"
 torch.cuda.init()
 torch.cuda.set_device(torch.cuda.device_count() - 1)
 made = [torch._C._cuda_hasPrimaryContext(i) for i in range(torch.cuda.device_count())]

@@ -124,14 +124,14 @@ def test_an_interrupted_rank_tells_the_others(error: BaseException):
 
 def test_an_interrupted_wait_tells_the_others(monkeypatch: pytest.MonkeyPatch):
     ranks = group([dist.HashStore()] * 2)
-    wait = board_module.Board._wait
+    wait = board_module.StoreExchange._wait
 
-    def interrupted(board: board_module.Board, timeout: float) -> bool:
+    def interrupted(board: board_module.StoreExchange, timeout: float) -> bool:
         if board._rank == 0:
             raise KeyboardInterrupt
         return wait(board, timeout)
 
-    monkeypatch.setattr(board_module.Board, "_wait", interrupted)
+    monkeypatch.setattr(board_module.StoreExchange, "_wait", interrupted)
 
     def do(r: Ranks) -> Any:
         time.sleep(0.2 * r.rank)
@@ -506,7 +506,7 @@ def test_a_process_that_ended_is_told_from_one_that_lives_and_from_its_successor
 
 def test_without_proc_nobody_is_declared_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(liveness, "_BOOT_ID", tmp_path / "none")
-    assert liveness.neighbourhood() is None
+    assert liveness.neighborhood() is None
     monkeypatch.setattr(board_module, "_LOOK_SECONDS", 0.0)
     first, second = each(group([dist.HashStore()] * 2), lambda ranks: ranks.exchange("say", ranks.rank, timeout=LONG))
     assert first == second == [0, 1]

@@ -62,7 +62,7 @@ def test_everything_that_does_not_fit_is_named_with_both_sides_and_the_file(tmp_
     surplus = problems["model.layers.7.mlp.up_proj.weight"]
     assert "F32 [2, 3]" in surplus
     assert file in surplus
-    assert "quantised" in problems["lm_head.weight"]
+    assert "quantized" in problems["lm_head.weight"]
     assert len(problems) == 4
 
 

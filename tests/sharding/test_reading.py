@@ -23,8 +23,8 @@ from safe_loading._core import progress as _progress
 from safe_loading._core.report import MiB
 from safe_loading._sharding import reading
 from safe_loading._sharding.buffers import compute_buffers
-from safe_loading._sharding.checkpoint_source import Source, disk_tensors, open_source
-from safe_loading._sharding.read_plan import Target
+from safe_loading._sharding.checkpoint_source import CheckpointSource, disk_tensors, open_source
+from safe_loading._sharding.read_plan import ShardTarget
 from safe_loading._sharding.reading import ReadReport, differing, read_targets
 from safe_loading._sharding.tensor_slices import Box, Flat, whole
 from safe_loading.errors import ArgumentError
@@ -76,7 +76,7 @@ def box_at(shape: Any, mesh: Any, coordinate: Any, placements: Any) -> Box:
 
 
 def read_as_ranks(
-    source: Source, model: torch.nn.Module, world: int, placement: Placement | None = None
+    source: CheckpointSource, model: torch.nn.Module, world: int, placement: Placement | None = None
 ) -> tuple[dict[str, torch.Tensor], list[ReadReport]]:
     """Read a model as `world` ranks would (flat ranges without a placement), and put their parts together."""
     full = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in tensors_of(model)}
@@ -93,7 +93,7 @@ def read_as_ranks(
                 inner = Shard(min(placement.dim, len(shape) - 1)) if isinstance(placement, Shard) else placement
                 region = box_at(shape, [world], [rank], [inner]) if shape else whole(shape)
                 memory = torch.empty(region.size, dtype=tensor.dtype)
-            targets.append(Target(name, shape, tensor.dtype, region, memory))
+            targets.append(ShardTarget(name, shape, tensor.dtype, region, memory))
         reports.append(read_targets(source, None, targets))
         for target in targets:
             place = full[target.name]
@@ -199,7 +199,7 @@ def test_each_group_of_hsdp_reads_every_byte_once(tmp_path: Path) -> None:
         targets = []
         for name, tensor in model.named_parameters():
             box = box_at(tensor.shape, [2, 3], coordinate, [Replicate(), Shard(0)])
-            targets.append(Target(name, tuple(tensor.shape), tensor.dtype, box, torch.empty(box.size)))
+            targets.append(ShardTarget(name, tuple(tensor.shape), tensor.dtype, box, torch.empty(box.size)))
         read.append(read_targets(source, None, targets).bytes_read)
     assert sum(read[:3]) == sum(read[3:]) == source.checkpoint.nbytes
 
@@ -220,13 +220,13 @@ def test_a_wider_destination_holds_the_rounded_values(tmp_path: Path) -> None:
     module = torch.nn.Linear(1, 1, bias=False)
     module.weight = torch.nn.Parameter(torch.empty(2, device="meta", dtype=torch.bfloat16))
     place = torch.empty(2, dtype=torch.float32)
-    read_targets(tmp_path, module, [Target("weight", (2,), torch.bfloat16, whole((2,)), place)])
+    read_targets(tmp_path, module, [ShardTarget("weight", (2,), torch.bfloat16, whole((2,)), place)])
     assert place.tolist() == [1.0, 1.0]
 
 
-def all_of(model: torch.nn.Module) -> list[Target]:
+def all_of(model: torch.nn.Module) -> list[ShardTarget]:
     return [
-        Target(name, tuple(each.shape), each.dtype, whole(each.shape), torch.empty(each.shape, dtype=each.dtype))
+        ShardTarget(name, tuple(each.shape), each.dtype, whole(each.shape), torch.empty(each.shape, dtype=each.dtype))
         for name, each in model.named_parameters()
     ]
 
@@ -281,7 +281,7 @@ def test_a_second_read_compares_bits_and_not_numbers(tmp_path: Path) -> None:
     module.weight = torch.nn.Parameter(torch.empty(2, device="meta"))
     source = open_source(tmp_path, module)
     place = torch.tensor([float("nan"), 0.0])
-    target = Target("weight", (2,), torch.float32, whole((2,)), place)
+    target = ShardTarget("weight", (2,), torch.float32, whole((2,)), place)
     assert differing(source, [target]) == []
     place[1] = -0.0
     assert differing(source, [target]) == ["weight"]
@@ -297,7 +297,7 @@ def test_a_small_buffer_gives_the_same(tmp_path: Path) -> None:
         report = read_targets(
             source,
             None,
-            [Target(name, tuple(tensor.shape), tensor.dtype, whole(tensor.shape), place)],
+            [ShardTarget(name, tuple(tensor.shape), tensor.dtype, whole(tensor.shape), place)],
             staging_bytes=36,
         )
         assert torch.equal(place, wanted[name].half())
@@ -314,7 +314,7 @@ def test_a_read_needs_its_destination_and_little_more(tmp_path: Path) -> None:
     source = open_source(tmp_path, module)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is held now
     before = peak_bytes()
-    read_targets(source, None, [Target("weight", (rows, 256), torch.bfloat16, box, place)])
+    read_targets(source, None, [ShardTarget("weight", (rows, 256), torch.bfloat16, box, place)])
     assert peak_bytes() - before < 16 * MiB
     assert place.sum() == place.numel()
 
@@ -374,9 +374,9 @@ def test_a_target_that_does_not_fit_its_region_is_refused_before_a_byte_is_read(
     name = "model.norm.weight"
     place = torch.zeros(5)
     with pytest.raises(ArgumentError, match=r"the region has \[32\], the destination \[5\]"):
-        read_targets(folder, model, [Target(name, (32,), torch.float32, whole((32,)), place)])
+        read_targets(folder, model, [ShardTarget(name, (32,), torch.float32, whole((32,)), place)])
     with pytest.raises(ArgumentError, match=r"the target says \[5\], the model has \[32\]"):
-        read_targets(folder, model, [Target(name, (5,), torch.float32, whole((5,)), place)])
+        read_targets(folder, model, [ShardTarget(name, (5,), torch.float32, whole((5,)), place)])
     with pytest.raises(ArgumentError, match="only with the model"):
         read_targets(folder, None, [])
     assert not place.any()

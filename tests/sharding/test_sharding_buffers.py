@@ -130,7 +130,7 @@ def test_real_buffers_and_real_weights_are_not_touched() -> None:
     assert model.inner.scale.tolist() == [2.0] * 3
 
 
-def test_a_model_that_was_loaded_once_is_initialised_again(tmp_path: Path) -> None:
+def test_a_model_that_was_loaded_once_is_initialized_again(tmp_path: Path) -> None:
     # from_pretrained marks every module as done, and a module that is done skips its buffers
     folder = save_llama(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(folder)

@@ -55,9 +55,9 @@ if not rank:
 report(wiped=any(p.isnan().any().item() for p in model.parameters() if not p.is_meta) if rank == 0 else True)
 model = on_meta(llama)
 try:
-    # the others, without a function: FSDP1 calls reset_parameters of modules that have none, or initialises at random
+    # the others, without a function: FSDP1 calls reset_parameters of modules that have none, or initializes at random
     wrapped(model, param_init_fn=None)
-    others = "initialised"
+    others = "initialized"
 except Exception as error:
     others = type(error).__name__
 report(others=others)
@@ -124,7 +124,7 @@ def test_the_recipe_makes_the_model_real_at_once_and_hands_over_a_module(found: 
 
 def test_the_recipe_wipes_the_only_copy_and_leaves_the_others_without_a_way(found: list[dict[str, Any]]) -> None:
     assert found[0]["wiped"]
-    assert all(facts["others"] != "initialised" for facts in found)
+    assert all(facts["others"] != "initialized" for facts in found)
 
 
 def test_a_recursive_param_init_fn_wipes_units_that_are_wrapped_already(found: list[dict[str, Any]]) -> None:

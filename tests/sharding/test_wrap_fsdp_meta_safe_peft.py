@@ -211,7 +211,7 @@ def test_fsdp1_gives_layers_of_another_dtype_units_of_their_own(found: list[dict
     assert units[-1] == "(root)"
 
 
-def test_what_cannot_be_initialised_or_flattened_is_refused(found: list[dict[str, Any]]) -> None:
+def test_what_cannot_be_initialized_or_flattened_is_refused(found: list[dict[str, Any]]) -> None:
     for facts in found:
         assert (
             "made from the weights of the base" in facts["refused"]["dora"] or "no values" in facts["refused"]["dora"]

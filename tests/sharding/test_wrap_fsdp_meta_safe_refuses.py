@@ -35,7 +35,7 @@ if rank == 0:
         "missing keys": {k: v for k, v in state.items() if not k.startswith(("model.norm", "model.layers.2.mlp.up"))},
         "unexpected keys": {**state, "model.norm.bias": norm.clone(), "model.layers.3.mlp.up_proj.weight": norm + 1},
         "another kind": {**state, "model.norm.weight": norm.to(torch.int32)},
-        "quantised": {**state, "model.norm.weight": norm.to(torch.float8_e4m3fn)},
+        "quantized": {**state, "model.norm.weight": norm.to(torch.float8_e4m3fn)},
         "shapes on disk": {**state, "model.norm.weight": norm[:59], "lm_head.weight": state["lm_head.weight"].T},
     }
     for label, tensors in faults.items():
@@ -78,7 +78,7 @@ attempt("missing shard", on_meta(llama), str(folder / ("lacking" if rank else "l
 attempt("other files", on_meta(llama), str(folder / ("second" if rank else "llama")))
 attempt("no such folder", on_meta(llama), str(folder / "nowhere"))
 attempt("mismatch", on_meta(llama), str(folder / "other"))
-for label in ("missing keys", "unexpected keys", "another kind", "quantised", "shapes on disk"):
+for label in ("missing keys", "unexpected keys", "another kind", "quantized", "shapes on disk"):
     attempt(label, on_meta(llama), str(folder / label))
     attempt(f"{label} 1", on_meta(llama), str(folder / label), version=1)
 stray = wrap_fsdp_meta_safe(on_meta(llama), str(folder / "stray"))
@@ -201,7 +201,7 @@ attempt("new head without a word", on_meta(classifier), str(folder / "llama"))
 attempt("head that is not wanted", on_meta(lambda: (LlamaModel, llama()[1])), str(folder / "llama"))
 with torch.device("meta"):
     empty = with_head(on_meta(llama))
-attempt("not initialised", empty, str(folder / "llama"), init_new=lambda module: None)
+attempt("not initialized", empty, str(folder / "llama"), init_new=lambda module: None)
 with torch.device("meta"):
     empty = with_head(on_meta(llama))
 attempt("new without a word", empty, str(folder / "llama"))
@@ -240,7 +240,7 @@ REFUSED = {
     "bad mesh": ("ArgumentError", ["there are 2 ranks"]),
     "lone rank fails": ("ArgumentError|RankError", ["NoneType"]),
     "bytes": ("CheckpointError|RankError", ["model.norm.weight", "differs from the checkpoint"]),
-    "not initialised": ("ArgumentError|RankError", ["init_new left", "value.weight"]),
+    "not initialized": ("ArgumentError|RankError", ["init_new left", "value.weight"]),
     "new without a word": ("CheckpointError|RankError", ["value.weight: float32[3, 60]", "init_new=fn(module)"]),
     "new head without a word": (
         "CheckpointError|RankError",
@@ -255,7 +255,7 @@ FAULTS = {
     "missing keys": ["model.norm.weight: float32[60]", "model.layers.2.mlp.up_proj.weight: float32[64, 60]"],
     "unexpected keys": ["model.norm.bias", "model.layers.3.mlp.up_proj.weight", "model.safetensors"],
     "another kind": ["model.norm.weight: the model has torch.float32", "I32", "model.safetensors"],
-    "quantised": ["model.norm.weight: the model has torch.float32", "F8_E4M3", "model.safetensors"],
+    "quantized": ["model.norm.weight: the model has torch.float32", "F8_E4M3", "model.safetensors"],
     "shapes on disk": ["model.norm.weight: the model has [60]", "[59]", "lm_head.weight", "[60, 251]"],
 }
 REFUSED |= {

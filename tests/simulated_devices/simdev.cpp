@@ -858,7 +858,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
-// A copy honours the conj and neg bits itself. Resolving them first would be a copy again, without end.
+// A copy honors the conj and neg bits itself. Resolving them first would be a copy again, without end.
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }

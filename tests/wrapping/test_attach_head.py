@@ -179,7 +179,7 @@ def test_the_head_gets_the_dtype_of_the_last_hidden_states(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_head_on_a_quantised_base_computes(bits: int, tmp_path: Path) -> None:
+def test_a_head_on_a_quantized_base_computes(bits: int, tmp_path: Path) -> None:
     # 64 wide: on CPUs with AVX512-BF16 bitsandbytes cannot compute with 4 bits below its block size
     wide = save_llama(tmp_path, hidden_size=64)
     config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)

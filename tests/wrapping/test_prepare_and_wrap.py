@@ -34,7 +34,7 @@ def test_checkpointing_is_switched_on_by_the_name_that_the_engine_does_not_warn_
     assert checkpointing(model) > 0
 
 
-def test_an_unquantised_base_keeps_its_dtype_and_checkpoints() -> None:
+def test_an_unquantized_base_keeps_its_dtype_and_checkpoints() -> None:
     base = llama(torch.bfloat16)
     head = nn.Linear(32, 1)
     model = prepare_and_wrap(base, lora(), Count, heads={"value_head": head}, calls=0, log=[])
@@ -54,7 +54,7 @@ def test_an_unquantised_base_keeps_its_dtype_and_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantised_base_is_prepared_first(bits: int, tiny_llama: Path) -> None:
+def test_a_quantized_base_is_prepared_first(bits: int, tiny_llama: Path) -> None:
     config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     base = AutoModelForCausalLM.from_pretrained(
         tiny_llama, quantization_config=config, device_map={"": "cpu"}, dtype=torch.bfloat16

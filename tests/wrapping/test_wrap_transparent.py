@@ -261,7 +261,7 @@ def test_hooks_of_a_dispatched_model_stay() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantised_model_stays_one(bits: int, tmp_path: Path) -> None:
+def test_a_quantized_model_stays_one(bits: int, tmp_path: Path) -> None:
     # 64 wide: on CPUs with AVX512-BF16 bitsandbytes cannot compute with 4 bits below its block size
     wide = save_llama(tmp_path, hidden_size=64)
     config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
@@ -591,7 +591,7 @@ def test_a_plain_wrapper_around_everything_is_refused() -> None:
     ]
 
 
-def test_a_quantised_base_in_a_plain_wrapper_is_told_to_be_prepared_first(tiny_llama: Path) -> None:
+def test_a_quantized_base_in_a_plain_wrapper_is_told_to_be_prepared_first(tiny_llama: Path) -> None:
     config = BitsAndBytesConfig(load_in_8bit=True)
     base = AutoModelForCausalLM.from_pretrained(tiny_llama, quantization_config=config, device_map={"": "cpu"})
     with pytest.raises(WrapError) as refused:

@@ -1,4 +1,4 @@
-"""What the parameters are made of: quantised or not, in which dtype, tied or not."""
+"""What the parameters are made of: quantized or not, in which dtype, tied or not."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def census(subject: Subject) -> dict[str, int]:
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def check_quantised(subject: Subject) -> Iterator[Finding]:
-    """Yield a finding when a model says that it is quantised and its linear layers are not."""
+def check_quantized(subject: Subject) -> Iterator[Finding]:
+    """Yield a finding when a model says that it is quantized and its linear layers are not."""
     config = getattr(subject.base, "config", None)
     said = getattr(config, "quantization_config", None)
     flagged = any(getattr(subject.base, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
@@ -44,9 +44,9 @@ def check_quantised(subject: Subject) -> Iterator[Finding]:
             "SL107",
             "error",
             next(iter(plain)),
-            f"the model says that it is quantised, and its {len(plain)} linear layers hold {format_bytes(size)} of "
+            f"the model says that it is quantized, and its {len(plain)} linear layers hold {format_bytes(size)} of "
             f"plain weights.",
-            "load it with from_pretrained(quantization_config=...); a config alone quantises nothing.",
+            "load it with from_pretrained(quantization_config=...); a config alone quantizes nothing.",
             size,
         )
 
@@ -78,7 +78,7 @@ def check_dtypes(subject: Subject) -> Iterator[Finding]:
             next(iter(upcast)),
             f"{len(upcast)} frozen parameters are in float32 in a model of {str(wanted).removeprefix('torch.')}: "
             f"{format_bytes(extra)} more than they need, and their activations follow.",
-            "leave prepare_model_for_kbit_training out for a base that is not quantised, or cast them back; "
+            "leave prepare_model_for_kbit_training out for a base that is not quantized, or cast them back; "
             "load with dtype='auto'.",
             extra,
         )

@@ -26,7 +26,7 @@ _AS_NUMBER = frozenset({"item", "tolist", "__int__", "__float__", "__index__"})
 
 
 @dataclasses.dataclass
-class Count:
+class TokenCount:
     """What became of the number of tokens in a step.
 
     Attributes:
@@ -39,16 +39,16 @@ class Count:
 
 
 @contextlib.contextmanager
-def counting(subject: Subject) -> Iterator[Count]:
+def counting(subject: Subject) -> Iterator[TokenCount]:
     """Inside, the model gets the number of tokens where the Trainer would pass it, and its use is seen."""
     if _passed(subject.model, subject.trainer):
         with _passing(subject.model, type(subject.model)) as seen:
             yield seen
     else:
-        yield Count()
+        yield TokenCount()
 
 
-def check_denominator(subject: Subject, workload: Workload, seen: Count) -> Iterator[Finding]:
+def check_denominator(subject: Subject, workload: Workload, seen: TokenCount) -> Iterator[Finding]:
     """Yield a finding when a loss over several micro-batches would be divided by the wrong number.
 
     To a model whose forward takes ``**kwargs`` the Trainer passes how many tokens all the micro-batches have, and
@@ -146,9 +146,9 @@ def _own_loss_uses_it(subject: Subject) -> bool:
 
 
 @contextlib.contextmanager
-def _passing(model: torch.nn.Module, cls: type[torch.nn.Module]) -> Iterator[Count]:
+def _passing(model: torch.nn.Module, cls: type[torch.nn.Module]) -> Iterator[TokenCount]:
     """Inside, calls of the model, as one of class `cls`, have the number with the labels; user code gets it too."""
-    seen, own = Count(), type(model)
+    seen, own = TokenCount(), type(model)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = kwargs.get("labels")

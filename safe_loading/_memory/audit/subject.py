@@ -30,7 +30,7 @@ class Subject:
 
     @functools.cached_property
     def known(self) -> tuple[str, torch.nn.Module]:
-        """Path and module of the outermost model that trainers recognise; the model itself where there is none."""
+        """Path and module of the outermost model that trainers recognize; the model itself where there is none."""
         for name, module in self.model.named_modules():
             if isinstance(module, (PeftModel, PreTrainedModel)):
                 return name, module
@@ -38,7 +38,7 @@ class Subject:
 
     @property
     def inner(self) -> torch.nn.Module:
-        """The model that trainers recognise."""
+        """The model that trainers recognize."""
         return self.known[1]
 
     @functools.cached_property
@@ -54,7 +54,7 @@ class Subject:
 
     @property
     def wrapped(self) -> bool:
-        """Whether something that trainers do not recognise is around the model."""
+        """Whether something that trainers do not recognize is around the model."""
         return self.inner is not self.model
 
     @functools.cached_property

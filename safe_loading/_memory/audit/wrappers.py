@@ -67,7 +67,7 @@ def check_wrapper(subject: Subject) -> Iterator[Finding]:
         "SL102",
         "error",
         kind,
-        f"isinstance(model, {inner}) is False for {kind}, and trainers choose by it: the adapter is not recognised, "
+        f"isinstance(model, {inner}) is False for {kind}, and trainers choose by it: the adapter is not recognized, "
         f"checkpoints hold the whole model.",
         order,
         weights,

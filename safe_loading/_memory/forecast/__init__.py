@@ -1,1 +1,1 @@
-"""A forecast of memory: quantised models made from a config, the events of a run, and the report."""
+"""A forecast of memory: quantized models made from a config, the events of a run, and the report."""

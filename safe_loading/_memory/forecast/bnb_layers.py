@@ -20,7 +20,7 @@ from torch import nn
 from safe_loading.errors import ArgumentError
 
 FEW_TOKENS = 64  # up to here the 4-bit kernels multiply without unpacking the weight (bitsandbytes 0.50)
-NESTED_BLOCK = 256  # elements of absmax that share a statistic, with double quantisation
+NESTED_BLOCK = 256  # elements of absmax that share a statistic, with double quantization
 
 
 def quantize(model: nn.Module, config: Any) -> None:
@@ -43,7 +43,7 @@ def quantize(model: nn.Module, config: Any) -> None:
         raise ArgumentError(f"quantization_config is {method!r}; only bitsandbytes' 4 and 8 bits can be forecast.")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ArgumentError(
-            "The config is quantised with bitsandbytes, which is not installed: "
+            "The config is quantized with bitsandbytes, which is not installed: "
             "pip install 'safe-loading[bitsandbytes]'"
         )
     base: Any = importlib.import_module("transformers.quantizers.base").HfQuantizer
@@ -141,7 +141,7 @@ class _Product4(torch.autograd.Function):
 
 
 def _unpacked(ctx: Any, dtype: torch.dtype) -> torch.Tensor:
-    if ctx.absmax.dtype == torch.uint8:  # double quantisation: the statistics are unpacked first, then an offset added
+    if ctx.absmax.dtype == torch.uint8:  # double quantization: the statistics are unpacked first, then an offset added
         plain = torch.empty_like(ctx.absmax, dtype=torch.float32)
         plain = plain + 0.0
     weight: torch.Tensor = ctx.packed.new_empty((ctx.rows, ctx.width), dtype=dtype)
@@ -154,7 +154,7 @@ def eight_bit_class() -> Any:
     engine: Any = importlib.import_module("bitsandbytes")
 
     class Linear8bitLt(engine.nn.Linear8bitLt):  # type: ignore[misc]  # optional, and untyped
-        """What ``bitsandbytes.nn.Linear8bitLt`` is once its weight is quantised."""
+        """What ``bitsandbytes.nn.Linear8bitLt`` is once its weight is quantized."""
 
         def __init__(self, linear: nn.Linear, config: Any) -> None:
             nn.Module.__init__(self)
@@ -168,7 +168,7 @@ def eight_bit_class() -> Any:
             self.register_buffer("scales", scales, persistent=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            """Quantise the input, multiply in int32, and return the input's dtype."""
+            """Quantize the input, multiply in int32, and return the input's dtype."""
             if self.bias is not None and self.bias.dtype != x.dtype:
                 self.bias.data = self.bias.data.to(x.dtype)
             result: torch.Tensor = _PRODUCT8(x, self.weight, self.scales, self.bias, self.state.threshold)
@@ -183,22 +183,22 @@ class _Product8(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: Any, threshold: float
     ) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        rows = flat.to(torch.float16)  # quantisation starts from 16 bits
+        rows = flat.to(torch.float16)  # quantization starts from 16 bits
         statistics = rows.new_empty(rows.shape[0], dtype=torch.float32)
-        quantised = torch.empty_like(rows, dtype=torch.int8)
+        quantized = torch.empty_like(rows, dtype=torch.int8)
         if threshold > 0.0:
             outliers = rows.abs() >= threshold
             del outliers
         del rows
         sums = flat.new_empty((flat.shape[0], weight.shape[0]), dtype=torch.int32)
         result = torch.empty_like(sums, dtype=torch.float16)
-        del sums, quantised, statistics
+        del sums, quantized, statistics
         result = result.to(x.dtype)
         if bias is not None and x.dtype != torch.float16:
             result = result.add_(bias)
         if any(ctx.needs_input_grad[:2]):
             ctx.kept = flat  # bitsandbytes keeps its input, of which it needs the dtype alone
-        ctx.quantised, ctx.scales, ctx.shape, ctx.dtype = weight, scales, x.shape, x.dtype
+        ctx.quantized, ctx.scales, ctx.shape, ctx.dtype = weight, scales, x.shape, x.dtype
         return result.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -206,7 +206,7 @@ class _Product8(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return (None,) * 5
         gradient = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
-        weight = ctx.quantised.to(ctx.dtype, copy=True).mul_(ctx.scales.unsqueeze(1).mul(1.0 / 127.0))
+        weight = ctx.quantized.to(ctx.dtype, copy=True).mul_(ctx.scales.unsqueeze(1).mul(1.0 / 127.0))
         return (gradient.to(ctx.dtype) @ weight).view(ctx.shape), None, None, None, None
 
 

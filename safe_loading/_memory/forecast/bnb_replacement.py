@@ -18,12 +18,12 @@ from .timeline import Loading, own_name
 
 @contextlib.contextmanager
 def standing_in(model: nn.Module) -> Iterator[Loading | None]:
-    """Replace each quantised layer by what stands for it on meta, and put all of them back at the end.
+    """Replace each quantized layer by what stands for it on meta, and put all of them back at the end.
 
     Yields:
-        How the weights of such a model came to the device, as transformers loads it; None when nothing is quantised.
+        How the weights of such a model came to the device, as transformers loads it; None when nothing is quantized.
     """
-    found = {name: module for name, module in model.named_modules() if _is_quantised(module)}
+    found = {name: module for name, module in model.named_modules() if _is_quantized(module)}
     made = {name: _stand_in(module) for name, module in found.items()}
     try:
         for name, module in made.items():
@@ -35,7 +35,7 @@ def standing_in(model: nn.Module) -> Iterator[Loading | None]:
             model.set_submodule(name, module)
 
 
-def _is_quantised(module: nn.Module) -> bool:
+def _is_quantized(module: nn.Module) -> bool:
     kinds = {"Linear4bit", "Linear8bitLt"} & {kind.__name__ for kind in type(module).__mro__}
     if not kinds or is_stand_in(module) or importlib.util.find_spec("bitsandbytes") is None:
         return False

@@ -1,4 +1,4 @@
-"""From a folder, an id or a config to a model on meta, quantised and cast as it will be, and how its weights come."""
+"""From a folder, an id or a config to a model on meta, quantized and cast as it will be, and how its weights come."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def build(source: Any, workload: Workload, options: Mapping[str, Any], prepare: 
         source: A module, a config, a folder or a hub id.
         workload: What it will do.
         options: ``auto_class``, ``dtype``, ``attn_implementation``, ``trust_remote_code`` and ``revision``.
-        prepare: Whether ``prepare_model_for_kbit_training`` is applied to what is quantised and trained.
+        prepare: Whether ``prepare_model_for_kbit_training`` is applied to what is quantized and trained.
 
     Raises:
         ArgumentError: It cannot be built from what is there.
@@ -65,15 +65,15 @@ def build(source: Any, workload: Workload, options: Mapping[str, Any], prepare: 
         folder = Path(path_text(source, "model_or_config")).expanduser()
         if os.path.lexists(folder / ADAPTER_CONFIG):
             source, workload = _adapted(folder, workload)
-    config, quantised = _split(source, options)
+    config, quantized = _split(source, options)
     model = meta_model(config, **options)
     named = getattr(config, "_name_or_path", "") or config.model_type
     name = os.fspath(source) if not isinstance(source, PreTrainedConfig) else named
-    if quantised is None:
+    if quantized is None:
         return Built(model, name, workload, Loading())
-    quantize(model, quantised)
+    quantize(model, quantized)
     recast = _prepared(model) if prepare and workload.kind == "train" else {}
-    notes = ("What is not quantised is cast to float32, as prepare_model_for_kbit_training does.",) if recast else ()
+    notes = ("What is not quantized is cast to float32, as prepare_model_for_kbit_training does.",) if recast else ()
     arrived = {f"{path}.weight": arrival(layer) for path, layer in model.named_modules() if is_stand_in(layer)}
     return Built(model, name, workload, Loading(True, arrived, recast), notes)
 
@@ -87,14 +87,14 @@ def _adapted(folder: Path, workload: Workload) -> tuple[str, Workload]:
 
 
 def _split(source: Any, options: Mapping[str, Any]) -> tuple[PreTrainedConfig, Any]:
-    """Return a config without its quantisation, and the quantisation."""
+    """Return a config without its quantization, and the quantization."""
     if isinstance(source, PreTrainedConfig):
         config = copy.deepcopy(source)
     else:
         folder = resolve(source, small_files, revision=options["revision"]).folder
         config = read_config(folder, trust_remote_code=options["trust_remote_code"])
-    quantised = vars(config).pop("quantization_config", None)
-    return config, quantised
+    quantized = vars(config).pop("quantization_config", None)
+    return config, quantized
 
 
 def _prepared(model: torch.nn.Module) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from safe_loading._memory.trace.records import Block, StepTrace
+from safe_loading._memory.trace.records import Allocation, StepTrace
 
 from .report import COMPONENTS, ModuleMemory
 
@@ -49,7 +49,7 @@ def peak_in_words(trace: StepTrace, device: int | str) -> str:
     return f"{phase}, in {use.module}" if use.module else phase
 
 
-def _alive_at_peak(trace: StepTrace, device: int | str) -> list[Block]:
+def _alive_at_peak(trace: StepTrace, device: int | str) -> list[Allocation]:
     live, most, at = 0, -1, 0
     for place, index in enumerate(trace.order):
         block = trace.blocks[max(index, ~index)]

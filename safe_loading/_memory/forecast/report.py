@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from safe_loading._core.report import format_bytes, html_table, text_table, to_json
 from safe_loading._memory.trace.replay import replay
 
-# In the order of the tables and the picture, with their colours.
+# In the order of the tables and the picture, with their colors.
 COMPONENTS = {
     "weights": "#4e79a7",
     "adapters": "#59a14f",
@@ -124,7 +124,7 @@ class MemoryForecast:
         ]
 
     def _module_rows(self) -> list[tuple[str, ...]]:
-        """A line for each module, and one for neighbours that are alike."""
+        """A line for each module, and one for neighbors that are alike."""
         rows: list[tuple[str, ...]] = []
         for sizes, group in itertools.groupby(self.modules, key=lambda m: (m.weights, m.training, m.activations)):
             alike = [module.name or "(the step itself)" for module in group]

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from safe_loading._memory.trace.records import Block, StepTrace
+from safe_loading._memory.trace.records import Allocation, StepTrace
 from safe_loading._memory.trace.replay import EMPTY_CACHE
 
 _PASSING = -1  # the first key of what is there for a moment only; the others lie below
@@ -28,7 +28,7 @@ class Loading:
 
     Attributes:
         warmed: Whether transformers took all of it in one block first and gave it back (``device_map=`` does).
-        arrived: Tensors that were there in another form first, and its blocks: a weight in 16 bits that is quantised,
+        arrived: Tensors that were there in another form first, and its blocks: a weight in 16 bits that is quantized,
             which goes to the host and back for 8 bits.
         recast: Tensors that were cast once everything was there, and what they took before. peft empties the cache
             afterwards.
@@ -82,14 +82,14 @@ def run_events(
     return tuple(events)
 
 
-def _loaded(resident: list[tuple[int, Block]], loading: Loading) -> Iterator[tuple[int, int]]:
+def _loaded(resident: list[tuple[int, Allocation]], loading: Loading) -> Iterator[tuple[int, int]]:
     """The base's tensors, then what was cast, then the adapters; keys below zero are of what goes again."""
     base = {own_name(block.op): (index, block) for index, block in resident if block.component in _OF_THE_BASE}
     weights = {name: (index, block.bytes) for name, (index, block) in base.items() if block.component == "weights"}
     if loading.warmed:
         yield _PASSING, sum(loading.recast.get(name, size) for name, (_, size) in weights.items())
         yield _PASSING, -1
-    parts: defaultdict[str, list[tuple[int, Block]]] = defaultdict(list)
+    parts: defaultdict[str, list[tuple[int, Allocation]]] = defaultdict(list)
     for name in base:
         owner = f"{name.rpartition('.')[0]}.weight"
         if name != owner and owner in loading.arrived:
@@ -102,7 +102,7 @@ def _loaded(resident: list[tuple[int, Block]], loading: Loading) -> Iterator[tup
             waiting[name] = _PASSING - 1 - len(waiting)
             yield waiting[name], loading.recast[name]
         elif name in loading.arrived:
-            yield from _quantised(base[name], parts[name], loading.arrived[name])
+            yield from _quantized(base[name], parts[name], loading.arrived[name])
         elif index not in made:
             yield index, block.bytes
     for name, (index, size) in weights.items():
@@ -114,8 +114,8 @@ def _loaded(resident: list[tuple[int, Block]], loading: Loading) -> Iterator[tup
     yield from ((index, block.bytes) for index, block in resident if block.component not in _OF_THE_BASE)
 
 
-def _quantised(
-    weight: tuple[int, Block], parts: list[tuple[int, Block]], arrived: tuple[int, ...]
+def _quantized(
+    weight: tuple[int, Allocation], parts: list[tuple[int, Allocation]], arrived: tuple[int, ...]
 ) -> Iterator[tuple[int, int]]:
     """A weight as it came, its statistics, what is kept of it, and its other parts."""
     keys = [_BELOW - place for place in range(len(arrived))]

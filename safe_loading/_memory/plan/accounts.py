@@ -13,15 +13,15 @@ from safe_loading._memory.trace.records import Crossing, StepTrace
 from .costs import Cost
 from .device_map_plan import DeviceUse
 from .map_keys import device_of, execution_devices
-from .module_tree import Layout
+from .module_tree import ModuleTree
 
 if TYPE_CHECKING:
-    from .planner import Request
+    from .planner import PlanRequest
 
 
 def counted(
-    request: Request,
-    layout: Layout,
+    request: PlanRequest,
+    layout: ModuleTree,
     priced: Sequence[Cost],
     device_map: Mapping[str, Device],
     extra: Mapping[Device, int],
@@ -67,7 +67,7 @@ def counted(
     ]
 
 
-def measured(request: Request, ran: StepTrace, uses: Sequence[DeviceUse]) -> list[DeviceUse]:
+def measured(request: PlanRequest, ran: StepTrace, uses: Sequence[DeviceUse]) -> list[DeviceUse]:
     """Return the same rows with what the traced step had at each device's peak."""
     if request.workload.kind == "weights_only":
         return list(uses)

@@ -57,7 +57,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Slot:
+class DeviceSlot:
     """A device, and what is on it before the chain comes.
 
     Attributes:
@@ -81,7 +81,7 @@ class Slot:
         return self.kept + chain.sums[stop] - chain.sums[start] + max(passing, self.passing)
 
 
-def reach(chain: Chain, slot: Slot, cap: int) -> list[int]:
+def reach(chain: Chain, slot: DeviceSlot, cap: int) -> list[int]:
     """Return for each start the end of the longest run of blocks with which ``slot`` needs at most ``cap`` bytes."""
     count, ends = len(chain), chain.ends
     most = chain.sums[-1] + max(chain.passing, default=0) + slot.passing

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.records import StepTrace
 
-from .layer_groups import Block
-from .module_tree import Unit
+from .layer_groups import LayerGroup
+from .module_tree import PlacementUnit
 from .offload import Away
 
 _PEFT = "base_model.model."
@@ -38,9 +38,9 @@ class Cost:
     largest_leaf: int = 0
 
     @property
-    def block(self) -> Block:
+    def block(self) -> LayerGroup:
         """What it is to the solver on a device."""
-        return Block(self.weights + self.buffers + self.cache + self.training, self.passing)
+        return LayerGroup(self.weights + self.buffers + self.cache + self.training, self.passing)
 
     @property
     def away(self) -> Away:
@@ -49,7 +49,7 @@ class Cost:
         return Away(self.weights, kept, self.passing + self.largest_leaf)
 
 
-def costs(units: Sequence[Unit], workload: Workload, trace: StepTrace | None) -> list[Cost]:
+def costs(units: Sequence[PlacementUnit], workload: Workload, trace: StepTrace | None) -> list[Cost]:
     """Return the cost of each unit.
 
     Args:

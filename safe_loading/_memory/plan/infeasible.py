@@ -13,13 +13,13 @@ from .layer_groups import Puzzle
 from .offload import Away, offload
 
 if TYPE_CHECKING:
-    from .planner import Request
+    from .planner import PlanRequest
 
 _MOST_BLOCKS = 400
 
 
 def infeasible(
-    request: Request,
+    request: PlanRequest,
     name: str,
     puzzle: Puzzle,
     away: Sequence[Away],
@@ -66,7 +66,7 @@ def infeasible(
     return DeviceMapInfeasible(message, problems, missing_bytes=missing, device=device, shortages=shortages)
 
 
-def _by_offloading(request: Request, puzzle: Puzzle, away: Sequence[Away]) -> str:
+def _by_offloading(request: PlanRequest, puzzle: Puzzle, away: Sequence[Away]) -> str:
     if request.offload != "never":
         there = ", ".join(f"{host} {format_bytes(request.limits.get(host, 0))}" for host in request.hosts)
         return f"Offloading to {there or 'nowhere'} does not make it fit."

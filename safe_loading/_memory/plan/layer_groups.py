@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice, pairwise
 
-from .chain import Chain, Slot
+from .chain import Chain, DeviceSlot
 from .crossings import MOST_CROSSING_STATES
 from .search import Objective, Search, Stage
 
@@ -16,7 +16,7 @@ MOST_HOSTS = 512
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerGroup:
     """What is placed as one.
 
     Attributes:
@@ -29,7 +29,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Placement:
+class GroupPlacement:
     """Where each block goes.
 
     Attributes:
@@ -65,13 +65,13 @@ class Puzzle:
 
     def __init__(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[LayerGroup],
         together: Sequence[Sequence[int]],
         limits: Sequence[int],
-        held: Sequence[Block] = (),
+        held: Sequence[LayerGroup] = (),
     ) -> None:
         self.blocks, self.limits = tuple(blocks), tuple(limits)
-        self.held = tuple(held) or (Block(0),) * len(self.limits)
+        self.held = tuple(held) or (LayerGroup(0),) * len(self.limits)
         groups = _merged(len(blocks), together)
         runs = [group for group in groups if group[-1] - group[0] == len(group) - 1]
         self.links = tuple(sorted(runs))
@@ -83,7 +83,7 @@ class Puzzle:
         self.hosts = self._ways()
         self.pinned = self._between()
 
-    def solve(self, objective: Objective = "balance") -> Placement | None:
+    def solve(self, objective: Objective = "balance") -> GroupPlacement | None:
         """Return the best placement: the least largest load, then the fewest crossings; None when there is none.
 
         With the objective "fill" only the crossings count, and a device takes what it can before the next one begins.
@@ -96,7 +96,7 @@ class Puzzle:
                 best = best if found is None else found
         if best is None:
             return None
-        placement: Placement | None = None
+        placement: GroupPlacement | None = None
         states = MOST_CROSSING_STATES // max(len(searches), 1)
         for hosts, search in searches:
             stages = search.layout(best, objective, placement.crossings if placement is not None else None, states)
@@ -105,7 +105,7 @@ class Puzzle:
                 placement = min(placement or other, other, key=lambda p: (p.crossings, p.device_of))
         return placement
 
-    def using(self, needed: int) -> Placement | None:
+    def using(self, needed: int) -> GroupPlacement | None:
         """Return some placement in which the device ``needed`` holds a block; None when there is none."""
         alike = [number for number in range(len(self.limits)) if self._kind(number) == self._kind(needed)]
         for way in self.hosts:
@@ -118,7 +118,7 @@ class Puzzle:
                     return self._placement(stages, hosts)
         return None
 
-    def _kind(self, number: int) -> tuple[int, Block]:
+    def _kind(self, number: int) -> tuple[int, LayerGroup]:
         return self.limits[number], self.held[number]
 
     def fits(self) -> bool:
@@ -149,7 +149,7 @@ class Puzzle:
         """Return the same blocks over other limits."""
         return Puzzle(self.blocks, [*self.links, *(pin.members for pin in self.pins)], limits, self.held)
 
-    def loads(self, placement: Placement) -> list[int]:
+    def loads(self, placement: GroupPlacement) -> list[int]:
         """Return the bytes that each device needs."""
         loads = []
         for number in range(len(self.limits)):
@@ -204,7 +204,7 @@ class Puzzle:
             own = [pin for pin, host in zip(self.pins, hosts, strict=True) if host == number]
             held = self.held[number]
             passing = max([held.passing, *(pin.passing for pin in own)])
-            slots.append(Slot(limit, held.kept + sum(pin.kept for pin in own), passing))
+            slots.append(DeviceSlot(limit, held.kept + sum(pin.kept for pin in own), passing))
         return Search(self.chain, slots, [(at, [hosts[pin] for pin in pins]) for at, pins in self.pinned])
 
     def _hosts(self, count: int, before: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
@@ -219,7 +219,7 @@ class Puzzle:
                     fresh.add(self._kind(number))
                 yield from self._hosts(count, (*before, number))
 
-    def _placement(self, stages: Sequence[Stage], hosts: Sequence[int]) -> Placement:
+    def _placement(self, stages: Sequence[Stage], hosts: Sequence[int]) -> GroupPlacement:
         device_of = [0] * len(self.blocks)
         for number, start, stop in stages:
             for link in self.links[start:stop]:
@@ -228,10 +228,10 @@ class Puzzle:
         for pin, host in zip(self.pins, hosts, strict=True):
             for member in pin.members:
                 device_of[member] = host
-        placement = Placement(tuple(device_of), Fraction(0))
+        placement = GroupPlacement(tuple(device_of), Fraction(0))
         loads = self.loads(placement)
         fractions = [Fraction(load, limit) for load, limit in zip(loads, self.limits, strict=True) if load]
-        return Placement(placement.device_of, max(fractions, default=Fraction(0)))
+        return GroupPlacement(placement.device_of, max(fractions, default=Fraction(0)))
 
 
 def _merged(count: int, together: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

@@ -11,13 +11,13 @@ import torch
 from safe_loading._core.parse_size import Device
 
 from .map_keys import device_of
-from .tensor_sizes import Tensor, walk
+from .tensor_sizes import SizedTensor, walk
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 @dataclass(frozen=True)
-class Unit:
+class PlacementUnit:
     """A module, or one tensor of a split module, that a device map can name.
 
     Attributes:
@@ -29,7 +29,7 @@ class Unit:
     """
 
     path: str
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[SizedTensor, ...]
     kind: str
     largest_leaf: int
 
@@ -45,7 +45,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModuleTree:
     """A model's units, in the order in which they are registered, and who shares a tensor with whom.
 
     Attributes:
@@ -53,10 +53,10 @@ class Layout:
         tied: Groups of units that hold the same tensor under several names.
     """
 
-    units: tuple[Unit, ...]
+    units: tuple[PlacementUnit, ...]
     tied: tuple[tuple[int, ...], ...]
 
-    def joined(self, groups: Iterable[Sequence[str]]) -> Layout:
+    def joined(self, groups: Iterable[Sequence[str]]) -> ModuleTree:
         """Return the same units, with groups of them, given by paths, on one device each."""
         place = {unit.path: number for number, unit in enumerate(self.units)}
         more = [tuple(sorted({_unit_of(path, place) for path in group})) for group in groups]
@@ -108,7 +108,7 @@ def lay_out(
     model: torch.nn.Module,
     no_split_modules: Iterable[str] | None = None,
     merge: Collection[str] = (),
-) -> Layout:
+) -> ModuleTree:
     """Cut a model into units.
 
     What a class names as not to be split stays whole, and so does every entry of the outermost lists of modules: a
@@ -124,7 +124,7 @@ def lay_out(
     cuts: list[tuple[str, torch.nn.Module | None]]
     cuts = [("", model)] if "" in merge else list(_buffers_first(cutter.cut(model, "")))
     place = {path: number for number, (path, _) in enumerate(cuts)}
-    members: list[list[Tensor]] = [[] for _ in cuts]
+    members: list[list[SizedTensor]] = [[] for _ in cuts]
     tied: dict[tuple[int, ...], None] = {}
     for tensor in walk(model):
         own = sorted({_unit_of(name, place) for name in tensor.names})
@@ -132,10 +132,10 @@ def lay_out(
         if len(own) > 1:
             tied[tuple(own)] = None
     units = tuple(
-        Unit(path, tuple(own), type(module).__name__ if module is not None else "", _largest_leaf(own))
+        PlacementUnit(path, tuple(own), type(module).__name__ if module is not None else "", _largest_leaf(own))
         for (path, module), own in zip(cuts, members, strict=True)
     )
-    return Layout(units, tuple(tied))
+    return ModuleTree(units, tuple(tied))
 
 
 class _Cutter:
@@ -208,7 +208,7 @@ def _unit_of(name: str, place: dict[str, int]) -> int:
     return place[name]
 
 
-def _largest_leaf(tensors: Sequence[Tensor]) -> int:
+def _largest_leaf(tensors: Sequence[SizedTensor]) -> int:
     sums: dict[str, int] = {}
     for tensor in tensors:
         if not tensor.is_buffer:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .layer_groups import Block, Placement, Puzzle
+from .layer_groups import GroupPlacement, LayerGroup, Puzzle
 from .search import Objective
 
 _MOST_TIES = 16
@@ -42,7 +42,7 @@ class Split:
     """
 
     device_of: tuple[int, ...]
-    held: tuple[Block, ...]
+    held: tuple[LayerGroup, ...]
     bytes: int
 
 
@@ -133,7 +133,7 @@ def _around(
     main: int,
     objective: Objective,
     main_of: Callable[[Sequence[int]], int],
-) -> tuple[Placement, tuple[Block, ...], list[int]] | None:
+) -> tuple[GroupPlacement, tuple[LayerGroup, ...], list[int]] | None:
     """Place what stays, with `main` as the main device; None when it does not fit, or another one would be main."""
     lost = frozenset(gone)
     kept = [block for block in range(len(away)) if block not in lost]
@@ -142,8 +142,8 @@ def _around(
     number = {block: place for place, block in enumerate(kept)}
     groups = [*puzzle.links, *(pin.members for pin in puzzle.pins)]
     together = [[number[block] for block in group if block in number] for group in groups]
-    need = Block(sum(away[block].kept for block in gone), max(away[block].passing for block in gone))
-    held = tuple((need if device == main else Block(0)) for device in range(len(puzzle.limits)))
+    need = LayerGroup(sum(away[block].kept for block in gone), max(away[block].passing for block in gone))
+    held = tuple((need if device == main else LayerGroup(0)) for device in range(len(puzzle.limits)))
     limits = [limit * (main_of((device, main)) == main) for device, limit in enumerate(puzzle.limits)]
     rest = Puzzle([puzzle.blocks[b] for b in kept], [g for g in together if g], limits, held)
     placement = rest.solve(objective)

@@ -12,7 +12,7 @@ from safe_loading._core.report import format_bytes
 if TYPE_CHECKING:
     from .device_map_plan import DeviceUse
 
-_COLOURS = (
+_COLORS = (
     ("weights", "#3b6ea8"),
     ("buffers", "#8fb4d9"),
     ("kv_cache", "#3f9c6b"),
@@ -34,7 +34,7 @@ def draw(devices: Sequence[DeviceUse]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12">',
-        *_legend([part for part in _COLOURS if any(getattr(use, part[0]) for use in shown)]),
+        *_legend([part for part in _COLORS if any(getattr(use, part[0]) for use in shown)]),
     ]
     for row, use in enumerate(shown):
         parts += _bar(use, _TOP + row * _ROW, largest)
@@ -43,9 +43,9 @@ def draw(devices: Sequence[DeviceUse]) -> str:
 
 def _legend(parts_shown: Sequence[tuple[str, str]]) -> list[str]:
     parts, left = [], _LEFT
-    for name, colour in parts_shown:
+    for name, color in parts_shown:
         label = "KV cache" if name == "kv_cache" else name
-        parts.append(f'<rect x="{left}" y="8" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<rect x="{left}" y="8" width="10" height="10" fill="{color}"/>')
         parts.append(f'<text x="{left + 14}" y="17" fill="{_TEXT}">{label}</text>')
         left += 34 + 7 * len(label)
     return parts
@@ -58,14 +58,14 @@ def _bar(use: DeviceUse, top: int, largest: int) -> list[str]:
     parts = [f'<text x="{_LEFT - 8}" y="{top + 16}" text-anchor="end" fill="{_TEXT}">{name}</text>']
     parts.append(f'<rect x="{_LEFT}" y="{top}" width="{width}" height="24" fill="#eeeeee" stroke="#999999" rx="3"/>')
     left = 0
-    for part, colour in _COLOURS:
+    for part, color in _COLORS:
         size = getattr(use, part)
         if size <= 0:
             continue
         long = _BAR * size / largest
         told = f"{part.replace('_', ' ')}: {format_bytes(size)}"
         parts.append(
-            f'<rect x="{_LEFT + left:.1f}" y="{top + 1}" width="{long:.1f}" height="22" fill="{colour}">'
+            f'<rect x="{_LEFT + left:.1f}" y="{top + 1}" width="{long:.1f}" height="22" fill="{color}">'
             f"<title>{told}</title></rect>"
         )
         left += long

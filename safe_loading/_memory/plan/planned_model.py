@@ -1,4 +1,4 @@
-"""The model that is planned for: as it was passed, or on meta from its config, quantised as it will be."""
+"""The model that is planned for: as it was passed, or on meta from its config, quantized as it will be."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from safe_loading._model.layout.model_config import read_config
 from safe_loading._model.meta_model import dtype_on_disk, meta_model
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
-Source = str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
+ModelSource = str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
 # A folder with a config and no weights is a config; weights as a pickle are loaded by somebody else, or not at all.
 _NO_WEIGHTS = ("weights-missing", "pickle-only", "no-tensors")
 
 
 def model_of(
-    source: Source,
+    source: ModelSource,
     *,
     dtype: torch.dtype | str | None = None,
     quantization_config: Any = None,
@@ -59,7 +59,7 @@ def model_of(
             trust_remote_code=trust_remote_code,
         )
         if asked is not None:
-            _quantise(model, asked, pre_quantised=quantization_config is None)
+            _quantize(model, asked, pre_quantized=quantization_config is None)
     except SafeLoadingError:
         raise
     except Exception as error:
@@ -86,7 +86,7 @@ def config_of(source: str | os.PathLike[str] | PreTrainedConfig, trusted: bool) 
     return config
 
 
-def _folder(source: Source) -> Path | None:
+def _folder(source: ModelSource) -> Path | None:
     """Return the folder of a source that is one."""
     if isinstance(source, (PreTrainedConfig, torch.nn.Module)):
         return None
@@ -94,22 +94,22 @@ def _folder(source: Source) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _quantise(model: Any, asked: Any, *, pre_quantised: bool) -> None:
-    """Let the quantiser put its own modules in, as ``from_pretrained`` does before it reads a weight."""
+def _quantize(model: Any, asked: Any, *, pre_quantized: bool) -> None:
+    """Let the quantizer put its own modules in, as ``from_pretrained`` does before it reads a weight."""
     if isinstance(asked, dict):
         asked = {**asked}
-    quantiser: Any = AutoHfQuantizer.from_config(asked, pre_quantized=pre_quantised)
+    quantizer: Any = AutoHfQuantizer.from_config(asked, pre_quantized=pre_quantized)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    model.config.quantization_config = quantiser.quantization_config
+    model.config.quantization_config = quantizer.quantization_config
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     with torch.device("meta"):
-        quantiser.preprocess_model(model=model, dtype=dtype, device_map={"": 0}, checkpoint_files=None)
-    model.hf_quantizer = quantiser
+        quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": 0}, checkpoint_files=None)
+    model.hf_quantizer = quantizer
     _cast_back(model, dtypes)
 
 
 def _cast_back(model: torch.nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Give the biases of the quantiser's modules, made in torch's default dtype, the one in which they are loaded."""
+    """Give the biases of the quantizer's modules, made in torch's default dtype, the one in which they are loaded."""
     for path, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
             wanted = dtypes.get(f"{path}.{leaf}" if path else leaf)

@@ -24,9 +24,9 @@ from .costs import Cost, costs
 from .device_map_plan import DeviceMapPlan, DeviceUse, Facts
 from .free_memory import accelerator
 from .infeasible import infeasible
-from .layer_groups import Block, Puzzle
+from .layer_groups import LayerGroup, Puzzle
 from .map_keys import collapse, device_of, execution_devices
-from .module_tree import Layout, beside_stack, lay_out
+from .module_tree import ModuleTree, beside_stack, lay_out
 from .offload import offload
 from .search import Objective
 
@@ -36,7 +36,7 @@ _PROBE = Workload.generate(1, 8)  # enough to see every operation, for plans of 
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What was asked.
 
     Attributes:
@@ -87,7 +87,7 @@ class Planner:
         request: What was asked.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self.name = type(request.model).__name__
         self.merged: list[str] = []
@@ -186,10 +186,10 @@ class Planner:
             return contextlib.nullcontext()
         return cuda_paths(AMPERE if accelerator() in ("cuda", "cpu") else None)
 
-    def _placed(self, layout: Layout, priced: Sequence[Cost]) -> tuple[dict[str, Device], list[DeviceUse]]:
+    def _placed(self, layout: ModuleTree, priced: Sequence[Cost]) -> tuple[dict[str, Device], list[DeviceUse]]:
         """Return the map, and what each device will hold by the costs of the units."""
         request, running = self.request, self.request.running
-        held = [Block(request.overhead.get(d, 0) + self.extra.get(d, 0)) for d in running]
+        held = [LayerGroup(request.overhead.get(d, 0) + self.extra.get(d, 0)) for d in running]
         limits = [request.limits.get(d, 0) - block.kept for d, block in zip(running, held, strict=True)]
         puzzle = Puzzle([cost.block for cost in priced], layout.tied, [max(limit, 0) for limit in limits])
         placement = puzzle.solve(request.objective)
@@ -216,7 +216,7 @@ class Planner:
         device_map = collapse(by_unit)
         return device_map, counted(request, layout, priced, device_map, self.extra)
 
-    def _merge(self, ran: StepTrace, device_map: Mapping[str, Device], layout: Layout) -> bool:
+    def _merge(self, ran: StepTrace, device_map: Mapping[str, Device], layout: ModuleTree) -> bool:
         """Keep together what an operation reads from two devices; return whether there was any.
 
         A layer stays whole. In a module that holds a stack of layers only those units are joined that the tensors come
@@ -269,7 +269,7 @@ class Planner:
         return over
 
     def _result(
-        self, device_map: dict[str, Device], uses: Sequence[DeviceUse], layout: Layout, ran: StepTrace | None
+        self, device_map: dict[str, Device], uses: Sequence[DeviceUse], layout: ModuleTree, ran: StepTrace | None
     ) -> DeviceMapPlan:
         request = self.request
         facts = Facts(
@@ -288,7 +288,7 @@ class Planner:
         return plan
 
 
-def _crossings(layout: Layout, device_map: Mapping[str, Device]) -> int:
+def _crossings(layout: ModuleTree, device_map: Mapping[str, Device]) -> int:
     """Return how often the hidden state goes from one device to another; what is offloaded runs on the main one."""
     main = execution_devices(device_map)[0]
     runs = [device_of(unit.path, device_map) for unit in layout.units]

@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Literal
 
-from .chain import Chain, Slot, fewest, reach
+from .chain import Chain, DeviceSlot, fewest, reach
 from .crossings import MOST_CROSSING_STATES, Crossings, Gap
 
 Objective = Literal["balance", "fill"]
@@ -36,11 +36,13 @@ class Search:
             it is pinned to, in order.
     """
 
-    def __init__(self, chain: Chain, slots: Sequence[Slot], pinned: Sequence[tuple[int, Sequence[int]]] = ()) -> None:
+    def __init__(
+        self, chain: Chain, slots: Sequence[DeviceSlot], pinned: Sequence[tuple[int, Sequence[int]]] = ()
+    ) -> None:
         self.chain = chain
         self.slots = tuple(slots)
         hosts = {number for _, numbers in pinned for number in numbers}
-        alike: dict[tuple[Slot, int], list[int]] = defaultdict(list)
+        alike: dict[tuple[DeviceSlot, int], list[int]] = defaultdict(list)
         for number, slot in enumerate(self.slots):
             alike[slot, number if number in hosts else -1].append(number)
         self.kinds = tuple(slot for slot, _ in alike)

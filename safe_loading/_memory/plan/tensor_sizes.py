@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 _NF4_TABLE = 16 * 4  # bitsandbytes: each weight has the 16 float32 values that its codes stand for
-_ABSMAX_TABLE = 256 * 4  # and with double quantisation the 256 values of its 8-bit absmax codes
+_ABSMAX_TABLE = 256 * 4  # and with double quantization the 256 values of its 8-bit absmax codes
 _ABSMAX_BLOCK = 256
 
 
 @dataclass(frozen=True)
-class Tensor:
+class SizedTensor:
     """One parameter or buffer.
 
     Attributes:
         names: Every name under which the model has it, the first found first.
-        bytes: What it takes on its device, with the statistics of a quantised weight.
+        bytes: What it takes on its device, with the statistics of a quantized weight.
         is_buffer: Whether it is a buffer.
         trainable: The elements that a full fine-tuning trains; 0 for what has no gradient.
         owner: The path of the module that holds it under its first name.
@@ -39,7 +39,7 @@ class Tensor:
         return self.names[0].rpartition(".")[0]
 
 
-def walk(model: torch.nn.Module) -> list[Tensor]:
+def walk(model: torch.nn.Module) -> list[SizedTensor]:
     """Return every parameter and buffer of a model, persistent or not, each once.
 
     Tied weights are one tensor with several names: the same object, the same memory, or a pair that the model's class
@@ -66,7 +66,7 @@ def walk(model: torch.nn.Module) -> list[Tensor]:
     for key, names in found.items():
         module, tensor, is_buffer = held[key]
         trainable = 0 if is_buffer or not tensor.is_floating_point() else tensor.numel()
-        tensors.append(Tensor(tuple(names), bytes_of(tensor, module), is_buffer, trainable, tensor.numel()))
+        tensors.append(SizedTensor(tuple(names), bytes_of(tensor, module), is_buffer, trainable, tensor.numel()))
     return tensors
 
 
@@ -122,5 +122,5 @@ def _four_bit(tensor: Any) -> int:
     size = math.ceil(count / 2) + _NF4_TABLE
     if not getattr(tensor, "compress_statistics", True):
         return size + 4 * blocks
-    # double quantisation: a byte for each block, a float32 for 256 of them, one offset and the table
+    # double quantization: a byte for each block, a float32 for 256 of them, one offset and the table
     return size + blocks + 4 * math.ceil(blocks / _ABSMAX_BLOCK) + 4 + _ABSMAX_TABLE

@@ -20,7 +20,7 @@ OFFLOADED = ("cpu", "disk")
 WRAPPED = "base_model.model."  # what a PeftModel puts before the names of its base
 
 
-class Placement:
+class TracePlacement:
     """Where everything is, and where it runs.
 
     Args:
@@ -61,7 +61,9 @@ class Placement:
         return self.main if self.offloaded(path) else self.home(path)
 
 
-def install(model: torch.nn.Module, placement: Placement, ledger: Ledger, boundary: Callable[[bool], None]) -> None:
+def install(
+    model: torch.nn.Module, placement: TracePlacement, ledger: Ledger, boundary: Callable[[bool], None]
+) -> None:
     """Put the hooks on every module; the caller's snapshot takes them off."""
     skip: Any = getattr(model, "_skip_keys_device_placement", None)
     for name, module in model.named_modules():

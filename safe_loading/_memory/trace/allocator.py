@@ -26,7 +26,7 @@ class CannotAllocate(MemoryError):
 
 @dataclass(eq=False)
 class _Block:
-    """A part of a segment; `before` and `after` are its neighbours there."""
+    """A part of a segment; `before` and `after` are its neighbors there."""
 
     address: int
     size: int
@@ -111,7 +111,7 @@ class CachingAllocator:
         return block.address
 
     def free(self, address: int) -> None:
-        """Give the block at `address` back to the cache, merged with its free neighbours."""
+        """Give the block at `address` back to the cache, merged with its free neighbors."""
         block = self._live.pop(address)
         block.allocated = False
         self.allocated -= block.size
@@ -149,7 +149,7 @@ class CachingAllocator:
             block.pool.add(_after(block))
 
     def _merge(self, block: _Block) -> None:
-        """Swallow the neighbours that are as free and as mapped as the block, which is in no list itself."""
+        """Swallow the neighbors that are as free and as mapped as the block, which is in no list itself."""
         for other in (block.before, block.after):
             if other is None or other.allocated or other.mapped != block.mapped:
                 continue

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from safe_loading._model.stand_ins import Hollow, NoInit
+from safe_loading._model.stand_ins import MetaStandIns, NoInit
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def attached(model: torch.nn.Module, adapter: Any) -> Iterator[torch.nn.Module]:
     from safe_loading._loading.peft_config import injecting, read_peft_config
 
     config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter
-    with Hollow(model), NoInit(), torch.device("meta"), injecting(adapter, model):
+    with MetaStandIns(model), NoInit(), torch.device("meta"), injecting(adapter, model):
         wrapped: Any = get_peft_model(model, config, low_cpu_mem_usage=True)
     if isinstance(adapter, (str, os.PathLike)):  # a saved config says inference_mode=True: nothing would be trained
         for name, parameter in wrapped.named_parameters():

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .accelerate_hooks import Placement
+from .accelerate_hooks import TracePlacement
 from .ledger import Ledger, device_of
 from .records import Component
 
 
-class Twins:
+class FakeTensors:
     """Puts a fake tensor in the place of each parameter, buffer and other tensor of a model.
 
     Tensors that share a storage get twins that share one, so ties stay ties and are counted once. The model's own
@@ -25,7 +25,7 @@ class Twins:
         place: Where each tensor lies.
     """
 
-    def __init__(self, mode: FakeTensorMode, ledger: Ledger, place: Placement) -> None:
+    def __init__(self, mode: FakeTensorMode, ledger: Ledger, place: TracePlacement) -> None:
         self._mode = mode
         self._ledger = ledger
         self._place = place

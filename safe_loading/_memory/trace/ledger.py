@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .records import Block, Component, DeviceUse, ModuleUse, Phase, devices_in_order
+from .records import Allocation, Component, DeviceTrace, ModuleUse, Phase, devices_in_order
 
 
 def key_of(device: torch.device) -> int | str:
@@ -25,12 +25,12 @@ def device_of(key: int | str) -> torch.device:
 class Ledger:
     """Records storages by their birth and death.
 
-    A storage is watched with a finaliser, so its death is seen at the very moment at which nothing holds it: an
+    A storage is watched with a finalizer, so its death is seen at the very moment at which nothing holds it: an
     autograd node, a cache, a variable of the model. Nothing here holds a tensor.
     """
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[Allocation] = []
         self.order: list[int] = []
         self.marks: list[tuple[int, str, bool]] = []  # how much of `order` was there, the module, whether it entered
         self.stack: list[str] = []
@@ -72,7 +72,7 @@ class Ledger:
         index = len(self.blocks)
         where = module if module is not None else (self.stack[-1] if self.stack else "")
         self.blocks.append(
-            Block(
+            Allocation(
                 storage.nbytes(),
                 key_of(tensor.device) if device is None else device,
                 component,
@@ -129,7 +129,7 @@ class Ledger:
         self.open = False
 
 
-def device_uses(blocks: list[Block], order: list[int]) -> dict[int | str, DeviceUse]:
+def device_uses(blocks: list[Allocation], order: list[int]) -> dict[int | str, DeviceTrace]:
     """Return each device's peak, and what was alive at it."""
     live: defaultdict[int | str, int] = defaultdict(int)
     peak: dict[int | str, tuple[int, int]] = {}
@@ -147,7 +147,7 @@ def device_uses(blocks: list[Block], order: list[int]) -> dict[int | str, Device
     }
 
 
-def _use(device: int | str, size: int, position: int, blocks: list[Block], order: list[int]) -> DeviceUse:
+def _use(device: int | str, size: int, position: int, blocks: list[Allocation], order: list[int]) -> DeviceTrace:
     parts: defaultdict[str, int] = defaultdict(int)
     for index in order[: position + 1]:
         block = blocks[index if index >= 0 else ~index]
@@ -155,10 +155,10 @@ def _use(device: int | str, size: int, position: int, blocks: list[Block], order
             parts[block.component] += block.bytes if index >= 0 else -block.bytes
     last = blocks[order[position]]
     resident = sum(block.bytes for block in blocks if block.device == device and block.phase == "load")
-    return DeviceUse(device, size, {k: v for k, v in parts.items() if v}, resident, last.phase, last.module)
+    return DeviceTrace(device, size, {k: v for k, v in parts.items() if v}, resident, last.phase, last.module)
 
 
-def phase_peaks(blocks: list[Block], order: list[int]) -> dict[str, dict[int | str, int]]:
+def phase_peaks(blocks: list[Allocation], order: list[int]) -> dict[str, dict[int | str, int]]:
     """Return the peak of each device in each phase."""
     live: defaultdict[int | str, int] = defaultdict(int)
     peaks: defaultdict[str, dict[int | str, int]] = defaultdict(dict)

@@ -23,7 +23,7 @@ Phase = Literal["load", "prefill", "decode", "forward", "backward", "optimizer"]
 
 
 @dataclass(frozen=True)
-class Block:
+class Allocation:
     """One allocation: a storage, from the moment that it is made to the moment that nothing holds it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class DeviceUse:
+class DeviceTrace:
     """The memory of one device over the step. All sizes in bytes.
 
     Attributes:
@@ -153,9 +153,9 @@ class StepTrace:
     """
 
     workload: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[Allocation, ...]
     order: tuple[int, ...]
-    devices: Mapping[int | str, DeviceUse]
+    devices: Mapping[int | str, DeviceTrace]
     modules: Mapping[str, ModuleUse]
     crossings: tuple[Crossing, ...] = ()
     problems: tuple[Problem, ...] = ()
@@ -190,7 +190,7 @@ class StepTrace:
         return f"StepTrace({self.workload}, peaks {{{peaks}}}, {len(self.blocks)} blocks)"
 
 
-def devices_in_order(blocks: Iterable[Block]) -> list[int | str]:
+def devices_in_order(blocks: Iterable[Allocation]) -> list[int | str]:
     """Return the devices of some blocks: numbers first, then names."""
     found = {block.device for block in blocks}
     return [

@@ -22,9 +22,9 @@ from safe_loading._ranks.launcher import local_rank
 from safe_loading.errors import TraceError
 
 from . import step
-from .accelerate_hooks import Placement, install
+from .accelerate_hooks import TracePlacement, install
 from .attach_adapter import attached
-from .fake_tensors import Twins
+from .fake_tensors import FakeTensors
 from .inputs import Inputs
 from .known_values import Values
 from .ledger import Ledger, device_of, device_uses, module_uses, phase_peaks
@@ -66,7 +66,7 @@ def trace_step(
     began = time.perf_counter()
     with _ONE_AT_A_TIME:
         ledger, values = Ledger(), Values()
-        where = Placement(placement)
+        where = TracePlacement(placement)
         with _unchanged(model), attached(model, workload.adapter) as running:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             watch = Watch(ledger, values, Memo(fake, known), several=where.hooked)
@@ -91,7 +91,7 @@ def trace_step(
 def _run(
     model: torch.nn.Module,
     workload: Workload,
-    where: Placement,
+    where: TracePlacement,
     given: Mapping[str, torch.Tensor] | None,
     watch: Watch,
     fake: FakeTensorMode,
@@ -99,7 +99,7 @@ def _run(
     ledger = watch.ledger
     functions = Functions(watch.content)
     with _neutral(), functions, functions.lists(), fake:
-        twins = Twins(fake, ledger, where)
+        twins = FakeTensors(fake, ledger, where)
         twins.swap_in(model)
         if workload.kind == "weights_only":
             ledger.close()

@@ -11,12 +11,12 @@ from peft import PeftConfig
 from peft.tuners.lora import layer as lora
 
 # What they compute follows from the weight alone. The others need data (CorDA, LoRA-GA), random numbers
-# (pissa_niter_4) or a quantisation that the file does not name (LoftQ).
+# (pissa_niter_4) or a quantization that the file does not name (LoftQ).
 REPEATABLE = ("pissa", "olora")
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class BaseChangingInit:
     """One adapter's start on one layer.
 
     Attributes:
@@ -56,8 +56,8 @@ def kind_of(config: PeftConfig) -> str:
     return str(getattr(config, "init_lora_weights", "")).lower()
 
 
-def start_of(layer: Any, name: str, config: PeftConfig) -> Start | None:
+def start_of(layer: Any, name: str, config: PeftConfig) -> BaseChangingInit | None:
     """Return the start of one adapter on one layer, or None when it leaves the weight as it is."""
     if kind_of(config) not in REPEATABLE or type(layer) is not lora.Linear:
         return None
-    return Start(kind_of(config), layer.r[name], layer.scaling[name], layer.fan_in_fan_out)
+    return BaseChangingInit(kind_of(config), layer.r[name], layer.scaling[name], layer.fan_in_fan_out)

@@ -10,14 +10,14 @@ from safe_loading._core.report import Finding
 from safe_loading._merging.weights.update import Update
 from safe_loading._model.layout.dtypes import DTYPES
 
-from .base_changing_init import Start
+from .base_changing_init import BaseChangingInit
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class ChangedRows:
     """Rows of a disk tensor, seen as a matrix, that change.
 
     Attributes:
@@ -35,7 +35,7 @@ class Part:
     update: Update | None = None
     first: int = 0
     value: torch.Tensor | None = None
-    starts: tuple[Start, ...] = ()
+    starts: tuple[BaseChangingInit, ...] = ()
 
 
 @dataclasses.dataclass
@@ -53,7 +53,7 @@ class Changes:
         problems: What cannot be written, a line each.
     """
 
-    merges: dict[str, tuple[tuple[Part, ...], int]] = dataclasses.field(default_factory=dict)
+    merges: dict[str, tuple[tuple[ChangedRows, ...], int]] = dataclasses.field(default_factory=dict)
     values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     added: dict[str, str | None] = dataclasses.field(default_factory=dict)
     tied: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -19,7 +19,7 @@ from safe_loading._merging.weights.update import Update
 from safe_loading._merging.weights.variants import CannotMerge, refuse_own_forward
 from safe_loading._merging.weights.writable_tensors import equal_updates
 
-from .base_changing_init import Start, start_of
+from .base_changing_init import BaseChangingInit, start_of
 from .layer_updates import inner_layers, layer_updates
 
 
@@ -46,7 +46,7 @@ class Edit:
     names: tuple[str, ...]
     shape: tuple[int, ...]
     updates: dict[tuple[int, ...], Update] = dataclasses.field(default_factory=dict)
-    starts: list[Start] = dataclasses.field(default_factory=list)
+    starts: list[BaseChangingInit] = dataclasses.field(default_factory=list)
     value: torch.Tensor | None = None
     rows: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     said: set[str] = dataclasses.field(default_factory=set)

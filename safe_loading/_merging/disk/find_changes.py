@@ -16,7 +16,7 @@ from safe_loading._loading import peft_config as configs
 from safe_loading._loading.attach import Adapter, attach, prepare
 from safe_loading._loading.key_names import PREFIX, canonical_key
 from safe_loading._model.layout.embeddings_and_head import ends_of
-from safe_loading._model.layout.layout import Layout, read_layout
+from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.snapshot import Snapshot
 from safe_loading.errors import MergeError
 
@@ -25,13 +25,13 @@ from .base_changing_init import REPEATABLE, kind_of
 from .changes import FLOATS, NAMES, Changes
 from .edits import Edits, names_of
 from .place_edits import place_edits
-from .sources import Sources
+from .sources import MergeSources
 
 _CPU = torch.device("cpu")
 _HEADS = ("SEQ_CLS", "TOKEN_CLS")
 
 
-def find_changes(sources: Sources, dtype: torch.dtype | None) -> tuple[Changes, dict[str, str]]:
+def find_changes(sources: MergeSources, dtype: torch.dtype | None) -> tuple[Changes, dict[str, str]]:
     """Return what changes on disk, and the new dtype of each tensor that gets another one.
 
     Args:
@@ -71,7 +71,7 @@ def find_changes(sources: Sources, dtype: torch.dtype | None) -> tuple[Changes, 
     return changes, {} if dtype is None else _casts(model, layout, sources, changes, dtype)
 
 
-def _skeleton(sources: Sources, chosen: Any, adapters: Sequence[Adapter]) -> tuple[Any, dict[str, Any]]:
+def _skeleton(sources: MergeSources, chosen: Any, adapters: Sequence[Adapter]) -> tuple[Any, dict[str, Any]]:
     """Return the base on meta, with a head of the size that the adapters bring, and the options that make it so."""
     folder, options = sources.base.folder, dict(sources.base_kwargs)
     try:
@@ -118,7 +118,9 @@ def _shapes_of(parameter: str, adapters: Sequence[Adapter]) -> Iterator[torch.Si
                 yield tensor.shape
 
 
-def _casts(model: Any, layout: Layout, sources: Sources, changes: Changes, dtype: torch.dtype) -> dict[str, str]:
+def _casts(
+    model: Any, layout: CheckpointLayout, sources: MergeSources, changes: Changes, dtype: torch.dtype
+) -> dict[str, str]:
     """Return the new dtypes; what transformers would keep in float32 for this class is left as it is."""
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
     kept = {

@@ -14,18 +14,18 @@ from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._core.report import Finding
 from safe_loading._loading import base_model as bases
-from safe_loading._model.layout.layout import Layout, read_layout
+from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 
 from .changes import NAMES, Changes
 from .edits import names_of
-from .sources import Sources
+from .sources import MergeSources
 
 
 def settle(
     changes: Changes,
     model: Any,
-    layout: Layout,
-    sources: Sources,
+    layout: CheckpointLayout,
+    sources: MergeSources,
     options: Mapping[str, Any],
     resized: Mapping[str, int],
     ties: Mapping[str, tuple[str, ...]],
@@ -60,7 +60,7 @@ def settle(
         changes.problems += _unfound(changes, model, sources, layout, ties)
 
 
-def _not_resized(changes: Changes, resized: Mapping[str, int], layout: Layout) -> list[str]:
+def _not_resized(changes: Changes, resized: Mapping[str, int], layout: CheckpointLayout) -> list[str]:
     """Return the weights whose new rows nobody has."""
     return [
         f"{name}: the adapter's vocabulary has {rows} rows and the base's {layout.of[name].shape[0]}, and the adapter "
@@ -71,7 +71,7 @@ def _not_resized(changes: Changes, resized: Mapping[str, int], layout: Layout) -
     ]
 
 
-def _no_longer_known(sources: Sources, layout: Layout) -> set[str]:
+def _no_longer_known(sources: MergeSources, layout: CheckpointLayout) -> set[str]:
     """Return the tensors that the base's own class knows and the output's does not (the head for another task)."""
     import transformers
 
@@ -83,7 +83,7 @@ def _no_longer_known(sources: Sources, layout: Layout) -> set[str]:
     return set()
 
 
-def _left_behind(changes: Changes, sources: Sources, architecture: str) -> Finding:
+def _left_behind(changes: Changes, sources: MergeSources, architecture: str) -> Finding:
     names = sorted(changes.dropped)
     return Finding(
         "tensors-left-behind",
@@ -96,7 +96,7 @@ def _left_behind(changes: Changes, sources: Sources, architecture: str) -> Findi
 
 
 def _unfound(
-    changes: Changes, model: Any, sources: Sources, layout: Layout, ties: Mapping[str, tuple[str, ...]]
+    changes: Changes, model: Any, sources: MergeSources, layout: CheckpointLayout, ties: Mapping[str, tuple[str, ...]]
 ) -> list[str]:
     """Build the output's model on meta from its config, and return what it would not find in the output's tensors.
 
@@ -141,7 +141,7 @@ def _unfound(
     return problems
 
 
-def _held_whole(names: Iterable[str], layout: Layout) -> str | None:
+def _held_whole(names: Iterable[str], layout: CheckpointLayout) -> str | None:
     """Return the tensor on disk that holds all of a parameter under one of its names."""
     for whole in (layout.of[name] for name in names if name in layout.of):
         if len(whole.pieces) == 1 and whole.pieces[0].size == whole.shape:

@@ -15,9 +15,9 @@ from huggingface_hub.serialization._base import split_state_dict_into_shards_fac
 from safe_loading._checkpoint.header import BITS, Header, TensorInfo
 from safe_loading._checkpoint.strict_json import read_json_object
 
-from .changes import NAMES, Changes, Part
-from .quantized_base import Coded
-from .sources import Sources
+from .changes import NAMES, ChangedRows, Changes
+from .quantized_base import QuantizedTensor
+from .sources import MergeSources
 
 Action = Literal["copied", "cast", "merged", "replaced", "re-tied", "added"]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,17 +35,17 @@ class TensorPlan:
         parts: The rows that change, in their order, without overlap.
         columns: The elements of a row of the matrix that the parts speak of.
         value: What takes the place of ``source`` in a tensor that is replaced whole.
-        coded: What ``source`` is on disk when it is quantised there.
+        coded: What ``source`` is on disk when it is quantized there.
     """
 
     target: TensorInfo
     action: Action
     source: TensorInfo | None
     path: Path | None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ChangedRows, ...] = ()
     columns: int = 1
     value: torch.Tensor | None = None
-    coded: Coded | None = None
+    coded: QuantizedTensor | None = None
 
     @property
     def as_it_is(self) -> bool:
@@ -74,7 +74,7 @@ class FilePlan:
 
 
 def plan_files(
-    sources: Sources, changes: Changes, casts: Mapping[str, str], max_shard_size: int | None
+    sources: MergeSources, changes: Changes, casts: Mapping[str, str], max_shard_size: int | None
 ) -> list[FilePlan]:
     """Plan every weight file.
 
@@ -102,7 +102,7 @@ def plan_files(
     return [_laid_out(name, own, headers.get(name), metadata) for name, own in files.items() if own]
 
 
-def plan_index(sources: Sources, plans: Sequence[FilePlan], *, resharded: bool) -> tuple[str, bytes] | None:
+def plan_index(sources: MergeSources, plans: Sequence[FilePlan], *, resharded: bool) -> tuple[str, bytes] | None:
     """Return the name and the content of the index of the output, or None when it has none."""
     checkpoint = sources.checkpoint
     index = checkpoint.index
@@ -133,7 +133,7 @@ def _planned(
     path: Path | None,
     changes: Changes,
     casts: Mapping[str, str],
-    codes: Mapping[str, Coded],
+    codes: Mapping[str, QuantizedTensor],
     held: str | None = None,
 ) -> TensorPlan:
     """Plan one tensor; ``held`` is the base's tensor that it begins as, where that has another name."""

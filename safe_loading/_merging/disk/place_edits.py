@@ -13,17 +13,17 @@ import torch
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._core.report import Finding
 from safe_loading._merging.weights.update import Term, Update
-from safe_loading._model.layout.disk_blocks import Moved, Piece, Whole, take
-from safe_loading._model.layout.layout import Layout
+from safe_loading._model.layout.disk_blocks import DiskBlock, Moved, Whole, take
+from safe_loading._model.layout.layout import CheckpointLayout
 
-from .changes import FLOATS, NAMES, Changes, Part
+from .changes import FLOATS, NAMES, ChangedRows, Changes
 from .edits import Edit
 
 _BY_HAND = "Load the model, merge it with merge_lora_inplace and save it with save_pretrained"
-Parts = dict[str, list[Part]]
+Parts = dict[str, list[ChangedRows]]
 
 
-def place_edits(edits: Iterable[Edit], layout: Layout, tensors: Mapping[str, TensorInfo]) -> Changes:
+def place_edits(edits: Iterable[Edit], layout: CheckpointLayout, tensors: Mapping[str, TensorInfo]) -> Changes:
     """Find the tensors on disk that each edit changes."""
     changes = Changes()
     parts: Parts = {}
@@ -64,13 +64,13 @@ def _settle(parts: Parts, tensors: Mapping[str, TensorInfo], changes: Changes) -
             changes.problems.append(f"{name}: two changes of the same rows")
         if info.dtype not in FLOATS:
             changes.problems.append(
-                f"{name}: it is {info.dtype} on disk, to which nothing can be added. Dequantise the base first: load "
+                f"{name}: it is {info.dtype} on disk, to which nothing can be added. Dequantize the base first: load "
                 f"it with from_pretrained, call dequantize(), and save it"
             )
         changes.merges[name] = (tuple(own), _columns(info, own))
 
 
-def _nowhere(name: str, layout: Layout, tensors: Mapping[str, TensorInfo]) -> str:
+def _nowhere(name: str, layout: CheckpointLayout, tensors: Mapping[str, TensorInfo]) -> str:
     if name in layout.opaque:
         return f"{name}: {layout.opaque[name]}. {_BY_HAND}"
     near = difflib.get_close_matches(name, [*layout.of, *tensors], n=3, cutoff=0.5)
@@ -78,7 +78,12 @@ def _nowhere(name: str, layout: Layout, tensors: Mapping[str, TensorInfo]) -> st
 
 
 def _untie(
-    edit: Edit, found: list[str], layout: Layout, tensors: Mapping[str, TensorInfo], parts: Parts, changes: Changes
+    edit: Edit,
+    found: list[str],
+    layout: CheckpointLayout,
+    tensors: Mapping[str, TensorInfo],
+    parts: Parts,
+    changes: Changes,
 ) -> None:
     """Change a parameter under some of its names alone: each name gets a tensor of its own."""
     if not found:
@@ -102,7 +107,7 @@ def _untie(
     changes.findings.append(_no_longer_tied(edit, why, tensors[held].nbytes))
 
 
-def _untie_values(edit: Edit, layout: Layout, changes: Changes) -> None:
+def _untie_values(edit: Edit, layout: CheckpointLayout, changes: Changes) -> None:
     """Give each name of a tied parameter the content that the adapter has for it."""
     for name, value in edit.own.items():
         pieces = layout.of[name].pieces if name in layout.of else ()
@@ -132,7 +137,7 @@ def _no_longer_tied(edit: Edit, why: str, size: int) -> Finding:
 
 def _renamed(whole: Whole, name: str) -> Whole:
     (piece,) = whole.pieces
-    return Whole(whole.shape, (Piece(name, piece.at, piece.dims, piece.begin, piece.size),))
+    return Whole(whole.shape, (DiskBlock(name, piece.at, piece.dims, piece.begin, piece.size),))
 
 
 def _place(edit: Edit, whole: Whole, tensors: Mapping[str, TensorInfo], parts: Parts, changes: Changes) -> None:
@@ -149,7 +154,7 @@ def _place(edit: Edit, whole: Whole, tensors: Mapping[str, TensorInfo], parts: P
         _add_parts(edit, piece, info, parts, changes)
 
 
-def _add_parts(edit: Edit, piece: Piece, info: TensorInfo, parts: Parts, changes: Changes) -> None:
+def _add_parts(edit: Edit, piece: DiskBlock, info: TensorInfo, parts: Parts, changes: Changes) -> None:
     if not edit.updates and not edit.rows:
         return
     try:
@@ -162,7 +167,7 @@ def _replace(edit: Edit, value: torch.Tensor, name: str, parts: Parts, changes: 
     """Give a tensor the content that an adapter has, as it is, and what is added to that."""
     changes.values[name] = value.contiguous()
     shape, nothing = tuple(value.shape), (0,) * value.dim()
-    piece = Piece(name, nothing, tuple(range(value.dim())), nothing, shape)
+    piece = DiskBlock(name, nothing, tuple(range(value.dim())), nothing, shape)
     _add_parts(edit, piece, _info(name, value), parts, changes)
 
 
@@ -214,7 +219,7 @@ def _reordered(update: Update, axis: int, order: torch.Tensor) -> Update:
     return dataclasses.replace(update, terms=tuple(terms))
 
 
-def _parts(edit: Edit, piece: Piece, info: TensorInfo) -> list[Part]:
+def _parts(edit: Edit, piece: DiskBlock, info: TensorInfo) -> list[ChangedRows]:
     if edit.rows:
         if edit.updates:
             raise _CannotPlaceError("single tokens are trained and a LoRA is on the same weight")
@@ -223,7 +228,7 @@ def _parts(edit: Edit, piece: Piece, info: TensorInfo) -> list[Part]:
         # one matrix over all of the parameter (a bias, a convolution): only where the disk holds it as it is
         if piece.size != info.shape or piece.dims != tuple(range(len(edit.shape))) or piece.size != edit.shape:
             raise _CannotPlaceError(f"{piece.tensor} holds it in another layout")
-        return [Part(0, info.shape[0], edit.updates[()])]
+        return [ChangedRows(0, info.shape[0], edit.updates[()])]
     found = []
     for index, update in edit.updates.items():
         if any(not at <= i < at + piece.extent(d) for d, (at, i) in enumerate(zip(piece.at, index, strict=False))):
@@ -236,7 +241,7 @@ def _parts(edit: Edit, piece: Piece, info: TensorInfo) -> list[Part]:
     return found
 
 
-def _part(index: tuple[int, ...], update: Update, piece: Piece, info: TensorInfo) -> Part:
+def _part(index: tuple[int, ...], update: Update, piece: DiskBlock, info: TensorInfo) -> ChangedRows:
     """Return the rows of a disk tensor that belong to the matrix at ``index`` of a parameter."""
     lead = len(index)
     row, column = piece.dims[lead], piece.dims[lead + 1]
@@ -256,16 +261,16 @@ def _part(index: tuple[int, ...], update: Update, piece: Piece, info: TensorInfo
         if dim >= 0:
             start += (piece.begin[dim] + i - piece.at[piece.dims.index(dim)]) * stride
             stride *= info.shape[dim]
-    return Part(start, start + piece.size[row], update, first)
+    return ChangedRows(start, start + piece.size[row], update, first)
 
 
-def _token_parts(edit: Edit, piece: Piece, info: TensorInfo) -> list[Part]:
+def _token_parts(edit: Edit, piece: DiskBlock, info: TensorInfo) -> list[ChangedRows]:
     if piece.size != info.shape or piece.dims != (0, 1):
         raise _CannotPlaceError(f"{piece.tensor} holds it in another layout")
-    return [Part(row, row + 1, value=value.unsqueeze(0)) for row, value in sorted(edit.rows.items())]
+    return [ChangedRows(row, row + 1, value=value.unsqueeze(0)) for row, value in sorted(edit.rows.items())]
 
 
-def _block(value: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _block(value: torch.Tensor, piece: DiskBlock) -> torch.Tensor:
     """Return what a piece holds of a parameter's value, in the disk's order of dimensions."""
     part = value[tuple(slice(at, at + piece.extent(dim)) for dim, at in enumerate(piece.at))]
     stacked = [dim for dim, source in enumerate(piece.dims) if source < 0]
@@ -288,6 +293,6 @@ def _narrowed(update: Update, left: int, columns: int) -> Update:
     return Update((update.shape[0], columns), terms)
 
 
-def _columns(info: TensorInfo, parts: Iterable[Part]) -> int:
+def _columns(info: TensorInfo, parts: Iterable[ChangedRows]) -> int:
     """Return the columns of the matrix that a tensor is seen as: those of its updates (a whole filter is one row)."""
     return next((part.update.shape[1] for part in parts if part.update is not None), math.prod(info.shape[1:]))

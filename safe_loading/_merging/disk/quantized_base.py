@@ -1,4 +1,4 @@
-"""Quantised weights on disk: seen as the plain ones that they stand for, and read as those, row by row."""
+"""Quantized weights on disk: seen as the plain ones that they stand for, and read as those, row by row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INT8 = 7.874015718698502e-3  # 1 / 127, as bitsandbytes writes it in int8_vecto
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Coded:
+class QuantizedTensor:
     """A weight that the disk holds as codes.
 
     Attributes:
@@ -50,7 +50,7 @@ class Decoder:
         source: The descriptor of the file with the codes.
     """
 
-    def __init__(self, coded: Coded, source: int) -> None:
+    def __init__(self, coded: QuantizedTensor, source: int) -> None:
         self._coded, self._source = coded, source
         held = {role: _read(path, info) for role, (path, info) in coded.parts.items()}
         self._held = held
@@ -84,11 +84,13 @@ class Decoder:
         return torch.frombuffer(data, dtype=torch.uint8)
 
 
-def decoded(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Checkpoint, dict[str, Coded], frozenset[str]]:
-    """Return a quantised checkpoint as the plain one that it stands for.
+def decoded(
+    checkpoint: Checkpoint, config: Mapping[str, Any]
+) -> tuple[Checkpoint, dict[str, QuantizedTensor], frozenset[str]]:
+    """Return a quantized checkpoint as the plain one that it stands for.
 
     Args:
-        checkpoint: The base, quantised by bitsandbytes, or in fp8 with ``weight_scale_inv``.
+        checkpoint: The base, quantized by bitsandbytes, or in fp8 with ``weight_scale_inv``.
         config: Its config.json.
 
     Returns:
@@ -96,7 +98,7 @@ def decoded(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Checkpoi
         what each of those is made of; and the files whose headers no longer hold.
 
     Raises:
-        MergeError: It is quantised in another way.
+        MergeError: It is quantized in another way.
     """
     dtype = _dtype(config)
     codes = {c.info.name: c for name in checkpoint.tensors if (c := _coded(name, checkpoint, config)) is not None}
@@ -107,7 +109,7 @@ def decoded(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Checkpoi
     if odd or not codes:
         method = config.get("quantization_config", {}).get("quant_method")
         raise MergeError(
-            f"{checkpoint.folder} is quantised ({method}) in a way that is not read here; known are bitsandbytes in 4 "
+            f"{checkpoint.folder} is quantized ({method}) in a way that is not read here; known are bitsandbytes in 4 "
             f"and 8 bits, and fp8 with weight_scale_inv. Load it, call merge_lora_inplace(dequantize=True), save it; "
             f"or merge into the base that it was made from. Not known:",
             odd[:8],
@@ -122,7 +124,7 @@ def decoded(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Checkpoi
     return dataclasses.replace(checkpoint, headers=headers, tensors=plain), codes, frozenset(relaid)
 
 
-def _coded(name: str, checkpoint: Checkpoint, config: Mapping[str, Any]) -> Coded | None:
+def _coded(name: str, checkpoint: Checkpoint, config: Mapping[str, Any]) -> QuantizedTensor | None:
     info = checkpoint.tensors[name]
     scales = checkpoint.tensors.get(f"{name}_scale_inv")
     if info.dtype in ("F8_E4M3", "F8_E5M2") and scales is not None and len(info.shape) == 2:  # a matrix
@@ -135,12 +137,12 @@ def _coded(name: str, checkpoint: Checkpoint, config: Mapping[str, Any]) -> Code
                 f"{list(block)} does not make of {list(info.shape)}."
             )
         held = {"scales": (checkpoint.file_of[scales.name], scales)}
-        return Coded("fp8", info, (rows, columns), held, {"block": tuple(block)})
+        return QuantizedTensor("fp8", info, (rows, columns), held, {"block": tuple(block)})
     stem = name.removesuffix("weight")
     row_scales = checkpoint.tensors.get(f"{stem}SCB")
     if info.dtype == "I8" and row_scales is not None and len(info.shape) == 2:  # a matrix
         held = {"SCB": (checkpoint.file_of[row_scales.name], row_scales)}
-        return Coded("8 bits", info, (info.shape[0], info.shape[1]), held, {})
+        return QuantizedTensor("8 bits", info, (info.shape[0], info.shape[1]), held, {})
     for kind in ("nf4", "fp4"):
         state = checkpoint.tensors.get(f"{name}{_NF4}{kind}")
         if info.dtype == "U8" and state is not None:
@@ -148,11 +150,11 @@ def _coded(name: str, checkpoint: Checkpoint, config: Mapping[str, Any]) -> Code
             roles = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
             there = {role: checkpoint.tensors.get(f"{name}.{role}") for role in roles}
             held = {role: (checkpoint.file_of[part.name], part) for role, part in there.items() if part is not None}
-            return Coded("4 bits", info, (facts["shape"][0], facts["shape"][1]), held, facts)
+            return QuantizedTensor("4 bits", info, (facts["shape"][0], facts["shape"][1]), held, facts)
     return None
 
 
-def _plain(info: TensorInfo, coded: Coded | None, dtype: str) -> TensorInfo:
+def _plain(info: TensorInfo, coded: QuantizedTensor | None, dtype: str) -> TensorInfo:
     if coded is None:
         return info
     return TensorInfo(info.name, dtype, coded.shape, 0, math.prod(coded.shape) * BITS[dtype] // 8)

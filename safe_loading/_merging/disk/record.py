@@ -13,7 +13,7 @@ from safe_loading._core.report import Finding
 
 from .output_plan import FilePlan
 from .report import MergedTensor, MergeReport
-from .sources import Sources
+from .sources import MergeSources
 from .stream import Facts
 
 
@@ -31,7 +31,7 @@ class Outcome:
         findings: What is worth knowing.
     """
 
-    sources: Sources
+    sources: MergeSources
     plans: Sequence[FilePlan]
     facts: Mapping[str, Facts]
     fresh: Sequence[FilePlan]
@@ -40,7 +40,7 @@ class Outcome:
     findings: Sequence[Finding]
 
 
-def job(sources: Sources, options: Mapping[str, Any]) -> dict[str, Any]:
+def job(sources: MergeSources, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return what decides the bytes of the output: a second call goes on only with the same."""
     files = {}
     for name, path in {**{n: h.path for n, h in sources.checkpoint.headers.items()}, **sources.carried}.items():
@@ -55,7 +55,7 @@ def job(sources: Sources, options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def report_file(sources: Sources, plans: Sequence[FilePlan], facts: Mapping[str, Facts]) -> bytes:
+def report_file(sources: MergeSources, plans: Sequence[FilePlan], facts: Mapping[str, Facts]) -> bytes:
     """Return ``merge_report.json``: nothing in it but what follows from the inputs, so that a repeat is the same."""
     document = {
         "base": {"source": sources.base.source, "commit": sources.base.commit},
@@ -122,7 +122,7 @@ def report(target: Path, outcome: Outcome, seconds: float) -> MergeReport:
     )
 
 
-def _adapters(sources: Sources) -> list[dict[str, str | None]]:
+def _adapters(sources: MergeSources) -> list[dict[str, str | None]]:
     return [
         {"source": facts.source, "commit": facts.commit, "sha256": sources.digests[name]}
         for name, facts in sources.adapters.items()

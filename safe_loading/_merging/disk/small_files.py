@@ -12,11 +12,11 @@ from safe_loading._loading.adapter_facts import AdapterFacts
 from .changes import Changes
 from .output_config import config_bytes
 from .output_plan import FilePlan, plan_index
-from .sources import Sources, is_template, is_tokenizer
+from .sources import MergeSources, is_template, is_tokenizer
 
 
 def small_files(
-    sources: Sources, changes: Changes, plans: Sequence[FilePlan], *, resharded: bool
+    sources: MergeSources, changes: Changes, plans: Sequence[FilePlan], *, resharded: bool
 ) -> tuple[dict[str, bytes], list[Finding]]:
     """Return the files by their name in the output, and whose tokenizer they are when there was a choice."""
     chosen, findings = _with_tokenizer(sources, changes)
@@ -31,7 +31,7 @@ def small_files(
     return {**files, **dict([index] if index else [])}, findings
 
 
-def _with_tokenizer(sources: Sources, changes: Changes) -> tuple[dict[str, Path], list[Finding]]:
+def _with_tokenizer(sources: MergeSources, changes: Changes) -> tuple[dict[str, Path], list[Finding]]:
     """Choose between the base's tokenizer and an adapter's.
 
     An adapter's is taken whole when the adapter resized the vocabulary or the base has none; a chat template of the

@@ -14,11 +14,11 @@ from safe_loading._checkpoint.weight_files import PICKLE_SUFFIXES
 from safe_loading._core.paths import path_text
 from safe_loading._loading.adapter_facts import AdapterFacts, digest
 from safe_loading._loading.base_model import check_base_kwargs
-from safe_loading._loading.sources import Request, Source, resolve_all
+from safe_loading._loading.sources import LoadRequest, Source, resolve_all
 from safe_loading._model.layout.tensor_contents import REPORT
 from safe_loading.errors import ArgumentError, MergeError
 
-from .quantized_base import Coded, decoded
+from .quantized_base import QuantizedTensor, decoded
 
 TEMPLATES = frozenset({"chat_template.jinja", "chat_template.json"})
 TOKENIZER = TEMPLATES | {
@@ -42,7 +42,7 @@ _TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 @dataclasses.dataclass(frozen=True)
-class Sources:
+class MergeSources:
     """What is merged.
 
     Attributes:
@@ -53,7 +53,7 @@ class Sources:
         carried: The other files of the base that belong to the output, by their name there.
         left_out: The names of files that do not.
         base_kwargs: More arguments of the base's ``from_pretrained``.
-        codes: What quantised weights of the base are on disk; ``checkpoint`` has what they stand for.
+        codes: What quantized weights of the base are on disk; ``checkpoint`` has what they stand for.
         relaid: The files of which not every tensor is carried along as it is, so that their headers do not hold.
     """
 
@@ -64,7 +64,7 @@ class Sources:
     carried: Mapping[str, Path]
     left_out: tuple[str, ...]
     base_kwargs: Mapping[str, Any]
-    codes: Mapping[str, Coded] = dataclasses.field(default_factory=dict)
+    codes: Mapping[str, QuantizedTensor] = dataclasses.field(default_factory=dict)
     relaid: frozenset[str] = frozenset()
 
     @property
@@ -73,7 +73,7 @@ class Sources:
         return {"the base": self.base.folder, **{f"adapter {n!r}": f.folder for n, f in self.adapters.items()}}
 
 
-def ask(adapter: Source | Sequence[Source], **options: Any) -> Request:
+def ask(adapter: Source | Sequence[Source], **options: Any) -> LoadRequest:
     """Return what a call asks for; ``options`` are the other fields of the request.
 
     Raises:
@@ -87,16 +87,16 @@ def ask(adapter: Source | Sequence[Source], **options: Any) -> Request:
         raise ArgumentError("adapter is empty; pass a folder or hub id, or several.")
     check_base_kwargs(options["base_kwargs"])
     names = ["default"] if len(asked) == 1 else [f"adapter_{number}" for number in range(1, len(asked) + 1)]
-    return Request(dict(zip(names, asked, strict=True)), wants_base=True, **options)
+    return LoadRequest(dict(zip(names, asked, strict=True)), wants_base=True, **options)
 
 
-def find(request: Request, *, dequantize: bool = False) -> Sources:
-    """Find and read everything but tensors; ``dequantize`` takes a quantised base as what it stands for.
+def find(request: LoadRequest, *, dequantize: bool = False) -> MergeSources:
+    """Find and read everything but tensors; ``dequantize`` takes a quantized base as what it stands for.
 
     Raises:
         CheckpointNotFound: Something is not there.
         CheckpointError: A file is damaged, or (:class:`PickleRefused`) a pickle.
-        MergeError: The base is quantised.
+        MergeError: The base is quantized.
     """
     options = request.base_kwargs
     choose = base_files({"variant": options.get("variant")})
@@ -110,13 +110,13 @@ def find(request: Request, *, dequantize: bool = False) -> Sources:
     if base is None:
         raise ArgumentError("base_model is missing; pass a folder or a hub id.")
     checkpoint = read_checkpoint(base.folder, variant=options.get("variant"), kind="model")
-    codes: Mapping[str, Coded] = {}
+    codes: Mapping[str, QuantizedTensor] = {}
     relaid: frozenset[str] = frozenset()
     carried, left_out = _others(base.folder, checkpoint)
-    if _quantised(base.folder, refused=not dequantize):
+    if _quantized(base.folder, refused=not dequantize):
         checkpoint, codes, relaid = decoded(checkpoint, read_json_object(base.folder / "config.json"))
     digests = {name: digest(facts) for name, facts in adapters.items()}
-    return Sources(base, checkpoint, adapters, digests, carried, left_out, options, codes, relaid)
+    return MergeSources(base, checkpoint, adapters, digests, carried, left_out, options, codes, relaid)
 
 
 def is_tokenizer(name: str) -> bool:
@@ -156,16 +156,16 @@ def _others(folder: Path, checkpoint: Checkpoint) -> tuple[dict[str, Path], tupl
     return carried, tuple(left_out)
 
 
-def _quantised(folder: Path, *, refused: bool) -> bool:
-    """Return whether the config says that the base is quantised; raises when that is refused."""
+def _quantized(folder: Path, *, refused: bool) -> bool:
+    """Return whether the config says that the base is quantized; raises when that is refused."""
     config = folder / "config.json"
     if not config.is_file():
         return False
-    quantised = read_json_object(config).get("quantization_config")
-    if quantised and refused:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+    quantized = read_json_object(config).get("quantization_config")
+    if quantized and refused:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise MergeError(
-            f"{config} says that the base is quantised ({method}); adding to its codes would be wrong. Merge into the "
-            f"base that it was made from, and quantise the result; or pass dequantize=True, which writes a plain one."
+            f"{config} says that the base is quantized ({method}); adding to its codes would be wrong. Merge into the "
+            f"base that it was made from, and quantize the result; or pass dequantize=True, which writes a plain one."
         )
-    return bool(quantised)
+    return bool(quantized)

@@ -15,7 +15,7 @@ from safe_loading._merging.weights.update import ROWS, RowMerger, Update
 from safe_loading._model.layout.dtypes import DTYPES
 from safe_loading.errors import MergeError
 
-from .changes import Part
+from .changes import ChangedRows
 from .output_plan import TensorPlan
 from .quantized_base import Decoder
 from .thread_buffers import BLOCK_BYTES, Buffers, as_bytes
@@ -123,7 +123,7 @@ class TensorWriter:
                 block = change(self._read(start, min(end, start + rows)), start)
                 yield self._put(self._buffers.bytes_of(block), start * plan.columns * self._to.itemsize)
 
-    def _begin(self, part: Part | None) -> None:
+    def _begin(self, part: ChangedRows | None) -> None:
         """Take out of a weight what its adapters' starts took; only then is a whole weight in memory."""
         self._left = None
         if part is None or not part.starts:
@@ -151,7 +151,7 @@ class TensorWriter:
         read_into(self._source, self._buffers.take("in", (stop - start) * width), plan.source.start + start * width)
         return self._buffers.tensor("in", self._from, stop - start, plan.columns)
 
-    def _change(self, part: Part | None, rows: int) -> Change:
+    def _change(self, part: ChangedRows | None, rows: int) -> Change:
         """Return what makes the new rows of a block of old ones, given the number of its first row in the tensor."""
         if part is None:
             return self._cast
@@ -246,7 +246,7 @@ def block_dtype(dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def _sections(plan: TensorPlan, total: int) -> Iterator[tuple[int, int, Part | None]]:
+def _sections(plan: TensorPlan, total: int) -> Iterator[tuple[int, int, ChangedRows | None]]:
     """Yield the rows of each part, and between them those that do not change, with None."""
     at = 0
     for part in plan.parts:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from peft.utils.other import AuxiliaryTrainingWrapper
 
-from .lora_layers import Piece
-from .merge_plan import Job
+from .lora_layers import MatrixPart
+from .merge_plan import LayerMerge
 from .offloaded import Offloaded
 from .quantized_weights import merge_scaled
 from .trainable_tokens import Tokens
@@ -25,7 +25,7 @@ class HalfMerged(Exception):
     """A layer of which a part is merged and a part is not: which weight, and how many of its rows."""
 
 
-def merge_by_blocks(job: Job, store: Offloaded, *, scratch_bytes: int, unload: bool) -> None:
+def merge_by_blocks(job: LayerMerge, store: Offloaded, *, scratch_bytes: int, unload: bool) -> None:
     """Overwrite the weights of a job, in the offload store too, and mark its layers as merged.
 
     Raises:
@@ -54,7 +54,7 @@ def merge_by_blocks(job: Job, store: Offloaded, *, scratch_bytes: int, unload: b
     job.targets.clear()  # views of the adapter's tensors, which unloading frees
 
 
-def _merged(piece: Piece, scratch_bytes: int, *, begun: bool) -> dict[int, torch.Tensor]:
+def _merged(piece: MatrixPart, scratch_bytes: int, *, begun: bool) -> dict[int, torch.Tensor]:
     if piece.scaled is not None:
         merge_scaled(piece.update, piece.scaled, scratch_bytes=scratch_bytes)
         return {}
@@ -66,7 +66,7 @@ def _merged(piece: Piece, scratch_bytes: int, *, begun: bool) -> dict[int, torch
         return merge_matrix(piece.update, piece.matrix, scratch_bytes=1)
 
 
-def unload(job: Job, tuner: Any, places: Places) -> None:
+def unload(job: LayerMerge, tuner: Any, places: Places) -> None:
     """Put the base layer in the place of the tuner layer, wherever that stands."""
     layer: Any = job.layer
     if hasattr(layer, "unload_and_optionally_merge_module"):

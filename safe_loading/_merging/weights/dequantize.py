@@ -1,4 +1,4 @@
-"""Quantised layers become plain ones, with the adapters in them: one rounding, to the dtype in which they compute."""
+"""Quantized layers become plain ones, with the adapters in them: one rounding, to the dtype in which they compute."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from safe_loading._core.report import Finding, format_bytes
 
 from .lora_layers import linear_terms, whole
-from .merge_plan import Job
-from .quantized_weights import OFFLOADED, is_offloaded, is_quantised, values_of
+from .merge_plan import LayerMerge
+from .quantized_weights import OFFLOADED, is_offloaded, is_quantized, values_of
 from .rounding import round_into
 from .update import ROWS, RowMerger, Update
 from .variants import CannotMerge, is_known, refuse_impossible
@@ -25,7 +25,7 @@ class Replacement:
 
     Attributes:
         path: The place in the model.
-        old: The quantised layer, or the tuner layer around it.
+        old: The quantized layer, or the tuner layer around it.
         new: The plain layer.
     """
 
@@ -34,23 +34,23 @@ class Replacement:
     new: torch.nn.Linear
 
 
-def dequantised(
-    model: Any, jobs: Sequence[Job], *, scratch_bytes: int, check_finite: bool
+def dequantized(
+    model: Any, jobs: Sequence[LayerMerge], *, scratch_bytes: int, check_finite: bool
 ) -> tuple[list[Replacement], list[str]]:
     """Make the plain layers; the model is not changed.
 
     Args:
         model: The base, with its adapters.
-        jobs: The quantised layers that have adapters.
+        jobs: The quantized layers that have adapters.
         scratch_bytes: The largest temporary beside one layer's values.
         check_finite: Whether what is merged must be finite.
 
     Returns:
-        A replacement for each of ``jobs``, and for each quantised layer without adapters; and what forbids it.
+        A replacement for each of ``jobs``, and for each quantized layer without adapters; and what forbids it.
     """
     made: list[Replacement] = []
     problems: list[str] = []
-    for path, layer, names in _quantised(model, jobs):
+    for path, layer, names in _quantized(model, jobs):
         try:
             made.append(Replacement(path, layer, _plain(model, layer, names, scratch_bytes, check_finite)))
         except (CannotMerge, NotImplementedError) as reason:
@@ -59,7 +59,7 @@ def dequantised(
 
 
 def put_in_place(model: Any, made: Sequence[Replacement]) -> list[Finding]:
-    """Put the plain layers where the quantised ones stand, and take the quantisation out of the config."""
+    """Put the plain layers where the quantized ones stand, and take the quantization out of the config."""
     places = parents_of(model)
     for replacement in made:
         for parent, name in places.get(id(replacement.old), []):
@@ -79,21 +79,21 @@ def put_in_place(model: Any, made: Sequence[Replacement]) -> list[Finding]:
             "dequantised",
             "info",
             f"{len(made)} layers, as {made[0].path}",
-            f"quantised layers are plain ones in {', '.join(dtypes)} now, {format_bytes(size)}; each element was "
+            f"quantized layers are plain ones in {', '.join(dtypes)} now, {format_bytes(size)}; each element was "
             f"rounded once, after everything was added.",
-            "none; dequantize=False keeps the model quantised, and rounds what the adapters add to its codes.",
+            "none; dequantize=False keeps the model quantized, and rounds what the adapters add to its codes.",
             size,
         )
     ]
 
 
-def _quantised(model: torch.nn.Module, jobs: Sequence[Job]) -> Iterator[tuple[str, Any, Sequence[str]]]:
-    """Yield place, layer and adapters of every quantised layer."""
+def _quantized(model: torch.nn.Module, jobs: Sequence[LayerMerge]) -> Iterator[tuple[str, Any, Sequence[str]]]:
+    """Yield place, layer and adapters of every quantized layer."""
     inside = {id(part) for _, layer in tuner_layers(model) for part in _modules(layer)}
     for job in jobs:
         yield job.path, job.layer, job.names
     for path, module in model.named_modules():
-        if id(module) not in inside and is_quantised(module):
+        if id(module) not in inside and is_quantized(module):
             yield path, module, ()
 
 
@@ -105,8 +105,8 @@ def _plain(model: Any, layer: Any, names: Sequence[str], scratch_bytes: int, che
     base: Any = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
     if not isinstance(base, torch.nn.Linear):
         raise CannotMerge(
-            f"its quantised {type(base).__name__} is no Linear, which alone is dequantised here. Merge into the base "
-            f"before it is quantised, with merge_lora_checkpoint"
+            f"its quantized {type(base).__name__} is no Linear, which alone is dequantized here. Merge into the base "
+            f"before it is quantized, with merge_lora_checkpoint"
         )
     if base.weight.is_meta or is_offloaded(base):
         raise CannotMerge(OFFLOADED)
@@ -160,12 +160,12 @@ def _bias(layer: Any, base: Any, names: Sequence[str], dtype: torch.dtype) -> to
 
 def _not_transposed(layer: Any) -> Any:
     if getattr(layer, "fan_in_fan_out", False):
-        raise CannotMerge("its quantised weight is stored transposed, which is not known here")
+        raise CannotMerge("its quantized weight is stored transposed, which is not known here")
     return layer
 
 
 def _dtype(model: Any, base: Any) -> torch.dtype:
-    """Return the dtype in which a quantised layer computes: its own, or the model's."""
+    """Return the dtype in which a quantized layer computes: its own, or the model's."""
     dtype = getattr(base, "compute_dtype", None)
     if dtype is None:
         dtype = getattr(getattr(model, "config", None), "dtype", None)

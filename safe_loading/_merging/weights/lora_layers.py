@@ -17,7 +17,7 @@ from .variants import CannotMerge, is_dora, is_known, refuse_impossible, refuse_
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
+class MatrixPart:
     """A part of a weight that is a matrix: all of it, or one expert.
 
     Attributes:
@@ -32,7 +32,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Target:
+class MergeTarget:
     """One weight or bias that a layer's adapters change.
 
     Attributes:
@@ -45,7 +45,7 @@ class Target:
     owner: torch.nn.Module
     attribute: str
     tensor: torch.Tensor
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MatrixPart, ...]
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def adapters_of(layer: Any) -> frozenset[str]:
     return frozenset((*layer.lora_A.keys(), *layer.lora_embedding_A.keys()))
 
 
-def targets(layer: Any, names: Sequence[str]) -> list[Target]:
+def targets(layer: Any, names: Sequence[str]) -> list[MergeTarget]:
     """Return what merging the adapters ``names``, in this order, into ``layer`` changes.
 
     Args:
@@ -104,12 +104,12 @@ def linear_terms(layer: Any, names: Sequence[str]) -> list[Term]:
     return terms
 
 
-def _linear(layer: Any, names: Sequence[str]) -> list[Target]:
+def _linear(layer: Any, names: Sequence[str]) -> list[MergeTarget]:
     base, terms, axis = layer.get_base_layer(), linear_terms(layer, names), 1 if layer.fan_in_fan_out else 0
     return [_whole(base, "weight", tensor_of(base, "weight"), terms, axis=axis), *_bias(layer, base, names)]
 
 
-def _embedding(layer: Any, names: Sequence[str]) -> list[Target]:
+def _embedding(layer: Any, names: Sequence[str]) -> list[MergeTarget]:
     if layer.input_fns or layer.output_fns:
         raise CannotMerge("its vocabulary is split over ranks (tensor parallel). Merge before the model is sharded")
     base, terms = layer.get_base_layer(), []
@@ -120,7 +120,7 @@ def _embedding(layer: Any, names: Sequence[str]) -> list[Target]:
     return [_whole(base, "weight", tensor_of(base, "weight"), terms, axis=1)]
 
 
-def _conv(layer: Any, names: Sequence[str]) -> list[Target]:
+def _conv(layer: Any, names: Sequence[str]) -> list[MergeTarget]:
     base, terms = layer.get_base_layer(), []
     if base.groups > 1:
         raise CannotMerge(
@@ -147,10 +147,10 @@ def _conv(layer: Any, names: Sequence[str]) -> list[Target]:
         )
     matrix = matrix.view(len(matrix), -1)
     update = Update((matrix.shape[0], matrix.shape[1]), tuple(terms))
-    return [Target(base, "weight", weight, (Piece(matrix, update),)), *_bias(layer, base, names)]
+    return [MergeTarget(base, "weight", weight, (MatrixPart(matrix, update),)), *_bias(layer, base, names)]
 
 
-def _attention(layer: Any, names: Sequence[str]) -> list[Target]:
+def _attention(layer: Any, names: Sequence[str]) -> list[MergeTarget]:
     base, out = layer.get_base_layer(), layer.get_base_layer().out_proj
     terms = [Term(b, a, layer.scaling[n], name=n) for n in names for a, b in [_factors(layer, n)]]
     found = [_whole(base, "in_proj_weight", tensor_of(base, "in_proj_weight"), terms, axis=0)]
@@ -168,7 +168,7 @@ def _attention(layer: Any, names: Sequence[str]) -> list[Target]:
     return [*found, _whole(inner, "weight", tensor_of(inner, "weight"), terms, axis=0), *_bias(out, inner, names)]
 
 
-def _parameter(layer: Any, names: Sequence[str]) -> list[Target]:
+def _parameter(layer: Any, names: Sequence[str]) -> list[MergeTarget]:
     base, attribute = layer.get_base_layer(), layer.parameter_name
     weight = tensor_of(base, attribute)
     if weight.dim() == 2:
@@ -183,11 +183,11 @@ def _parameter(layer: Any, names: Sequence[str]) -> list[Target]:
             b = b.reshape(b.shape[0], -1, layer.num_experts)[:, :, expert]
             left, right = (b, a) if layer._did_swap_in_out_features else (a.T, b.T)
             terms.append(Term(left, right, layer.scaling[name], name=name))
-        pieces.append(Piece(weight[expert], Update((weight.shape[1], weight.shape[2]), tuple(terms))))
-    return [Target(base, attribute, weight, tuple(pieces))]
+        pieces.append(MatrixPart(weight[expert], Update((weight.shape[1], weight.shape[2]), tuple(terms))))
+    return [MergeTarget(base, attribute, weight, tuple(pieces))]
 
 
-def _bias(layer: Any, base: Any, names: Sequence[str]) -> list[Target]:
+def _bias(layer: Any, base: Any, names: Sequence[str]) -> list[MergeTarget]:
     """Return what lora_bias=True adds to the bias: scaling * the bias of lora_B."""
     having = [name for name in names if layer.lora_bias.get(name)]
     if not having:
@@ -206,10 +206,10 @@ def _bias(layer: Any, base: Any, names: Sequence[str]) -> list[Target]:
     for name in having:
         left = whole(layer.lora_B[name].bias.data)[first : first + len(bias)].unsqueeze(1)
         terms.append(Term(left, one, layer.scaling[name], name=name))
-    return [Target(base, "bias", bias, (Piece(bias.unsqueeze(1), Update((len(bias), 1), tuple(terms))),))]
+    return [MergeTarget(base, "bias", bias, (MatrixPart(bias.unsqueeze(1), Update((len(bias), 1), tuple(terms))),))]
 
 
-def _whole(base: Any, attribute: str, weight: torch.Tensor, terms: list[Term], *, axis: int) -> Target:
+def _whole(base: Any, attribute: str, weight: torch.Tensor, terms: list[Term], *, axis: int) -> MergeTarget:
     if weight.dim() != 2:
         raise CannotMerge(f"its {attribute} has the shape {list(weight.shape)}, not two dimensions (ZeRO-3? Gather it)")
     try:
@@ -217,7 +217,7 @@ def _whole(base: Any, attribute: str, weight: torch.Tensor, terms: list[Term], *
     except NotImplementedError as error:
         raise CannotMerge(str(error)) from error
     update = Update((weight.shape[0], weight.shape[1]), tuple(terms), axis)
-    target = Target(base, attribute, weight, (Piece(weight, update, scaled),))
+    target = MergeTarget(base, attribute, weight, (MatrixPart(weight, update, scaled),))
     if not isinstance(weight, DTensor):
         return target
     _check_shapes(target, target.pieces[0])
@@ -238,7 +238,7 @@ def _whole(base: Any, attribute: str, weight: torch.Tensor, terms: list[Term], *
         for term in terms
     )
     update = Update((shard.shape[0], shard.shape[1]), parts, axis)
-    return Target(base, attribute, shard, (Piece(shard, update),))
+    return MergeTarget(base, attribute, shard, (MatrixPart(shard, update),))
 
 
 def tensor_of(module: Any, attribute: str) -> torch.Tensor:
@@ -268,7 +268,7 @@ def shard_of(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     return weight.to_local(), tuple(offsets)
 
 
-def _check_shapes(target: Target, piece: Piece) -> None:
+def _check_shapes(target: MergeTarget, piece: MatrixPart) -> None:
     rows, columns = piece.update.shape
     for term in piece.update.terms:
         rank = term.left.shape[1]
@@ -279,7 +279,7 @@ def _check_shapes(target: Target, piece: Piece) -> None:
             )
 
 
-_BUILDERS: dict[type, Callable[[Any, Sequence[str]], list[Target]]] = {
+_BUILDERS: dict[type, Callable[[Any, Sequence[str]], list[MergeTarget]]] = {
     lora.Linear: _linear,
     lora.Embedding: _embedding,
     lora.Conv1d: _conv,

@@ -13,9 +13,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
 from .finite import why_not_finite
-from .lora_layers import Piece, Target, adapters_of, is_blocked, targets
+from .lora_layers import MatrixPart, MergeTarget, adapters_of, is_blocked, targets
 from .offloaded import Offloaded
-from .quantized_weights import OFFLOADED, is_offloaded, is_quantised, why_scaled_not_finite
+from .quantized_weights import OFFLOADED, is_offloaded, is_quantized, why_scaled_not_finite
 from .trainable_tokens import Tokens, tokens
 from .variants import CannotMerge, refuse_impossible
 from .writable_tensors import Sharing, check_tensor, same_change, same_memory, tuner_layers
@@ -24,13 +24,13 @@ Road = Literal["blocks", "tokens", "peft", "dequantised"]
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
+class LayerMerge:
     """One outermost tuner layer, and what merging it changes.
 
     Attributes:
         path: Its place in the model.
         layer: The tuner layer, which is a module too.
-        road: Who merges it: row blocks, the replaced tokens, peft, or a plain layer that takes the place of a quantised
+        road: Who merges it: row blocks, the replaced tokens, peft, or a plain layer that takes the place of a quantized
             one.
         names: The adapters that are merged; of a nested layer, those of the outermost.
         targets: The weights that change; empty for peft's road, and for one that a tied layer changes already.
@@ -42,11 +42,11 @@ class Job:
     layer: Any
     road: Road
     names: tuple[str, ...]
-    targets: list[Target | Tokens]
+    targets: list[MergeTarget | Tokens]
     marks: list[tuple[Any, tuple[str, ...]]]
     merged_before: tuple[str, ...] = ()
 
-    def name_of(self, target: Target | Tokens) -> str:
+    def name_of(self, target: MergeTarget | Tokens) -> str:
         """Return the name of a weight in the unloaded base model."""
         for path, module in self.layer.named_modules():
             if module is target.owner:
@@ -57,7 +57,7 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class MergePlan:
     """What a merge will do.
 
     Attributes:
@@ -65,13 +65,15 @@ class Plan:
         problems: Everything that forbids the merge.
     """
 
-    groups: list[list[Job]]
+    groups: list[list[LayerMerge]]
     problems: list[str]
 
 
-def make_plan(model: torch.nn.Module, names: Sequence[str] | None, *, unload: bool, dequantize: bool = False) -> Plan:
+def make_plan(
+    model: torch.nn.Module, names: Sequence[str] | None, *, unload: bool, dequantize: bool = False
+) -> MergePlan:
     """Look at every tuner layer of ``model``; ``names`` None takes the active adapters of each."""
-    jobs: list[Job] = []
+    jobs: list[LayerMerge] = []
     problems: list[str] = []
     for path, layer in tuner_layers(model):
         try:
@@ -79,12 +81,12 @@ def make_plan(model: torch.nn.Module, names: Sequence[str] | None, *, unload: bo
         except CannotMerge as error:
             problems.append(f"{path}: {error}.")
     if not any(job.targets or job.road in ("peft", "dequantised") for job in jobs):
-        return Plan([[job] for job in jobs], problems)
+        return MergePlan([[job] for job in jobs], problems)
     groups, shared = _grouped(jobs, Sharing(model, _thrown_away(model, names) if unload else ()))
-    return Plan(groups, problems + shared)
+    return MergePlan(groups, problems + shared)
 
 
-def not_finite(job: Job, *, scratch_bytes: int) -> list[str]:
+def not_finite(job: LayerMerge, *, scratch_bytes: int) -> list[str]:
     """Return the reasons why weights of a job would not be finite."""
     problems = []
     if job.road == "peft":
@@ -114,13 +116,13 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or not tensor.is_floating_point() or bool(tensor.detach().isfinite().all())
 
 
-def _why_not_finite(piece: Piece, scratch_bytes: int) -> str | None:
+def _why_not_finite(piece: MatrixPart, scratch_bytes: int) -> str | None:
     if piece.scaled is not None:
         return why_scaled_not_finite(piece.update, piece.scaled, scratch_bytes=scratch_bytes)
     return why_not_finite(piece.update, piece.matrix, scratch_bytes=scratch_bytes)
 
 
-def torn_ties(model: Any, jobs: Sequence[Job], store: Offloaded) -> list[str]:
+def torn_ties(model: Any, jobs: Sequence[LayerMerge], store: Offloaded) -> list[str]:
     """Return a problem for each weight that the model declares as tied, that lies on disk, and changes alone.
 
     On disk tied weights are two entries, which share no memory.
@@ -147,17 +149,17 @@ def _wanted(layer: BaseTunerLayer, names: Sequence[str] | None, there: frozenset
     return tuple(dict.fromkeys(name for name in asked if name not in layer.merged_adapters))
 
 
-def _job(path: str, layer: BaseTunerLayer, names: Sequence[str] | None, dequantize: bool) -> Job:
+def _job(path: str, layer: BaseTunerLayer, names: Sequence[str] | None, dequantize: bool) -> LayerMerge:
     before = tuple(layer.merged_adapters)
     if isinstance(layer, TrainableTokensLayer):
         chosen = _wanted(layer, names, frozenset(layer.token_indices))
-        found: list[Target | Tokens] = [tokens(layer, chosen)] if chosen else []
-        return _checked(Job(path, layer, "tokens", chosen, found, [(layer, chosen)], before))
+        found: list[MergeTarget | Tokens] = [tokens(layer, chosen)] if chosen else []
+        return _checked(LayerMerge(path, layer, "tokens", chosen, found, [(layer, chosen)], before))
     if not isinstance(layer, LoraLayer):
-        return Job(path, layer, "peft", tuple(layer.active_adapters if names is None else names), [], [], before)
-    if dequantize and is_quantised(layer.get_base_layer()):
+        return LayerMerge(path, layer, "peft", tuple(layer.active_adapters if names is None else names), [], [], before)
+    if dequantize and is_quantized(layer.get_base_layer()):
         chosen = _wanted(layer, names, adapters_of(layer))
-        return Job(path, layer, "dequantised", chosen, [], [], before)
+        return LayerMerge(path, layer, "dequantised", chosen, [], [], before)
     found, marks = [], []
     first: tuple[str, ...] = ()
     for part in _chain(layer):
@@ -167,7 +169,7 @@ def _job(path: str, layer: BaseTunerLayer, names: Sequence[str] | None, dequanti
             continue
         if not is_blocked(part, chosen):
             _check_peft_merge(part, chosen)
-            return Job(path, layer, "peft", chosen, [], [], before)
+            return LayerMerge(path, layer, "peft", chosen, [], [], before)
         if part.merged_adapters and any(part.use_dora.get(name) for name in chosen):
             raise CannotMerge(
                 f"{list(part.merged_adapters)} are merged already, and DoRA needs the weight without them. Call "
@@ -177,11 +179,11 @@ def _job(path: str, layer: BaseTunerLayer, names: Sequence[str] | None, dequanti
         marks.append((part, chosen))
         if isinstance(part, MultiheadAttention):
             marks.append((part.get_base_layer().out_proj, chosen))
-    return _checked(Job(path, layer, "blocks", first, found, marks, before))
+    return _checked(LayerMerge(path, layer, "blocks", first, found, marks, before))
 
 
 def _check_peft_merge(layer: Any, names: Sequence[str]) -> None:
-    """Refuse what peft cannot merge, and what its merge of quantised layers does wrong.
+    """Refuse what peft cannot merge, and what its merge of quantized layers does wrong.
 
     It adds the bias of lora_B without its scaling, and merges a variant into a torchao layer as a plain LoRA.
     """
@@ -189,14 +191,14 @@ def _check_peft_merge(layer: Any, names: Sequence[str]) -> None:
     kind = type(layer).__name__
     if type(layer).merge is BaseTunerLayer.merge:
         raise CannotMerge(
-            f"peft has no merge for a {kind}. Merge into the base before it is quantised, with merge_lora_checkpoint"
+            f"peft has no merge for a {kind}. Merge into the base before it is quantized, with merge_lora_checkpoint"
         )
     if is_offloaded(layer.get_base_layer()):
         raise CannotMerge(OFFLOADED)
     having = [name for name in names if layer.lora_bias.get(name) and layer.scaling[name] != 1]
-    if having and is_quantised(layer.get_base_layer()):
+    if having and is_quantized(layer.get_base_layer()):
         raise CannotMerge(
-            f"adapter {having[0]!r} has lora_bias=True, and peft merges that into a quantised layer without its "
+            f"adapter {having[0]!r} has lora_bias=True, and peft merges that into a quantized layer without its "
             f"scaling, {layer.scaling[having[0]]:g}. Merge with dequantize=True"
         )
     varied = [name for name in names if layer.lora_variant.get(name) is not None]
@@ -215,7 +217,7 @@ def _chain(layer: Any) -> list[Any]:
     return chain
 
 
-def _checked(job: Job) -> Job:
+def _checked(job: LayerMerge) -> LayerMerge:
     for target in job.targets:
         check_tensor(target)
         for piece in () if isinstance(target, Tokens) else target.pieces:
@@ -240,7 +242,7 @@ def _thrown_away(model: torch.nn.Module, names: Sequence[str] | None) -> tuple[s
     )
 
 
-def _grouped(jobs: list[Job], sharing: Sharing) -> tuple[list[list[Job]], list[str]]:
+def _grouped(jobs: list[LayerMerge], sharing: Sharing) -> tuple[list[list[LayerMerge]], list[str]]:
     """Join jobs that change the same memory in the same way; anything else that shares memory is a problem."""
     home = {(id(t.owner), t.attribute): (job, t) for job in jobs for t in job.targets}
     group_of = {id(job): [job] for job in jobs}
@@ -260,7 +262,7 @@ def _grouped(jobs: list[Job], sharing: Sharing) -> tuple[list[list[Job]], list[s
     return groups, problems
 
 
-def _join(group_of: dict[int, list[Job]], one: Job, other: Job) -> None:
+def _join(group_of: dict[int, list[LayerMerge]], one: LayerMerge, other: LayerMerge) -> None:
     into, away = group_of[id(one)], group_of[id(other)]
     if into is not away:
         into.extend(away)
@@ -268,11 +270,11 @@ def _join(group_of: dict[int, list[Job]], one: Job, other: Job) -> None:
             group_of[id(job)] = into
 
 
-def _same(one: Target | Tokens, other: Target | Tokens) -> bool:
+def _same(one: MergeTarget | Tokens, other: MergeTarget | Tokens) -> bool:
     return same_memory(one.tensor, other.tensor) and same_change(one, other)
 
 
-def _foreign(job: Job, sharing: Sharing) -> list[str]:
+def _foreign(job: LayerMerge, sharing: Sharing) -> list[str]:
     """Return a problem for each weight that peft would change and that somebody outside the layer reads."""
     inside = {id(module) for module in job.layer.modules()}
     problems = []
@@ -280,7 +282,7 @@ def _foreign(job: Job, sharing: Sharing) -> list[str]:
         for name, tensor in module._parameters.items():
             if tensor is None or type(tensor) is not torch.nn.Parameter or tensor.is_meta:
                 continue
-            for path, owner, _ in sharing.others(Target(module, name, tensor.data, ())):
+            for path, owner, _ in sharing.others(MergeTarget(module, name, tensor.data, ())):
                 if owner not in inside:
                     problems.append(_tied(f"{job.path}.{name}", path, changed=False))
     return problems

@@ -1,4 +1,4 @@
-"""The layers that are merged by peft's own code: other tuners, LoRA variants to come, quantised weights."""
+"""The layers that are merged by peft's own code: other tuners, LoRA variants to come, quantized weights."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safe_loading._core.report import Finding, format_bytes
 from safe_loading.errors import MergeError
 
-from .merge_plan import Job
+from .merge_plan import LayerMerge
 from .offloaded import Offloaded
-from .quantized_weights import is_quantised, unpack, values_of
+from .quantized_weights import is_quantized, unpack, values_of
 
 
-def merge_all_by_peft(jobs: list[Job], store: Offloaded, *, check_finite: bool) -> list[Finding]:
+def merge_all_by_peft(jobs: list[LayerMerge], store: Offloaded, *, check_finite: bool) -> list[Finding]:
     """Let peft merge the layers that are not known here, all of them or none."""
     if not jobs:
         return []
@@ -46,16 +46,16 @@ def merge_all_by_peft(jobs: list[Job], store: Offloaded, *, check_finite: bool) 
         "warning",
         f"{len(jobs)} layers, as {jobs[0].path}",
         f"{kinds} are merged by peft's own code: it rounds more than once, and took {format_bytes(size)} for a while.",
-        "none needed; quantised weights are best merged into the base before it is quantised.",
+        "none needed; quantized weights are best merged into the base before it is quantized.",
         size,
     )
     return [finding, *_rounded_away(lost)]
 
 
-def _exact(job: Job) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return what a quantised layer stands for with its adapters, and what they add; None where that is not known."""
+def _exact(job: LayerMerge) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return what a quantized layer stands for with its adapters, and what they add; None where that is not known."""
     layer = job.layer
-    if not is_quantised(layer.get_base_layer()) or any(layer.use_dora.get(name) for name in job.names):
+    if not is_quantized(layer.get_base_layer()) or any(layer.use_dora.get(name) for name in job.names):
         return None
     try:
         values = values_of(layer.get_base_layer())
@@ -67,8 +67,8 @@ def _exact(job: Job) -> tuple[torch.Tensor, torch.Tensor] | None:
     return values.float() + delta, delta
 
 
-def _lost(job: Job, exact: torch.Tensor, delta: torch.Tensor) -> float:
-    """Return the rounding error of a requantised layer, as a part of what its adapters added."""
+def _lost(job: LayerMerge, exact: torch.Tensor, delta: torch.Tensor) -> float:
+    """Return the rounding error of a requantized layer, as a part of what its adapters added."""
     error = torch.linalg.vector_norm(values_of(job.layer.get_base_layer()).float() - exact)
     return float(error / torch.linalg.vector_norm(delta).clamp_min(1e-30))
 
@@ -82,9 +82,9 @@ def _rounded_away(lost: dict[str, float]) -> list[Finding]:
             "requantised",
             "warning",
             f"{len(lost)} layers, as {worst}",
-            f"their weights were dequantised, added to, and rounded to codes again. The rounding error is "
+            f"their weights were dequantized, added to, and rounded to codes again. The rounding error is "
             f"{min(lost.values()):.0%} to {lost[worst]:.0%} of what the adapters add (root mean square).",
-            "merge_lora_inplace(..., dequantize=True) keeps all of it; or merge into the base before it is quantised.",
+            "merge_lora_inplace(..., dequantize=True) keeps all of it; or merge into the base before it is quantized.",
         )
     ]
 
@@ -173,7 +173,7 @@ def _is_adapter_part(layer: Any, module: torch.nn.Module) -> bool:
     return any(isinstance(part, torch.nn.Module) and any(m is module for m in part.modules()) for part in own)
 
 
-def _weights_of(jobs: list[Job]) -> Iterator[tuple[torch.nn.Module, str]]:
+def _weights_of(jobs: list[LayerMerge]) -> Iterator[tuple[torch.nn.Module, str]]:
     """Yield module and name of every tensor of the base in some layers."""
     for job in jobs:
         for module in _modules(job.layer):

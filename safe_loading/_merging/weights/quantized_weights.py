@@ -98,7 +98,7 @@ def scaled_of(module: Any, attribute: str) -> Scaled | None:
             f"scales of another kind ({', '.join(unknown)})" if unknown else "groups of rows, each with its own input"
         )
         raise NotImplementedError(
-            f"its fp8 {type(module).__name__} has {what}. Merge into the base before it is quantised, with "
+            f"its fp8 {type(module).__name__} has {what}. Merge into the base before it is quantized, with "
             f"merge_lora_checkpoint"
         )
     block = getattr(module, "block_size", None) or tuple(weight.shape)
@@ -190,21 +190,21 @@ def four_bits(
 def unnested(
     codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, blocksize: int, offset: torch.Tensor | float
 ) -> torch.Tensor:
-    """Return the scales that are themselves codes of 8 bits (bitsandbytes' double quantisation)."""
+    """Return the scales that are themselves codes of 8 bits (bitsandbytes' double quantization)."""
     outer = scales.float().view(-1).repeat_interleave(blocksize)[: codes.numel()]
     return table.float()[codes.view(-1).long()] * outer + offset
 
 
-# The quantised layers of bitsandbytes, and what their weights are as long as they are with them.
+# The quantized layers of bitsandbytes, and what their weights are as long as they are with them.
 _CODES = {"Linear4bit": "Params4bit", "Linear8bitLt": "Int8Params"}
 OFFLOADED = (
-    "its quantised weight is offloaded, without its scales. Load the model without offloading, or merge into the base "
-    "before it is quantised, with merge_lora_checkpoint"
+    "its quantized weight is offloaded, without its scales. Load the model without offloading, or merge into the base "
+    "before it is quantized, with merge_lora_checkpoint"
 )
 
 
-def is_quantised(module: Any) -> bool:
-    """Return whether a module's weights are codes: quantised by bitsandbytes, torchao, HQQ, GPTQ, AWQ, or fp8."""
+def is_quantized(module: Any) -> bool:
+    """Return whether a module's weights are codes: quantized by bitsandbytes, torchao, HQQ, GPTQ, AWQ, or fp8."""
     if any(hasattr(module, name) for name in ("qweight", "W_q")):
         return True
     tensors = module._parameters if isinstance(module, torch.nn.Module) else {}
@@ -260,7 +260,7 @@ def values_of(module: Any) -> torch.Tensor:
         return int8_vectorwise_dequant(module.weight.data, scales.to(module.weight.device))  # type: ignore[no-any-return]  # a tensor
     if type(weight).__module__.startswith("torchao."):
         return module.weight.dequantize()  # type: ignore[no-any-return]  # a tensor
-    raise NotImplementedError(f"{type(module).__name__} is quantised in a way that is not known here")
+    raise NotImplementedError(f"{type(module).__name__} is quantized in a way that is not known here")
 
 
 def _merger(update: Update, scaled: Scaled, scratch_bytes: int) -> RowMerger:

@@ -14,7 +14,7 @@ _DORA = (variants.DoraLinearVariant, variants.DoraEmbeddingVariant, variants._Do
 _IMPOSSIBLE = {
     variants.ALoraLinearVariant: "aLoRA applies its delta only after the invocation tokens, which no weight can do",
     variants.ArrowLinearVariant: "Arrow chooses among its adapters by the input, which no weight can do",
-    variants.QALoraLinearVariant: "QALoRA changes the zero points of a quantised weight, and peft cannot merge it",
+    variants.QALoraLinearVariant: "QALoRA changes the zero points of a quantized weight, and peft cannot merge it",
 }
 
 

@@ -6,14 +6,14 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.tensor import DTensor
 
-from .lora_layers import Target
+from .lora_layers import MergeTarget
 from .rounding import DTYPES
 from .trainable_tokens import Tokens
 from .update import Update
 from .variants import CannotMerge
 
 
-def check_tensor(target: Target | Tokens) -> None:
+def check_tensor(target: MergeTarget | Tokens) -> None:
     """Refuse a weight that is not a plain float tensor in memory.
 
     Raises:
@@ -34,11 +34,11 @@ def check_tensor(target: Target | Tokens) -> None:
             else f"{what} is on meta, so it holds no values. Load the weights first"
         )
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        raise CannotMerge(f"{what} is a {type(tensor).__name__}, not a plain tensor. Dequantise the model first")
+        raise CannotMerge(f"{what} is a {type(tensor).__name__}, not a plain tensor. Dequantize the model first")
     scaled = not isinstance(target, Tokens) and all(piece.scaled is not None for piece in target.pieces)
     if tensor.dtype not in DTYPES and not scaled:
         raise CannotMerge(
-            f"{what} is {tensor.dtype}. Dequantise the model first: from_pretrained(..., "
+            f"{what} is {tensor.dtype}. Dequantize the model first: from_pretrained(..., "
             f"quantization_config=FineGrainedFP8Config(dequantize=True)) for fp8"
         )
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
@@ -69,7 +69,7 @@ class Sharing:
                         self._spans.append((start, end, f"{path}.{name}".lstrip("."), id(module), name))
         self._spans.sort()
 
-    def others(self, target: Target | Tokens) -> list[tuple[str, int, str]]:
+    def others(self, target: MergeTarget | Tokens) -> list[tuple[str, int, str]]:
         """Return path, id of the module and attribute of every other parameter in the memory of ``target``."""
         start, end = _span(target.tensor)
         own = (id(target.owner), target.attribute)
@@ -85,7 +85,7 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 
-def same_change(one: Target | Tokens, other: Target | Tokens) -> bool:
+def same_change(one: MergeTarget | Tokens, other: MergeTarget | Tokens) -> bool:
     """Return whether the same is done to two targets, as ensure_weight_tying=True has it, wherever they lie."""
     if isinstance(one, Tokens) or isinstance(other, Tokens):
         return isinstance(one, Tokens) and isinstance(other, Tokens) and one.same_rows(other)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Piece(NamedTuple):
+class DiskBlock(NamedTuple):
     """A block of a tensor on disk, and where it lies in a Whole.
 
     Attributes:
@@ -39,7 +39,7 @@ class Whole(NamedTuple):
     """A tensor of the loader: its shape and its pieces."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DiskBlock, ...]
 
 
 class Moved(NamedTuple):
@@ -73,7 +73,7 @@ class CannotFollow(Exception):
 def on_disk(tensor: str, shape: tuple[int, ...]) -> Whole:
     """Return the Whole that is one disk tensor."""
     zeros = (0,) * len(shape)
-    return Whole(shape, (Piece(tensor, zeros, tuple(range(len(shape))), zeros, shape),))
+    return Whole(shape, (DiskBlock(tensor, zeros, tuple(range(len(shape))), zeros, shape),))
 
 
 def stack(parts: Sequence[Whole], dim: int) -> Whole:
@@ -119,7 +119,7 @@ def split(whole: Whole, sizes: Sequence[int], dim: int) -> list[Whole]:
 
 
 def take(whole: Whole, order: Sequence[int], dim: int) -> Whole:
-    """Return what ``torch.index_select`` makes of a Whole: a piece at least for each run of neighbours."""
+    """Return what ``torch.index_select`` makes of a Whole: a piece at least for each run of neighbors."""
     starts = [at for at, row in enumerate(order) if not at or row != order[at - 1] + 1]
     rows, parts = whole.shape[dim], []
     for start, end in itertools.pairwise([*starts, len(order)]):
@@ -140,7 +140,7 @@ def transpose(whole: Whole, one: int, other: int) -> Whole:
     return Whole(turned(whole.shape), pieces)
 
 
-def _cut(piece: Piece, dim: int, start: int, stop: int) -> Piece | None:
+def _cut(piece: DiskBlock, dim: int, start: int, stop: int) -> DiskBlock | None:
     """Return the part of a piece between two places along a dimension, counted from there."""
     first, last = max(piece.at[dim], start), min(piece.at[dim] + piece.extent(dim), stop)
     if first >= last:

@@ -12,7 +12,7 @@ from safe_loading._checkpoint.faults import listed
 from safe_loading._checkpoint.index import Checkpoint
 
 from .dtypes import DTYPES
-from .layout import Layout
+from .layout import CheckpointLayout
 
 # What wrappers put before every name: DataParallel and DDP, torch.compile, FSDP1.
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -20,7 +20,10 @@ _NUMBERED = re.compile(r"(.+)\.(\d+)\.")
 
 
 def misfits(
-    model: torch.nn.Module, checkpoint: Checkpoint, layout: Layout, excused: Callable[[str], bool] = lambda name: False
+    model: torch.nn.Module,
+    checkpoint: Checkpoint,
+    layout: CheckpointLayout,
+    excused: Callable[[str], bool] = lambda name: False,
 ) -> list[str]:
     """Return everything that would leave a weight at random, or drop or distort one.
 
@@ -52,7 +55,7 @@ def misfits(
     return problems + _beyond(model, checkpoint, layout)
 
 
-def lacking(model: torch.nn.Module, layout: Layout, state: Mapping[str, Any]) -> list[str]:
+def lacking(model: torch.nn.Module, layout: CheckpointLayout, state: Mapping[str, Any]) -> list[str]:
     """Return the names of a state that the checkpoint holds under none of their names, and that the class needs."""
     names: dict[int, list[str]] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
@@ -67,7 +70,7 @@ def lacking(model: torch.nn.Module, layout: Layout, state: Mapping[str, Any]) ->
     ]
 
 
-def _wrapped(checkpoint: Checkpoint, layout: Layout, state: Mapping[str, Any]) -> str | None:
+def _wrapped(checkpoint: Checkpoint, layout: CheckpointLayout, state: Mapping[str, Any]) -> str | None:
     """Return the problem of names that a wrapper has left its own prefix in."""
     names = list(checkpoint.tensors)
     for prefix in _WRAPPERS:
@@ -82,7 +85,7 @@ def _wrapped(checkpoint: Checkpoint, layout: Layout, state: Mapping[str, Any]) -
     return None
 
 
-def _other_kinds(checkpoint: Checkpoint, layout: Layout, state: Mapping[str, Any]) -> list[str]:
+def _other_kinds(checkpoint: Checkpoint, layout: CheckpointLayout, state: Mapping[str, Any]) -> list[str]:
     """Return integers for floats and the other way round: the engines cast them without a word."""
     problems = []
     for name, whole in layout.of.items():
@@ -93,12 +96,12 @@ def _other_kinds(checkpoint: Checkpoint, layout: Layout, state: Mapping[str, Any
             if wanted is not None and held is not None and wanted.is_floating_point != held.is_floating_point:
                 problems.append(
                     f"{name}: the model has {str(wanted).removeprefix('torch.')}, {checkpoint.file_of[disk]} holds "
-                    f"{disk!r} as {info.dtype}; a config of quantised weights would say so. Save the checkpoint again"
+                    f"{disk!r} as {info.dtype}; a config of quantized weights would say so. Save the checkpoint again"
                 )
     return problems
 
 
-def _beyond(model: torch.nn.Module, checkpoint: Checkpoint, layout: Layout) -> list[str]:
+def _beyond(model: torch.nn.Module, checkpoint: Checkpoint, layout: CheckpointLayout) -> list[str]:
     """Return the tensors of layers that the model does not have, though it has a list of such layers."""
     ignored = _pattern(getattr(model, "_keys_to_ignore_on_load_unexpected", None))
     lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}

@@ -41,7 +41,7 @@ class Conversion:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """A model's parameters, as its checkpoint holds them.
 
     Attributes:
@@ -66,7 +66,7 @@ class Layout:
 
 def read_layout(
     model: torch.nn.Module, tensors: Mapping[str, TensorInfo], state: Mapping[str, Any] | None = None
-) -> Layout:
+) -> CheckpointLayout:
     """Follow each tensor of a checkpoint to its place in ``model`` (on meta), as transformers' loader would.
 
     Args:
@@ -114,7 +114,7 @@ def read_layout(
         opaque[key] = f"the checkpoint makes {list(shape)} of it, the model has {list(state[key].shape)}"
         del of[key]
     moved = {key: each for key, each in moved.items() if key in state and each.shape == tuple(state[key].shape)}
-    return Layout(of, opaque, tuple(unknown), tuple(conversions), mismatched, key_of, moved)
+    return CheckpointLayout(of, opaque, tuple(unknown), tuple(conversions), mismatched, key_of, moved)
 
 
 def _in_loading_order(names: Iterable[str]) -> list[str]:
