@@ -31,24 +31,21 @@ MOST_NOT_RUN = 6
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*|SL[0-9]{3}")
 
 # Which page has the table of a part's findings; loading.md where none is named.
-PAGE_OF = {
-    "_checkpoint": "checkpoints.md",
-    "_check_checkpoint": "checkpoints.md",
-    "_layout": "checkpoints.md",
-    "_lora": "merging.md",
-    "_merge_lora_inplace": "merging.md",
-    "_merge_checkpoint": "merge_checkpoint.md",
-    "_sharding": "fsdp.md",
-    "_wrap_fsdp_meta_safe": "fsdp.md",
-    "_planning": "planning.md",
-    "_plan_device_map": "planning.md",
-    "_forecast": "memory.md",
-    "_predict_memory": "memory.md",
-    "_audit": "audit.md",
-    "_audit_model": "audit.md",
-    "_transparent": "wrapping.md",
-    "_wrap_transparent": "wrapping.md",
-    "_doctor": "doctor.md",
+PAGE_OF = {  # the page whose tables list a file's findings; the longest start of its path wins
+    "_checkpoint/": "checkpoints.md",
+    "_loading/check_checkpoint.py": "checkpoints.md",
+    "_model/layout/": "checkpoints.md",
+    "_merging/": "merging.md",
+    "_merging/disk/": "merge_checkpoint.md",
+    "_merging/merge_lora_checkpoint.py": "merge_checkpoint.md",
+    "_sharding/": "fsdp.md",
+    "_memory/plan": "planning.md",
+    "_memory/forecast/": "memory.md",
+    "_memory/predict_memory.py": "memory.md",
+    "_memory/audit": "audit.md",
+    "_wrapping/": "wrapping.md",
+    "_doctor/": "doctor.md",
+    "": "loading.md",
 }
 
 
@@ -210,8 +207,8 @@ def test_every_finding_stands_in_a_table_and_no_other() -> None:
     for path, tree in trees.items():
         codes = codes_in(tree, makers)
         if codes:
-            part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-            made[PAGE_OF.get(part, "loading.md")] |= codes
+            inside = path.relative_to(PACKAGE).as_posix()
+            made[PAGE_OF[max((start for start in PAGE_OF if inside.startswith(start)), key=len)]] |= codes
     for page, codes in made.items():
         rows = table_codes(page)
         assert len(rows) == len(set(rows)), f"{page}: a code stands twice"
