@@ -10,8 +10,9 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig, LlamaConfig
 
 from safe_loading import Workload, predict_memory
+from safe_loading._core.bars import draw_bars
 from safe_loading._core.report import format_bytes, text_table
-from safe_loading._memory.forecast.report import MemoryForecast, bars_svg
+from safe_loading._memory.forecast.report import MemoryForecast, forecast_bar
 from safe_loading.errors import SafeLoadingError
 
 # The sizes of Llama-3-8B, and of a step that many take with it.
@@ -40,7 +41,8 @@ def chapter(folder: Path) -> str:
     if wrong.total_bytes < 1.5 * right.total_bytes:
         raise SafeLoadingError("The forecast of the wrong order is not what it was.")
     picture = folder / "memory.svg"
-    picture.write_text(bars_svg([right, wrong], list(_ORDERS)), encoding="utf-8")
+    bars = [forecast_bar(found, order) for order, found in zip(_ORDERS, (right, wrong), strict=True)]
+    picture.write_text(draw_bars(bars), encoding="utf-8")
     rows = [
         (
             order,

@@ -8,14 +8,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-import shutil
-import subprocess
 
+from safe_loading._core.gpus import query_nvidia_smi
 from safe_loading._core.report import Finding, MiB
 from safe_loading._ranks.launcher import Launcher, read_launcher, read_visible_devices
 from safe_loading.errors import DeviceError
-
-_SECONDS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,26 +133,12 @@ def _strays(contexts: tuple[Context, ...]) -> list[Finding]:
 
 
 def _contexts() -> tuple[Context, ...] | None:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
-    try:
-        done = subprocess.run(
-            [tool, query, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return tuple(context for line in done.stdout.splitlines() if (context := _context(line)) is not None)
-
-
-def _context(line: str) -> Context | None:
-    parts = [part.strip() for part in line.split(",")]
-    if len(parts) != 4 or not parts[1].isdigit():
+    rows = query_nvidia_smi("compute-apps", ("gpu_uuid", "pid", "process_name", "used_memory"))
+    if rows is None:
         return None
     # "[N/A]" under MIG and on Windows: a context is there, its size is not told.
-    return Context(parts[0], int(parts[1]), parts[2], int(parts[3]) * MiB if parts[3].isdigit() else 0)
+    return tuple(
+        Context(gpu, int(pid), name, int(used) * MiB if used.isdigit() else 0)
+        for gpu, pid, name, used in rows
+        if pid.isdigit()
+    )

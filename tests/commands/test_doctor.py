@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from safe_loading import __main__ as command_line
+from safe_loading._core.gpus import parse_rows
 from safe_loading._core.report import GiB, MiB
 from safe_loading._doctor import devices as device_facts
 from safe_loading._doctor import disks, versions
@@ -131,9 +132,8 @@ def read(monkeypatch, count=0, kind="cuda", smi=None, **environ):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(device_facts, "_count", lambda: (kind if count else "cpu", count))
-    lines = None if smi is None else smi.splitlines()
-    contexts = None if lines is None else tuple(c for line in lines if (c := device_facts._context(line)))
-    monkeypatch.setattr(device_facts, "_contexts", lambda: contexts)
+    answer = None if smi is None else parse_rows(smi, 4)
+    monkeypatch.setattr(device_facts, "query_nvidia_smi", lambda subject, fields: answer)
     return device_facts.read_devices()
 
 

@@ -7,21 +7,10 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from safe_loading._core.bars import MemoryBar, Segment, draw_bars
 from safe_loading._core.report import format_bytes, html_table, text_table, to_json
 from safe_loading._memory.trace.replay import replay
 
-# In the order of the tables and the picture, with their colors.
-COMPONENTS = {
-    "weights": "#4e79a7",
-    "adapters": "#59a14f",
-    "gradients": "#f28e2b",
-    "optimizer": "#edc948",
-    "saved_activations": "#e15759",
-    "kv_cache": "#76b7b2",
-    "temporary": "#b07aa1",
-    "workspaces": "#9c755f",
-    "rounding": "#bab0ac",
-}
 MEANINGS = {
     "weights": "the base model's parameters and buffers",
     "adapters": "the adapter's parameters",
@@ -33,7 +22,7 @@ MEANINGS = {
     "workspaces": "cuBLAS's scratch, taken from the allocator",
     "rounding": "blocks are multiples of 512 B; tails of large blocks",
 }
-_WIDTH, _BAR, _LINE = 720, 34, 20
+COMPONENTS = tuple(MEANINGS)  # in the order of the tables and of the picture
 
 
 @dataclass(frozen=True)
@@ -157,53 +146,20 @@ class MemoryForecast:
 
     def _repr_svg_(self) -> str:
         """Return one bar of the components, as wide as the total."""
-        return bars_svg([self])
+        return draw_bars([forecast_bar(self)])
 
 
-def bars_svg(forecasts: list[MemoryForecast], labels: list[str] | None = None) -> str:
-    """Return forecasts as bars of one scale above a legend.
+def forecast_bar(forecast: MemoryForecast, label: str | None = None) -> MemoryBar:
+    """Return a forecast's row in a picture.
 
     Args:
-        forecasts: At least one.
-        labels: A line above each bar; the model and the workload where they are left out.
+        forecast: The forecast.
+        label: The text above the row; None for the model and the workload.
     """
-    scale = _WIDTH / max(1, *(forecast.total_bytes for forecast in forecasts))
-    said = labels or [f"{forecast.model}, {forecast.workload}" for forecast in forecasts]
-    parts: list[str] = []
-    y = 0
-    for forecast, label in zip(forecasts, said, strict=True):
-        total = format_bytes(forecast.total_bytes)
-        parts.append(f'<text x="0" y="{y + 14}" font-weight="bold">{html.escape(label)}: {total}</text>')
-        parts += _bar(forecast, y + _LINE, scale)
-        y += _LINE + _BAR + 14
-    shown = [name for name in COMPONENTS if any(forecast.components.get(name) for forecast in forecasts)]
-    for place, name in enumerate([*shown, "cached", "context"]):
-        x, row = place % 4 * 180, y + place // 4 * _LINE
-        parts.append(f'<rect x="{x}" y="{row}" width="12" height="12" {_fill(name)}/>')
-        parts.append(f'<text x="{x + 18}" y="{row + 11}">{name.replace("_", " ")}</text>')
-    height = y + (len(shown) + 2 + 3) // 4 * _LINE + 4
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 -4 {_WIDTH + 8} {height + 8}" width="{_WIDTH}"'
-    style = 'font-family="sans-serif" font-size="12" fill="#767676" role="img"'
-    return f"{head} {style}>{''.join(parts)}</svg>"
-
-
-def _bar(forecast: MemoryForecast, y: int, scale: float) -> list[str]:
-    parts, x = [], 0.0
-    cached = forecast.reserved_peak_bytes - forecast.allocated_peak_bytes
-    for name, size in [*forecast.components.items(), ("cached", cached), ("context", forecast.context_bytes)]:
-        if size <= 0:
-            continue
-        width = size * scale
-        title = f"<title>{name}: {format_bytes(size)}</title>"
-        parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" {_fill(name)}>{title}</rect>')
-        x += width
-    return parts
-
-
-def _fill(name: str) -> str:
-    if name == "cached":
-        return 'fill="#fff" stroke="#999" stroke-dasharray="3"'
-    return f'fill="{COMPONENTS.get(name, "#555")}"'
+    segments = [Segment(name, size) for name, size in forecast.components.items()]
+    cached = Segment("cached", forecast.reserved_peak_bytes - forecast.allocated_peak_bytes)
+    text = f"{forecast.model}, {forecast.workload}" if label is None else label
+    return MemoryBar(text, [*segments, cached, Segment("context", forecast.context_bytes)])
 
 
 def _share(size: int, total: int) -> str:

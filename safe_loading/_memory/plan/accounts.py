@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safe_loading._core.parse_size import HOST, Device
 from safe_loading._core.report import Finding
@@ -14,9 +14,7 @@ from .costs import Cost
 from .device_map_plan import DeviceUse
 from .map_keys import device_of, execution_devices
 from .module_tree import ModuleTree
-
-if TYPE_CHECKING:
-    from .planner import PlanRequest
+from .request import PlanRequest
 
 
 def counted(

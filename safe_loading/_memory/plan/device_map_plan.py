@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from safe_loading._core.bars import MemoryBar, Segment, draw_bars
 from safe_loading._core.parse_size import UNLIMITED, Device
 from safe_loading._core.report import Finding, findings_html, findings_text, format_bytes, html_table, text_table
 from safe_loading.errors import ArgumentError
 
-from .picture import draw
-
-_SIZES = ("weights", "buffers", "KV cache", "gradients", "activations", "staging", "overhead")
-_HEADER = ("device", *_SIZES, "limit", "free")
+_COMPONENTS = ("weights", "buffers", "kv_cache", "gradients", "activations", "staging", "overhead")
+_HEADER = ("device", *(name.replace("kv_", "KV ") for name in _COMPONENTS), "limit", "free")
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,16 @@ class DeviceUse:
     @property
     def used(self) -> int:
         """Everything together."""
-        parts = (self.weights, self.buffers, self.kv_cache, self.gradients, self.activations, self.staging)
-        return sum(parts) + self.overhead
+        return sum(self.component_bytes())
 
     @property
     def free(self) -> int:
         """The head-room under the limit."""
         return self.limit - self.used
+
+    def component_bytes(self) -> tuple[int, ...]:
+        """The bytes of each component, in the order of the fields."""
+        return tuple(getattr(self, name) for name in _COMPONENTS)
 
 
 @dataclass(frozen=True)
@@ -216,11 +218,11 @@ class DeviceMapPlan(dict[str, Device]):
         return DeviceMapPlan, (dict(self), self.facts)
 
     def _repr_svg_(self) -> str:
-        return draw(self.facts.devices)
+        return draw_bars([_device_bar(use) for use in self.devices if use.limit < UNLIMITED or use.used])
 
     def _repr_html_(self) -> str:
         table = html_table(_HEADER, self._rows())
-        return f"<p>{html.escape(self._headline())}</p>{draw(self.facts.devices)}{table}{findings_html(self.findings)}"
+        return f"<p>{html.escape(self._headline())}</p>{self._repr_svg_()}{table}{findings_html(self.findings)}"
 
     def _running(self) -> Iterable[DeviceUse]:
         accelerators = [use for use in self.devices if isinstance(use.device, int)]
@@ -238,8 +240,13 @@ class DeviceMapPlan(dict[str, Device]):
     def _rows(self) -> list[tuple[str, ...]]:
         rows = []
         for use in self.facts.devices:
-            sizes = (use.weights, use.buffers, use.kv_cache, use.gradients, use.activations, use.staging, use.overhead)
-            endless = use.limit >= UNLIMITED
-            limits = ("none", "") if endless else (format_bytes(use.limit), format_bytes(use.free))
-            rows.append((str(use.device), *map(format_bytes, sizes), *limits))
+            unlimited = use.limit >= UNLIMITED
+            limits = ("none", "") if unlimited else (format_bytes(use.limit), format_bytes(use.free))
+            rows.append((str(use.device), *map(format_bytes, use.component_bytes()), *limits))
         return rows
+
+
+def _device_bar(use: DeviceUse) -> MemoryBar:
+    label = use.device if isinstance(use.device, str) else f"card {use.device}"
+    segments = [Segment(name, size) for name, size in zip(_COMPONENTS, use.component_bytes(), strict=True)]
+    return MemoryBar(label, segments, None if use.limit >= UNLIMITED else use.limit)

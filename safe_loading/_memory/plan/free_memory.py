@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from safe_loading._core.gpus import query_nvidia_smi
 from safe_loading._core.parse_size import Device
 from safe_loading._core.report import MiB
 from safe_loading._ranks.launcher import read_visible_devices
@@ -19,8 +18,6 @@ from safe_loading.errors import ArgumentError
 CUDA_CONTEXT = 600 * MiB
 """An estimate, not a measurement, of what a CUDA context with the kernels of torch takes. It differs from card to card
 and from driver to driver; ``overhead=`` of ``plan_device_map`` replaces it."""
-
-_SECONDS = 20
 
 
 def accelerator() -> str:
@@ -39,20 +36,20 @@ def free_now() -> dict[Device, int]:
     if kind == "cpu":
         return {"cpu": free_host()}
     count = torch.accelerator.device_count()
-    free = _nvidia(count) if kind == "cuda" else None
-    found: dict[Device, int] = {}
+    rows = query_nvidia_smi("gpu", ("index", "uuid", "memory.free")) if kind == "cuda" else None
+    free = None if rows is None else in_process_order(rows, os.environ, count)
+    if free is not None:
+        return dict(enumerate(free))
+    sizes: dict[Device, int] = {}
     for index in range(count):
-        if free is not None:
-            found[index] = free[index]
-            continue
         size = _total(kind, index)
         if size is None:
             raise ArgumentError(
                 f"The free memory of {kind}:{index} cannot be read without making a context on it. Pass the limits: "
                 f"max_memory={{{index}: ...}}."
             )
-        found[index] = size
-    return found
+        sizes[index] = size
+    return sizes
 
 
 def free_host() -> int:
@@ -66,37 +63,32 @@ def free_host() -> int:
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _nvidia(count: int) -> list[int] | None:
-    """Ask the driver, as nvidia-smi does, in the order in which this process counts the devices."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = ["--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run([tool, *query], capture_output=True, text=True, timeout=_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return in_process_order(done.stdout, os.environ, count)
+def in_process_order(rows: Sequence[tuple[str, ...]], environ: Mapping[str, str], count: int) -> list[int] | None:
+    """Return the free bytes of each GPU in the order in which this process counts them.
 
+    Args:
+        rows: Index, UUID and free MiB of each GPU, as nvidia-smi tells them.
+        environ: The environment of this process.
+        count: How many devices it sees.
 
-def in_process_order(answer: str, environ: Mapping[str, str], count: int) -> list[int] | None:
-    """Return the free bytes by this process's numbers from nvidia-smi's answer; None when they cannot be matched."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.count(",") == 2]
-    if any(not row[2].isdigit() for row in rows):
+    Returns:
+        None when they cannot be matched: a size that is not told, or a name that nvidia-smi does not know.
+    """
+    if any(not free.isdigit() for _, _, free in rows):
         return None
-    by_name: dict[str, int] = {}
+    free_of: dict[str, int] = {}
     for index, uuid, free in rows:
-        by_name[index] = by_name[uuid] = int(free) * MiB
+        free_of[index] = free_of[uuid] = int(free) * MiB
     visible = [variable.entries for variable in read_visible_devices(environ, "cuda")]
-    entries: Any = min(visible, key=len) if visible else tuple(row[0] for row in rows)
-    found = []
+    entries: Sequence[str] = min(visible, key=len) if visible else [index for index, _, _ in rows]
+    sizes = []
     for entry in entries[:count]:
-        short = entry.startswith("GPU-")  # the beginning of a UUID is enough for the driver
-        match = [free for name, free in by_name.items() if name == entry or (short and name.startswith(entry))]
-        if not match:
+        is_uuid = entry.startswith("GPU-")  # the beginning of a UUID is enough for the driver
+        matches = [free for name, free in free_of.items() if name == entry or (is_uuid and name.startswith(entry))]
+        if not matches:
             return None
-        found.append(match[0])
-    return found if len(found) == count else None
+        sizes.append(matches[0])
+    return sizes if len(sizes) == count else None
 
 
 def _total(kind: str, index: int) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from safe_loading._core.parse_size import UNLIMITED, Device
 from safe_loading._core.report import format_bytes
@@ -11,9 +10,7 @@ from safe_loading.errors import DeviceMapInfeasible
 
 from .layer_groups import Puzzle
 from .offload import Away, offload
-
-if TYPE_CHECKING:
-    from .planner import PlanRequest
+from .request import PlanRequest
 
 _MOST_BLOCKS = 400
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-
-import torch
 
 from safe_loading._core.log import logger
 from safe_loading._core.parse_size import HOST, Device, parse_device
@@ -28,56 +26,11 @@ from .layer_groups import LayerGroup, Puzzle
 from .map_keys import collapse, device_of, execution_devices
 from .module_tree import ModuleTree, beside_stack, lay_out
 from .offload import offload
-from .search import Objective
+from .request import PlanRequest
 
 _MOST_ROUNDS = 12
 _DOUBT = 120  # per cent of a limit that the count may reach before it is believed that nothing fits
 _PROBE = Workload.generate(1, 8)  # enough to see every operation, for plans of weights alone
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """What was asked.
-
-    Attributes:
-        model: The model, on any device.
-        limits: Bytes by device.
-        overhead: Bytes to be kept free, by device.
-        workload: What the model is asked to do.
-        no_split_modules: Classes that stay whole; None for what the model says.
-        objective: "balance" or "fill".
-        offload: "never", "cpu" or "disk".
-        verify: Whether the plan is run.
-        inputs: What forward takes, where it is not tokens.
-    """
-
-    model: torch.nn.Module
-    limits: Mapping[Device, int]
-    overhead: Mapping[Device, int]
-    workload: Workload
-    no_split_modules: Iterable[str] | None
-    objective: Objective
-    offload: str
-    verify: bool
-    inputs: Mapping[str, torch.Tensor] | None = None
-
-    @property
-    def running(self) -> list[Device]:
-        """The devices that compute: the accelerators, or the host where there is none."""
-        return [device for device in self.limits if device not in HOST] or ["cpu"]
-
-    def main_of(self, used: Iterable[int]) -> int:
-        """Return the number of the one of these running devices that runs what is offloaded."""
-        running = self.running
-        return running.index(execution_devices({str(number): running[number] for number in used})[0])
-
-    @property
-    def hosts(self) -> list[Device]:
-        """Where offloaded weights may go, the nearest first."""
-        if self.offload == "never":
-            return []
-        names: list[Device] = ["cpu", "disk"] if self.offload == "disk" else ["cpu"]
-        return [name for name in names if name not in self.running]
 
 
 class Planner:

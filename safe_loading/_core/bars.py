@@ -1,0 +1,110 @@
+"""Memory as bars in an SVG: a bar for each device or step, a segment for each component. Imports no torch."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .report import format_bytes
+
+COLORS: dict[str, str | None] = {
+    "weights": "#4e79a7",
+    "buffers": "#a0cbe8",
+    "adapters": "#59a14f",
+    "gradients": "#f28e2b",
+    "optimizer": "#edc948",
+    "activations": "#e15759",
+    "saved_activations": "#e15759",
+    "kv_cache": "#76b7b2",
+    "temporary": "#b07aa1",
+    "staging": "#9c755f",
+    "workspaces": "#9c755f",
+    "rounding": "#bab0ac",
+    "cached": None,
+    "context": "#555555",
+    "overhead": "#555555",
+}
+"""The color of each component, so that plans and forecasts agree; None for a dashed outline: reserved and unused."""
+
+_TEXT = "#767676"  # legible on white and on black: the dark mode of the page is unknown to the picture
+_WIDTH, _BAR, _LINE, _GAP = 720, 24, 20, 14
+_LEGEND_COLUMNS = 4
+
+
+class Segment(NamedTuple):
+    """The share of one component, named as in ``COLORS``."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryBar:
+    """One bar.
+
+    Attributes:
+        label: The text above it; the total is added.
+        segments: Its parts, from left to right; those without bytes are left out.
+        limit: What there may be at most, drawn as a frame behind the segments; None for no frame.
+    """
+
+    label: str
+    segments: Sequence[Segment]
+    limit: int | None = None
+
+    @property
+    def total(self) -> int:
+        """The bytes of all segments."""
+        return sum(segment.bytes for segment in self.segments)
+
+
+def draw_bars(bars: Sequence[MemoryBar]) -> str:
+    """Return the bars as an SVG, on one scale, above a legend."""
+    scale = _WIDTH / max([1, *(max(bar.total, bar.limit or 0) for bar in bars)])
+    shapes: list[str] = []
+    y = 0
+    for bar in bars:
+        limit = "" if bar.limit is None else f" of {format_bytes(bar.limit)}"
+        text = html.escape(f"{bar.label}: {format_bytes(bar.total)}{limit}")
+        shapes.append(f'<text x="0" y="{y + 14}" font-weight="bold">{text}</text>')
+        shapes += _bar_shapes(bar, y + _LINE, scale)
+        y += _LINE + _BAR + _GAP
+    names = list(dict.fromkeys(segment.name for bar in bars for segment in bar.segments if segment.bytes > 0))
+    for place, name in enumerate(names):
+        row, column = divmod(place, _LEGEND_COLUMNS)
+        left, top = column * _WIDTH // _LEGEND_COLUMNS, y + row * _LINE
+        shapes.append(f'<rect x="{left}" y="{top}" width="12" height="12" {_fill(name)}/>')
+        shapes.append(f'<text x="{left + 18}" y="{top + 11}">{_in_words(name)}</text>')
+    height = y + -(-len(names) // _LEGEND_COLUMNS) * _LINE
+    # a margin of 4, so that no outline is cut
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 -4 {_WIDTH + 8} {height + 8}" width="{_WIDTH + 8}"'
+    style = f'font-family="sans-serif" font-size="12" fill="{_TEXT}" role="img"'
+    return "\n".join([f"{head} {style}>", *shapes, "</svg>"])
+
+
+def _bar_shapes(bar: MemoryBar, top: int, scale: float) -> list[str]:
+    shapes = []
+    if bar.limit is not None:
+        frame = f'x="0" y="{top}" width="{bar.limit * scale:.1f}" height="{_BAR}"'
+        shapes.append(f'<rect {frame} fill="#eeeeee" stroke="#999999"/>')
+    left = 0.0
+    for name, size in bar.segments:
+        if size <= 0:
+            continue
+        width = size * scale
+        title = f"<title>{_in_words(name)}: {format_bytes(size)}</title>"
+        place = f'x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}"'
+        shapes.append(f"<rect {place} {_fill(name)}>{title}</rect>")
+        left += width
+    return shapes
+
+
+def _fill(name: str) -> str:
+    color = COLORS[name]
+    return 'fill="#ffffff" stroke="#999999" stroke-dasharray="3"' if color is None else f'fill="{color}"'
+
+
+def _in_words(name: str) -> str:
+    return name.replace("kv_", "KV ").replace("_", " ")

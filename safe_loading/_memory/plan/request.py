@@ -1,0 +1,59 @@
+"""``PlanRequest``: everything that one plan is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from safe_loading._core.parse_size import HOST, Device
+from safe_loading._core.workload import Workload
+
+from .map_keys import execution_devices
+from .search import Objective
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What was asked.
+
+    Attributes:
+        model: The model, on any device.
+        limits: Bytes by device.
+        overhead: Bytes to be kept free, by device.
+        workload: What the model is asked to do.
+        no_split_modules: Classes that stay whole; None for what the model says.
+        objective: "balance" or "fill".
+        offload: "never", "cpu" or "disk".
+        verify: Whether the plan is run.
+        inputs: What forward takes, where it is not tokens.
+    """
+
+    model: torch.nn.Module
+    limits: Mapping[Device, int]
+    overhead: Mapping[Device, int]
+    workload: Workload
+    no_split_modules: Iterable[str] | None
+    objective: Objective
+    offload: str
+    verify: bool
+    inputs: Mapping[str, torch.Tensor] | None = None
+
+    @property
+    def running(self) -> list[Device]:
+        """The devices that compute: the accelerators, or the host where there is none."""
+        return [device for device in self.limits if device not in HOST] or ["cpu"]
+
+    def main_of(self, used: Iterable[int]) -> int:
+        """Return the number of the one of these running devices that runs what is offloaded."""
+        running = self.running
+        return running.index(execution_devices({str(number): running[number] for number in used})[0])
+
+    @property
+    def hosts(self) -> list[Device]:
+        """Where offloaded weights may go, the nearest first."""
+        if self.offload == "never":
+            return []
+        names: list[Device] = ["cpu", "disk"] if self.offload == "disk" else ["cpu"]
+        return [name for name in names if name not in self.running]
