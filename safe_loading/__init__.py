@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from ._sharding.report import FsdpReport
     from ._sharding.wrap_fsdp_meta_safe import wrap_fsdp_meta_safe
     from ._wrapping.attach_head import attach_head
-    from ._wrapping.mixin import Transparent
     from ._wrapping.prepare_and_wrap import prepare_and_wrap
     from ._wrapping.report import WrapReport
+    from ._wrapping.transparent import Transparent
     from ._wrapping.wrap_transparent import unwrap_transparent, wrap_transparent
     from .errors import (
         AdapterError,
@@ -85,7 +85,7 @@ _HOME = {
     "RanksDisagree": "errors",
     "SafeLoadingError": "errors",
     "TraceError": "errors",
-    "Transparent": "_wrapping.mixin",
+    "Transparent": "_wrapping.transparent",
     "Workload": "_core.workload",
     "WrapError": "errors",
     "WrapReport": "_wrapping.report",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__, _commands
-from ._commands import NOT_OK, OK, USAGE
+from ._commands.answer import NOT_OK, OK, USAGE, Run
 from .errors import CheckpointNotFound, SafeLoadingError
 
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.run is None:
         parser.print_help()
         return OK
-    run: _commands.Run = arguments.run
+    run: Run = arguments.run
     try:
         answer = run(arguments)
         for text in answer.texts:

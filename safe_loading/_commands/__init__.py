@@ -7,29 +7,11 @@ needs when it runs, so that ``check`` answers without torch.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
-OK, NOT_OK, USAGE, INFEASIBLE = 0, 1, 2, 3
-
-
-class Answer(NamedTuple):
-    """What a command says.
-
-    Attributes:
-        texts: What is printed, piece by piece, as it comes.
-        status: The exit status when nothing is raised meanwhile.
-    """
-
-    texts: Iterable[str]
-    status: int = OK
-
-
-Run = Callable[[argparse.Namespace], Answer]
+    from .answer import Commands
 
 
 def add_all(commands: Commands) -> None:

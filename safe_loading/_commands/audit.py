@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from . import NOT_OK, OK, USAGE, Answer
+from .answer import NOT_OK, OK, USAGE, Answer
 from .training import add_training, refuse_unused, training
 
 if TYPE_CHECKING:
-    from . import Commands
+    from .answer import Commands
 
 _FORMATS = ("text", "json", "github", "sarif")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from . import NOT_OK, OK, Answer
+from .answer import NOT_OK, OK, Answer
 
 if TYPE_CHECKING:
-    from . import Commands
+    from .answer import Commands
 
 
 def add(commands: Commands) -> None:

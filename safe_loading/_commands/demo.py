@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from safe_loading.errors import OutputError
 
-from . import Answer
+from .answer import Answer
 
 if TYPE_CHECKING:
-    from . import Commands
+    from .answer import Commands
 
 
 def add(commands: Commands) -> None:

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import NOT_OK, OK, Answer
+from .answer import NOT_OK, OK, Answer
 
 if TYPE_CHECKING:
-    from . import Commands
+    from .answer import Commands
 
 
 def add(commands: Commands) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from . import INFEASIBLE, NOT_OK, OK, Answer
+from .answer import INFEASIBLE, NOT_OK, OK, Answer
 from .training import add_training, refuse_unused, training
 
 if TYPE_CHECKING:
     from safe_loading._core.workload import Workload
 
-    from . import Commands
+    from .answer import Commands
 
 
 def add(commands: Commands) -> None:

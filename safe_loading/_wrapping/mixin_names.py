@@ -10,9 +10,8 @@ from torch import nn
 
 from safe_loading.errors import ArgumentError
 
-from .classes import mixins_of
-from .mixin import Transparent
 from .routing import ROUTES
+from .transparent import Transparent, mixins_of
 
 REPORT = "wrap_report"
 # In the __dict__ of a wrapped model: the names of the state of each mixin, innermost first.

@@ -26,9 +26,9 @@ from safe_loading.errors import ArgumentError, SafeLoadingError, WrapError
 
 from .attach_head import attach_head
 from .heads import head_problems
-from .mixin import Transparent
 from .mixin_names import check_mixin, check_names
 from .proof import prove, refuse_unreached
+from .transparent import Transparent
 from .wrap_order import check_order
 from .wrap_transparent import wrap_transparent
 

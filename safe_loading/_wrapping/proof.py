@@ -27,10 +27,9 @@ from safe_loading._loading.attach import quiet
 from safe_loading._model.snapshot import Snapshot
 from safe_loading.errors import WrapError
 
-from .classes import wrapped_class
-from .mixin import Transparent
 from .report import CallProof
 from .routing import base_of
+from .transparent import Transparent, wrapped_class
 
 _TOKENS = 4
 

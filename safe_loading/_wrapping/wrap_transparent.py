@@ -11,12 +11,11 @@ from safe_loading._core.log import logger
 from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError, WrapError
 
-from .classes import mixins_of, unwrapped_class, wrapped_class
 from .heads import missing_heads
-from .mixin import Transparent
 from .mixin_names import REPORT, STATE, check_mixin, check_names
 from .proof import prove, refuse_unreached
 from .report import CallProof, WrapReport
+from .transparent import Transparent, mixins_of, unwrapped_class, wrapped_class
 from .wrap_order import check_order
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -13,7 +13,7 @@ from models import save_llama
 
 from safe_loading import DeviceMapPlan, plan_device_map
 from safe_loading import __main__ as command_line
-from safe_loading._commands import NOT_OK, USAGE
+from safe_loading._commands.answer import NOT_OK, USAGE
 
 LIMITS = ["--max-memory", "0=100KB", "1=100KB"]
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.trace_step import trace_step
-from safe_loading._wrapping.classes import layers_of, mixins_of
+from safe_loading._wrapping.transparent import layers_of, mixins_of
 from safe_loading.errors import TraceError
 
 from .subject import Subject
