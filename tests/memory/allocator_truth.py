@@ -169,11 +169,12 @@ def above_start(trace: StepTrace, *phases: str) -> int:
     """The most bytes that were alive in some phases, above those at the beginning of the first."""
     live = start = most = 0
     begun = False
-    for index in trace.order:
-        block = trace.blocks[max(index, ~index)]
-        if index >= 0 and block.phase in phases and not begun:
+    for event in trace.events:
+        block = trace.allocations[event.allocation]
+        counts = not event.freed and block.phase in phases
+        if counts and not begun:
             begun, start = True, live
-        live += block.bytes if index >= 0 else -block.bytes
-        if index >= 0 and block.phase in phases:
+        live += event.sign * block.bytes
+        if counts:
             most = max(most, live - start)
     return most

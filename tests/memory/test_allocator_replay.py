@@ -141,7 +141,7 @@ def run(steps: list[int], allocator: CachingAllocator) -> list[tuple[int, int]]:
         elif live:
             address, _ = live.pop((-1 - step) % len(live))
             allocator.free(address)
-        blocks = allocator.live_blocks()
+        blocks = sorted((block.address, block.size) for block in allocator._live.values())
         assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(blocks)), "blocks overlap"
         sizes = dict(blocks)
         assert sizes.keys() == {address for address, _ in live}

@@ -21,7 +21,7 @@ from safe_loading import ArgumentError, Workload, largest_micro_batch, predict_m
 from safe_loading._core.report import MiB
 from safe_loading._memory.forecast.timeline import Loading, order_of, run_events
 from safe_loading._memory.trace.cuda_paths import cuda_paths
-from safe_loading._memory.trace.records import Allocation, StepTrace
+from safe_loading._memory.trace.records import Allocation, Event, StepTrace
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -108,7 +108,7 @@ def test_a_run_is_loaded_as_the_engines_do_and_each_thread_takes_its_scratch_at_
         )
     ]
     blocks = (*load, adapter, *step)
-    trace = StepTrace("", blocks, tuple(range(len(blocks))), {}, {})
+    trace = StepTrace("", blocks, tuple(Event(index, freed=False) for index in range(len(blocks))), {}, {})
     loading = Loading(True, {"m.layers.10.q.weight": (50, 51)}, {"m.embed.weight": 60})
     events = run_events(trace, 0, loading, (8, 9), steps=1)
     sizes = {key: size for key, size in events if size > 0}

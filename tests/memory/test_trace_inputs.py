@@ -41,7 +41,7 @@ def test_arguments_that_nobody_makes_are_asked_for() -> None:
     with pytest.raises(TraceError, match=r"Pictures.*inputs=\{'pixels': "):
         trace_step(Pictures(), PROMPT)
     given = {"pixels": torch.empty(2, 4, device="meta"), "sizes": torch.ones(2)}
-    assert trace_step(Pictures(), PROMPT, inputs=given).ok
+    assert not trace_step(Pictures(), PROMPT, inputs=given).problems
 
 
 def test_a_main_input_that_is_not_of_tokens_is_asked_for() -> None:
@@ -53,7 +53,9 @@ def test_a_main_input_that_is_not_of_tokens_is_asked_for() -> None:
 @pytest.mark.parametrize("workload", [PROMPT, TRAIN])
 def test_images_that_a_model_cannot_be_without_are_made(name: str, workload: Workload) -> None:
     trace = trace_step(made(name), workload)
-    images = [block for block in trace.blocks if block.component == "inputs" and block.bytes == 2 * 3 * 32 * 32 * 4]
+    images = [
+        block for block in trace.allocations if block.component == "inputs" and block.bytes == 2 * 3 * 32 * 32 * 4
+    ]
     assert len(images) == 1
 
 
@@ -65,8 +67,8 @@ def test_the_size_of_images_is_asked_for_where_the_config_does_not_say_it() -> N
 def test_a_decoder_is_given_the_output_of_its_own_encoder() -> None:
     model = made("NllbMoeForConditionalGeneration", NllbMoeConfig(**SMALL, num_experts=4, expert_capacity=8))
     trace = trace_step(model, PROMPT)
-    assert {"prefill", "decode"} < set(trace.phases)
-    assert trace.modules["model.encoder"].calls == 1
+    assert {"prefill", "decode"} < {made.phase for made in trace.allocations}
+    assert trace.calls["model.encoder"] == 1
 
 
 def test_choices_are_asked_for_and_their_mask_and_labels_follow() -> None:
@@ -74,7 +76,7 @@ def test_choices_are_asked_for_and_their_mask_and_labels_follow() -> None:
     with pytest.raises(TraceError, match=r"BertForMultipleChoice.*choices.*inputs=\{'input_ids': "):
         trace_step(made("BertForMultipleChoice", config), TRAIN)
     trace = trace_step(made("BertForMultipleChoice", config), TRAIN, inputs={"input_ids": torch.ones(2, 4, 16).long()})
-    sizes = [block.bytes for block in trace.blocks if block.component == "inputs"]
+    sizes = [block.bytes for block in trace.allocations if block.component == "inputs"]
     assert sizes == [2 * 4 * 16 * 8, 2 * 4 * 16 * 8, 2 * 8]
 
 
@@ -82,10 +84,10 @@ def test_choices_are_asked_for_and_their_mask_and_labels_follow() -> None:
 def test_what_is_made_has_the_shape_of_what_is_given(rows: int) -> None:
     model = made("LlamaForCausalLM")
     trace = trace_step(model, TRAIN, inputs={"input_ids": torch.ones(rows, 24).long()})
-    assert [block.bytes for block in trace.blocks if block.component == "inputs"] == [rows * 24 * 8] * 3
+    assert [block.bytes for block in trace.allocations if block.component == "inputs"] == [rows * 24 * 8] * 3
     given = {"inputs_embeds": torch.empty(rows, 24, model.config.hidden_size, device="meta")}
     trace = trace_step(model, TRAIN, inputs=given)
-    assert [block.bytes for block in trace.blocks if block.component == "inputs"] == [
+    assert [block.bytes for block in trace.allocations if block.component == "inputs"] == [
         rows * 24 * model.config.hidden_size * 4,
         rows * 24 * 8,
         rows * 24 * 8,

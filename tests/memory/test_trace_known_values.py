@@ -171,7 +171,7 @@ def test_a_refusal_names_the_module_the_line_and_the_way_out(fault: Any, words: 
     with pytest.raises(TraceError, match=words) as caught:
         trace_step(Outer(lambda _, __, scores: fault(scores)), workload)
     assert " in router " in str(caught.value)
-    assert f"test_tracing_values.py:{line}" in str(caught.value)
+    assert f"test_trace_known_values.py:{line}" in str(caught.value)
 
 
 class Chosen(nn.Module):
@@ -210,7 +210,7 @@ def test_what_a_known_mask_lets_through_is_counted_as_the_allocator_counts_it(ch
 def test_masked_select_takes_the_indices_that_cuda_takes() -> None:
     found, trace = seen(lambda _, ids, scores: scores.masked_select((torch.arange(EXPERTS) < 3).to(ids.device)).numel())
     assert found == ROWS * COLUMNS * 3
-    assert [block.bytes for block in trace.blocks if block.op == "aten.nonzero.default"] == [found * 3 * 8]
+    assert [block.bytes for block in trace.allocations if block.op == "aten.nonzero.default"] == [found * 3 * 8]
 
 
 def test_a_mask_of_unknown_numbers_is_refused() -> None:

@@ -40,8 +40,8 @@ def check_step(subject: Subject, workload: Workload) -> Iterator[Finding]:
 def checkpointed(subject: Subject, trace: StepTrace) -> tuple[list[str], list[str]]:
     """Return the layers whose parts ran more often than they, and so were computed again, and all layers that ran."""
     layers = [n for n, m in subject.model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
-    ran = [name for name in layers if name in trace.modules]
-    calls = {name: use.calls for name, use in trace.modules.items()}
+    ran = [name for name in layers if name in trace.calls]
+    calls = trace.calls
     most = {name: max([n for part, n in calls.items() if part.startswith(f"{name}.")], default=0) for name in ran}
     return [name for name in ran if most[name] > calls[name] or calls[name] > 1], ran
 
@@ -130,7 +130,7 @@ def _peak_with_checkpointing(subject: Subject, workload: Workload) -> int | None
 
 def _gradients(subject: Subject, trace: StepTrace) -> Iterator[Finding]:
     trained = {id(p): p for p in subject.model.parameters() if p.requires_grad}
-    reached = sum(block.component == "gradients" for block in trace.blocks)
+    reached = sum(block.component == "gradients" for block in trace.allocations)
     if trained and reached < len(trained):
         yield Finding(
             "SL121",
@@ -145,8 +145,8 @@ def _gradients(subject: Subject, trace: StepTrace) -> Iterator[Finding]:
 
 def _survivors(trace: StepTrace) -> Iterator[Finding]:
     """What was made in the forward pass and is alive after the step: attributes, closures, lists of the model's."""
-    freed = {~index for index in trace.order if index < 0}
-    left = [b for i, b in enumerate(trace.blocks) if i not in freed and b.phase in ("forward", "backward")]
+    freed = {event.allocation for event in trace.events if event.freed}
+    left = [b for i, b in enumerate(trace.allocations) if i not in freed and b.phase in ("forward", "backward")]
     # numbers in 16 bits and more: small masks are kept by the trace itself, beside their true values
     left = [block for block in left if block.component in ("activations", "temporary") and block.dtype_bytes in (2, 4)]
     size = sum(block.bytes for block in left)

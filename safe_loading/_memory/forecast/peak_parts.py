@@ -51,19 +51,19 @@ def peak_in_words(trace: StepTrace, device: int | str) -> str:
 
 def _alive_at_peak(trace: StepTrace, device: int | str) -> list[Allocation]:
     live, most, at = 0, -1, 0
-    for place, index in enumerate(trace.order):
-        block = trace.blocks[max(index, ~index)]
+    for place, event in enumerate(trace.events):
+        block = trace.allocations[event.allocation]
         if block.device == device:
-            live += block.bytes if index >= 0 else -block.bytes
+            live += event.sign * block.bytes
             if live > most:
                 most, at = live, place
     alive: dict[int, None] = {}
-    for index in trace.order[: at + 1]:
-        if index >= 0:
-            alive[index] = None
+    for index, freed in trace.events[: at + 1]:
+        if freed:
+            alive.pop(index, None)
         else:
-            alive.pop(~index, None)
-    return [trace.blocks[index] for index in alive if trace.blocks[index].device == device]
+            alive[index] = None
+    return [trace.allocations[index] for index in alive if trace.allocations[index].device == device]
 
 
 def _top(name: str) -> str:

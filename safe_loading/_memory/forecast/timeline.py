@@ -52,30 +52,31 @@ def run_events(
             the forward pass, and that of the backward pass.
         steps: How often the step is run.
     """
-    blocks = trace.blocks
-    own = [index for index in trace.order if blocks[max(index, ~index)].device == device]
-    resident = [index for index in own if index >= 0 and blocks[index].phase == "load"]
+    blocks = trace.allocations
+    own = [event for event in trace.events if blocks[event.allocation].device == device]
+    resident = [index for index, freed in own if not freed and blocks[index].phase == "load"]
     born_later = [index for index in resident if blocks[index].component == "optimizer"]
     there = set(resident)
     base = len(blocks)
     events = list(_loaded([(i, blocks[i]) for i in resident if i not in set(born_later)], loading))
     scratch = {thread: (-1 - 2 * base - thread, size) for thread, size in enumerate(workspaces)}
-    step = [index for index in own if index not in there]
-    survivors = {index for index in step if index >= 0} - {~index for index in step if index < 0}
+    # a resident tensor that the step itself frees stays, since the next step finds it again
+    step = [event for event in own if event.allocation not in there]
+    survivors = {event.allocation for event in step} - {event.allocation for event in step if event.freed}
     for number in range(steps):
         shift = (number + 1) * base
-        for index in step:
-            block = blocks[max(index, ~index)]
-            if born_later and index >= 0 and block.phase == "optimizer":
+        for index, freed in step:
+            block = blocks[index]
+            if freed:
+                events.append((index + shift, -1))
+                continue
+            if born_later and block.phase == "optimizer":
                 events += [(i, blocks[i].bytes) for i in born_later]
                 born_later = []
-            if index >= 0:
-                events.append((index + shift, block.bytes))
-                thread = _THREAD_OF.get(block.phase)
-                if thread in scratch and block.op.startswith(_PRODUCTS):
-                    events.append(scratch.pop(thread))
-            else:  # a resident tensor that the step itself gives up stays, since the next step finds it again
-                events += [(~index + shift, -1)] if ~index not in there else []
+            events.append((index + shift, block.bytes))
+            thread = _THREAD_OF.get(block.phase)
+            if thread in scratch and block.op.startswith(_PRODUCTS):
+                events.append(scratch.pop(thread))
         events += [(i, blocks[i].bytes) for i in born_later]
         born_later = []
         events += [(index + shift, -1) for index in sorted(survivors)]

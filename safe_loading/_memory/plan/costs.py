@@ -61,7 +61,7 @@ def costs(units: Sequence[PlacementUnit], workload: Workload, trace: StepTrace |
     if trace is None:
         return found
     seen = _Timeline([unit.path for unit in units], trace)
-    state = sum(block.bytes for block in trace.blocks if block.component == "optimizer")
+    state = sum(block.bytes for block in trace.allocations if block.component == "optimizer")
     training = workload.kind == "train"
     trained = [
         seen.sums[unit.path, "adapters"]
@@ -101,18 +101,18 @@ class _Timeline:
         self.passing: dict[str, int] = defaultdict(int)
         self.cache: dict[str, int] = defaultdict(int)
         self.sums: dict[tuple[str, str], int] = defaultdict(int)
-        for block in trace.blocks:
+        for block in trace.allocations:
             self.sums[self._unit(block.module), block.component] += block.bytes
         alive, most = 0, dict[str, tuple[int, int]]()
-        for index in trace.order:
-            block = trace.blocks[index if index >= 0 else ~index]
-            size = block.bytes if index >= 0 else -block.bytes
+        for event in trace.events:
+            block = trace.allocations[event.allocation]
+            size = event.sign * block.bytes
             unit = self._unit(block.module)
             if block.component == "kv_cache":
                 self.cache[unit] += size
             elif block.component not in _RESIDENT:
                 alive += size
-            if index >= 0 and alive + self.cache[unit] > sum(most.get(unit, (0, 0))):
+            if not event.freed and alive + self.cache[unit] > sum(most.get(unit, (0, 0))):
                 most[unit] = alive, self.cache[unit]
         for unit, (passing, cache) in most.items():
             # while keys are joined to a cache, the old and the new one are there

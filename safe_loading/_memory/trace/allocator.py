@@ -128,10 +128,6 @@ class CachingAllocator:
                     pool.remove(block)
                     self.reserved -= block.size
 
-    def live_blocks(self) -> list[tuple[int, int]]:
-        """Return address and size of every live block, by address."""
-        return sorted((block.address, block.size) for block in self._live.values())
-
     def _cached(self, pool: _Pool, size: int) -> _Block | None:
         at = bisect.bisect_left(pool.free, size, key=lambda entry: entry[0])
         if at == len(pool.free):

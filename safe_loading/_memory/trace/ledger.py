@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .records import Allocation, Component, DeviceTrace, ModuleUse, Phase, devices_in_order
+from .records import Allocation, Component, DeviceTrace, Event, Phase, devices_in_order
 
 
 def key_of(device: torch.device) -> int | str:
@@ -30,9 +31,9 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.blocks: list[Allocation] = []
-        self.order: list[int] = []
-        self.marks: list[tuple[int, str, bool]] = []  # how much of `order` was there, the module, whether it entered
+        self.allocations: list[Allocation] = []
+        self.events: list[Event] = []
+        self.calls: Counter[str] = Counter()
         self.stack: list[str] = []
         self.phase: Phase = "load"
         self.alive: dict[int, int] = {}
@@ -42,16 +43,13 @@ class Ledger:
     def enter(self, name: str) -> None:
         """Note that a module begins to run."""
         self.stack.append(name)
-        self.marks.append((len(self.order), name, True))
+        self.calls[name] += 1
 
     def leave(self, name: str) -> None:
         """Note that a module has ended, as a recomputation that was cut short does too."""
         if name in self.stack:
-            while self.stack:
-                last = self.stack.pop()
-                self.marks.append((len(self.order), last, False))
-                if last == name:
-                    break
+            while self.stack.pop() != name:
+                pass
 
     def add(
         self,
@@ -69,9 +67,9 @@ class Ledger:
         known = self.alive.get(address)
         if known is not None:
             return known
-        index = len(self.blocks)
+        index = len(self.allocations)
         where = module if module is not None else (self.stack[-1] if self.stack else "")
-        self.blocks.append(
+        self.allocations.append(
             Allocation(
                 storage.nbytes(),
                 key_of(tensor.device) if device is None else device,
@@ -83,14 +81,14 @@ class Ledger:
             )
         )
         self.alive[address] = index
-        self.order.append(index)
+        self.events.append(Event(index, freed=False))
         weakref.finalize(storage, self._gone, address).atexit = False
         return index
 
     def _gone(self, address: int) -> None:
         index = self.alive.pop(address, None)
         if index is not None and self.open:
-            self.order.append(~index)
+            self.events.append(Event(index, freed=True))
 
     def hand_on(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Note that `new` stands in the memory of `old`, though fake tensors gave it a storage of its own."""
@@ -109,15 +107,15 @@ class Ledger:
     def mark(self, index: int | None, component: Component, **changes: Any) -> None:
         """Say what a block is, now that it is known."""
         if index is not None and index >= 0:
-            self.blocks[index] = dataclasses.replace(self.blocks[index], component=component, **changes)
+            self.allocations[index] = dataclasses.replace(self.allocations[index], component=component, **changes)
 
     def settle(self) -> None:
         """Forget what has come and gone so far: what is alive now was there before the step."""
         kept = sorted(self.alive.values())
         numbers = {old: new for new, old in enumerate(kept)}
-        self.blocks[:] = [dataclasses.replace(self.blocks[old], phase="load") for old in kept]
-        self.order[:] = range(len(kept))
-        self.marks.clear()
+        self.allocations[:] = [dataclasses.replace(self.allocations[old], phase="load") for old in kept]
+        self.events[:] = [Event(index, freed=False) for index in range(len(kept))]
+        self.calls.clear()
         self.alive = {address: numbers[old] for address, old in self.alive.items()}
 
     def hold(self, tensor: torch.Tensor) -> None:
@@ -129,93 +127,30 @@ class Ledger:
         self.open = False
 
 
-def device_uses(blocks: list[Allocation], order: list[int]) -> dict[int | str, DeviceTrace]:
-    """Return each device's peak, and what was alive at it."""
+def device_traces(allocations: Sequence[Allocation], events: Sequence[Event]) -> dict[int | str, DeviceTrace]:
+    """Return each device's peak, and what was alive at it; devices on which nothing was allocated are left out."""
     live: defaultdict[int | str, int] = defaultdict(int)
-    peak: dict[int | str, tuple[int, int]] = {}
-    for position, index in enumerate(order):
-        if index >= 0:
-            block = blocks[index]
-            live[block.device] += block.bytes
-            if live[block.device] > peak.get(block.device, (-1, 0))[0]:
-                peak[block.device] = (live[block.device], position)
-        else:
-            block = blocks[~index]
-            live[block.device] -= block.bytes
+    peaks: dict[int | str, tuple[int, int]] = {}  # the bytes, and the index of the event that reached them
+    for position, event in enumerate(events):
+        allocation = allocations[event.allocation]
+        device = allocation.device
+        live[device] += event.sign * allocation.bytes
+        if live[device] > peaks.get(device, (0, 0))[0]:
+            peaks[device] = live[device], position
     return {
-        device: _use(device, *peak[device], blocks, order) for device in devices_in_order(blocks) if peak[device][0]
+        device: _device_trace(device, *peaks[device], allocations, events)
+        for device in devices_in_order(allocations)
+        if device in peaks
     }
 
 
-def _use(device: int | str, size: int, position: int, blocks: list[Allocation], order: list[int]) -> DeviceTrace:
-    parts: defaultdict[str, int] = defaultdict(int)
-    for index in order[: position + 1]:
-        block = blocks[index if index >= 0 else ~index]
-        if block.device == device:
-            parts[block.component] += block.bytes if index >= 0 else -block.bytes
-    last = blocks[order[position]]
-    resident = sum(block.bytes for block in blocks if block.device == device and block.phase == "load")
-    return DeviceTrace(device, size, {k: v for k, v in parts.items() if v}, resident, last.phase, last.module)
-
-
-def phase_peaks(blocks: list[Allocation], order: list[int]) -> dict[str, dict[int | str, int]]:
-    """Return the peak of each device in each phase."""
-    live: defaultdict[int | str, int] = defaultdict(int)
-    peaks: defaultdict[str, dict[int | str, int]] = defaultdict(dict)
-    for index in order:
-        block = blocks[index if index >= 0 else ~index]
-        live[block.device] += block.bytes if index >= 0 else -block.bytes
-        if index >= 0:
-            of = peaks[block.phase]
-            of[block.device] = max(of.get(block.device, 0), live[block.device])
-    return dict(peaks)
-
-
-def module_uses(ledger: Ledger) -> dict[str, ModuleUse]:
-    """Return for each module its peak above what was alive when it began, and what it left behind."""
-    peaks: defaultdict[str, dict[int | str, int]] = defaultdict(dict)
-    calls: defaultdict[str, int] = defaultdict(int)
-    live: defaultdict[int | str, int] = defaultdict(int)
-    frames: list[tuple[str, dict[int | str, int], dict[int | str, int]]] = []  # name, live at entry, most since
-
-    marks = iter([*ledger.marks, (len(ledger.order) + 1, "", False)])
-    at, name, entered = next(marks)
-    for position in range(len(ledger.order) + 1):
-        while at == position:
-            if entered:
-                frames.append((name, dict(live), {}))
-                calls[name] += 1
-            elif frames:
-                _end_frame(frames, peaks)
-            at, name, entered = next(marks)
-        if position == len(ledger.order):
-            break
-        index = ledger.order[position]
-        block = ledger.blocks[index if index >= 0 else ~index]
-        live[block.device] += block.bytes if index >= 0 else -block.bytes
-        if index >= 0 and frames:
-            most = frames[-1][2]
-            most[block.device] = max(most.get(block.device, 0), live[block.device])
-    left: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for block in ledger.blocks:
-        for part in _ancestors(block.module) if block.component in ("activations", "kv_cache") else ():
-            left[part, block.component] += block.bytes
-    return {
-        name: ModuleUse(name, peaks[name], left[name, "activations"], left[name, "kv_cache"], calls[name])
-        for name in calls
-    }
-
-
-def _end_frame(frames: list[Any], peaks: dict[str, dict[int | str, int]]) -> None:
-    name, before, most = frames.pop()
-    for device, size in most.items():
-        above = size - before.get(device, 0)
-        peaks[name][device] = max(peaks[name].get(device, 0), above)
-        if frames:
-            outer = frames[-1][2]
-            outer[device] = max(outer.get(device, 0), size)
-
-
-def _ancestors(name: str) -> list[str]:
-    parts = name.split(".") if name else []
-    return ["", *(".".join(parts[: n + 1]) for n in range(len(parts)))]
+def _device_trace(
+    device: int | str, peak: int, position: int, allocations: Sequence[Allocation], events: Sequence[Event]
+) -> DeviceTrace:
+    components: defaultdict[str, int] = defaultdict(int)
+    for event in events[: position + 1]:
+        allocation = allocations[event.allocation]
+        if allocation.device == device:
+            components[allocation.component] += event.sign * allocation.bytes
+    last = allocations[events[position].allocation]
+    return DeviceTrace(device, peak, {k: v for k, v in components.items() if v}, last.phase, last.module)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 Component = Literal[
     "weights",
@@ -18,7 +17,6 @@ Component = Literal[
     "inputs",
     "temporary",
 ]
-COMPONENTS: tuple[Component, ...] = get_args(Component)
 Phase = Literal["load", "prefill", "decode", "forward", "backward", "optimizer"]
 
 
@@ -45,6 +43,23 @@ class Allocation:
     dtype_bytes: int = 0
 
 
+class Event(NamedTuple):
+    """An allocation is made or freed.
+
+    Attributes:
+        allocation: Its index in `StepTrace.allocations`.
+        freed: Whether it is freed, rather than made.
+    """
+
+    allocation: int
+    freed: bool
+
+    @property
+    def sign(self) -> int:
+        """What its bytes count as: 1 when they are taken, -1 when they are given back."""
+        return -1 if self.freed else 1
+
+
 @dataclass(frozen=True)
 class DeviceTrace:
     """The memory of one device over the step. All sizes in bytes.
@@ -53,7 +68,6 @@ class DeviceTrace:
         device: The key of the device.
         peak_bytes: The most that was alive at one moment.
         at_peak: How much of it was what, at that moment: component to bytes, zeros left out.
-        resident_bytes: What was there before the step: weights, buffers, adapters, optimizer state.
         phase: When the peak was reached.
         module: The module that was running then.
     """
@@ -61,28 +75,8 @@ class DeviceTrace:
     device: int | str
     peak_bytes: int
     at_peak: Mapping[str, int]
-    resident_bytes: int
     phase: str
     module: str
-
-
-@dataclass(frozen=True)
-class ModuleUse:
-    """The memory of one module over the step, what runs inside it included. All sizes in bytes.
-
-    Attributes:
-        name: Its path in the model; empty for the model itself.
-        peak_bytes: Device to the most that was alive there while it ran, above what was alive when it began.
-        activation_bytes: What it made and left for the backward pass; recomputed activations are not in it.
-        kv_cache_bytes: What it left in the cache.
-        calls: How often it ran, recomputation included.
-    """
-
-    name: str
-    peak_bytes: Mapping[int | str, int]
-    activation_bytes: int
-    kv_cache_bytes: int
-    calls: int
 
 
 @dataclass(frozen=True)
@@ -140,60 +134,31 @@ class StepTrace:
 
     Attributes:
         workload: What was run, as text.
-        blocks: Every allocation, in the order in which they were made.
-        order: What happened, in order: ``i`` makes ``blocks[i]``, ``~i`` frees it. The blocks that are resident
-            (phase ``"load"``) come first. Blocks that outlive the step are not freed.
+        allocations: Every allocation, in the order in which they were made.
+        events: When each allocation was made and freed. The resident ones (phase ``"load"``) come first. Allocations
+            that outlive the step are never freed.
         devices: For each device its peak and what it was made of.
-        modules: For each module its peak and what it left behind.
+        calls: How often each module ran, recomputation included, by its path; empty for the model itself.
         crossings: What went from device to device.
         problems: Operations that hardware would refuse. Empty for a placement that runs.
-        assumptions: Where the step depends on values that nobody knows, and what was taken for them.
-        seconds: How long the trace took.
-        phases: Each phase's peak on each device, in bytes.
+        assumptions: Where the step depends on values that a trace does not know, and what it assumed for them.
     """
 
     workload: str
-    blocks: tuple[Allocation, ...]
-    order: tuple[int, ...]
+    allocations: tuple[Allocation, ...]
+    events: tuple[Event, ...]
     devices: Mapping[int | str, DeviceTrace]
-    modules: Mapping[str, ModuleUse]
+    calls: Mapping[str, int]
     crossings: tuple[Crossing, ...] = ()
     problems: tuple[Problem, ...] = ()
     assumptions: tuple[str, ...] = ()
-    seconds: float = 0.0
-    phases: Mapping[str, Mapping[int | str, int]] = field(default_factory=dict)
-
-    @property
-    def ok(self) -> bool:
-        """Whether hardware would run this placement."""
-        return not self.problems
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        """The largest peak of a device."""
-        return max((use.peak_bytes for use in self.devices.values()), default=0)
-
-    def events(self, device: int | str | None = None) -> list[tuple[int, int]]:
-        """Return the allocations and frees of one device, or of all, as ``replay`` takes them.
-
-        ``(key, size)`` takes `size` bytes, ``(key, -1)`` gives them back.
-        """
-        return [
-            (index, self.blocks[index].bytes) if index >= 0 else (~index, -1)
-            for index in self.order
-            if device is None or self.blocks[index if index >= 0 else ~index].device == device
-        ]
 
     def __repr__(self) -> str:
         """Return the workload and the peaks."""
         peaks = ", ".join(f"{device}: {use.peak_bytes}" for device, use in self.devices.items())
-        return f"StepTrace({self.workload}, peaks {{{peaks}}}, {len(self.blocks)} blocks)"
+        return f"StepTrace({self.workload}, peaks {{{peaks}}}, {len(self.allocations)} allocations)"
 
 
-def devices_in_order(blocks: Iterable[Allocation]) -> list[int | str]:
-    """Return the devices of some blocks: numbers first, then names."""
-    found = {block.device for block in blocks}
-    return [
-        *sorted(key for key in found if isinstance(key, int)),
-        *sorted(key for key in found if isinstance(key, str)),
-    ]
+def devices_in_order(allocations: Iterable[Allocation]) -> list[int | str]:
+    """Return the devices of some allocations: numbers first, then names."""
+    return sorted({allocation.device for allocation in allocations}, key=lambda key: (isinstance(key, str), key))

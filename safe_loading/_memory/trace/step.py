@@ -162,7 +162,7 @@ def _autocast(workload: Workload) -> Any:
 def _note_inputs(batch: dict[str, Any], ledger: Ledger) -> None:
     for tensor in _tensors(batch):
         number = ledger.number(tensor)
-        if number is not None and ledger.blocks[number].component == "temporary":
+        if number is not None and ledger.allocations[number].component == "temporary":
             ledger.mark(number, "inputs", module="")
 
 
@@ -173,7 +173,7 @@ def _note_cache(cache: Any, ledger: Ledger) -> None:
 
 def _note_activations(ledger: Ledger) -> None:
     for index in list(ledger.alive.values()):
-        if ledger.blocks[index].component == "temporary":
+        if ledger.allocations[index].component == "temporary":
             ledger.mark(index, "activations")
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -27,7 +26,7 @@ from .attach_adapter import attached
 from .fake_tensors import FakeTensors
 from .inputs import Inputs
 from .known_values import Values
-from .ledger import Ledger, device_of, device_uses, module_uses, phase_peaks
+from .ledger import Ledger, device_of, device_traces
 from .memo import Known, Memo
 from .patched_functions import Functions
 from .records import StepTrace
@@ -63,7 +62,6 @@ def trace_step(
     Raises:
         TraceError: The model cannot be traced; the text says why.
     """
-    began = time.perf_counter()
     with _ONE_AT_A_TIME:
         ledger, values = Ledger(), Values()
         where = TracePlacement(placement)
@@ -76,15 +74,13 @@ def trace_step(
                 raise refusal(running, workload, error, inputs) from error
     return StepTrace(
         workload=repr(workload),
-        blocks=tuple(ledger.blocks),
-        order=tuple(ledger.order),
-        devices=device_uses(ledger.blocks, ledger.order),
-        modules=module_uses(ledger),
+        allocations=tuple(ledger.allocations),
+        events=tuple(ledger.events),
+        devices=device_traces(ledger.allocations, ledger.events),
+        calls=dict(ledger.calls),
         crossings=watch.crossings,
         problems=tuple(watch.problems),
         assumptions=tuple(values.assumed),
-        seconds=time.perf_counter() - began,
-        phases=phase_peaks(ledger.blocks, ledger.order),
     )
 
 

@@ -110,7 +110,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
         if self.ledger.phase != "backward" or self.ledger.stack:
             return False
         number = self.ledger.number(into)
-        return number is not None and self.ledger.blocks[number].op in _ZEROS
+        return number is not None and self.ledger.allocations[number].op in _ZEROS
 
     def _sums_gradients(self, args: Any) -> bool:
         """Whether autograd adds one gradient to another between two nodes, which it does in place for real tensors.
@@ -203,7 +203,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
     def _maker(self, number: int | None, module: str) -> str | None:
         """Return the module inside `module` that made a block; what `module` itself computed is followed back."""
         while number is not None:
-            block = self.ledger.blocks[number]
+            block = self.ledger.allocations[number]
             if block.phase == "load":
                 return block.op
             if block.module != module and (not module or block.module.startswith(f"{module}.")):
