@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from safe_loading._memory.forecast.timeline import _BELOW
-from safe_loading._memory.trace.replay import EMPTY_CACHE
+from safe_loading._memory.trace.allocator import EMPTY_CACHE
 
 Event = tuple[int, int]
 THREADS = 4  # GLOBAL_WORKERS

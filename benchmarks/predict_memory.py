@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
 
 from safe_loading import Workload, predict_memory
-from safe_loading._memory.trace.replay import replay
+from safe_loading._memory.trace.allocator import replay
 from safe_loading._memory.trace.trace_step import trace_step
 
 ARCHIVE = "fitcheck-llm==0.3.1"

@@ -20,8 +20,8 @@ from .forecast.hardware import context_of, workspaces_of
 from .forecast.peak_parts import components_at_peak, modules_at_peak, peak_in_words
 from .forecast.report import MemoryForecast
 from .forecast.timeline import run_events
+from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
-from .trace.replay import replay
 from .trace.trace_step import trace_step
 
 

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 
 from safe_loading._core.report import KiB, MiB
 from safe_loading._memory.trace import allocator as rules
-from safe_loading._memory.trace.allocator import CachingAllocator, CannotAllocate, round_size, segment_size
-from safe_loading._memory.trace.replay import EMPTY_CACHE, replay
+from safe_loading._memory.trace.allocator import (
+    EMPTY_CACHE,
+    CachingAllocator,
+    CannotAllocate,
+    replay,
+    round_size,
+    segment_size,
+)
 
 SIZES = st.one_of(
     st.integers(1, 4 * KiB),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from safe_loading._core.bars import MemoryBar, Segment, draw_bars
 from safe_loading._core.report import format_bytes, html_table, text_table, to_json
-from safe_loading._memory.trace.replay import replay
+from safe_loading._memory.trace.allocator import replay
 
 MEANINGS = {
     "weights": "the base model's parameters and buffers",

@@ -1,32 +1,57 @@
-"""The CUDA caching allocator's arithmetic, for a list of allocations and frees. Imports no torch.
+"""The CUDA caching allocator, simulated: what its counters would show for a list of allocations. Imports no torch.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, the same from torch 2.1 to 2.13 on one stream with the
-default settings, and with ``expandable_segments:True``. Its statistics count blocks, not requests: a request is
-rounded to 512 B, and the tail of a large block that is not worth a split (up to 1 MiB) is counted with it.
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, unchanged from torch 2.1 to 2.13 on one stream, with the
+default settings and with ``expandable_segments:True``. Its statistics count blocks, not requests: a request is rounded
+up to a multiple of 512 B, and a large block is only split if more than 1 MiB would be left over, so an unsplit
+remainder counts as allocated too.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-MIN_BLOCK_SIZE = 512  # kMinBlockSize: all sizes are rounded up to its multiples
-SMALL_SIZE = 1048576  # kSmallSize: the largest request of the pool of small blocks
-SMALL_BUFFER = 2097152  # kSmallBuffer: small blocks are cut out of segments of this size
-LARGE_BUFFER = 20971520  # kLargeBuffer (large_segment_size): requests below kMinLargeAlloc are cut out of it
-MIN_LARGE_ALLOC = 10485760  # kMinLargeAlloc: requests from here on get segments of their own size
-ROUND_LARGE = 2097152  # kRoundLarge: which is rounded up to its multiples
-ADDRESS_SPACE = LARGE_BUFFER << 20  # of one expandable segment; torch takes 1.125 times the card
+MIN_BLOCK_SIZE = 512  # kMinBlockSize: every request is rounded up to a multiple of it
+SMALL_SIZE = 1048576  # kSmallSize: the largest request that is served from the pool of small blocks
+SMALL_BUFFER = 2097152  # kSmallBuffer: the size of the segments that small blocks are cut from
+LARGE_BUFFER = 20971520  # kLargeBuffer (large_segment_size): the segment size for requests below kMinLargeAlloc
+MIN_LARGE_ALLOC = 10485760  # kMinLargeAlloc: a request of at least this size gets a segment of its own
+ROUND_LARGE = 2097152  # kRoundLarge: the size of such a segment is rounded up to a multiple of it
+# Of one expandable segment. torch reserves 1.125 times the card's memory; any size that never runs out will do.
+ADDRESS_SPACE = LARGE_BUFFER << 20
 TOP_ADDRESS = ADDRESS_SPACE << 20
+EMPTY_CACHE = (0, -2)  # the event of `replay` that stands for `torch.cuda.empty_cache`
 
 
 class CannotAllocate(MemoryError):
-    """No room under the limit, even after every cached segment was given back."""
+    """There is no room under the limit, even after every cached segment was released."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The allocator's counters after a list of events, or at the event that failed. All sizes in bytes.
+
+    Attributes:
+        allocated_peak_bytes: ``torch.cuda.max_memory_allocated``.
+        reserved_peak_bytes: ``torch.cuda.max_memory_reserved``.
+        allocated_bytes: ``torch.cuda.memory_allocated`` at the end.
+        reserved_bytes: ``torch.cuda.memory_reserved`` at the end.
+        retries: How often the cache was emptied because a request did not fit (``num_alloc_retries``).
+        failed_at: The index of the event that ran out of memory, or None.
+    """
+
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    retries: int
+    failed_at: int | None
 
 
 @dataclass(eq=False)
 class _Block:
-    """A part of a segment; `before` and `after` are its neighbors there."""
+    """A contiguous part of a segment; `before` and `after` are its neighbors in the segment."""
 
     address: int
     size: int
@@ -39,7 +64,10 @@ class _Block:
 
 @dataclass(eq=False)
 class _Pool:
-    """The free blocks of one kind, smallest first, then lowest address; and what expandable segments may grow into."""
+    """The free blocks of one kind, and the unmapped address space that expandable segments may grow into.
+
+    Free blocks are sorted by size and then by address, as ``BlockComparatorSize`` sorts them.
+    """
 
     small: bool
     free: list[tuple[int, int, _Block]] = field(default_factory=list)
@@ -59,12 +87,12 @@ class _Pool:
 
 
 def round_size(size: int) -> int:
-    """Return the bytes of the block for a request of `size` bytes (``round_size``)."""
+    """Return the size of the block that serves a request of `size` bytes (``round_size``)."""
     return max(MIN_BLOCK_SIZE, -(-size // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE)
 
 
 def segment_size(size: int) -> int:
-    """Return the bytes asked of the driver when no cached block holds `size` bytes (``get_allocation_size``)."""
+    """Return the bytes requested from the driver when no cached block fits (``get_allocation_size``)."""
     if size <= SMALL_SIZE:
         return SMALL_BUFFER
     if size < MIN_LARGE_ALLOC:
@@ -72,11 +100,44 @@ def segment_size(size: int) -> int:
     return -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
+def replay(events: Iterable[tuple[int, int]], *, limit: int | None = None, expandable_segments: bool = False) -> Replay:
+    """Return what the allocator's counters would show after `events`.
+
+    Args:
+        events: In order: ``(key, size)`` allocates `size` bytes under a key of the caller's choice, ``(key, -1)`` frees
+            them. A size of 0 allocates nothing, as in torch. `EMPTY_CACHE` returns free segments to the driver.
+        limit: The most bytes that may be reserved, such as the card's memory less its context; None for no limit.
+        expandable_segments: The setting of that name in ``PYTORCH_ALLOC_CONF``.
+    """
+    allocator = CachingAllocator(limit=limit, expandable_segments=expandable_segments)
+    addresses: dict[int, int] = {}
+    failed_at = None
+    for index, (key, size) in enumerate(events):
+        if (key, size) == EMPTY_CACHE:
+            allocator.empty_cache()
+        elif size > 0:
+            try:
+                addresses[key] = allocator.malloc(size)
+            except CannotAllocate:
+                failed_at = index
+                break
+        elif size < 0 and key in addresses:
+            allocator.free(addresses.pop(key))
+    return Replay(
+        allocator.allocated_peak,
+        allocator.reserved_peak,
+        allocator.allocated,
+        allocator.reserved,
+        allocator.retries,
+        failed_at,
+    )
+
+
 class CachingAllocator:
     """The allocator of one device and one stream.
 
     Args:
-        limit: The most bytes that it may reserve; None for no limit.
+        limit: The most bytes it may reserve; None for no limit.
         expandable_segments: The setting of that name in ``PYTORCH_ALLOC_CONF``.
     """
 
@@ -89,20 +150,20 @@ class CachingAllocator:
         self._lowest = TOP_ADDRESS
 
     def malloc(self, request: int) -> int:
-        """Take a block of `request` bytes and return its address.
+        """Allocate a block for `request` bytes and return its address.
 
         Raises:
             CannotAllocate: There is no room under the limit.
         """
         size = round_size(request)
         pool = self._pools[0] if size <= SMALL_SIZE else self._pools[1]
-        block = self._cached(pool, size) or self._grow(pool, size)
+        block = self._take_cached(pool, size) or self._grow(pool, size)
         if block is None:
             self.empty_cache()
             self.retries += 1
             block = self._grow(pool, size)
         if block is None:
-            raise CannotAllocate(f"{size} B do not fit: {self.reserved} B of {self._limit} B are reserved")
+            raise CannotAllocate(f"no room for {size} B: {self.reserved} B of {self._limit} B are reserved")
         self._split(block, size)
         block.allocated = True
         self._live[block.address] = block
@@ -111,7 +172,7 @@ class CachingAllocator:
         return block.address
 
     def free(self, address: int) -> None:
-        """Give the block at `address` back to the cache, merged with its free neighbors."""
+        """Return the block at `address` to the cache, merged with its free neighbors."""
         block = self._live.pop(address)
         block.allocated = False
         self.allocated -= block.size
@@ -119,7 +180,7 @@ class CachingAllocator:
         block.pool.add(block)
 
     def empty_cache(self) -> None:
-        """Give every segment back that holds no live block, as ``torch.cuda.empty_cache`` and a failed request do."""
+        """Release every segment without a live block, as ``torch.cuda.empty_cache`` and a failed request do."""
         for pool in self._pools:
             for _, _, block in list(pool.free):
                 if self._expandable:
@@ -128,24 +189,29 @@ class CachingAllocator:
                     pool.remove(block)
                     self.reserved -= block.size
 
-    def _cached(self, pool: _Pool, size: int) -> _Block | None:
+    def _take_cached(self, pool: _Pool, size: int) -> _Block | None:
+        """Take the smallest free block that fits out of the pool (``get_free_block``)."""
         at = bisect.bisect_left(pool.free, size, key=lambda entry: entry[0])
         if at == len(pool.free):
             return None
-        if self._expandable:  # a block that can grow counts with what it can grow to, so that others are filled first
-            while at + 1 < len(pool.free) and _room(pool.free[at + 1][2]) < _room(pool.free[at][2]):
+        if self._expandable:
+            # get_free_block counts a block that can grow with the size that it can grow to, so that blocks which
+            # cannot grow are filled first
+            while at + 1 < len(pool.free) and _size_when_grown(pool.free[at + 1][2]) < _size_when_grown(
+                pool.free[at][2]
+            ):
                 at += 1
         return pool.free.pop(at)[2]
 
     def _split(self, block: _Block, size: int) -> None:
+        # should_split: a large block without expandable segments is handed out whole unless much would be left
         left = block.size - size
-        worth_it = left >= MIN_BLOCK_SIZE if block.pool.small or self._expandable else left > SMALL_SIZE
-        if worth_it:
+        if left >= MIN_BLOCK_SIZE if block.pool.small or self._expandable else left > SMALL_SIZE:
             _cut(block, size)
             block.pool.add(_after(block))
 
     def _merge(self, block: _Block) -> None:
-        """Swallow the neighbors that are as free and as mapped as the block, which is in no list itself."""
+        """Absorb the free neighbors in the same mapping state (``try_merge_blocks``). The block is in no pool list."""
         for other in (block.before, block.after):
             if other is None or other.allocated or other.mapped != block.mapped:
                 continue
@@ -161,17 +227,15 @@ class CachingAllocator:
             block.size += other.size
 
     def _grow(self, pool: _Pool, size: int) -> _Block | None:
-        """Ask the driver: a segment of its own, or more pages at the end of an expandable one."""
+        """Reserve a new segment from the driver, or map more pages at the end of an expandable one."""
         if self._expandable:
             return self._grow_expandable(pool, size)
-        bytes_ = segment_size(size)
-        if not self._reserve(bytes_):
-            return None
-        return self._new_segment(pool, bytes_)
+        size = segment_size(size)
+        return self._new_segment(pool, size) if self._reserve(size) else None
 
     def _new_segment(self, pool: _Pool, size: int) -> _Block:
-        # Drivers hand out addresses downwards, and among blocks of one size the lowest address is taken: upwards, the
-        # same steps reserve up to 7 % less than measured, since other blocks are split.
+        # Drivers hand out addresses downwards, and among free blocks of one size the lowest address is taken. With
+        # upward addresses other blocks would be split, and steps would reserve up to 7 % less than was measured.
         self._lowest -= size
         return _Block(self._lowest, size, pool)
 
@@ -183,7 +247,8 @@ class CachingAllocator:
         return True
 
     def _grow_expandable(self, pool: _Pool, size: int) -> _Block | None:
-        start = next((block for _, entry in pool.unmapped if (block := _run(entry, size)) is not None), None)
+        # find_expandable_block and try_allocate_expandable_block
+        start = next((block for _, entry in pool.unmapped if (block := _growable_run(entry, size)) is not None), None)
         if start is None:
             start = self._new_segment(pool, ADDRESS_SPACE)
             start.mapped = False
@@ -193,7 +258,7 @@ class CachingAllocator:
             missing = size - (start.size if start.mapped else 0)
             if not self._map(target, min(missing, target.size)):
                 return None
-            start = target  # it has swallowed the free block before it
+            start = target  # mapping it merged the free block before it into it
         pool.remove(start)
         return start
 
@@ -212,7 +277,7 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: _Block) -> None:
-        """Give the whole pages of a free block back; what is left of it at either end stays mapped."""
+        """Release the whole pages of a free block (``unmap_block``); partial pages at its ends stay mapped."""
         page = SMALL_BUFFER if block.pool.small else LARGE_BUFFER
         start = -(-block.address // page) * page
         end = (block.address + block.size) // page * page
@@ -239,7 +304,7 @@ def _after(block: _Block) -> _Block:
 
 
 def _cut(block: _Block, size: int) -> None:
-    """Shorten a block to `size`; the rest becomes a block of its own after it, in no list yet."""
+    """Shorten a block to `size`; the rest becomes a new block after it, which is in no pool list yet."""
     rest = _Block(block.address + size, block.size - size, block.pool, mapped=block.mapped, before=block)
     rest.after = block.after
     if rest.after is not None:
@@ -247,18 +312,21 @@ def _cut(block: _Block, size: int) -> None:
     block.after, block.size = rest, size
 
 
-def _room(block: _Block) -> int:
-    """What a free block of an expandable segment has or can grow to."""
+def _size_when_grown(block: _Block) -> int:
+    """Return the size that a free block of an expandable segment has or can grow to."""
     after = block.after
     return block.size + (after.size if after is not None and not after.mapped else 0)
 
 
-def _run(block: _Block, size: int) -> _Block | None:
-    """The first block of a run of free address space that holds `size` bytes and begins at or just before `block`."""
+def _growable_run(block: _Block, size: int) -> _Block | None:
+    """Return the first block of the run of free address space at `block`, if the run has `size` bytes.
+
+    The run starts at the block before `block` where that one is free.
+    """
     start = block.before if block.before is not None and not block.before.allocated else block
     at: _Block | None = start
-    found = 0
-    while found < size and at is not None and not at.allocated:
-        found += at.size
+    run = 0
+    while run < size and at is not None and not at.allocated:
+        run += at.size
         at = at.after
-    return start if found >= size else None
+    return start if run >= size else None
