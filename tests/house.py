@@ -24,6 +24,7 @@ ORDER = (
     "_output",
     "_ranks",
     "_model/layout",
+    "_model/quantized",
     "_model",
     "_loading",
     "_merging/weights",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .quantized.recognize import is_eight_bit, is_four_bit
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -68,7 +70,7 @@ class MetaStandIns:
 
 
 def _made(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
-    if type(tensor).__name__ in ("Params4bit", "Int8Params"):
+    if is_four_bit(tensor) or is_eight_bit(tensor):
         # packed: the shape of the storage is not the weight's, and DoRA's start would unpack all of it
         shape = (vars(module)["out_features"], vars(module)["in_features"])
         twin = torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)

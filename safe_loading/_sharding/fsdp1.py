@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from safe_loading._model.quantized.recognize import is_four_bit
 from safe_loading.errors import ArgumentError
 
 from .fsdp_units import ShardingUnit
@@ -63,7 +64,7 @@ def check(parameters: Sequence[ModelTensor]) -> list[str]:
         tensor = held.tensor
         if not tensor.is_contiguous():
             problems.append(f"{held.name} is not contiguous (strides {list(tensor.stride())}): call .contiguous()")
-        elif type(tensor).__name__ == "Params4bit" and not tensor.dtype.is_floating_point:
+        elif is_four_bit(tensor) and not tensor.dtype.is_floating_point:
             problems.append(
                 f"{held.name} is a 4-bit weight kept in {tensor.dtype}, and FSDP1 flattens floating dtypes only: load "
                 f"the base with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16), the dtype of the model"

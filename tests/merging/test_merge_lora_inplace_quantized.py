@@ -27,7 +27,9 @@ from test_merge_lora_inplace import bits, randomized
 from torch import nn
 
 from safe_loading import ArgumentError, MergeError, merge_lora_inplace
-from safe_loading._merging.weights.quantized_weights import Scaled, to_fp8
+from safe_loading._merging.weights import fp8_merge
+from safe_loading._merging.weights.rounding import round_to_fp8
+from safe_loading._model.quantized.decode import Fp8Matrix
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 X = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
@@ -206,10 +208,10 @@ def test_fp8_is_rounded_once_ties_to_even(dtype: torch.dtype) -> None:
     middles = (numbers[1:] + numbers[:-1]) / 2
     tiny = torch.finfo(torch.float64).eps
     near = torch.cat([numbers, middles, middles * (1 + 2 * tiny), middles * (1 - 2 * tiny)])
-    found = to_fp8(near, dtype).float().double()
+    found = round_to_fp8(near, dtype).float().double()
     distance = (near.unsqueeze(1) - numbers).abs()
     assert torch.equal((near - found).abs(), distance.amin(1))
-    ties = to_fp8(middles, dtype).view(torch.uint8)
+    ties = round_to_fp8(middles, dtype).view(torch.uint8)
     assert not bool((ties & 1).any())
 
 
@@ -255,7 +257,7 @@ def test_an_fp8_weight_is_merged_in_place_and_rounded_once(dtype: torch.dtype) -
     for layer, value, place in zip(merged, wanted, places, strict=True):
         assert layer.weight.data_ptr() == place
         assert layer.weight.dtype == dtype
-        assert torch.equal(layer.weight.view(torch.uint8), to_fp8(value, dtype).view(torch.uint8))
+        assert torch.equal(layer.weight.view(torch.uint8), round_to_fp8(value, dtype).view(torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +285,7 @@ def test_fp8_under_scales_keeps_those_that_hold_the_sum(scales: torch.dtype, blo
             assert least <= there <= least * (2 if scales == torch.float8_e8m0fnu else 1.01)
         spread = fp8_values(layer) / layer.weight.float().double()
         grid = torch.where(layer.weight.float() == 0, 1, spread)
-        codes = to_fp8(torch.where(layer.weight.float() == 0, 0, value / grid), torch.float8_e4m3fn)
+        codes = round_to_fp8(torch.where(layer.weight.float() == 0, 0, value / grid), torch.float8_e4m3fn)
         assert torch.equal(codes.float(), layer.weight.float())
 
 
@@ -312,11 +314,11 @@ def test_fp8_dequantized() -> None:
 
 
 def test_a_block_of_zeros_gets_a_scale() -> None:
-    scaled = Scaled(torch.zeros(8, 16).to(torch.float8_e4m3fn), torch.zeros(1, 1), (8, 16))
-    scaled.store(torch.full((8, 16), 3.0, dtype=torch.float64), 0)
-    assert torch.allclose(scaled.rows(0, 8), torch.tensor(3.0, dtype=torch.float64), rtol=1e-6)
-    scaled.store(torch.zeros(8, 16, dtype=torch.float64), 0)
-    assert not scaled.rows(0, 8).any()
+    matrix = Fp8Matrix(torch.zeros(8, 16).to(torch.float8_e4m3fn), torch.zeros(1, 1), (8, 16))
+    fp8_merge.store_fp8(matrix, torch.full((8, 16), 3.0, dtype=torch.float64), 0)
+    assert torch.allclose(matrix.rows(0, 8), torch.tensor(3.0, dtype=torch.float64), rtol=1e-6)
+    fp8_merge.store_fp8(matrix, torch.zeros(8, 16, dtype=torch.float64), 0)
+    assert not matrix.rows(0, 8).any()
 
 
 # ------------------------------------------------------------------------------------ fp8 as transformers holds it
@@ -355,7 +357,7 @@ def test_fp8_linear_of_transformers_is_merged_under_its_scales(case: Any) -> Non
     wanted, scales = exact(layer), layer.base_layer.weight_scale_inv.detach().clone()
     merged = merge_lora_inplace(model).model.layers[0].mlp.down_proj
     assert torch.equal(merged.weight_scale_inv, scales)  # everything fits
-    codes = to_fp8(wanted * 2**9, torch.float8_e4m3fn)
+    codes = round_to_fp8(wanted * 2**9, torch.float8_e4m3fn)
     assert torch.equal(merged.weight.view(torch.uint8), codes.view(torch.uint8))
 
 
@@ -371,7 +373,7 @@ def test_fp8_embedding_of_transformers_is_merged_under_its_scale() -> None:
     wanted = embedding.weight.double() * 2**-7 + (2 * b @ a).T
     merged = merge_lora_inplace(model)["0"]
     assert merged.weight_scale.item() == 2.0**-7
-    assert torch.equal(merged.weight.float(), to_fp8((wanted * 2**7).detach(), torch.float8_e4m3fn).float())
+    assert torch.equal(merged.weight.float(), round_to_fp8((wanted * 2**7).detach(), torch.float8_e4m3fn).float())
 
 
 def experts() -> Any:
@@ -407,8 +409,8 @@ def scaled_otherwise() -> Any:
         (
             scaled_otherwise,
             {"target_modules": ["0"]},
-            r"scales of another kind \(weight_scale",
-            r"scales of another kind \(weight_scale",
+            r"scales of an unknown kind \(weight_scale",
+            r"scales of an unknown kind \(weight_scale",
         ),
     ],
 )
@@ -433,7 +435,7 @@ def test_when_the_memory_runs_out_within_fp8_rows_they_are_merged_or_untouched(
     monkeypatch: pytest.MonkeyPatch, number: int, times: int
 ) -> None:
     whole = merge_lora_inplace(fp8_model(torch.float8_e4m3fn, torch.float32)).state_dict()
-    model, store, calls = fp8_model(torch.float8_e4m3fn, torch.float32), Scaled.store, []
+    model, store, calls = fp8_model(torch.float8_e4m3fn, torch.float32), fp8_merge.store_fp8, []
     before = bits(model)
 
     def failing(*arguments: Any) -> None:
@@ -442,7 +444,7 @@ def test_when_the_memory_runs_out_within_fp8_rows_they_are_merged_or_untouched(
             raise MemoryError("no more memory")
         store(*arguments)
 
-    monkeypatch.setattr(Scaled, "store", failing)
+    monkeypatch.setattr(fp8_merge, "store_fp8", failing)
     if times == 2:
         text = "others are unchanged" if number == 1 else "16 rows are merged, the rest is not"
         with pytest.raises(MergeError, match=text):
@@ -456,14 +458,14 @@ def test_when_the_memory_runs_out_within_fp8_rows_they_are_merged_or_untouched(
 
 def test_ctrl_c_finishes_an_fp8_layer_and_a_second_call_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = merge_lora_inplace(fp8_model(torch.float8_e4m3fn, torch.float32)).state_dict()
-    model, store = fp8_model(torch.float8_e4m3fn, torch.float32), Scaled.store
+    model, store = fp8_model(torch.float8_e4m3fn, torch.float32), fp8_merge.store_fp8
 
     def interrupted(*arguments: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         store(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Scaled, "store", interrupted)
+        patched.setattr(fp8_merge, "store_fp8", interrupted)
         with pytest.raises(KeyboardInterrupt, match="1 of 2 layers are merged"):
             merge_lora_inplace(model)
     merged = merge_lora_inplace(model).state_dict()

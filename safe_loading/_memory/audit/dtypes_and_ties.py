@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from safe_loading._core.report import Finding, format_bytes
 from safe_loading._model.layout.embeddings_and_head import ends_of, wants_tie
+from safe_loading._model.quantized.recognize import is_quantized
 
 from .subject import Subject, size_of
 
@@ -30,15 +31,13 @@ def check_quantized(subject: Subject) -> Iterator[Finding]:
     flagged = any(getattr(subject.base, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
     if subject.base is None or (said is None and not flagged):
         return
-    kinds = Counter(type(module).__name__ for module in subject.base.modules())
-    packed = sum(count for kind, count in kinds.items() if kind in ("Linear4bit", "Linear8bitLt", "QuantLinear"))
     head = ends_of(subject.base).head
     plain = {
         name: module.weight
         for name, module in subject.base.named_modules()
         if type(module) is torch.nn.Linear and module is not head and not _of_adapter(name)
     }
-    if packed == 0 and plain:
+    if plain and not any(is_quantized(module) for module in subject.base.modules()):
         size = size_of(plain.values())
         yield Finding(
             "SL107",

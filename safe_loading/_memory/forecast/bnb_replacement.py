@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+
+from safe_loading._model.quantized.recognize import is_bitsandbytes_linear
 
 from .bnb_layers import arrival, eight_bit_class, four_bit_class, is_stand_in
 from .timeline import Loading, own_name
@@ -23,7 +23,11 @@ def standing_in(model: nn.Module) -> Iterator[Loading | None]:
     Yields:
         How the weights of such a model came to the device, as transformers loads it; None when nothing is quantized.
     """
-    found = {name: module for name, module in model.named_modules() if _is_quantized(module)}
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if is_bitsandbytes_linear(module) and not is_stand_in(module)
+    }
     made = {name: _stand_in(module) for name, module in found.items()}
     try:
         for name, module in made.items():
@@ -33,14 +37,6 @@ def standing_in(model: nn.Module) -> Iterator[Loading | None]:
     finally:
         for name, module in found.items():
             model.set_submodule(name, module)
-
-
-def _is_quantized(module: nn.Module) -> bool:
-    kinds = {"Linear4bit", "Linear8bitLt"} & {kind.__name__ for kind in type(module).__mro__}
-    if not kinds or is_stand_in(module) or importlib.util.find_spec("bitsandbytes") is None:
-        return False
-    engine: Any = importlib.import_module("bitsandbytes").nn  # peft's own layers of these names wrap bitsandbytes'
-    return isinstance(module, (engine.Linear4bit, engine.Linear8bitLt))
 
 
 def _stand_in(module: Any) -> nn.Module:

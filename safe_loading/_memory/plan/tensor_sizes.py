@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from safe_loading._model.quantized.recognize import is_eight_bit, is_four_bit
+
 _NF4_TABLE = 16 * 4  # bitsandbytes: each weight has the 16 float32 values that its codes stand for
 _ABSMAX_TABLE = 256 * 4  # and with double quantization the 256 values of its 8-bit absmax codes
 _ABSMAX_BLOCK = 256
@@ -79,14 +81,13 @@ def bytes_of(tensor: torch.Tensor, module: torch.nn.Module | None = None) -> int
     """
     if type(tensor) in (torch.nn.Parameter, torch.Tensor):
         return int(tensor.nbytes)
-    kind = type(tensor).__name__
-    if kind == "Params4bit":
+    if is_four_bit(tensor):
         return _four_bit(tensor)
-    if kind == "Int8Params":
+    if is_eight_bit(tensor):
         rows = tensor.shape[0] if tensor.dim() else 0
         return tensor.numel() + 4 * rows  # int8, and SCB: the float32 largest value of each row
     inner = getattr(tensor, "__tensor_flatten__", None)
-    if inner is not None and kind not in ("Parameter", "Tensor", "FakeTensor"):
+    if inner is not None and type(tensor).__name__ not in ("Parameter", "Tensor", "FakeTensor"):
         names, _ = inner()
         return sum(bytes_of(getattr(tensor, name)) for name in names)
     del module

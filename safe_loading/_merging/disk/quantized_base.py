@@ -15,8 +15,8 @@ import torch
 from safe_loading._checkpoint.copy_bytes import read_into
 from safe_loading._checkpoint.header import BITS, TensorInfo
 from safe_loading._checkpoint.index import Checkpoint
-from safe_loading._merging.weights.quantized_weights import four_bits, unnested
 from safe_loading._model.layout.dtypes import DTYPES
+from safe_loading._model.quantized.decode import decode_four_bits, decode_fp8, decode_nested_scales
 from safe_loading.errors import MergeError
 
 _NF4 = ".quant_state.bitsandbytes__"
@@ -58,7 +58,7 @@ class Decoder:
             scales = held["absmax"]
             if "nested_absmax" in held:  # the scales are codes themselves
                 size, offset = int(coded.facts["nested_blocksize"]), float(coded.facts["nested_offset"])
-                scales = unnested(scales, held["nested_quant_map"], held["nested_absmax"], size, offset)
+                scales = decode_nested_scales(scales, held["nested_quant_map"], held["nested_absmax"], size, offset)
             self._scales = scales
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
@@ -69,14 +69,11 @@ class Decoder:
         codes = self._bytes(start * columns, stop * columns).view(DTYPES[self._coded.info.dtype]).view(-1, columns)
         if kind == "8 bits":
             return (codes.float() * self._held["SCB"].float().view(-1, 1)[start:stop] * _INT8).double()
-        grid, (high, wide) = self._held["scales"].float().double(), self._coded.facts["block"]
-        grid = grid.view(1, 1) if grid.numel() == 1 else grid
-        spread = grid[torch.arange(start, stop) // high][:, torch.arange(columns) // wide]
-        return codes.float().double() * spread
+        return decode_fp8(codes, self._held["scales"], self._coded.facts["block"], start)
 
     def _four_bits(self, start: int, stop: int) -> torch.Tensor:
         packed, size = self._bytes(start // 2, -(-stop // 2)), int(self._coded.facts["blocksize"])
-        return four_bits(packed, self._held["quant_map"], self._scales, size, start, stop).double()
+        return decode_four_bits(packed, self._held["quant_map"], self._scales, size, start, stop).double()
 
     def _bytes(self, start: int, stop: int) -> torch.Tensor:
         data = bytearray(stop - start)

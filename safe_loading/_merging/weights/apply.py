@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from peft.utils.other import AuxiliaryTrainingWrapper
 
+from .fp8_merge import merge_fp8
 from .lora_layers import MatrixPart
 from .merge_plan import LayerMerge
 from .offloaded import Offloaded
-from .quantized_weights import merge_scaled
 from .trainable_tokens import Tokens
 from .update import PartlyMerged, merge_matrix
 
@@ -55,8 +55,8 @@ def merge_by_blocks(job: LayerMerge, store: Offloaded, *, scratch_bytes: int, un
 
 
 def _merged(piece: MatrixPart, scratch_bytes: int, *, begun: bool) -> dict[int, torch.Tensor]:
-    if piece.scaled is not None:
-        merge_scaled(piece.update, piece.scaled, scratch_bytes=scratch_bytes)
+    if piece.fp8 is not None:
+        merge_fp8(piece.update, piece.fp8, scratch_bytes=scratch_bytes)
         return {}
     try:
         return merge_matrix(piece.update, piece.matrix, scratch_bytes=scratch_bytes)

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from safe_loading._core.report import Finding, format_bytes
+from safe_loading._model.quantized.decode import decoded_weight
+from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
 
 from .lora_layers import linear_terms, whole
 from .merge_plan import LayerMerge
-from .quantized_weights import OFFLOADED, is_offloaded, is_quantized, values_of
 from .rounding import round_into
 from .update import ROWS, RowMerger, Update
-from .variants import CannotMerge, is_known, refuse_impossible
+from .variants import MERGE_BEFORE_QUANTIZING, SCALES_OFFLOADED, CannotMerge, is_known, refuse_impossible
 from .writable_tensors import parents_of, tuner_layers
 
 
@@ -53,8 +54,10 @@ def dequantized(
     for path, layer, names in _quantized(model, jobs):
         try:
             made.append(Replacement(path, layer, _plain(model, layer, names, scratch_bytes, check_finite)))
-        except (CannotMerge, NotImplementedError) as reason:
+        except CannotMerge as reason:
             problems.append(f"{path}: {reason}.")
+        except NotImplementedError as reason:
+            problems.append(f"{path}: {reason}. {MERGE_BEFORE_QUANTIZING}.")
     return made, problems
 
 
@@ -105,15 +108,15 @@ def _plain(model: Any, layer: Any, names: Sequence[str], scratch_bytes: int, che
     base: Any = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
     if not isinstance(base, torch.nn.Linear):
         raise CannotMerge(
-            f"its quantized {type(base).__name__} is no Linear, which alone is dequantized here. Merge into the base "
-            f"before it is quantized, with merge_lora_checkpoint"
+            f"its quantized {type(base).__name__} is no Linear, which alone is dequantized here. "
+            f"{MERGE_BEFORE_QUANTIZING}"
         )
-    if base.weight.is_meta or is_offloaded(base):
-        raise CannotMerge(OFFLOADED)
+    if base.weight.is_meta or has_offloaded_codes(base):
+        raise CannotMerge(SCALES_OFFLOADED)
     if names:
         _check_variants(layer, names)
     dtype = _dtype(model, base)
-    values = values_of(base)
+    values = decoded_weight(base)
     terms = linear_terms(_not_transposed(layer), names) if names else []
     with torch.device("meta"):
         new = torch.nn.Linear(values.shape[1], values.shape[0], bias=base.bias is not None)

@@ -11,9 +11,10 @@ from peft.tuners.lora import layer as lora
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from .quantized_weights import Scaled, scaled_of
+from safe_loading._model.quantized.decode import Fp8Matrix, fp8_matrix_of
+
 from .update import Term, Update
-from .variants import CannotMerge, is_dora, is_known, refuse_impossible, refuse_own_forward
+from .variants import MERGE_BEFORE_QUANTIZING, CannotMerge, is_dora, is_known, refuse_impossible, refuse_own_forward
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,12 +24,12 @@ class MatrixPart:
     Attributes:
         matrix: A view into the weight's own storage.
         update: What is added to it.
-        scaled: The same matrix when it is fp8, with its scales.
+        fp8: The same matrix when it is fp8, with its scales.
     """
 
     matrix: torch.Tensor
     update: Update
-    scaled: Scaled | None = None
+    fp8: Fp8Matrix | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +51,7 @@ class MergeTarget:
     @property
     def written(self) -> tuple[str, ...]:
         """The names of the tensors of ``owner`` that merging writes: the weight, and the scales of an fp8 one."""
-        scales = (piece.scaled.scales_name for piece in self.pieces if piece.scaled is not None)
+        scales = (piece.fp8.scales_name for piece in self.pieces if piece.fp8 is not None)
         return (self.attribute, *dict.fromkeys(name for name in scales if name))
 
 
@@ -213,11 +214,11 @@ def _whole(base: Any, attribute: str, weight: torch.Tensor, terms: list[Term], *
     if weight.dim() != 2:
         raise CannotMerge(f"its {attribute} has the shape {list(weight.shape)}, not two dimensions (ZeRO-3? Gather it)")
     try:
-        scaled = scaled_of(base, attribute)
+        fp8 = fp8_matrix_of(base, attribute)
     except NotImplementedError as error:
-        raise CannotMerge(str(error)) from error
+        raise CannotMerge(f"{error}. {MERGE_BEFORE_QUANTIZING}") from error
     update = Update((weight.shape[0], weight.shape[1]), tuple(terms), axis)
-    target = MergeTarget(base, attribute, weight, (MatrixPart(weight, update, scaled),))
+    target = MergeTarget(base, attribute, weight, (MatrixPart(weight, update, fp8),))
     if not isinstance(weight, DTensor):
         return target
     _check_shapes(target, target.pieces[0])

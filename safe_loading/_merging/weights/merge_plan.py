@@ -12,12 +12,14 @@ from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
+from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
+
 from .finite import why_not_finite
+from .fp8_merge import why_fp8_not_finite
 from .lora_layers import MatrixPart, MergeTarget, adapters_of, is_blocked, targets
 from .offloaded import Offloaded
-from .quantized_weights import OFFLOADED, is_offloaded, is_quantized, why_scaled_not_finite
 from .trainable_tokens import Tokens, tokens
-from .variants import CannotMerge, refuse_impossible
+from .variants import MERGE_BEFORE_QUANTIZING, SCALES_OFFLOADED, CannotMerge, refuse_impossible
 from .writable_tensors import Sharing, check_tensor, same_change, same_memory, tuner_layers
 
 Road = Literal["blocks", "tokens", "peft", "dequantised"]
@@ -117,8 +119,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _why_not_finite(piece: MatrixPart, scratch_bytes: int) -> str | None:
-    if piece.scaled is not None:
-        return why_scaled_not_finite(piece.update, piece.scaled, scratch_bytes=scratch_bytes)
+    if piece.fp8 is not None:
+        return why_fp8_not_finite(piece.update, piece.fp8, scratch_bytes=scratch_bytes)
     return why_not_finite(piece.update, piece.matrix, scratch_bytes=scratch_bytes)
 
 
@@ -190,11 +192,9 @@ def _check_peft_merge(layer: Any, names: Sequence[str]) -> None:
     refuse_impossible(layer, names)
     kind = type(layer).__name__
     if type(layer).merge is BaseTunerLayer.merge:
-        raise CannotMerge(
-            f"peft has no merge for a {kind}. Merge into the base before it is quantized, with merge_lora_checkpoint"
-        )
-    if is_offloaded(layer.get_base_layer()):
-        raise CannotMerge(OFFLOADED)
+        raise CannotMerge(f"peft has no merge for a {kind}. {MERGE_BEFORE_QUANTIZING}")
+    if has_offloaded_codes(layer.get_base_layer()):
+        raise CannotMerge(SCALES_OFFLOADED)
     having = [name for name in names if layer.lora_bias.get(name) and layer.scaling[name] != 1]
     if having and is_quantized(layer.get_base_layer()):
         raise CannotMerge(

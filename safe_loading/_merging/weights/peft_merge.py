@@ -9,11 +9,12 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from safe_loading._core.report import Finding, format_bytes
+from safe_loading._model.quantized.decode import decoded_weight, undo_cpu_packing
+from safe_loading._model.quantized.recognize import is_quantized
 from safe_loading.errors import MergeError
 
 from .merge_plan import LayerMerge
 from .offloaded import Offloaded
-from .quantized_weights import is_quantized, unpack, values_of
 
 
 def merge_all_by_peft(jobs: list[LayerMerge], store: Offloaded, *, check_finite: bool) -> list[Finding]:
@@ -24,7 +25,7 @@ def merge_all_by_peft(jobs: list[LayerMerge], store: Offloaded, *, check_finite:
     try:
         for job in jobs:
             at = job.path
-            unpack(job.layer.get_base_layer())
+            undo_cpu_packing(job.layer.get_base_layer())
             backup.keep(job.layer)
             exact = _exact(job)
             job.layer.merge(safe_merge=check_finite, adapter_names=list(job.names))
@@ -58,7 +59,7 @@ def _exact(job: LayerMerge) -> tuple[torch.Tensor, torch.Tensor] | None:
     if not is_quantized(layer.get_base_layer()) or any(layer.use_dora.get(name) for name in job.names):
         return None
     try:
-        values = values_of(layer.get_base_layer())
+        values = decoded_weight(layer.get_base_layer())
     except NotImplementedError:
         return None
     delta = torch.zeros_like(values, dtype=torch.float32)
@@ -69,7 +70,7 @@ def _exact(job: LayerMerge) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 def _lost(job: LayerMerge, exact: torch.Tensor, delta: torch.Tensor) -> float:
     """Return the rounding error of a requantized layer, as a part of what its adapters added."""
-    error = torch.linalg.vector_norm(values_of(job.layer.get_base_layer()).float() - exact)
+    error = torch.linalg.vector_norm(decoded_weight(job.layer.get_base_layer()).float() - exact)
     return float(error / torch.linalg.vector_norm(delta).clamp_min(1e-30))
 
 

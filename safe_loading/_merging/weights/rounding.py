@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-_Array = np.ndarray[Any, Any]
+_Bits = TypeVar("_Bits", torch.Tensor, npt.NDArray[np.int64])
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -21,6 +22,8 @@ _CHUNKS = {torch.bfloat16: 512, torch.float16: 64}
 _BFLOAT16_MIDDLE = -(1 << 15)  # 0x8000 as an int16
 # The lowest bits of a float64: all but those of the target and two more.
 _DROPPED = {torch.bfloat16: (1 << 43) - 1, torch.float16: (1 << 40) - 1}
+
+_BEYOND_FLOAT32 = 29  # bits of a float64's fraction that a float32 does not have
 
 
 class Rounder:
@@ -97,9 +100,9 @@ class _Frame:
         self._chunks = chunks.view(torch.int16) if dtype == torch.bfloat16 else chunks
         self._low = low[:whole].view(-1, chunk)
         self._least = torch.empty(len(chunks), dtype=self._chunks.dtype)
-        self._least_array: _Array = self._least.numpy()
-        self._rows: _Array = flat[:whole].view(-1, chunk).numpy()
-        self._rest: _Array = flat[whole:].numpy()
+        self._least_array: npt.NDArray[np.signedinteger] = self._least.numpy()
+        self._rows: npt.NDArray[np.float32] = flat[:whole].view(-1, chunk).numpy()
+        self._rest: npt.NDArray[np.float32] = flat[whole:].numpy()
         self._exact: torch.Tensor | None = None
 
     def mend(self, values: torch.Tensor) -> None:
@@ -132,18 +135,28 @@ class _Frame:
         self.single[at] = _to_odd(values[at].view(torch.int64), _DROPPED[self._dtype]).view(torch.float64).float()
 
 
-def _make_anew(single: _Array, at: _Array | slice, bits: _Array, dtype: torch.dtype) -> None:
+def _make_anew(
+    single: npt.NDArray[np.float32], at: npt.NDArray[np.intp] | slice, bits: npt.NDArray[np.int64], dtype: torch.dtype
+) -> None:
     with np.errstate(over="ignore"):  # infinity is what a number beyond the dtype's largest becomes
         single[at] = _to_odd(bits, _DROPPED[dtype]).view(np.float64)
 
 
-def _to_odd(bits: Any, dropped: int) -> Any:
+def _to_odd(bits: _Bits, dropped: int) -> _Bits:
     """Return the bits of float64 without the lowest, which are folded into the last one kept.
 
     What is rounded afterwards to a dtype with two bits less is rounded as the whole number would be. Works alike for
     arrays of numpy and tensors, int64.
     """
     return (bits | ((bits & dropped) + dropped)) & ~dropped
+
+
+def round_to_fp8(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return float64 values in fp8, each rounded once to the nearest, ties to even."""
+    # torch converts to fp8 by way of float32. Rounded to odd, a float64 is a float32 already, so the last step alone
+    # rounds.
+    bits = _to_odd(values.contiguous().view(torch.int64), (1 << _BEYOND_FLOAT32) - 1)
+    return bits.view(torch.float64).float().to(dtype)
 
 
 def round_into(values: torch.Tensor, out: torch.Tensor) -> None:

@@ -17,6 +17,12 @@ _IMPOSSIBLE = {
     variants.QALoraLinearVariant: "QALoRA changes the zero points of a quantized weight, and peft cannot merge it",
 }
 
+MERGE_BEFORE_QUANTIZING = "Merge into the base before it is quantized, with merge_lora_checkpoint"
+SCALES_OFFLOADED = (
+    "its quantized weight is offloaded, without its scales. Load the model without offloading, or merge into the base "
+    "before it is quantized, with merge_lora_checkpoint"
+)
+
 
 class CannotMerge(Exception):
     """Why a layer cannot be merged, with the fix."""

@@ -35,8 +35,8 @@ def check_tensor(target: MergeTarget | Tokens) -> None:
         )
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         raise CannotMerge(f"{what} is a {type(tensor).__name__}, not a plain tensor. Dequantize the model first")
-    scaled = not isinstance(target, Tokens) and all(piece.scaled is not None for piece in target.pieces)
-    if tensor.dtype not in DTYPES and not scaled:
+    fp8 = not isinstance(target, Tokens) and all(piece.fp8 is not None for piece in target.pieces)
+    if tensor.dtype not in DTYPES and not fp8:
         raise CannotMerge(
             f"{what} is {tensor.dtype}. Dequantize the model first: from_pretrained(..., "
             f"quantization_config=FineGrainedFP8Config(dequantize=True)) for fp8"

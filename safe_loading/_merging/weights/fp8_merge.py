@@ -1,0 +1,109 @@
+"""Weights in fp8 that are merged under their scales: decoded, added to, and rounded to codes again."""
+
+from __future__ import annotations
+
+import torch
+
+from safe_loading._model.quantized.decode import Fp8Matrix, scale_grid, spread_scales
+
+from .rounding import round_to_fp8
+from .update import ROWS, PartlyMerged, RowMerger, Update
+
+
+def merge_fp8(update: Update, matrix: Fp8Matrix, *, scratch_bytes: int) -> None:
+    """Overwrite an fp8 weight with its merged values.
+
+    Raises:
+        MemoryError, RuntimeError: The memory ran out before anything was written.
+        PartlyMerged: It ran out later, and again when the same rows were tried once more.
+    """
+    merger, step = _merger(update, matrix, scratch_bytes), _rows_at_once(matrix)
+
+    def merge(start: int) -> None:  # the rows are written by the last operation on them, so this can be repeated
+        values = matrix.rows(start, start + step)
+        merger.merge(values, start)
+        store_fp8(matrix, values, start)
+
+    for start in range(0, len(matrix.codes), step):
+        try:
+            merge(start)
+        except (MemoryError, RuntimeError, PartlyMerged) as error:
+            try:
+                merge(start)
+            except (MemoryError, RuntimeError, PartlyMerged):
+                if not start:
+                    raise MemoryError(str(error)) from error
+                raise PartlyMerged(start, error) from error
+
+
+def why_fp8_not_finite(update: Update, matrix: Fp8Matrix, *, scratch_bytes: int) -> str | None:
+    """Return why a merged fp8 weight would not be finite, or None when it will be; nothing is written."""
+    merger, step, largest = _merger(update, matrix, scratch_bytes), _rows_at_once(matrix), 0.0
+    for start in range(0, len(matrix.codes), step):
+        values = matrix.rows(start, start + step)
+        if not bool(values.isfinite().all()):
+            return "the base weight itself holds NaN or infinity"
+        merger.merge(values, start)
+        if not bool(values.isfinite().all()):
+            return "the adapter holds NaN or infinity, or DoRA divides by a norm of zero"
+        largest = max(largest, float(values.abs().max()))
+    # with scales it is the scale that grows, up to the largest float32
+    limit = torch.finfo(matrix.codes.dtype).max if matrix.scales is None else torch.finfo(torch.float32).max
+    if largest > limit:
+        return f"a merged element, {largest:g}, is beyond the largest number of {matrix.codes.dtype}, {limit:g}"
+    return None
+
+
+def _merger(update: Update, matrix: Fp8Matrix, scratch_bytes: int) -> RowMerger:
+    merger = RowMerger(update, torch.float64, matrix.codes.device, scratch_bytes=scratch_bytes)
+    if update.needs_norms:
+        step = _rows_at_once(matrix)
+        for start in range(0, len(matrix.codes), step):
+            merger.add_norms(matrix.rows(start, start + step), start)
+    return merger
+
+
+def _rows_at_once(matrix: Fp8Matrix) -> int:
+    """Return how many rows are merged together: whole blocks, and whole groups of :class:`RowMerger`."""
+    return max(ROWS, -(-matrix.block[0] // ROWS) * ROWS) if matrix.scales is not None else 16 * ROWS
+
+
+def store_fp8(matrix: Fp8Matrix, values: torch.Tensor, start: int) -> None:
+    """Write float64 values, whole blocks from row ``start`` on, each rounded once.
+
+    A block keeps its scale when its values fit under it. Otherwise it gets the least scale under which they fit,
+    largest value / largest fp8 number, rounded up; a power of two where scales are powers of two.
+    """
+    rows = matrix.codes[start : start + len(values)]
+    if matrix.scales is None:
+        rows.copy_(round_to_fp8(values, rows.dtype))
+        return
+    height, grid = matrix.block[0], scale_grid(matrix.scales)
+    stored = grid[start // height : (start + len(values) - 1) // height + 1]
+    needed = _largest_of_blocks(values, matrix.block) / torch.finfo(matrix.codes.dtype).max
+    current = stored.float().double()
+    scales = _round_up(torch.where(needed <= current, current, needed), grid.dtype)
+    spread = spread_scales(scales, matrix.block, 0, values.shape)
+    codes = round_to_fp8(torch.where(spread == 0, 0.0, values / spread), rows.dtype)
+    # Both are computed before either is written: when the memory runs out, codes and scales still fit together.
+    stored.copy_(scales)
+    rows.copy_(codes)
+
+
+def _largest_of_blocks(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Return the largest absolute value of each block of rows that begin with a block."""
+    (height, width), (rows, columns) = block, values.shape
+    padded = torch.zeros(
+        -(-rows // height) * height, -(-columns // width) * width, dtype=values.dtype, device=values.device
+    )
+    padded[:rows, :columns] = values.abs()
+    return padded.view(-1, height, padded.shape[1] // width, width).amax((1, 3))
+
+
+def _round_up(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return scales in the dtype in which they are stored, none smaller than it was."""
+    if dtype == torch.float8_e8m0fnu:  # an exponent alone
+        return torch.exp2(torch.ceil(torch.log2(scales.clamp_min(2.0**-127)))).to(dtype)
+    rounded = scales.to(dtype)
+    above = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
+    return torch.where(rounded.double() < scales, above, rounded)
