@@ -18,6 +18,7 @@ from safe_loading._checkpoint.header import Header, TensorInfo, try_header
 from safe_loading._checkpoint.index import inspect_checkpoint
 from safe_loading._checkpoint.strict_json import try_json_object
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, conversion_command, names_in
+from safe_loading._core.names import WRAPPER_PREFIXES
 from safe_loading._core.paths import path_text
 from safe_loading._core.report import (
     Finding,
@@ -31,8 +32,6 @@ from safe_loading._core.report import (
 
 _LORA_NUMBERS = ("r", "lora_alpha")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-# What DataParallel and DDP, torch.compile and FSDP1 put before every name.
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _SAVE_ADAPTER = "save the adapter again with `save_pretrained` of peft"
 
 
@@ -243,7 +242,7 @@ def _layers(path: Path, config: Mapping[str, Any], tensors: Collection[str]) -> 
 
 
 def _prefix(folder: Path, tensors: Collection[str]) -> list[Finding]:
-    prefix = next((p for p in _WRAPPERS if tensors and all(name.startswith(p) for name in tensors)), None)
+    prefix = next((p for p in WRAPPER_PREFIXES if tensors and all(name.startswith(p) for name in tensors)), None)
     if prefix is None:
         return []
     name = next(iter(tensors))

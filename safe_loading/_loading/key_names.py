@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-PREFIX = "base_model.model."
+from safe_loading._core.names import DDP_PREFIX, PEFT_PREFIX, canonical, without_peft_prefix
 
-# What FullyShardedDataParallel, torch.compile and activation checkpointing insert: names that nobody else uses.
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 _NAMED = re.compile(
     r"^(?P<head>.+\.(?:lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector))"
     r"\.(?P<adapter>(?!weight$|bias$)[^.]+)(?P<tail>\.weight|\.bias)?$"
@@ -19,7 +17,7 @@ def canonical_key(key: str, *, prompt_learning: bool = False, own_module: bool =
     """Return the key as ``PeftModel.save_pretrained`` writes it.
 
     Takes off ``_fsdp_wrapped_module.``, ``_orig_mod.``, ``_checkpoint_wrapped_module.`` anywhere and the ``module.``
-    of DistributedDataParallel in front, puts ``base_model.model.`` in front when it lacks, and takes an adapter's
+    of DistributedDataParallel in front, puts ``base_model.model.`` in front when it is missing, and takes an adapter's
     name out of ``lora_A.<name>.weight`` (a raw ``state_dict()`` has it).
 
     Args:
@@ -27,20 +25,20 @@ def canonical_key(key: str, *, prompt_learning: bool = False, own_module: bool =
         prompt_learning: Whether the adapter is one of prompt learning, whose keys have no prefix.
         own_module: Whether the base model has a child called ``module``, which then is no wrapper.
     """
-    key = _strip_ddp(".".join(part for part in key.split(".") if part not in _WRAPPERS))
+    key = _strip_ddp(canonical(key))
     if prompt_learning:
         return key
     if not key.startswith("base_model."):
-        key = PREFIX + key
-    if key.startswith(PREFIX) and not own_module:
-        key = PREFIX + _strip_ddp(key.removeprefix(PREFIX))
+        key = PEFT_PREFIX + key
+    if key.startswith(PEFT_PREFIX) and not own_module:
+        key = PEFT_PREFIX + _strip_ddp(without_peft_prefix(key))
     match = _NAMED.match(key)
     return match["head"] + (match["tail"] or "") if match else key
 
 
 def _strip_ddp(key: str) -> str:
-    while key.startswith("module."):
-        key = key.removeprefix("module.")
+    while key.startswith(DDP_PREFIX):
+        key = key.removeprefix(DDP_PREFIX)
     return key
 
 

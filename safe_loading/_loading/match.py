@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from peft import PeftConfig, PeftModel
 
+from safe_loading._core.names import PEFT_PREFIX, nearest, without_peft_prefix
 from safe_loading._core.report import Finding
 
 from .key_names import layer_indices
@@ -171,7 +172,7 @@ def _base_dtype(where: str, key: str, tensor: torch.Tensor, value: torch.Tensor)
 
 
 def _undeclared(where: str, key: str, value: torch.Tensor) -> Finding:
-    module = key.rpartition(".")[0].removeprefix("base_model.model.")
+    module = without_peft_prefix(key.rpartition(".")[0])
     return Finding(
         "modules-to-save-undeclared",
         "error",
@@ -185,16 +186,16 @@ def _undeclared(where: str, key: str, value: torch.Tensor) -> Finding:
 
 def _unexpected(where: str, key: str, modules: set[str], model: PeftModel) -> Finding:
     path = key.split(".lora_")[0] if ".lora_" in key else key.rpartition(".")[0]
-    if path in modules and path != "base_model.model":
+    if path in modules and path != PEFT_PREFIX.rstrip("."):
         return Finding(
             "target-not-covered",
             "error",
             f"{where}: {key}",
-            f"the base has {path.removeprefix('base_model.model.')!r}, but the config's target_modules do not select "
+            f"the base has {without_peft_prefix(path)!r}, but the config's target_modules do not select "
             f"it; the tensor has no place.",
             "add the module to target_modules in adapter_config.json.",
         )
-    inside = path.removeprefix("base_model.model.")
+    inside = without_peft_prefix(path)
     return Finding(
         "adapter-key-unexpected",
         "error",
@@ -218,12 +219,11 @@ def _fix(path: str, model: PeftModel) -> str:
 
 def _nearest(path: str, modules: set[str], model: PeftModel) -> str:
     """Return modules that stand where a path leaves the model, those first whose names are most like it."""
-    parent, name = path, ""
-    while parent and parent not in modules:
-        parent, _, name = parent.rpartition(".")
+    parent = nearest(path, modules) or ""
+    name = path.removeprefix(parent).lstrip(".").partition(".")[0]
     children = [child for child, _ in model.get_submodule(parent).named_children()]
     near = difflib.get_close_matches(name, children, n=3, cutoff=0.0)
-    return ", ".join(f"{parent}.{child}".removeprefix("base_model.model.").lstrip(".") for child in near) or "none"
+    return ", ".join(without_peft_prefix(f"{parent}.{child}").lstrip(".") for child in near) or "none"
 
 
 def _missing(where: str, slots: Mapping[str, AdapterSlot], routed: RoutedTensors) -> list[Finding]:

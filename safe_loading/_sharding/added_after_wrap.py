@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from safe_loading._core.names import ancestors, canonical
 from safe_loading.errors import ArgumentError
 
 from .fsdp_units import ShardingUnit, can_run
-from .names import canonical
 from .parameters import ModelTensor, parameters_of
 
 _RECORD = "_wrapped_by_safe_loading"
@@ -143,10 +143,8 @@ def _unit(names: Sequence[str], inside: Sequence[ModelTensor]) -> ShardingUnit:
 def _owner(held: ModelTensor, modules: Mapping[str, nn.Module]) -> str | None:
     """Return the nearest module around all places of a parameter that runs; None where that is a unit already."""
     paths = [name for module, _ in held.places for name, each in modules.items() if each is module]
-    path = _common(paths)
-    while path and not can_run(modules[path]):
-        path = path.rpartition(".")[0]
-    return path if path and not isinstance(modules[path], FSDPModule) else None
+    path = next((path for path in ancestors(_common(paths)) if path and can_run(modules[path])), None)
+    return path if path is not None and not isinstance(modules[path], FSDPModule) else None
 
 
 def _layer_around(name: str, modules: Mapping[str, nn.Module]) -> str | None:

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from safe_loading._core.names import canonical
 from safe_loading._model.stand_ins import MetaStandIns
 from safe_loading.errors import CheckpointError
-
-from .names import canonical
 
 Init = Callable[[torch.nn.Module], object]
 # What plain modules call it, the most particular first; torchtitan's and torchvision's names among them.

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.hub import base_files, resolve
 from safe_loading._checkpoint.index import require_unchanged
+from safe_loading._core.names import canonical
 from safe_loading._core.report import Finding
 from safe_loading._model.layout.dtypes import DTYPES
 from safe_loading._ranks.exchange import Ranks
@@ -23,7 +24,6 @@ from safe_loading.errors import RanksDisagree
 
 from .checkpoint_source import CheckpointSource, disk_tensors, open_source
 from .local_shard import LocalShard
-from .names import canonical
 from .read_plan import ShardTarget
 from .reading import differing, read_targets
 from .setup import Setup

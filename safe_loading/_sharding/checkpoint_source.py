@@ -14,12 +14,13 @@ import torch
 
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
+from safe_loading._core.names import canonical
 from safe_loading._model.layout.dtypes import DTYPES
 from safe_loading._model.layout.layout import CheckpointLayout, Conversion, read_layout
+from safe_loading._model.tensors import walk_modules
 from safe_loading.errors import CheckpointError
 
 from .convert import made_by
-from .names import canonical, walk
 
 New = Callable[[str], bool] | Collection[str]
 
@@ -141,7 +142,7 @@ def _slots(
     """Return what a ``state_dict`` would hold, and which names are one tensor."""
     slots: dict[str, ExpectedTensor] = {}
     of: dict[int, list[str]] = defaultdict(list)
-    for path, module in walk(model, repeats=True):
+    for path, module in walk_modules(model, repeats=True):
         tensors: dict[str, torch.Tensor | None] = {**module._parameters}
         if module._buffers:
             skipped = module._non_persistent_buffers_set

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from safe_loading._core.names import WRAPPER_PARTS, canonical, nearest
 from safe_loading._model.layout.embeddings_and_head import ends_of
+from safe_loading._model.tensors import walk_modules
 from safe_loading.errors import ArgumentError
-
-from .names import WRAPPERS, canonical, walk
 
 Wrap = Callable[[nn.Module], bool] | type[nn.Module] | str | Collection["type[nn.Module] | str"]
 
@@ -59,7 +59,7 @@ def plan_units(
     Raises:
         ArgumentError: ``wrap`` names nothing that the model has, or a dtype cannot be separated from another.
     """
-    modules = dict(walk(model))
+    modules = dict(walk_modules(model))
     chosen = _default(model, modules) if wrap is None else _asked(wrap, modules)
     groups: list[tuple[str, ...]] = [
         (name,) for name in _outermost_wrappers(chosen, modules) if _has_parameters(modules[name], ignored)
@@ -169,9 +169,9 @@ def _outermost_wrappers(names: Iterable[str], modules: Mapping[str, nn.Module]) 
     """Return the wrapper (of activation checkpointing, of compilation) where a module has one, each module once."""
     found: dict[str, None] = {}
     for name in names:
-        while name.rpartition(".")[2] in WRAPPERS and "." in name:
+        while name.rpartition(".")[2] in WRAPPER_PARTS and "." in name:
             name = name.rpartition(".")[0]
-        if name and name not in WRAPPERS and can_run(modules[name]):
+        if name and name not in WRAPPER_PARTS and can_run(modules[name]):
             found[name] = None
     return list(found)
 
@@ -186,7 +186,7 @@ Places = Mapping[nn.Parameter, Sequence[str]]  # the raw names of each parameter
 def _places(model: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, list[str]]:
     places: dict[nn.Parameter, list[str]] = {}
     taken = {id(parameter) for parameter in ignored}
-    for path, module in walk(model, repeats=True):
+    for path, module in walk_modules(model, repeats=True):
         for attribute, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in taken:
                 places.setdefault(parameter, []).append(f"{path}.{attribute}" if path else attribute)
@@ -195,11 +195,8 @@ def _places(model: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.Para
 
 def _innermost(name: str, groups: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Return the group that a place belongs to; the root's when there is none."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in groups:
-            return groups[name]
-    return ("",)
+    path = nearest(name.rpartition(".")[0], groups)
+    return groups[path] if path is not None else ("",)
 
 
 def _settle_ties(groups: list[tuple[str, ...]], places: Places, *, flat: bool) -> list[tuple[str, ...]]:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from safe_loading._core.names import canonical
+from safe_loading._model.tensors import walk_modules
 from safe_loading.errors import ArgumentError
-
-from .names import canonical, walk
 
 Ignored = nn.Module | nn.Parameter | str
 
@@ -63,7 +63,7 @@ class ModelTensor(NamedTuple):
 def parameters_of(model: nn.Module) -> tuple[ModelTensor, ...]:
     """Return the parameters of a model, each once, in the order of ``named_parameters``."""
     found: dict[int, ModelTensor] = {}
-    for path, module in walk(model, repeats=True):
+    for path, module in walk_modules(model, repeats=True):
         if not module._parameters:
             continue
         prefix = f"{canonical(path)}." if path else ""
@@ -76,7 +76,7 @@ def parameters_of(model: nn.Module) -> tuple[ModelTensor, ...]:
 def buffers_of(model: nn.Module) -> tuple[ModelTensor, ...]:
     """Return the buffers of a model, each once, in the order of ``named_buffers``."""
     found: dict[int, ModelTensor] = {}
-    for path, module in walk(model, repeats=True):
+    for path, module in walk_modules(model, repeats=True):
         if not module._buffers:
             continue
         prefix = f"{canonical(path)}." if path else ""

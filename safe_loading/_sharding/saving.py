@@ -19,12 +19,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from safe_loading._core.names import WRAPPER_PARTS, ancestors, canonical
+from safe_loading._model.tensors import walk_modules
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.waiting import Waiting
 from safe_loading.errors import ArgumentError
 
 from .fsdp1 import is_unit
-from .names import WRAPPERS, canonical, walk
 
 _NAME = "save_pretrained"
 _FLAT = "_flat_param"  # of FSDP1, where it keeps no original parameters
@@ -129,10 +130,10 @@ class SavingWhole:
 def _bare(model: nn.Module) -> Iterator[None]:
     """Take the wrappers inside a model away for a while: peft 0.21 saves no adapter whose module has one around it."""
     taken: list[tuple[nn.Module, str, nn.Module]] = []
-    for _, module in walk(model):
+    for _, module in walk_modules(model):
         for name, child in module._modules.items():
             inner: Any = child
-            while inner is not None and (wrapper := WRAPPERS & inner._modules.keys()):
+            while inner is not None and (wrapper := WRAPPER_PARTS & inner._modules.keys()):
                 inner = inner._modules[next(iter(wrapper))]
             if child is not None and inner is not child:
                 taken.append((module, name, child))
@@ -159,13 +160,11 @@ def _units(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
     """
     units: dict[str, nn.Module] = {}
     held: dict[nn.Module, dict[str, Any]] = {}
-    for path, module in walk(model, repeats=True):
+    for path, module in walk_modules(model, repeats=True):
         if is_unit(module):
             units[path] = module
-        above = path
-        while above not in units:
-            above = above.rpartition(".")[0]
-        state = held.setdefault(units[above], {})
+        unit = next(units[above] for above in ancestors(path) if above in units)
+        state = held.setdefault(unit, {})
         saved = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
         for name in (*module._parameters, *saved):
             if getattr(module, name) is not None and name != _FLAT:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from safe_loading._core.paths import path_text
+from safe_loading._model.tensors import walk_modules
 from safe_loading._ranks.device_guard import own_device
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.waiting import Waiting
@@ -22,7 +23,6 @@ from safe_loading.errors import ArgumentError
 from . import fsdp1, fsdp2
 from .added_after_wrap import Wrapped, attached, attached_units, wrapped_before
 from .fsdp_units import ShardingUnit, Wrap, plan_units
-from .names import walk
 from .parameters import ModelTensor, buffers_of, described, ignored_parameters, parameters_of
 
 Verify = Literal["off", "structure", "bytes"]
@@ -214,7 +214,7 @@ def _check_words(model: object, source: object, version: object, init_new: objec
         raise ArgumentError(f"verify={verify!r}: pass 'off', 'structure' or 'bytes'.")
     if init_new is not None and not callable(init_new):
         raise ArgumentError(f"init_new is a {type(init_new).__name__}: pass a function that initializes a module.")
-    if any(fsdp1.is_unit(module) for _, module in walk(model)):
+    if any(fsdp1.is_unit(module) for _, module in walk_modules(model)):
         raise ArgumentError(
             f"This {type(model).__name__} is wrapped by FSDP1 already. What was attached after that (an adapter) is "
             f"plain tensors, which every rank would train alone: attach it first, then wrap; or use version=2."

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from safe_loading._core import progress as _progress
+from safe_loading._core.names import canonical
 from safe_loading._core.report import Finding
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank
@@ -18,7 +19,6 @@ from safe_loading._ranks.waiting import Waiting
 from safe_loading.errors import CheckpointError
 
 from .local_shard import LocalShard
-from .names import canonical
 from .parameters import ModelTensor
 from .scatter import ElementRange, broadcast, meet, scatter
 from .setup import Setup

@@ -24,8 +24,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from safe_loading import CheckpointError, meta_model
 from safe_loading._model.layout import layout
+from safe_loading._model.tensors import walk_modules
 from safe_loading._sharding.checkpoint_source import open_source
-from safe_loading._sharding.names import walk
 
 
 def changed(folder: Path, change: Any) -> None:
@@ -72,8 +72,8 @@ def test_modules_are_walked_in_the_order_of_torch() -> None:
     model.add_module("nothing", None)
     for repeats in (False, True):
         wanted = [*model.named_modules(remove_duplicate=not repeats)]
-        assert [*walk(model, repeats=repeats)] == wanted
-    assert len(wanted) > len([*walk(model)])
+        assert [*walk_modules(model, repeats=repeats)] == wanted
+    assert len(wanted) > len([*walk_modules(model)])
 
 
 @pytest.mark.parametrize("kind", [MixtralForCausalLM, BertForMaskedLM])

@@ -78,6 +78,7 @@ def check_prefix(subject: Subject) -> Iterator[Finding]:
     """Yield a finding when the keys of a checkpoint would not be those that the model is loaded with."""
     path = subject.known[0]
     drift = f"{path}." if path else ""
+    # Two of WRAPPER_PREFIXES: FSDP1 takes its own out of the keys of a state dict, so that prefix never reaches a file.
     for part in ("_orig_mod.", "module."):
         if any(name.startswith(part) for name, _ in subject.model.named_parameters()):
             drift = part

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from safe_loading._memory.trace.allocator import EMPTY_CACHE
+from safe_loading._core.names import without_peft_prefix
 from safe_loading._memory.trace.records import Allocation, StepTrace
 
 _PASSING = -1  # the first key of what is there for a moment only; the others lie below
@@ -142,4 +143,4 @@ def order_of(name: str) -> list[tuple[int, int | str, int]]:
 
 def own_name(name: str) -> str:
     """Return the name that a tensor had before an adapter came around it."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return without_peft_prefix(name).replace(".base_layer.", ".")

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from safe_loading._core.names import nearest, without_peft_prefix
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.records import StepTrace
 
@@ -13,7 +14,6 @@ from .layer_groups import LayerGroup
 from .module_tree import PlacementUnit
 from .offload import Away
 
-_PEFT = "base_model.model."
 _RESIDENT = ("weights", "buffers", "adapters", "optimizer", "gradients", "activations")
 
 
@@ -121,8 +121,6 @@ class _Timeline:
     def _unit(self, module: str) -> str:
         found = self._known.get(module)
         if found is None:
-            found = module.removeprefix(_PEFT)
-            while found and found not in self._paths:
-                found = found.rpartition(".")[0]
+            found = nearest(without_peft_prefix(module), self._paths) or ""
             self._known[module] = found
         return found

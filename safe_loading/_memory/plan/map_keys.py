@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from safe_loading._core.names import ancestors, nearest
 from safe_loading._core.parse_size import Device
 
 
@@ -20,29 +21,24 @@ def collapse(devices: Mapping[str, Device]) -> dict[str, Device]:
     """
     inside: dict[str, set[Device]] = {}
     for path, device in devices.items():
-        for parent in parents(path):
+        for parent in _parents(path):
             inside.setdefault(parent, set()).add(device)
     collapsed: dict[str, Device] = {}
     for path, device in devices.items():
-        whole = next((parent for parent in parents(path) if len(inside[parent]) == 1), path)
+        whole = next((parent for parent in _parents(path) if len(inside[parent]) == 1), path)
         collapsed[whole] = device
     return collapsed
 
 
-def parents(path: str) -> Sequence[str]:
+def _parents(path: str) -> Sequence[str]:
     """Return the modules that a path lies in, the root (``""``) first."""
-    parts = path.split(".")
-    return ["", *(".".join(parts[:count]) for count in range(1, len(parts)))]
+    return [*ancestors(path)][:0:-1]
 
 
 def device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
     """Return the device that a map gives to a parameter, a buffer or a module; None when it names none."""
-    if name in device_map:
-        return device_map[name]
-    for parent in reversed(parents(name)):
-        if parent in device_map:
-            return device_map[parent]
-    return None
+    key = nearest(name, device_map)
+    return device_map[key] if key is not None else None
 
 
 def execution_devices(device_map: Mapping[str, Device]) -> tuple[Device, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from safe_loading._core.names import ancestors, nearest, without_peft_prefix
 from safe_loading._core.parse_size import Device
 
 from .map_keys import device_of
@@ -67,9 +68,7 @@ class ModuleTree:
         paths = {unit.path for unit in self.units}
         found: dict[str, None] = {}
         for name in names:
-            path = (name or "").removeprefix("base_model.model.")
-            while path and path not in paths:
-                path = path.rpartition(".")[0]
+            path = nearest(without_peft_prefix(name or ""), paths)
             if not path:
                 return ()
             found[path] = None
@@ -77,12 +76,11 @@ class ModuleTree:
 
     def split_around(self, module: str, device_map: Mapping[str, Device]) -> str:
         """Return the module itself, or the innermost around it, of which the map has parts on several devices."""
-        while module:
-            inside = {device_of(u.path, device_map) for u in self.units if u.path.startswith(f"{module}.")}
+        for path in ancestors(module):
+            inside = {device_of(unit.path, device_map) for unit in self.units if unit.path.startswith(f"{path}.")}
             if len(inside) > 1:
-                break
-            module = module.rpartition(".")[0]
-        return module
+                return path
+        return ""
 
 
 def beside_stack(model: torch.nn.Module, module: str, group: Sequence[str]) -> bool:
@@ -203,9 +201,7 @@ def _has_tensors(module: torch.nn.Module) -> bool:
 
 
 def _unit_of(name: str, place: dict[str, int]) -> int:
-    while name not in place:
-        name = name.rpartition(".")[0]
-    return place[name]
+    return next(place[path] for path in ancestors(name) if path in place)
 
 
 def _largest_leaf(tensors: Sequence[SizedTensor]) -> int:

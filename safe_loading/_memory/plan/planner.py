@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from safe_loading._core.log import logger
+from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.parse_size import HOST, Device, parse_device
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
@@ -178,7 +179,7 @@ class Planner:
         wholes: dict[str, str] = {}
         groups: dict[tuple[str, ...], tuple[str, str]] = {}
         for problem in ran.problems:
-            module = layout.split_around(problem.module.removeprefix("base_model.model."), device_map)
+            module = layout.split_around(without_peft_prefix(problem.module), device_map)
             group = layout.holding(problem.makers)
             joins = len(group) > 1 and group not in self.joined
             if joins and beside_stack(self.request.model, module, group):

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from safe_loading._core.names import PEFT_PREFIX, nearest, without_peft_prefix
+
 from .ledger import Ledger, device_of
 
 Key = int | str
 OFFLOADED = ("cpu", "disk")
-WRAPPED = "base_model.model."  # what a PeftModel puts before the names of its base
 
 
 class TracePlacement:
@@ -38,14 +39,9 @@ class TracePlacement:
 
     def entry(self, path: str) -> str | None:
         """Return the entry of the map that holds a module or tensor: the longest whole prefix."""
-        if path.startswith(WRAPPED) and not any(key.startswith(WRAPPED) for key in self.map):
-            path = path.removeprefix(WRAPPED)  # the map was made for the base model
-        while True:
-            if path in self.map:
-                return path
-            if not path:
-                return None
-            path = path.rpartition(".")[0]
+        if not any(key.startswith(PEFT_PREFIX) for key in self.map):
+            path = without_peft_prefix(path)  # the map was made for the base model
+        return nearest(path, self.map)
 
     def home(self, path: str) -> Key:
         """Return the device on which a tensor lies when nothing runs."""

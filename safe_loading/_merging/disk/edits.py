@@ -11,6 +11,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 
+from safe_loading._core.names import without_peft_prefix
 from safe_loading._loading.adapter_values import rename, same
 from safe_loading._loading.attach import Adapter
 from safe_loading._loading.slots import route
@@ -260,5 +261,5 @@ def _base_below(module: Any) -> torch.nn.Module:
 
 def _plain(path: str) -> str:
     """Return the module's name in the base: peft's levels in between are left out."""
-    parts = path.removeprefix("base_model.model.").split(".")
+    parts = without_peft_prefix(path).split(".")
     return ".".join(part for part in parts if part not in ("base_layer", "original_module", "modules_to_save"))

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from safe_loading._core.names import without_peft_prefix
 from safe_loading._loading import base_model as bases
 from safe_loading._loading import peft_config as configs
 from safe_loading._loading.attach import Adapter, attach, prepare
-from safe_loading._loading.key_names import PREFIX, canonical_key
+from safe_loading._loading.key_names import canonical_key
 from safe_loading._model.layout.embeddings_and_head import ends_of
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.snapshot import Snapshot
@@ -113,7 +114,7 @@ def _shapes_of(parameter: str, adapters: Sequence[Adapter]) -> Iterator[torch.Si
     """Yield the shapes of the tensors with which adapter files replace a parameter of the base."""
     for adapter in adapters:
         for key, tensor in adapter.tensors.items():
-            name = canonical_key(key).removeprefix(PREFIX)
+            name = without_peft_prefix(canonical_key(key))
             if re.sub(r"\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module)(?=\.)", "", name) == parameter:
                 yield tensor.shape
 

@@ -10,12 +10,11 @@ import torch
 
 from safe_loading._checkpoint.faults import listed
 from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._core.names import WRAPPER_PREFIXES
 
 from .dtypes import DTYPES
 from .layout import CheckpointLayout
 
-# What wrappers put before every name: DataParallel and DDP, torch.compile, FSDP1.
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _NUMBERED = re.compile(r"(.+)\.(\d+)\.")
 
 
@@ -73,7 +72,7 @@ def lacking(model: torch.nn.Module, layout: CheckpointLayout, state: Mapping[str
 def _wrapped(checkpoint: Checkpoint, layout: CheckpointLayout, state: Mapping[str, Any]) -> str | None:
     """Return the problem of names that a wrapper has left its own prefix in."""
     names = list(checkpoint.tensors)
-    for prefix in _WRAPPERS:
+    for prefix in WRAPPER_PREFIXES:
         if names and all(name.startswith(prefix) for name in names) and names[0] in layout.unknown:
             bare = [name.removeprefix(prefix) for name in names]
             if any(name in state for name in bare):

@@ -1,0 +1,47 @@
+"""Names of modules and tensors: what wrappers and peft put into them, and the modules around a name. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+# FSDP1, torch.compile and activation checkpointing put a module of this name between a parent and its child.
+WRAPPER_PARTS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+# What stands before every name when the state dict of a wrapper was saved: DataParallel and DDP, torch.compile, FSDP1.
+# "module" is no wrapper part above: inside a name it may be a child that the model itself calls so.
+DDP_PREFIX = "module."
+WRAPPER_PREFIXES = (DDP_PREFIX, "_orig_mod.", "_fsdp_wrapped_module.")
+# What a PeftModel puts before the names of its base: PeftModel.base_model is the tuner, whose model is the base.
+PEFT_PREFIX = "base_model.model."
+
+
+def canonical(name: str) -> str:
+    """Return the name of a parameter or module as the unwrapped model has it.
+
+    >>> canonical("layers.0._checkpoint_wrapped_module.mlp._orig_mod.weight")
+    'layers.0.mlp.weight'
+    """
+    if "_mod" not in name:  # all three parts contain it and few other names do, so most names need no split
+        return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+
+
+def without_peft_prefix(name: str) -> str:
+    """Return a name in a PeftModel as its base model has it; other names are returned as they are."""
+    return name.removeprefix(PEFT_PREFIX)
+
+
+def ancestors(name: str) -> Iterator[str]:
+    """Yield a name, then each module around it, the root (``""``) last.
+
+    >>> list(ancestors("layers.0.mlp"))
+    ['layers.0.mlp', 'layers.0', 'layers', '']
+    """
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def nearest(name: str, where: Container[str]) -> str | None:
+    """Return the name itself or the innermost module around it that is in ``where``; None when none is."""
+    return next((ancestor for ancestor in ancestors(name) if ancestor in where), None)
