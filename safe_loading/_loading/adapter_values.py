@@ -13,7 +13,7 @@ from safe_loading._checkpoint.copy_bytes import read_into
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.header import Header, TensorInfo, read_header
 from safe_loading._core.report import Finding
-from safe_loading._model.layout.dtypes import DTYPES
+from safe_loading._model.dtypes import DTYPES
 from safe_loading.errors import AdapterError, CheckpointError
 
 from . import key_names as names

@@ -15,7 +15,7 @@ from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel
 
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.report import Finding
-from safe_loading._model.layout.embeddings_and_head import ends_of
+from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading.errors import AdapterError, ArgumentError
@@ -244,7 +244,7 @@ def _base(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _embeddings(base: torch.nn.Module) -> list[torch.Tensor]:
-    return [weight for weight in ends_of(base).weights if weight is not None]
+    return [weight for weight in embeddings_and_head_of(base).weights if weight is not None]
 
 
 def _copy(config: PeftConfig) -> PeftConfig:

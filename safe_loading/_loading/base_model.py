@@ -15,10 +15,10 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from safe_loading._checkpoint.faults import listed
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.report import Finding
-from safe_loading._model.layout.embeddings_and_head import ends_of, wants_tie
+from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
-from safe_loading._model.layout.model_config import CONFIG, read_config
+from safe_loading._model.model_config import CONFIG, read_config
 from safe_loading.errors import AdapterError, ArgumentError, CheckpointError, SafeLoadingError
 
 from .adapter_facts import AdapterFacts
@@ -240,7 +240,7 @@ def untied_findings(model: torch.nn.Module, source: str) -> list[Finding]:
     """
     if not wants_tie(model):
         return []
-    embedding, head = ends_of(model).weights
+    embedding, head = embeddings_and_head_of(model).weights
     if embedding is None or head is None or embedding is head:
         return []
     return [

@@ -19,8 +19,8 @@ from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._core.paths import path_text
 from safe_loading.errors import ArgumentError
 
-from .layout.dtypes import DTYPES
-from .layout.model_config import building, read_config
+from .dtypes import DTYPES
+from .model_config import building, read_config
 
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
 

@@ -18,7 +18,7 @@ from safe_loading._checkpoint.hub import base_files, resolve
 from safe_loading._checkpoint.index import require_unchanged
 from safe_loading._core.names import canonical
 from safe_loading._core.report import Finding
-from safe_loading._model.layout.dtypes import DTYPES
+from safe_loading._model.dtypes import DTYPES
 from safe_loading._ranks.exchange import Ranks
 from safe_loading.errors import RanksDisagree
 

@@ -15,7 +15,7 @@ import torch
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
 from safe_loading._core.names import canonical
-from safe_loading._model.layout.dtypes import DTYPES
+from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.layout.layout import CheckpointLayout, Conversion, read_layout
 from safe_loading._model.tensors import walk_modules
 from safe_loading.errors import CheckpointError

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from safe_loading._checkpoint.header import TensorInfo
-from safe_loading._model.layout.dtypes import DTYPES
+from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.layout.layout import Conversion
 
 Fetch = Callable[[str], torch.Tensor]

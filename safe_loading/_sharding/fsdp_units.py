@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from safe_loading._core.names import WRAPPER_PARTS, canonical, nearest
-from safe_loading._model.layout.embeddings_and_head import ends_of
+from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.tensors import walk_modules
 from safe_loading.errors import ArgumentError
 
@@ -222,7 +222,7 @@ def _norm_and_head(
     model: nn.Module, modules: Mapping[str, nn.Module], groups: Sequence[tuple[str, ...]], places: Places
 ) -> tuple[str, ...] | None:
     """Return the last norm and the head, whose weight a fused loss reads after the norm has run; None for the root."""
-    head = ends_of(model).head
+    head = embeddings_and_head_of(model).head
     names = {module: name for name, module in modules.items()}
     if head is None or head not in names or not can_run(head):
         return None

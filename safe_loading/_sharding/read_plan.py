@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from safe_loading._model.layout.dtypes import DTYPES
+from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.layout.layout import Conversion
 from safe_loading.errors import ArgumentError
 

@@ -16,7 +16,7 @@ from safe_loading._checkpoint.copy_bytes import read_into
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._core import progress as _progress
 from safe_loading._core.report import Finding, MiB
-from safe_loading._model.layout.dtypes import DTYPES
+from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.layout.layout import Conversion
 from safe_loading._ranks.launcher import local_rank
 from safe_loading.errors import ArgumentError, CheckpointError

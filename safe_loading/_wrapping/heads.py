@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from safe_loading._checkpoint.hub import Resolved
 from safe_loading._loading import adapter_values as values
 from safe_loading._loading.adapter_facts import read_adapter
-from safe_loading._model.layout.embeddings_and_head import ends_of
+from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading.errors import AdapterError
 
 HEADS = "_attached_heads"  # in the __dict__ of a base: the names of its heads
@@ -35,7 +35,7 @@ def base_and_path(model: nn.Module) -> tuple[nn.Module, str]:
 
 def place_for(base: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Return the device and the dtype in which the last hidden states of a model come: those of its output layer."""
-    layer: Any = ends_of(base).head
+    layer: Any = embeddings_and_head_of(base).head
     layer = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
     weights = [*(layer.parameters() if isinstance(layer, nn.Module) else ()), *reversed([*base.parameters()])]
     if not weights:

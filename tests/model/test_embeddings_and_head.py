@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig, LlamaConfig, LlamaForCausalLM
 
 from safe_loading import audit_model
-from safe_loading._model.layout.embeddings_and_head import ends_of
+from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 
 
 def clip() -> CLIPModel:
@@ -20,16 +20,16 @@ def clip() -> CLIPModel:
 def test_the_weights_are_those_of_the_layers_that_tuners_wrap() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     embeddings, head = model.model.embed_tokens.weight, model.lm_head.weight
-    assert ends_of(model) == (model.model.embed_tokens, model.lm_head)
+    assert embeddings_and_head_of(model) == (model.model.embed_tokens, model.lm_head)
     get_peft_model(model, LoraConfig(target_modules=["lm_head", "embed_tokens"]))
-    first, second = ends_of(model).weights
+    first, second = embeddings_and_head_of(model).weights
     assert first is embeddings
     assert second is head
 
 
 def test_a_model_without_ends_and_an_object_that_is_none_have_none() -> None:
     model = clip()
-    assert ends_of(model).head is None
-    assert ends_of(model).weights[1] is None
-    assert ends_of(torch.nn.Linear(2, 2)) == ends_of(None) == (None, None)
+    assert embeddings_and_head_of(model).head is None
+    assert embeddings_and_head_of(model).weights[1] is None
+    assert embeddings_and_head_of(torch.nn.Linear(2, 2)) == embeddings_and_head_of(None) == (None, None)
     audit_model(model)  # does not raise

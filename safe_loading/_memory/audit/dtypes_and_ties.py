@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from safe_loading._core.report import Finding, format_bytes
-from safe_loading._model.layout.embeddings_and_head import ends_of, wants_tie
+from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 from safe_loading._model.quantized.recognize import is_quantized
 
 from .subject import Subject, size_of
@@ -31,7 +31,7 @@ def check_quantized(subject: Subject) -> Iterator[Finding]:
     flagged = any(getattr(subject.base, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
     if subject.base is None or (said is None and not flagged):
         return
-    head = ends_of(subject.base).head
+    head = embeddings_and_head_of(subject.base).head
     plain = {
         name: module.weight
         for name, module in subject.base.named_modules()
@@ -103,7 +103,7 @@ def check_ties(subject: Subject) -> Iterator[Finding]:
     """Yield a finding when embeddings that the config ties are two tensors."""
     if subject.base is None:
         return
-    first, second = ends_of(subject.base).weights
+    first, second = embeddings_and_head_of(subject.base).weights
     if not wants_tie(subject.base):
         return
     if first is None or second is None or first.shape != second.shape:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from safe_loading._core.report import Finding, format_bytes
-from safe_loading._model.layout.embeddings_and_head import ends_of
+from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._wrapping.heads import missing_heads
 
 from .subject import Subject, size_of
@@ -105,7 +105,7 @@ def check_head(subject: Subject) -> Iterator[Finding]:
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    head: Any = ends_of(subject.base).head
+    head: Any = embeddings_and_head_of(subject.base).head
     layer: Any = head
     if not isinstance(head, BaseTunerLayer):
         return

@@ -17,8 +17,8 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.paths import path_text
 from safe_loading._core.workload import Workload
 from safe_loading._loading.peft_config import read_peft_config
-from safe_loading._model.layout.model_config import read_config
 from safe_loading._model.meta_model import meta_model
+from safe_loading._model.model_config import read_config
 from safe_loading.errors import ArgumentError
 
 from .bnb_layers import arrival, is_stand_in, quantize

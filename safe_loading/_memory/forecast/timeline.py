@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from safe_loading._memory.trace.allocator import EMPTY_CACHE
 from safe_loading._core.names import without_peft_prefix
+from safe_loading._memory.trace.allocator import EMPTY_CACHE
 from safe_loading._memory.trace.records import Allocation, StepTrace
 
 _PASSING = -1  # the first key of what is there for a moment only; the others lie below

@@ -14,8 +14,8 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from safe_loading._checkpoint.faults import raise_faults
 from safe_loading._checkpoint.hub import resolve, small_files
 from safe_loading._checkpoint.index import inspect_checkpoint
-from safe_loading._model.layout.model_config import read_config
 from safe_loading._model.meta_model import dtype_on_disk, meta_model
+from safe_loading._model.model_config import read_config
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
 ModelSource = str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module

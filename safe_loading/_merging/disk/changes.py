@@ -8,7 +8,7 @@ import torch
 
 from safe_loading._core.report import Finding
 from safe_loading._merging.weights.update import Update
-from safe_loading._model.layout.dtypes import DTYPES
+from safe_loading._model.dtypes import DTYPES
 
 from .base_changing_init import BaseChangingInit
 

@@ -16,7 +16,7 @@ from safe_loading._loading import base_model as bases
 from safe_loading._loading import peft_config as configs
 from safe_loading._loading.attach import Adapter, attach, prepare
 from safe_loading._loading.key_names import canonical_key
-from safe_loading._model.layout.embeddings_and_head import ends_of
+from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.snapshot import Snapshot
 from safe_loading.errors import MergeError
@@ -100,7 +100,7 @@ def _skeleton(sources: MergeSources, chosen: Any, adapters: Sequence[Adapter]) -
 def _vocabulary(model: Any, adapters: Sequence[Adapter]) -> int | None:
     """Return the rows of the adapters' embeddings when they are not the base's."""
     names = names_of(model)
-    for weight in ends_of(model).weights:
+    for weight in embeddings_and_head_of(model).weights:
         if weight is None:
             continue
         for name in names.get(id(weight), ()):

@@ -15,7 +15,7 @@ import torch
 from safe_loading._checkpoint.copy_bytes import read_into
 from safe_loading._checkpoint.header import BITS, TensorInfo
 from safe_loading._checkpoint.index import Checkpoint
-from safe_loading._model.layout.dtypes import DTYPES
+from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.quantized.decode import decode_four_bits, decode_fp8, decode_nested_scales
 from safe_loading.errors import MergeError
 

@@ -12,7 +12,7 @@ import torch
 from safe_loading._checkpoint.copy_bytes import ReadAhead, copy_range, read_into, write_from
 from safe_loading._merging.weights.rounding import round_into
 from safe_loading._merging.weights.update import ROWS, RowMerger, Update
-from safe_loading._model.layout.dtypes import DTYPES
+from safe_loading._model.dtypes import DTYPES
 from safe_loading.errors import MergeError
 
 from .changes import ChangedRows

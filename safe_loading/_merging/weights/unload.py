@@ -9,7 +9,7 @@ import torch
 from peft.utils.other import ModulesToSaveWrapper
 
 from safe_loading._core.report import Finding, format_bytes
-from safe_loading._model.layout.embeddings_and_head import ends_of, wants_tie
+from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 
 from .merge_plan import saved_by
 
@@ -49,7 +49,7 @@ def unloaded(tuner: Any, names: Sequence[str] | None) -> tuple[torch.nn.Module, 
     config = getattr(base, "config", None)
     if config is None or not wants_tie(base):
         return base, []
-    one, other = ends_of(base).weights
+    one, other = embeddings_and_head_of(base).weights
     if one is None or other is None or one.data_ptr() == other.data_ptr():
         return base, []
     config.tie_word_embeddings = False

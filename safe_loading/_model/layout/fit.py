@@ -11,8 +11,8 @@ import torch
 from safe_loading._checkpoint.faults import listed
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.names import WRAPPER_PREFIXES
+from safe_loading._model.dtypes import DTYPES
 
-from .dtypes import DTYPES
 from .layout import CheckpointLayout
 
 _NUMBERED = re.compile(r"(.+)\.(\d+)\.")

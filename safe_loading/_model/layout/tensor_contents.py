@@ -17,9 +17,8 @@ from safe_loading._checkpoint.files import open_regular, unreadable
 from safe_loading._checkpoint.header import Header, TensorInfo
 from safe_loading._checkpoint.strict_json import try_json_object
 from safe_loading._core.report import Finding, MiB
+from safe_loading._model.dtypes import DTYPES
 from safe_loading.errors import CheckpointError
-
-from .dtypes import DTYPES
 
 REPORT = "merge_report.json"
 """What merge_lora_checkpoint writes beside the weights, with a SHA-256 of each tensor."""

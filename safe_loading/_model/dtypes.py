@@ -1,4 +1,4 @@
-"""The dtypes of the safetensors format as torch knows them."""
+"""The dtypes of the safetensors format, as dtypes of torch."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Each dtype by its name in a header; those of less than a byte are not there."""
+"""Each dtype by its name in a header, without those of less than a byte, for which torch has no arithmetic."""

@@ -1,0 +1,64 @@
+"""The input embeddings of a model, and its head: the layer that computes the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+
+class EmbeddingsAndHead(NamedTuple):
+    """The two modules; None where the model has no such module, or cannot say which it is.
+
+    Attributes:
+        embeddings: What ``get_input_embeddings`` returns, a tuner's layer included.
+        head: What ``get_output_embeddings`` returns, a tuner's layer included.
+    """
+
+    embeddings: torch.nn.Module | None
+    head: torch.nn.Module | None
+
+    @property
+    def weights(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Their weights; of a tuner's layer, the weight of the layer that it wraps."""
+        return _weight(self.embeddings), _weight(self.head)
+
+
+def embeddings_and_head_of(model: object) -> EmbeddingsAndHead:
+    """Return the embeddings and the head of a transformers model, and None twice for any other object."""
+    return EmbeddingsAndHead(_ask(model, "get_input_embeddings"), _ask(model, "get_output_embeddings"))
+
+
+def wants_tie(model: object) -> bool:
+    """Return whether config and class tie the head to another weight, whether or not the model holds it tied now.
+
+    The flag ``tie_word_embeddings`` alone does not decide: some classes never tie (CPM-Ant), and where configs are
+    nested, it is the one of the class that counts (Qwen3-VL).
+    """
+    head = embeddings_and_head_of(model).head
+    if head is None or not isinstance(model, torch.nn.Module):
+        return False
+    expand: Callable[..., Mapping[str, str]] | None = getattr(model, "get_expanded_tied_weights_keys", None)
+    if expand is None:
+        return False
+    names = {f"{path}.weight" for path, module in model.named_modules(remove_duplicate=False) if module is head}
+    try:
+        pairs = expand(all_submodels=True).items()
+    except ValueError:  # a pattern of the class matches no parameter, because a tuner renamed it
+        return False
+    return any(names.intersection(pair) for pair in pairs)
+
+
+def _ask(model: object, method: str) -> torch.nn.Module | None:
+    get: Callable[[], object] | None = getattr(model, method, None)
+    try:
+        module = get() if get is not None else None
+    except (NotImplementedError, AttributeError, TypeError):  # transformers raises for CLIP, Wav2Vec2, ...
+        return None
+    return module if isinstance(module, torch.nn.Module) else None
+
+
+def _weight(module: torch.nn.Module | None) -> torch.Tensor | None:
+    weight = getattr(getattr(module, "base_layer", module), "weight", None)
+    return weight if isinstance(weight, torch.Tensor) else None
