@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torchrun import SHARED
 
 TESTS = Path(__file__).resolve().parent
 SIMULATED_DEVICES = TESTS / "simulated_devices"
@@ -29,6 +30,9 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    # Two workers with a thread per core each would wait for one another, and an SVD with threads has other last bits
+    # at each call, which PiSSA's start shows.
+    "OMP_NUM_THREADS": "1",
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
@@ -129,7 +133,7 @@ def _import_path() -> list[str]:
     package = importlib.util.find_spec("safe_loading")
     roots = [str(Path(package.origin).parents[1])] if package is not None and package.origin else []
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [str(SIMULATED_DEVICES), str(TESTS), *roots, *filter(None, inherited)]
+    return [str(SIMULATED_DEVICES), *SHARED, *roots, *filter(None, inherited)]
 
 
 @contextlib.contextmanager

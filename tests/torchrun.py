@@ -24,6 +24,9 @@ from typing import IO, Any
 
 OUT = "SAFE_LOADING_TEST_OUT"
 TESTS = Path(__file__).resolve().parent
+# Where scripts in processes of their own find what the tests share; pytest puts these folders on its path by itself.
+# Not the simulated devices: transformers would take their torch_npu for an accelerator.
+SHARED = [str(TESTS), *sorted(str(p) for p in TESTS.iterdir() if p.is_dir() and p.name != "simulated_devices")]
 TAIL = 6000  # characters of a rank's output in a failure
 
 ENVIRONMENT = {
@@ -196,8 +199,7 @@ def _folder(script: str | Path) -> Iterator[Path]:
 
 def import_path() -> str:
     """Return the PYTHONPATH of scripts that import what the tests share: only pytest puts their folder on its path."""
-    rooms = [str(path) for path in (TESTS, *sorted(TESTS.iterdir())) if path.is_dir()]
-    return os.pathsep.join([*rooms, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.pathsep.join([*SHARED, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _environment(folder: Path, env: Mapping[str, str | None] | None) -> dict[str, str]:

@@ -16,7 +16,9 @@ _FORMATS = ("text", "json", "github", "sarif")
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    summary = "what will cost memory or go wrong? one step without weights; exits 0 clean, 1 findings, 2 not run"
+    summary = (
+        "what will cost memory or go wrong? one step without weights; exits 1 on errors or warnings, 2 if it cannot run"
+    )
     parser = commands.add_parser("audit", help=summary, description=summary)
     parser.add_argument("model", metavar="MODEL_OR_FOLDER", help="hub id or folder of a model or an adapter")
     add_training(parser)
@@ -37,4 +39,5 @@ def _run(arguments: argparse.Namespace) -> Answer:
     except SafeLoadingError as error:
         return Answer([f"safe_loading: {error}"], USAGE)
     text = str(report) if arguments.format == "text" else getattr(report, f"to_{arguments.format}")()
-    return Answer([text], OK if report.ok else NOT_OK)
+    clean = all(finding.severity == "info" for finding in report.findings)
+    return Answer([text], OK if clean else NOT_OK)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 Severity = Literal["error", "warning", "info"]
 
@@ -92,6 +93,86 @@ def findings_html(findings: Sequence[Finding]) -> str:
     return html_table(header, [(f.severity, f.code, f.where, f.message, f.fix) for f in findings])
 
 
-def to_json(facts: Mapping[str, Any]) -> str:
-    """Return facts as a JSON object, its keys sorted."""
-    return json.dumps(facts, indent=2, sort_keys=True)
+def to_json(facts: Mapping[str, object]) -> str:
+    """Return facts as a JSON object, the keys of its first level sorted.
+
+    What lies deeper keeps its order, which may mean something: a device map runs through its model from top to bottom.
+    """
+    return json.dumps(dict(sorted(facts.items())), indent=2)
+
+
+class Table(NamedTuple):
+    """A table of a report: the names of the columns, and the cells as text."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class Report(ABC):
+    """What a verb did or found, as text, as HTML in a notebook and as JSON.
+
+    A subclass is a frozen dataclass; it says what its title is and which tables it has.
+    """
+
+    @abstractmethod
+    def _title(self) -> str:
+        """Return what the report says in one line."""
+
+    def _tables(self) -> Sequence[Table]:
+        """Return the tables, in their order; a table without rows is not shown."""
+        return ()
+
+    def _notes(self) -> Sequence[str]:
+        """Return the paragraphs that follow the tables in the text."""
+        return ()
+
+    def _facts(self) -> Mapping[str, object]:
+        """Return what :meth:`to_json` writes."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload,no-any-return]  # the subclasses are dataclasses
+
+    def __str__(self) -> str:
+        """Return the title, the tables and the notes."""
+        tables = [text_table(*table) for table in self._tables() if table.rows]
+        return "\n\n".join(filter(None, [self._title(), *tables, *self._notes()]))
+
+    def _repr_html_(self) -> str:
+        tables = [html_table(*table) for table in self._tables() if table.rows]
+        return f"<p>{html.escape(self._title())}</p>{self._picture()}{''.join(tables)}"
+
+    def _picture(self) -> str:
+        """Return an SVG that stands between the title and the tables of the HTML."""
+        return ""
+
+    def to_json(self) -> str:
+        """Return the whole report as a JSON object; a report with a verdict has it as ``ok``."""
+        return to_json(self._facts())
+
+
+class Verdict(Report):
+    """A report that judges: it has findings, and is ``ok`` or not.
+
+    One rule serves all of them. A report is ``ok`` when no finding is an error; warnings and infos leave it so.
+    """
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no finding is an error."""
+        return all(finding.severity != "error" for finding in self.findings)
+
+    def _notes(self) -> Sequence[str]:
+        return [findings_text(self.findings)]
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + findings_html(self.findings)
+
+    def to_json(self) -> str:
+        """Return the whole report, with its verdict as ``ok``, as a JSON object."""
+        return to_json({"ok": self.ok, **self._facts()})
+
+
+def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Return findings by severity, errors first; those of one severity keep their order."""
+    order = ("error", "warning", "info")
+    return tuple(sorted(findings, key=lambda finding: order.index(finding.severity)))

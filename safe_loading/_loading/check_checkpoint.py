@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import html
 import os
 import re
 from collections import Counter
@@ -20,15 +18,7 @@ from safe_loading._checkpoint.strict_json import try_json_object
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, conversion_command, names_in
 from safe_loading._core.names import WRAPPER_PREFIXES
 from safe_loading._core.paths import path_text
-from safe_loading._core.report import (
-    Finding,
-    findings_html,
-    findings_text,
-    format_bytes,
-    html_table,
-    text_table,
-    to_json,
-)
+from safe_loading._core.report import Finding, Table, Verdict, format_bytes, worst_first
 
 _LORA_NUMBERS = ("r", "lora_alpha")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -51,7 +41,7 @@ class CheckpointFile:
 
 
 @dataclass(frozen=True)
-class CheckpointReport:
+class CheckpointReport(Verdict):
     """What :func:`check_checkpoint` found.
 
     Attributes:
@@ -74,29 +64,7 @@ class CheckpointReport:
     metadata: Mapping[str, str]
     findings: tuple[Finding, ...]
 
-    @property
-    def ok(self) -> bool:
-        """Whether no finding is an error."""
-        return not any(finding.severity == "error" for finding in self.findings)
-
-    def __str__(self) -> str:
-        """Return the verdict, the table of files and the findings."""
-        parts = [self._headline()]
-        if self.files:
-            parts.append(text_table(("file", "tensors", "bytes"), self._rows()))
-        if self.findings:
-            parts.append(findings_text(self.findings))
-        return "\n\n".join(parts)
-
-    def _repr_html_(self) -> str:
-        table = html_table(("file", "tensors", "bytes"), self._rows()) if self.files else ""
-        return f"<p>{html.escape(self._headline())}</p>{table}{findings_html(self.findings)}"
-
-    def to_json(self) -> str:
-        """Return the report, with its verdict as ``ok``, as a JSON object."""
-        return to_json({"ok": self.ok, **dataclasses.asdict(self)})
-
-    def _headline(self) -> str:
+    def _title(self) -> str:
         dtypes = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in self.dtypes.items())
         files = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
         weights = f"{self.tensors} tensors in {files}, {format_bytes(self.bytes)}"
@@ -106,8 +74,9 @@ class CheckpointReport:
         counts = Counter(finding.severity for finding in self.findings)
         return ("ok" if self.ok else "NOT OK") + "".join(f", {n} {severity}" for severity, n in counts.items())
 
-    def _rows(self) -> list[tuple[str, str, str]]:
-        return [(file.name, str(file.tensors), format_bytes(file.bytes)) for file in self.files]
+    def _tables(self) -> list[Table]:
+        rows = [(file.name, str(file.tensors), format_bytes(file.bytes)) for file in self.files]
+        return [Table(("file", "tensors", "bytes"), rows)]
 
 
 def check_checkpoint(path: str | os.PathLike[str], *, values: bool = False) -> CheckpointReport:
@@ -192,7 +161,6 @@ def _report(
             dtypes[info.dtype] += info.nbytes
         files.append(CheckpointFile(name, len(header.tensors), size))
         metadata.update(header.metadata)
-    order = ("error", "warning", "info")
     return CheckpointReport(
         path=str(path),
         kind=kind,
@@ -201,7 +169,7 @@ def _report(
         bytes=sum(file.bytes for file in files),
         dtypes=dict(dtypes.most_common()),
         metadata=metadata,
-        findings=tuple(sorted(findings, key=lambda finding: order.index(finding.severity))),
+        findings=worst_first(findings),
     )
 
 

@@ -5,15 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from safe_loading._core.report import (
-    Finding,
-    findings_html,
-    findings_text,
-    format_bytes,
-    html_table,
-    text_table,
-    to_json,
-)
+from safe_loading._core.report import Finding, Table, Verdict, format_bytes
 
 _HEADER = ("what", "source", "device", "dtypes", "tensors", "size", "seconds")
 
@@ -46,7 +38,7 @@ class LoadedPart:
 
 
 @dataclasses.dataclass(frozen=True)
-class LoadReport:
+class LoadReport(Verdict):
     """What :func:`load_peft_on_rank` or :func:`load_adapter_on_rank` did.
 
     Attributes:
@@ -64,17 +56,12 @@ class LoadReport:
     findings: tuple[Finding, ...] = ()
 
     @property
-    def ok(self) -> bool:
-        """Whether no finding says that the result is wrong."""
-        return all(finding.severity != "error" for finding in self.findings)
-
-    @property
     def bytes(self) -> int:
         """The bytes that lie on the device because of this load."""
         return sum(part.bytes for part in self.parts)
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
+    def _tables(self) -> list[Table]:
+        rows = [
             (
                 part.name,
                 f"{part.source}@{part.commit[:8]}" if part.commit else part.source,
@@ -86,15 +73,10 @@ class LoadReport:
             )
             for part in self.parts
         ]
+        return [Table(_HEADER, rows)]
 
-    def __str__(self) -> str:
-        """Return a table of what was loaded where, with the findings under it."""
-        title = f"rank {self.rank} of {self.ranks} on {self.device}"
-        return "\n".join(filter(None, [title, text_table(_HEADER, self._rows()), findings_text(self.findings)]))
+    def _title(self) -> str:
+        return f"rank {self.rank} of {self.ranks} on {self.device}"
 
-    def _repr_html_(self) -> str:
-        return html_table(_HEADER, self._rows()) + findings_html(self.findings)
-
-    def to_json(self) -> str:
-        """Return the report, with its verdict as ``ok`` and its ``bytes``, as a JSON object."""
-        return to_json({"ok": self.ok, "bytes": self.bytes, **dataclasses.asdict(self)})
+    def _facts(self) -> Mapping[str, object]:
+        return {"bytes": self.bytes, **super()._facts()}

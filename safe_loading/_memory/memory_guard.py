@@ -6,6 +6,7 @@ import gc
 import logging
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from safe_loading._core.arguments import whole_number
 from safe_loading._core.log import logger
-from safe_loading._core.report import format_bytes, html_table, text_table, to_json
+from safe_loading._core.report import Report, Table, format_bytes
 
 _SHOWN = 5
 
@@ -65,7 +66,7 @@ class StepMemory:
         )
 
 
-class MemoryGuard:
+class MemoryGuard(Report):
     """Context manager around a loop: peak, growth per step, and which tensors stayed.
 
     Call `step` at the end of each step. Each writes one line to ``logging.getLogger("safe_loading")``, at level INFO,
@@ -138,27 +139,25 @@ class MemoryGuard:
         last = self.steps[2:][-self._patience :]
         return len(last) == self._patience and all(record.growth_bytes > 0 for record in last)
 
-    def __str__(self) -> str:
-        """Return a table of the steps, and what grew in the last."""
-        parts = [text_table(("step", "live", "growth", "peak"), self._rows())]
-        if self.leaking:
-            parts += ["Memory grows in every step. What came in the last and stayed:"]
-            parts += [f"  {grown}" for grown in self.steps[-1].grown[:_SHOWN]]
-        return "\n".join(parts)
+    def _title(self) -> str:
+        return f"{len(self.steps)} steps, peak {format_bytes(self.peak_bytes)}"
 
-    def _repr_html_(self) -> str:
-        return html_table(("step", "live", "growth", "peak"), self._rows())
-
-    def to_json(self) -> str:
-        """Return the records as JSON."""
-        kept = [{**vars(record), "grown": [vars(grown) for grown in record.grown]} for record in self.steps]
-        return to_json({"peak_bytes": self.peak_bytes, "leaking": self.leaking, "steps": kept})
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
+    def _tables(self) -> list[Table]:
+        rows = [
             (str(r.step), format_bytes(r.live_bytes), _signed(r.growth_bytes), format_bytes(r.peak_bytes))
             for r in self.steps
         ]
+        return [Table(("step", "live", "growth", "peak"), rows)]
+
+    def _notes(self) -> list[str]:
+        if not self.leaking:
+            return []
+        grown = [f"  {grown}" for grown in self.steps[-1].grown[:_SHOWN]]
+        return ["\n".join(["Memory grows in every step. What came in the last and stayed:", *grown])]
+
+    def _facts(self) -> Mapping[str, object]:
+        records = [{**vars(record), "grown": [vars(grown) for grown in record.grown]} for record in self.steps]
+        return {"peak_bytes": self.peak_bytes, "leaking": self.leaking, "steps": records}
 
 
 def _storages() -> dict[int, tuple[Any, int]]:

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
-from safe_loading._core.report import (
-    Finding,
-    findings_html,
-    findings_text,
-    format_bytes,
-    html_table,
-    text_table,
-    to_json,
-)
+from safe_loading._core.report import Finding, Table, Verdict, format_bytes
 
 _HEADER = ("weight", "kind", "dtype", "adapters", "road", "size", "rms of delta")
 
@@ -44,7 +37,7 @@ class MergedWeight:
 
 
 @dataclasses.dataclass(frozen=True)
-class InplaceMergeReport:
+class InplaceMergeReport(Verdict):
     """What a merge did.
 
     Attributes:
@@ -62,17 +55,12 @@ class InplaceMergeReport:
     findings: tuple[Finding, ...] = ()
 
     @property
-    def ok(self) -> bool:
-        """Whether no finding says that the result is wrong."""
-        return all(finding.severity != "error" for finding in self.findings)
-
-    @property
     def bytes(self) -> int:
         """The size of the weights that changed."""
         return sum(weight.bytes for weight in self.weights)
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
+    def _tables(self) -> list[Table]:
+        rows = [
             (
                 weight.name,
                 weight.kind,
@@ -84,18 +72,11 @@ class InplaceMergeReport:
             )
             for weight in self.weights
         ]
+        return [Table(_HEADER, rows)]
 
     def _title(self) -> str:
         what = f"{', '.join(self.adapters) or 'nothing'} merged into {len(self.weights)} weights"
         return f"{what}, {format_bytes(self.bytes)}, in {self.seconds:.3f} s"
 
-    def __str__(self) -> str:
-        """Return a table of the weights, with the findings under it."""
-        return "\n".join(filter(None, [self._title(), text_table(_HEADER, self._rows()), findings_text(self.findings)]))
-
-    def _repr_html_(self) -> str:
-        return html_table(_HEADER, self._rows()) + findings_html(self.findings)
-
-    def to_json(self) -> str:
-        """Return the report, with its verdict as ``ok`` and its ``bytes``, as a JSON object."""
-        return to_json({"ok": self.ok, "bytes": self.bytes, **dataclasses.asdict(self)})
+    def _facts(self) -> Mapping[str, object]:
+        return {"bytes": self.bytes, **super()._facts()}

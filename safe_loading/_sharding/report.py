@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from safe_loading._core.report import (
-    Finding,
-    findings_html,
-    findings_text,
-    format_bytes,
-    html_table,
-    text_table,
-    to_json,
-)
+from safe_loading._core.report import Finding, Table, Verdict, format_bytes
 
 _HEADER = ("unit", "parameters", "gathered", "stays gathered")
 
@@ -35,7 +27,7 @@ class FsdpUnit:
 
 
 @dataclasses.dataclass(frozen=True)
-class FsdpReport:
+class FsdpReport(Verdict):
     """What :func:`wrap_fsdp_meta_safe` did on one rank.
 
     Attributes:
@@ -74,20 +66,16 @@ class FsdpReport:
     findings: tuple[Finding, ...] = ()
 
     @property
-    def ok(self) -> bool:
-        """Whether no finding says that the result is wrong."""
-        return all(finding.severity != "error" for finding in self.findings)
-
-    @property
     def largest_unit(self) -> FsdpUnit:
         """The unit that takes the most memory while it is gathered."""
         return max(self.units, key=lambda unit: unit.bytes)
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
+    def _tables(self) -> list[Table]:
+        rows = [
             (unit.name, str(unit.parameters), format_bytes(unit.bytes), "yes" if unit.keeps else "no")
             for unit in self.units
         ]
+        return [Table(_HEADER, rows)]
 
     def _title(self) -> str:
         shards = "1 shard" if self.shards == 1 else f"{self.shards} shards"
@@ -97,14 +85,3 @@ class FsdpReport:
             f"{format_bytes(self.bytes_read)}, sent {format_bytes(self.bytes_sent)}, peak "
             f"{format_bytes(self.peak_bytes)}, {self.seconds:.3f} s, verified: {self.verified}"
         )
-
-    def __str__(self) -> str:
-        """Return one line of sums, a table of the units, and the findings under it."""
-        return "\n".join(filter(None, [self._title(), text_table(_HEADER, self._rows()), findings_text(self.findings)]))
-
-    def _repr_html_(self) -> str:
-        return html_table(_HEADER, self._rows()) + findings_html(self.findings)
-
-    def to_json(self) -> str:
-        """Return the whole report as a JSON object."""
-        return to_json({**dataclasses.asdict(self), "ok": self.ok})

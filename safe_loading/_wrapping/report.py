@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from safe_loading._core.report import Finding, findings_html, findings_text, html_table, text_table, to_json
+from safe_loading._core.report import Finding, Table, Verdict
 
 _HEADER = ("mode", "code runs", "how it is known")
 
@@ -25,7 +25,7 @@ class CallProof:
 
 
 @dataclasses.dataclass(frozen=True)
-class WrapReport:
+class WrapReport(Verdict):
     """What a wrapping did.
 
     Attributes:
@@ -40,24 +40,10 @@ class WrapReport:
     proofs: tuple[CallProof, ...]
     findings: tuple[Finding, ...] = ()
 
-    @property
-    def ok(self) -> bool:
-        """Whether no finding says that the result is wrong."""
-        return all(finding.severity != "error" for finding in self.findings)
+    def _title(self) -> str:
+        """Return the order in which a call passes through the classes."""
+        return " -> ".join((*self.mixins, self.model))
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        said = {True: "yes", False: "no", None: "unknown"}
-        return [(proof.mode, said[proof.runs], proof.how) for proof in self.proofs]
-
-    def __str__(self) -> str:
-        """Return the order of the calls and a table of the proofs, with the findings under it."""
-        title = " -> ".join((*self.mixins, self.model))
-        table = text_table(_HEADER, self._rows()) if self.proofs else ""
-        return "\n".join(filter(None, [title, table, findings_text(self.findings)]))
-
-    def _repr_html_(self) -> str:
-        return html_table(_HEADER, self._rows()) + findings_html(self.findings)
-
-    def to_json(self) -> str:
-        """Return the report, with its verdict as ``ok``, as a JSON object."""
-        return to_json({"ok": self.ok, **dataclasses.asdict(self)})
+    def _tables(self) -> list[Table]:
+        answer = {True: "yes", False: "no", None: "unknown"}
+        return [Table(_HEADER, [(proof.mode, answer[proof.runs], proof.how) for proof in self.proofs])]

@@ -21,6 +21,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trai
 
 from safe_loading import ArgumentError, Workload, attach_head, audit_model
 from safe_loading.__main__ import main
+from safe_loading._core.report import Finding
 from safe_loading._memory.audit.device_checks import fsdp_units
 
 STEP = Workload.train(1, 8)
@@ -413,9 +414,10 @@ def test_the_command(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["audit", str(tmp_path / "absent")]) == 2
     assert main(["audit", str(tiny_llama), "--train", "many"]) == 2
     assert main(["audit", str(tiny_llama), "--gradient-checkpointing", "--adapter", "a"]) == 2
-    report = types.SimpleNamespace(ok=False)
-    with mock.patch("safe_loading._memory.audit_model.audit_model", return_value=report):
-        assert main(["audit", str(tiny_llama)]) == 1
+    for severity, status in (("error", 1), ("warning", 1), ("info", 0)):
+        report = types.SimpleNamespace(findings=(Finding("SL000", severity, "", "", ""),))
+        with mock.patch("safe_loading._memory.audit_model.audit_model", return_value=report):
+            assert main(["audit", str(tiny_llama)]) == status
 
 
 def test_what_is_no_model() -> None:

@@ -18,6 +18,7 @@ import pytest
 from faults import system_calls
 from faults.operations import disk_full, operations
 from models import save_adapter, save_llama
+from torchrun import SHARED
 from transformers import AutoModelForCausalLM
 
 import safe_loading
@@ -25,7 +26,6 @@ from safe_loading import CheckpointError, OutputError, merge_lora_checkpoint
 from safe_loading._checkpoint import copy_bytes as copies
 from safe_loading._merging.disk import stream as streams
 
-TESTS = Path(__file__).resolve().parents[1]
 SEED = 7
 
 
@@ -46,7 +46,7 @@ def test_a_fault_at_any_call_that_changes_a_file_leaves_the_old_or_the_new_and_a
         pytest.skip(f"no faults at system calls: {error}")
     merge_lora_checkpoint(pair[0], save_adapter(tmp_path / "other", pair[0], seed=5), tmp_path / "old")
     package = str(Path(safe_loading.__file__).parents[1])
-    path = os.pathsep.join([package, str(TESTS)])
+    path = os.pathsep.join([package, *SHARED])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(library)}
     run = [sys.executable, "-m", "faults.merge_sweep", str(tmp_path), str(sample), str(SEED)]
     done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=600 if sample else 7200, check=False)

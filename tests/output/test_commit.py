@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from faults.checkpoints import write_model
 from faults.operations import broken_disk, disk_full, operations
+from torchrun import SHARED
 
 from safe_loading import CheckpointError, OutputError
 from safe_loading._checkpoint.index import read_checkpoint, require_unchanged
@@ -25,7 +26,6 @@ from safe_loading._output import output_folder as output
 from safe_loading._output import staging as stages
 from safe_loading._output.commit import Stage
 
-TESTS = Path(__file__).resolve().parents[1]
 FILES = {"one.bin": b"1" * 5000, "two.bin": b"2" * 3000, "deep/three.bin": b"3"}
 OLD = {"old.txt": b"old", "one.bin": b"0"}
 JOB = {"base": "a"}
@@ -154,7 +154,7 @@ def test_killed_at_every_operation_the_output_is_old_or_new_and_a_second_call_co
 ) -> None:
     run = [sys.executable, "-c", textwrap.dedent(SWEEP), str(tmp_path), *case.split()]
     package = str(Path(commits.__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([package, str(TESTS)])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([package, *SHARED])}
     done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     count, resumed, finished, problems = json.loads(done.stdout)
@@ -519,7 +519,7 @@ def test_a_reader_during_100_rewrites_sees_the_old_or_the_new_and_never_a_mix(tm
 
 def child_environment() -> dict[str, str]:
     package = str(Path(commits.__file__).parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([package, str(TESTS)])}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([package, *SHARED])}
 
 
 def test_what_the_system_refuses_is_an_error_of_this_package_with_the_system_s_number(tmp_path: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import html
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from safe_loading._core.report import Finding, findings_html, format_bytes, text_table, to_json
+from safe_loading._core.report import Finding, Table, Verdict, format_bytes, text_table, to_json
 from safe_loading._memory.forecast.report import MemoryForecast
 
 _RANK = {"error": 0, "warning": 1, "info": 2}
@@ -18,7 +16,7 @@ _SARIF = {"error": "error", "warning": "warning", "info": "note"}
 
 
 @dataclass(frozen=True)
-class AuditReport:
+class AuditReport(Verdict):
     """What is wrong with a model that is about to be trained, worst first.
 
     Attributes:
@@ -38,48 +36,38 @@ class AuditReport:
     forecast: MemoryForecast | None = None
 
     @property
-    def ok(self) -> bool:
-        """Whether nothing was found that is an error or a warning."""
-        return all(finding.severity == "info" for finding in self.findings)
-
-    @property
     def bytes(self) -> int:
         """What the findings cost together; some may count the same tensor."""
         return sum(finding.bytes for finding in self.findings)
 
-    def __str__(self) -> str:
-        """Return the verdict, a paragraph for each finding, and the census of dtypes."""
+    def _title(self) -> str:
         count = len(self.findings)
         verdict = "nothing found" if not count else f"{count} finding{'s' if count > 1 else ''}"
-        parts = [f"{self.model}: {verdict} in {len(self.checked)} checks"]
+        return f"{self.model}: {verdict} in {len(self.checked)} checks"
+
+    def _tables(self) -> list[Table]:
+        return [Table(("parameters", "bytes"), [(dtype, format_bytes(size)) for dtype, size in self.dtypes.items()])]
+
+    def __str__(self) -> str:
+        """Return the verdict, a paragraph for each finding, and the census of dtypes."""
+        parts = [self._title()]
         for finding in self.findings:
             cost = f" ({format_bytes(finding.bytes)})" if finding.bytes else ""
             parts.append(
                 f"{finding.code} {finding.severity}{cost}: {finding.where}\n  {finding.message}\n  Fix: {finding.fix}"
             )
         parts += [f"Not checked: {reason}" for reason in self.skipped]
-        if self.dtypes:
-            parts.append(text_table(("parameters", "bytes"), [(k, format_bytes(v)) for k, v in self.dtypes.items()]))
+        parts += [text_table(*table) for table in self._tables() if table.rows]
         return "\n\n".join([*parts, *([str(self.forecast)] if self.forecast is not None else [])])
 
-    def _repr_html_(self) -> str:
-        title = f"<p><b>{html.escape(self.model)}</b>: {len(self.findings)} findings</p>"
-        picture = self.forecast._repr_svg_() if self.forecast is not None else ""
-        return title + findings_html(self.findings) + picture
+    def _picture(self) -> str:
+        return self.forecast._repr_svg_() if self.forecast is not None else ""
 
-    def to_json(self) -> str:
-        """Return the report as JSON."""
-        return to_json(
-            {
-                "model": self.model,
-                "ok": self.ok,
-                "findings": [dataclasses.asdict(finding) for finding in self.findings],
-                "checked": list(self.checked),
-                "skipped": list(self.skipped),
-                "dtypes": dict(self.dtypes),
-                "forecast": json.loads(self.forecast.to_json()) if self.forecast is not None else None,
-            }
-        )
+    def _facts(self) -> Mapping[str, object]:
+        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        findings = [dataclasses.asdict(finding) for finding in self.findings]
+        forecast = self.forecast._facts() if self.forecast is not None else None
+        return {**facts, "findings": findings, "forecast": forecast}
 
     def to_github(self) -> str:
         """Return a workflow command for each finding, which GitHub shows as an annotation."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
+import dataclasses
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from safe_loading._core.bars import MemoryBar, Segment, draw_bars
-from safe_loading._core.report import format_bytes, html_table, text_table, to_json
+from safe_loading._core.report import Report, Table, format_bytes
 from safe_loading._memory.trace.allocator import replay
 
 MEANINGS = {
@@ -48,7 +48,7 @@ class ModuleMemory:
 
 
 @dataclass(frozen=True)
-class MemoryForecast:
+class MemoryForecast(Report):
     """What a step will take of one GPU. All sizes in bytes.
 
     Attributes:
@@ -92,14 +92,18 @@ class MemoryForecast:
             return True
         return replay(self.events, limit=limit, expandable_segments=self.expandable_segments).failed_at is None
 
-    def __str__(self) -> str:
-        """Return the components, the totals and the largest modules, as aligned tables."""
+    def _title(self) -> str:
+        return f"{self.model}, {self.workload}"
+
+    def _tables(self) -> list[Table]:
         rows = [(name, format_bytes(size), _share(size, self.total_bytes), note) for name, size, note in self._rows()]
-        parts = [f"{self.model}, {self.workload}", text_table(("component", "bytes", "of total", ""), rows)]
-        parts.append(f"The peak is reached in the {self.peak_at}.")
-        if self.modules:
-            parts.append(text_table(("module", "weights", "training", "activations"), self._module_rows()))
-        return "\n\n".join([*parts, *self.notes])
+        return [
+            Table(("component", "bytes", "of total", ""), rows),
+            Table(("module", "weights", "training", "activations"), self._module_rows()),
+        ]
+
+    def _notes(self) -> list[str]:
+        return [f"The peak is reached in the {self.peak_at}.", *self.notes]
 
     def _rows(self) -> list[tuple[str, int, str]]:
         rows = [(name, self.components[name], MEANINGS.get(name, "")) for name in self.components]
@@ -121,28 +125,14 @@ class MemoryForecast:
             rows.append((name, *map(format_bytes, sizes)))
         return rows
 
-    def _repr_html_(self) -> str:
-        rows = [(name, format_bytes(size), _share(size, self.total_bytes), note) for name, size, note in self._rows()]
-        modules = html_table(("module", "weights", "training", "activations"), self._module_rows())
-        title = f"<p><b>{html.escape(self.model)}</b>, {html.escape(self.workload)}</p>"
-        return title + self._repr_svg_() + html_table(("component", "bytes", "of total", ""), rows) + modules
+    def _picture(self) -> str:
+        return self._repr_svg_()
 
-    def to_json(self) -> str:
-        """Return all but the events as JSON."""
-        return to_json(
-            {
-                "model": self.model,
-                "workload": self.workload,
-                "allocated_peak_bytes": self.allocated_peak_bytes,
-                "reserved_peak_bytes": self.reserved_peak_bytes,
-                "context_bytes": self.context_bytes,
-                "total_bytes": self.total_bytes,
-                "components": dict(self.components),
-                "modules": [vars(module) for module in self.modules],
-                "peak_at": self.peak_at,
-                "notes": list(self.notes),
-            }
-        )
+    def _facts(self) -> Mapping[str, object]:
+        """Return all but the events, which are many."""
+        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.repr}
+        del facts["expandable_segments"]
+        return {**facts, "total_bytes": self.total_bytes, "modules": [vars(module) for module in self.modules]}
 
     def _repr_svg_(self) -> str:
         """Return one bar of the components, as wide as the total."""

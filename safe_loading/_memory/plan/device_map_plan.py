@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from safe_loading._core.bars import MemoryBar, Segment, draw_bars
 from safe_loading._core.parse_size import UNLIMITED, Device
-from safe_loading._core.report import Finding, findings_html, findings_text, format_bytes, html_table, text_table
+from safe_loading._core.report import Finding, Table, Verdict, format_bytes, text_table
 from safe_loading.errors import ArgumentError
 
 _COMPONENTS = ("weights", "buffers", "kv_cache", "gradients", "activations", "staging", "overhead")
@@ -86,7 +85,7 @@ class Facts:
     findings: tuple[Finding, ...]
 
 
-class DeviceMapPlan(dict[str, Device]):
+class DeviceMapPlan(Verdict, dict[str, Device]):
     """A device map, for ``from_pretrained(..., device_map=plan)`` and ``accelerate.dispatch_model(model, plan)``.
 
     Every attribute of :class:`~safe_loading._memory.plan.device_map_plan.Facts` can be read from the plan.
@@ -112,7 +111,7 @@ class DeviceMapPlan(dict[str, Device]):
         return self.facts.devices
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[Finding, ...]:  # type: ignore[override]  # read from the facts, and never set
         """Everything worth knowing."""
         return self.facts.findings
 
@@ -135,11 +134,6 @@ class DeviceMapPlan(dict[str, Device]):
     def fraction(self) -> float:
         """The largest load of an accelerator as a fraction of its limit."""
         return max((use.used / use.limit for use in self._running() if use.limit), default=0.0)
-
-    @property
-    def ok(self) -> bool:
-        """Whether no finding is an error."""
-        return not any(finding.severity == "error" for finding in self.facts.findings)
 
     @property
     def offloaded_bytes(self) -> int:
@@ -186,16 +180,14 @@ class DeviceMapPlan(dict[str, Device]):
 
     def table(self) -> str:
         """Return what each device will hold, as an aligned table."""
-        return text_table(_HEADER, self._rows())
+        return text_table(*self._tables()[0])
 
-    def __str__(self) -> str:
-        """Return the verdict, the table and the findings."""
-        parts = [self._headline(), self.table(), findings_text(self.facts.findings)]
-        return "\n\n".join(part for part in parts if part)
+    def _facts(self) -> Mapping[str, object]:
+        return {"device_map": dict(self), **dataclasses.asdict(self.facts)}
 
     def to_json(self) -> str:
-        """Return the map and all facts as a JSON object; :meth:`from_json` reads it back."""
-        return json.dumps({"device_map": dict(self), **dataclasses.asdict(self.facts)}, indent=2)
+        """Return the map, all facts and ``ok`` as a JSON object; :meth:`from_json` reads it back."""
+        return super().to_json()
 
     @staticmethod
     def from_json(text: str) -> DeviceMapPlan:
@@ -207,6 +199,7 @@ class DeviceMapPlan(dict[str, Device]):
         try:
             data: dict[str, Any] = json.loads(text)
             device_map = data.pop("device_map")
+            data.pop("ok", None)  # it follows from the findings
             data["devices"] = tuple(DeviceUse(**use) for use in data["devices"])
             data["findings"] = tuple(Finding(**finding) for finding in data["findings"])
             return DeviceMapPlan(device_map, Facts(**data))
@@ -220,15 +213,14 @@ class DeviceMapPlan(dict[str, Device]):
     def _repr_svg_(self) -> str:
         return draw_bars([_device_bar(use) for use in self.devices if use.limit < UNLIMITED or use.used])
 
-    def _repr_html_(self) -> str:
-        table = html_table(_HEADER, self._rows())
-        return f"<p>{html.escape(self._headline())}</p>{self._repr_svg_()}{table}{findings_html(self.findings)}"
+    def _picture(self) -> str:
+        return self._repr_svg_()
 
     def _running(self) -> Iterable[DeviceUse]:
         accelerators = [use for use in self.devices if isinstance(use.device, int)]
         return accelerators or [use for use in self.devices if use.device == "cpu"]
 
-    def _headline(self) -> str:
+    def _title(self) -> str:
         facts = self.facts
         said = "verified" if facts.verified else f"not verified ({facts.reason or 'verify=False'})"
         whole = sum(use.weights for use in facts.devices)
@@ -237,13 +229,13 @@ class DeviceMapPlan(dict[str, Device]):
             f"{facts.crossings} crossings, {said}"
         )
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        rows = []
+    def _tables(self) -> list[Table]:
+        rows: list[Sequence[str]] = []
         for use in self.facts.devices:
             unlimited = use.limit >= UNLIMITED
             limits = ("none", "") if unlimited else (format_bytes(use.limit), format_bytes(use.free))
             rows.append((str(use.device), *map(format_bytes, use.component_bytes()), *limits))
-        return rows
+        return [Table(_HEADER, rows)]
 
 
 def _device_bar(use: DeviceUse) -> MemoryBar:

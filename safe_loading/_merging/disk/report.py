@@ -6,15 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
-from safe_loading._core.report import (
-    Finding,
-    findings_html,
-    findings_text,
-    format_bytes,
-    html_table,
-    text_table,
-    to_json,
-)
+from safe_loading._core.report import Finding, Table, Verdict, format_bytes
 
 _HEADER = ("what", "tensors", "size", "largest change")
 
@@ -47,7 +39,7 @@ class MergedTensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class MergeReport:
+class MergeReport(Verdict):
     """What :func:`merge_lora_checkpoint` wrote.
 
     Attributes:
@@ -82,7 +74,7 @@ class MergeReport:
         """Return the tensors that something was done to, as ``"merged"`` or ``"copied"``."""
         return tuple(tensor for tensor in self.tensors if tensor.action == action)
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def _tables(self) -> list[Table]:
         counts = Counter(tensor.action for tensor in self.tensors)
         rows: list[tuple[str, ...]] = []
         for action in sorted(counts):
@@ -90,25 +82,14 @@ class MergeReport:
             deltas = [tensor.max_delta for tensor in own if tensor.max_delta is not None]
             size = format_bytes(sum(tensor.bytes for tensor in own))
             rows.append((action, str(len(own)), size, f"{max(deltas):.3g}" if deltas else "-"))
-        return rows
+        return [Table(_HEADER, rows)]
 
-    def __str__(self) -> str:
-        """Return what was done with how many tensors."""
+    def _title(self) -> str:
+        return f"{self.base['source']} + {', '.join(str(a['source']) for a in self.adapters)} -> {self.output}"
+
+    def _notes(self) -> list[str]:
         speed = self.bytes_written / max(self.seconds, 1e-9)
-        lines = [
-            f"{self.base['source']} + {', '.join(str(a['source']) for a in self.adapters)} -> {self.output}",
-            text_table(_HEADER, self._rows()),
-            f"{format_bytes(self.bytes_written)} written in {self.seconds:.2f} s ({format_bytes(int(speed))}/s)",
-        ]
+        notes = [f"{format_bytes(self.bytes_written)} written in {self.seconds:.2f} s ({format_bytes(int(speed))}/s)"]
         if self.resumed:
-            lines.append(f"{len(self.resumed)} file(s) of an interrupted call were verified and kept")
-        if self.findings:
-            lines.append(findings_text(self.findings))
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return html_table(_HEADER, self._rows()) + findings_html(self.findings)
-
-    def to_json(self) -> str:
-        """Return the report as a JSON object."""
-        return to_json(dataclasses.asdict(self))
+            notes.append(f"{len(self.resumed)} file(s) of an interrupted call were verified and kept")
+        return [*notes, *super()._notes()]
