@@ -80,22 +80,22 @@ class Counts:
         """Count from now on; another road than ours asks for none of it."""
         reading: Any = importlib.import_module("safe_loading._sharding.reading")
         exchange: Any = importlib.import_module("safe_loading._ranks.exchange")
-        read, board, own = reading.read_into, exchange.StoreExchange, exchange._own_store
+        read, store_exchange, private_store = reading.read_into, exchange.StoreExchange, exchange._private_store
         stores: dict[int, Store] = {}
 
         def counted(*arguments: Any) -> None:
             self.reads += 1
             read(*arguments)
 
-        def counted_board(*arguments: Any) -> Any:
+        def counted_exchange(*arguments: Any) -> Any:
             self.exchanges += 1
-            return board(*arguments)
+            return store_exchange(*arguments)
 
         def counted_store() -> Any:
-            real = own()
+            real = private_store()
             return stores.setdefault(id(real), Store(real, self))
 
-        reading.read_into, exchange.StoreExchange, exchange._own_store = counted, counted_board, counted_store
+        reading.read_into, exchange.StoreExchange, exchange._private_store = counted, counted_exchange, counted_store
 
 
 class Store:

@@ -17,8 +17,9 @@ from safe_loading._core.log import logger
 from safe_loading._core.paths import path_text
 from safe_loading._ranks import contexts as verify
 from safe_loading._ranks.device_guard import check_not_shared, device_identity, guarded, own_device
-from safe_loading._ranks.exchange import Ranks, host_identity
+from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank
+from safe_loading._ranks.machine import host_identity
 from safe_loading.errors import AdapterError, ArgumentError, DeviceError
 
 from .attach import check_adapter_name, prepare

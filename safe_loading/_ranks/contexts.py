@@ -1,4 +1,4 @@
-"""After the load: is everything on the one device, and did nobody make a context on another?"""
+"""Checks after a load: everything is on the one device, and nothing made a CUDA context on another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safe_loading.errors import DeviceError
 
 
 def contexts() -> frozenset[int]:
-    """Return the CUDA devices on which this process has a primary context; empty while CUDA is not initialized."""
+    """Return the CUDA devices on which this process has a primary context; none while CUDA is not initialized."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return frozenset()
     has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # only CUDA builds have it
@@ -19,51 +19,51 @@ def contexts() -> frozenset[int]:
 
 
 def check_contexts(before: frozenset[int], device: torch.device) -> None:
-    """Fail when a context was made on a device other than ``device``.
+    """Fail if a context was made on a device other than ``device``.
 
     Raises:
-        DeviceError: The devices, and what a context costs.
+        DeviceError: Names the devices, and what a context costs.
     """
     own = {device.index} if device.type == "cuda" else set()
     made = sorted(contexts() - before - own)
     if made:
         raise DeviceError(
             f"This load made a CUDA context (several hundred MB each) on device(s) {made}, which are not this rank's "
-            f"{device}. Something it called used a device without an index: custom code of the model, or a library. "
-            f"Call torch.cuda.set_device({device.index}) before loading, and report it."
+            f"{device}. Something that it called used a device without an index: the model's custom code, or a "
+            f"library. Call torch.cuda.set_device({device.index}) before loading, and report it."
         )
 
 
 def check_devices(model: torch.nn.Module, device: torch.device) -> None:
-    """Fail when a parameter or buffer is not on ``device``.
+    """Fail if a parameter or buffer is not on ``device``.
 
     Raises:
-        DeviceError: Every tensor that is elsewhere.
+        DeviceError: Names every tensor that is elsewhere.
     """
     if all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
-        return  # without the names, which cost more than the check
-    problems = [f"{name} is on {where}, not on {device}" for name, where in _elsewhere(model, device)]
-    raise DeviceError("Not everything landed on this rank's device:", problems)
+        return  # without listing the names, which takes longer than this check
+    problems = [f"{name} is on {actual}, not on {device}" for name, actual in _elsewhere(model, device)]
+    raise DeviceError("Not all tensors are on this rank's device:", problems)
 
 
 def one_device(model: torch.nn.Module) -> torch.device:
     """Return the one device that all parameters of a model are on.
 
     Raises:
-        DeviceError: There are several, or the model is on meta, or has none.
+        DeviceError: The parameters are on several devices or on meta, or there are none.
     """
     counts = Counter(parameter.device for parameter in model.parameters())
     if len(counts) != 1 or next(iter(counts)).type == "meta":
-        spread = ", ".join(f"{count} on {where}" for where, count in counts.items()) or "no parameters at all"
+        spread = ", ".join(f"{count} on {device}" for device, count in counts.items()) or "none at all"
         raise DeviceError(
-            f"{type(model).__name__} must lie on one device, it has {spread}. Load it with load_peft_on_rank, or with "
-            f"from_pretrained(device_map={{'': device}})."
+            f"All parameters of {type(model).__name__} must be on one device; it has {spread}. Load it with "
+            f"load_peft_on_rank, or with from_pretrained(device_map={{'': device}})."
         )
     return next(iter(counts))
 
 
 def totals(tensors: Iterable[torch.Tensor]) -> tuple[int, int, dict[str, int]]:
-    """Return the number, the bytes and the dtypes of tensors, those of one storage counted once."""
+    """Return the number, the bytes and the dtypes of tensors; tensors that share a storage count once."""
     unique = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
     dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in unique.values())
     return len(unique), sum(tensor.nbytes for tensor in unique.values()), dict(dtypes)

@@ -17,21 +17,21 @@ def device_for_rank(local_rank: int | None = None) -> torch.device:
 
     The rank on this node comes from the argument, else from the launcher: ``LOCAL_RANK`` (torchrun, accelerate,
     deepspeed), then Open MPI, MPICH and Intel MPI, MVAPICH2, PALS, then Slurm inside a step of several tasks. The
-    global ``RANK`` never counts. A process that was given one device of its own (``CUDA_VISIBLE_DEVICES=3``, also as
-    a UUID) has it at index 0, whatever its rank. A single process gets the current device of the calling thread,
-    which is what ``torch.cuda.set_device`` chose, or device 0.
+    global ``RANK`` is never used. A process that sees a single device of its own (``CUDA_VISIBLE_DEVICES=3``, or a
+    UUID) has it at index 0, whatever its rank. A single process gets the current device of the calling thread, which
+    is the one that ``torch.cuda.set_device`` chose, or device 0.
 
     Args:
         local_rank: The rank of this process on its node, from 0; ``None`` asks the launcher.
 
     Returns:
-        A device with an index, of the type that ``torch.accelerator`` names; ``cpu`` where it sees no device.
+        A device with an index, of the type of ``torch.accelerator``; ``cpu`` where no accelerator is visible.
 
     Raises:
-        ArgumentError: ``local_rank`` is negative or no integer.
+        ArgumentError: ``local_rank`` is negative or not an integer.
         DeviceError: There are more ranks on this node than devices; every rank of the node raises it when the
-            launcher says how many they are. Or a variable of the launcher is unreadable. Or the process is one of
-            several ranks of ``torch.distributed`` and nothing says which of the devices is its own.
+            launcher tells how many ranks there are. Or a variable of the launcher is malformed. Or the process is one
+            of several ranks of ``torch.distributed`` and nothing tells which of the devices is its own.
     """
     if local_rank is not None:
         _check_argument(local_rank)
@@ -55,21 +55,21 @@ def device_for_rank(local_rank: int | None = None) -> torch.device:
 def _check_argument(local_rank: object) -> None:
     if isinstance(local_rank, bool) or not isinstance(local_rank, int) or local_rank < 0:
         raise ArgumentError(
-            f"local_rank={local_rank!r} is no rank on a node: pass an integer from 0, or None to ask the launcher."
+            f"local_rank={local_rank!r} is not a rank on a node: pass an integer from 0, or None to ask the launcher."
         )
 
 
 def _visible_devices() -> tuple[str, int]:
-    # device_count alone, without is_available: on CUDA it asks NVML and leaves the driver of this process untouched,
-    # so that a later fork still works. A device that NVML sees and CUDA cannot use then fails with CUDA's own reason,
-    # where is_available would quietly send the model to the CPU.
+    # device_count alone, without is_available: on CUDA it asks NVML and does not initialize the driver in this process,
+    # so a later fork still works. A device that NVML sees but CUDA cannot use then fails with CUDA's own reason, where
+    # is_available would silently send the model to the CPU.
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu", 0) if accelerator is None else (accelerator.type, torch.accelerator.device_count())
 
 
 def _is_initialized(device_type: str) -> bool:
-    # Asking for the current device initializes the backend; only one that already is can have been told a device.
-    # A backend that cannot say whether it is (MPS, which has one device) is left alone.
+    # Asking for the current device initializes the backend, and set_device does too: a backend that is not initialized
+    # yet has no chosen device. One that cannot tell (MPS, which has a single device) is left alone.
     is_initialized = getattr(torch.get_device_module(device_type), "is_initialized", None)
     return bool(is_initialized is not None and is_initialized())
 
@@ -79,18 +79,18 @@ def _index_of_single_process(device_type: str, count: int) -> int:
         return torch.accelerator.current_device_index()
     if count > 1 and torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        # torch.multiprocessing.spawn sets no variable: all its ranks would take device 0.
+        # torch.multiprocessing.spawn sets no variable, so all its ranks would take device 0.
         if size > 1:
             raise DeviceError(
                 f"This process is rank {rank} of {size}, but no launcher variable says which of the {count} "
-                f"{device_type} devices is its own, and the global rank does not. Start it with torchrun, pass "
-                f"local_rank=, or make its device the current one first (torch.accelerator.set_device_index)."
+                f"{device_type} devices is its own, and the global rank does not tell either. Start it with torchrun, "
+                f"pass local_rank=, or make its device the current one first (torch.accelerator.set_device_index)."
             )
     return 0
 
 
 def _warn_about_hidden_devices(device_type: str, visible: tuple[VisibleDevices, ...]) -> None:
-    # An empty list or -1 is how people ask for the CPU. One that names devices, none of which is there, is a mistake.
+    # An empty list or -1 is how people ask for the CPU. A list of devices none of which exists is a mistake.
     for variable in visible:
         if variable.entries:
             logger.warning(
@@ -106,11 +106,11 @@ def _too_few_devices(place: Launcher, device_type: str, count: int, visible: tup
         ranks = f"{place.local_size} ranks run on this node ({place.size_variable}={place.local_size})"
     else:
         ranks = f"Local rank {place.local_rank} needs at least {(place.local_rank or 0) + 1} devices"
-    said_by = place.rank_variable or "the argument local_rank"
-    narrowed = "; ".join(f"{variable.variable}={variable.value}" for variable in visible)
+    source = place.rank_variable or "the argument local_rank"
+    restrictions = "; ".join(f"{variable.variable}={variable.value}" for variable in visible)
     return DeviceError(
         f"{ranks}, but torch sees {count} {device_type} device{'s' if count > 1 else ''} "
-        f"({narrowed or 'no variable narrows them'}). This is local rank {place.local_rank}, from {said_by}. "
+        f"({restrictions or 'no variable restricts them'}). This is local rank {place.local_rank}, from {source}. "
         f"Start at most {count} rank{'s' if count > 1 else ''} on this node, make more devices visible, or give each "
         f"rank one device of its own (srun --gpus-per-task=1, or CUDA_VISIBLE_DEVICES set per rank)."
     )

@@ -1,4 +1,4 @@
-"""The one device of a load, and what a load must not leave behind: drawn random numbers, another current device."""
+"""The one device of a load, and what a load must leave as it was: the random generators and the current device."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from .launcher import read_visible_devices
 
 
 def own_device(device: torch.device | str | int | None) -> torch.device:
-    """Return the device that a caller means, always with an index (but for the CPU).
+    """Return the device that an argument ``device=`` names, always with an index (except for the CPU).
 
     Args:
-        device: A device, its name, the index of the accelerator, or None for :func:`device_for_rank`. An accelerator
-            without an index means this rank's one.
+        device: A device, its name, the index of an accelerator, or None for :func:`device_for_rank`. An accelerator
+            without an index is this rank's own.
 
     Raises:
-        ArgumentError: It is no device that tensors can be loaded to.
-        DeviceError: There is no such device here.
+        ArgumentError: It is not a device that tensors can be loaded to.
+        DeviceError: This machine has no such device.
     """
     if device is None:
         return device_for_rank()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device, int):
-        if type(device) is bool:  # an int to Python, and a mistake here
-            raise ArgumentError(f"device={device!r} is no device; pass a torch.device, a name or an index.")
+        if type(device) is bool:  # Python counts it as an int
+            raise ArgumentError(f"device={device!r} is not a device; pass a torch.device, a name or an index.")
         if accelerator is None:
             raise DeviceError(f"device={device}, but there is no accelerator here. Pass device='cpu' for the CPU.")
-        asked = _numbered(accelerator.type, device)  # torch.device keeps 8 bits of a number
+        requested = _visible_device(accelerator.type, device)  # torch.device keeps only 8 bits of a number
     else:
         try:
-            asked = torch.device(device)
+            requested = torch.device(device)
         except (RuntimeError, TypeError) as error:
-            raise ArgumentError(f"device={device!r} is no device: {error}") from error
-    if asked.type == "cpu":
-        if (asked.index or 0) > 0:
-            raise DeviceError(f"device={device!r}: there is one CPU device, 'cpu'.")
+            raise ArgumentError(f"device={device!r} is not a device: {error}") from error
+    if requested.type == "cpu":
+        if (requested.index or 0) > 0:
+            raise DeviceError(f"device={device!r}: the only CPU device is 'cpu'.")
         return torch.device("cpu")
-    if asked.type == "meta":
-        raise ArgumentError("device='meta' holds no values; name a device of this machine, or leave it out.")
-    if accelerator is None or asked.type != accelerator.type:
+    if requested.type == "meta":
+        raise ArgumentError("device='meta' holds no values; pass a device of this machine, or leave device= out.")
+    if accelerator is None or requested.type != accelerator.type:
         raise DeviceError(f"device={device!r}, but the accelerator of this machine is {accelerator or 'none'}.")
-    if ":" not in str(asked):  # .index is None then, which torch's types deny
+    if ":" not in str(requested):  # .index is None then, though torch's stubs declare an int
         return device_for_rank()
-    return _numbered(asked.type, asked.index)
+    return _visible_device(requested.type, requested.index)
 
 
-def _numbered(kind: str, index: int) -> torch.device:
+def _visible_device(kind: str, index: int) -> torch.device:
     count = torch.accelerator.device_count()
     if not 0 <= index < count:
         raise DeviceError(f"device={kind}:{index}, but {count} {kind} device(s) are visible: 0 to {count - 1}.")
@@ -61,22 +61,23 @@ def _numbered(kind: str, index: int) -> torch.device:
 
 
 def device_identity(device: torch.device) -> list[str]:
-    """Return what tells one physical device of a machine from another, whatever number each process gives it."""
+    """Return what identifies a physical device of a machine, whatever index each process gives it."""
     if device.type == "cuda":
         return [str(getattr(torch.cuda.get_device_properties(device), "uuid", device))]
-    narrowed = [f"{each.variable}={each.value}" for each in read_visible_devices(os.environ, device.type)]
-    return [str(device), *narrowed]
+    visible = read_visible_devices(os.environ, device.type)
+    return [str(device), *(f"{variable.variable}={variable.value}" for variable in visible)]
 
 
 def check_not_shared(ranks: Sequence[int], owned: Sequence[Sequence[str] | None]) -> None:
-    """Fail when two ranks own one device.
+    """Fail if two ranks own the same device.
 
     Args:
         ranks: The global ranks.
-        owned: Of each its node and the identity of its device; None for the CPU, or a device that its caller named.
+        owned: For each rank its node and the identity of its device; None for the CPU, and for a device that the
+            caller passed.
 
     Raises:
-        DeviceError: The ranks that share.
+        DeviceError: Names the ranks that share a device.
     """
     owners: dict[tuple[str, ...], list[int]] = {}
     for rank, device in zip(ranks, owned, strict=True):
@@ -85,26 +86,26 @@ def check_not_shared(ranks: Sequence[int], owned: Sequence[Sequence[str] | None]
     problems = [f"ranks {sharing} own {device[1]} of {device[0]}" for device, sharing in owners.items() if sharing[1:]]
     if problems:
         raise DeviceError(
-            "Several ranks were given one device (one entry in CUDA_VISIBLE_DEVICES for all of them?). Start fewer "
-            "ranks, show each its own device, or pass device= if they are to share it:",
+            "Several ranks have the same device (does CUDA_VISIBLE_DEVICES list one device for all of them?). Start "
+            "fewer ranks, make a device of its own visible to each, or pass device= if they are to share it:",
             problems,
         )
 
 
-# The generators, the progress bars and the warning filters belong to the process: one load at a time.
+# The random generators, the progress bars and the warning filters belong to the process: one load at a time.
 _LOCK = threading.RLock()
 
 
 @contextmanager
 def guarded(device: torch.device) -> Iterator[None]:
-    """Inside, ``device`` is the current device; afterwards it and the random generators are as they were.
+    """Make ``device`` the current device inside the block; afterwards restore it and the random generators.
 
-    Ranks that load and ranks that do not must draw the same numbers afterwards.
+    Ranks that load and ranks that do not must draw the same random numbers afterwards.
     """
     accelerator = device.type not in ("cpu", "mps")
     current = torch.accelerator.device_index(device.index) if accelerator else nullcontext()
     forked = [device] if accelerator else []
-    # What is made in inference mode can never be trained, and a default dtype would round what a file holds in float32.
+    # A tensor made in inference mode can never be trained, and a lower default dtype would round float32 values.
     kind, dtype = device.type if accelerator else "cuda", torch.get_default_dtype()
     with (
         _LOCK,
@@ -113,7 +114,7 @@ def guarded(device: torch.device) -> Iterator[None]:
         current,
         torch.random.fork_rng(forked, device_type=kind),
     ):
-        # What no file fills (strict=False, a new head) starts the same on every rank, whatever its seed.
+        # A parameter that no file holds (strict=False, a new head) starts the same on every rank, whatever its seed.
         torch.default_generator.manual_seed(0)
         if accelerator:
             torch.get_device_module(device).manual_seed(0)

@@ -1,4 +1,4 @@
-"""What the launcher told this process about its place on its node. Imports no torch."""
+"""The place of this process on its node, as its launcher set it in the environment. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from safe_loading.errors import DeviceError
 
-# Each launcher's rank on the node with the same launcher's number of ranks on the node. A size is never read beside
-# another launcher's rank: torchrun inside srun has the variables of both, and they count different things.
+# Each launcher's rank on the node, with the same launcher's number of ranks on the node. A rank is never combined with
+# the size of another launcher: torchrun inside srun has the variables of both, and they count different things.
 # torch.distributed.run; Open MPI; MPICH and Intel MPI (hydra); MVAPICH2; HPE Cray PALS.
 _LAUNCHERS = (
     ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -24,7 +24,7 @@ _LAUNCHERS = (
 # carry SLURM_LOCALID=0, and may inherit the task count of the allocation, but are one process.
 _LAST_NORMAL_STEP = 0xFFFFFFF0
 
-# Which variables narrow the devices of a type. HIP reads CUDA_VISIBLE_DEVICES too.
+# Which variables restrict the visible devices of a type. HIP reads CUDA_VISIBLE_DEVICES too.
 _VISIBLE_DEVICES = {
     "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     "xpu": ("ZE_AFFINITY_MASK",),
@@ -37,13 +37,13 @@ _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 @dataclass(frozen=True)
 class Launcher:
-    """The place of this process on its node, as its launcher says.
+    """The place of this process on its node, as its launcher set it.
 
     Attributes:
         local_rank: The rank on this node, from 0; ``None`` for a single process.
-        rank_variable: The environment variable that said so; ``None`` where none did.
-        local_size: How many ranks share this node; ``None`` where the launcher does not say.
-        size_variable: The environment variable that said so.
+        rank_variable: The environment variable that holds the rank; ``None`` where no variable does.
+        local_size: How many ranks share this node; ``None`` where the launcher does not tell.
+        size_variable: The environment variable that holds this number.
     """
 
     local_rank: int | None = None
@@ -54,7 +54,7 @@ class Launcher:
 
 @dataclass(frozen=True)
 class VisibleDevices:
-    """One environment variable that narrows the devices which this process sees.
+    """One environment variable that restricts which devices this process sees.
 
     Attributes:
         variable: Its name.
@@ -71,7 +71,7 @@ def local_rank() -> int:
     """Return this process's rank on its node; 0 for a single process.
 
     Raises:
-        DeviceError: A variable of the launcher is unreadable.
+        DeviceError: A variable of the launcher is malformed.
     """
     return read_launcher(os.environ).local_rank or 0
 
@@ -79,15 +79,15 @@ def local_rank() -> int:
 def read_launcher(environ: Mapping[str, str]) -> Launcher:
     """Read this process's place on its node from the environment.
 
-    The order is ``LOCAL_RANK``, the MPI launchers, then Slurm; the global ``RANK`` never counts. Slurm's
-    ``SLURM_LOCALID`` is set in batch scripts too, so it counts only inside a step of several tasks. A variable that is
-    set to nothing counts as not set.
+    The order is ``LOCAL_RANK``, the MPI launchers, then Slurm; the global ``RANK`` is never used.
+    Slurm sets ``SLURM_LOCALID`` in batch scripts too, so it is used only inside a step of several tasks. A variable
+    that is set to an empty value counts as not set.
 
     Args:
         environ: The environment, usually ``os.environ``.
 
     Returns:
-        The place; one without a local rank for a single process (``LOCAL_RANK=-1`` says that, too).
+        The place; it has no local rank for a single process (which ``LOCAL_RANK=-1`` means too).
 
     Raises:
         DeviceError: A variable holds something that no launcher writes.
@@ -98,19 +98,19 @@ def read_launcher(environ: Mapping[str, str]) -> Launcher:
             continue
         if local_rank == -1 and rank_variable == "LOCAL_RANK":
             return Launcher(rank_variable=rank_variable)
-        return _place(local_rank, rank_variable, _integer(environ, size_variable), size_variable)
+        return _checked_launcher(local_rank, rank_variable, _integer(environ, size_variable), size_variable)
     return _read_slurm(environ)
 
 
 def read_visible_devices(environ: Mapping[str, str], device_type: str) -> tuple[VisibleDevices, ...]:
-    """Return the variables that narrow the devices of a type, with what each of them lists.
+    """Return the variables that restrict the visible devices of a type, with what each of them lists.
 
     Args:
         environ: The environment, usually ``os.environ``.
         device_type: The ``type`` of a ``torch.device``.
 
     Returns:
-        One for each variable that is set. An empty value is one without entries: it hides every device.
+        One for each variable that is set. An empty value has no entries: it hides every device.
     """
     return tuple(
         VisibleDevices(variable, environ[variable], _entries(environ[variable]))
@@ -122,7 +122,7 @@ def read_visible_devices(environ: Mapping[str, str], device_type: str) -> tuple[
 def _entries(value: str) -> tuple[str, ...]:
     entries: list[str] = []
     for entry in map(str.strip, value.split(",")):
-        # CUDA ends its list at the first entry that names nothing; the devices behind it are hidden.
+        # CUDA stops at the first entry that names no device; the devices after it are hidden.
         if not entry or entry.startswith("-"):
             break
         entries.append(entry)
@@ -137,19 +137,19 @@ def _read_slurm(environ: Mapping[str, str]) -> Launcher:
     local_rank = _integer(environ, "SLURM_LOCALID")
     if local_rank is None:
         return Launcher()
-    return _place(local_rank, "SLURM_LOCALID", _slurm_local_size(environ), "SLURM_STEP_TASKS_PER_NODE")
+    return _checked_launcher(local_rank, "SLURM_LOCALID", _slurm_local_size(environ), "SLURM_STEP_TASKS_PER_NODE")
 
 
 def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
-    """Return the tasks of the step on this node, from the form ``4(x2),3``: two nodes of 4 tasks, then one of 3."""
+    """Return how many tasks of the step run on this node; ``4(x2),3`` is two nodes of 4 tasks, then one of 3."""
     value = environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip()
     if not value:
         return None
     sizes: list[tuple[int, int]] = []
-    for part in value.split(","):
-        match = _TASKS.fullmatch(part.strip())
+    for entry in value.split(","):
+        match = _TASKS.fullmatch(entry.strip())
         if match is None:
-            raise _unreadable("SLURM_STEP_TASKS_PER_NODE", value, "task counts like 4 or 4(x2),3")
+            raise _malformed("SLURM_STEP_TASKS_PER_NODE", value, "task counts like 4 or 4(x2),3")
         sizes.append((int(match[1]), int(match[2] or 1)))
     if len({size for size, _ in sizes}) == 1:
         return sizes[0][0]
@@ -163,14 +163,14 @@ def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-def _place(local_rank: int, rank_variable: str, local_size: int | None, size_variable: str) -> Launcher:
+def _checked_launcher(local_rank: int, rank_variable: str, local_size: int | None, size_variable: str) -> Launcher:
     if local_rank < 0:
-        raise _unreadable(rank_variable, str(local_rank), "a rank from 0")
+        raise _malformed(rank_variable, str(local_rank), "a rank from 0")
     if local_size is None:
         return Launcher(local_rank, rank_variable)
     if local_size <= local_rank:
         raise DeviceError(
-            f"{rank_variable}={local_rank} and {size_variable}={local_size} contradict each other: ranks are counted "
+            f"{rank_variable}={local_rank} and {size_variable}={local_size} contradict each other: ranks are numbered "
             f"from 0. Start all ranks with one launcher, or unset the variables that it did not write."
         )
     return Launcher(local_rank, rank_variable, local_size, size_variable)
@@ -181,9 +181,9 @@ def _integer(environ: Mapping[str, str], variable: str) -> int | None:
     if not value:
         return None
     if _INTEGER.fullmatch(value) is None:
-        raise _unreadable(variable, value, "an integer")
+        raise _malformed(variable, value, "an integer")
     return int(value)
 
 
-def _unreadable(variable: str, value: str, wanted: str) -> DeviceError:
-    return DeviceError(f"{variable}={value!r} is not {wanted}. Unset it, or let the launcher set it.")
+def _malformed(variable: str, value: str, expected: str) -> DeviceError:
+    return DeviceError(f"{variable}={value!r} is not {expected}. Unset it, or let the launcher set it.")

@@ -1,8 +1,8 @@
-"""Waiting for a collective no longer than the ranks that take part in it live and do well.
+"""Waiting for a collective, but no longer than all of its ranks are alive and have not failed.
 
-A rank that fails tells the others over the store, and a rank that is killed tells nobody. Those that are inside a
-collective with it see neither: gloo notices a closed connection, not a rank that raised and lives on, and NCCL notices
-nothing. So a wait is cut into looks at the work, at the store and at the processes of this machine.
+A rank that fails tells the others over the store, and a rank that is killed tells nobody. Ranks that are inside a
+collective with it see neither: gloo notices a closed connection, but not a rank that raised and lives on, and NCCL
+notices nothing. So a wait checks the work, the store and the processes of this machine in turn.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ import torch.distributed as dist
 from safe_loading.errors import RankError, RankTimeout
 
 from .exchange import Ranks
-from .store_exchange import trouble
+from .store_exchange import next_exchange_failure
 
 _T = TypeVar("_T")
 
-_LOOK_SECONDS = 0.2
+# Why not torch's own: the _DistWrapper of torch.distributed.checkpoint carries errors from rank to rank, but over
+# collectives, in which the others wait for a dead rank until the timeout of their group. monitored_barrier names the
+# rank that is missing, but is for gloo only, and itself waits for the timeout.
+_CHECK_SECONDS = 0.2
 _POLL_SECONDS = 0.001
 _CAUSE_SECONDS = 2.0  # a closed connection is seen before the process that closed it is gone
 
@@ -36,9 +39,9 @@ class Waiting:
 
     Attributes:
         ranks: Who takes part.
-        label: What they do, as the block calls it.
-        device: Where the tensors lie that move.
-        timeout: Longest wait for one of them, in seconds.
+        label: The label of the block.
+        device: Where the tensors of the collectives are.
+        timeout: The longest wait for one collective, in seconds.
     """
 
     ranks: Ranks
@@ -47,27 +50,28 @@ class Waiting:
     timeout: float
 
     def begin(self, start: Callable[[], _T]) -> _T:
-        """Start a collective, which fails at once where a rank has closed its connection; errors as :meth:`work`."""
+        """Start a collective. It fails at once where a rank has closed its connection; errors as :meth:`work`."""
         try:
             return start()
         except (RuntimeError, OSError) as error:
-            raise self._explained(error) from error
+            raise self._explain(error) from error
 
     def work(self, work: dist.Work | None, peer: str = "the other ranks") -> None:
-        """Wait for a collective, or a message to or from ``peer``.
+        """Wait for a collective, or for a message to or from ``peer``.
 
         Raises:
-            RankError: A rank failed or ended; its cause is in the text.
+            RankError: A rank failed or ended; the text holds the cause.
             RankTimeout: It took too long.
         """
         if work is None:
             return
-        if self.device.type != "cpu":  # the stream of this thread has to wait, and the work says when it is done
+        if self.device.type != "cpu":
+            # work.wait() only lets the stream of this thread wait; is_completed() tells when the work is done.
             self._until(work.is_completed, lambda: time.sleep(_POLL_SECONDS), peer)
             work.wait()
             return
         try:
-            # gloo says only in wait() that a message has come
+            # Only wait() of gloo's work tells that a message has arrived.
             self.call(lambda: work.wait(datetime.timedelta(seconds=self.timeout + 1)), peer)
         except (RankError, RankTimeout):
             with contextlib.suppress(RuntimeError):
@@ -75,55 +79,55 @@ class Waiting:
             raise
 
     def call(self, wait: Callable[[], _T], peer: str = "the other ranks") -> _T:
-        """Run what waits for other ranks in a thread; arguments and errors as :meth:`work` has them."""
-        done, made, failed = threading.Event(), list[_T](), list[BaseException]()
+        """Run what waits for other ranks in a thread; arguments and errors as :meth:`work`."""
+        done, results, errors = threading.Event(), list[_T](), list[BaseException]()
 
         def run() -> None:
             try:
                 if self.device.type != "cpu":  # a thread starts on device 0
                     torch.accelerator.set_device_index(self.device)
-                made.append(wait())
-            except BaseException as error:  # raised in the thread that asked
-                failed.append(error)
+                results.append(wait())
+            except BaseException as error:  # raised in the calling thread
+                errors.append(error)
             done.set()
 
         threading.Thread(target=run, daemon=True, name="safe_loading waiting").start()
-        self._until(done.is_set, lambda: done.wait(_LOOK_SECONDS), peer)
-        if failed:
-            raise self._explained(failed[0]) from failed[0]
-        return made[0]
+        self._until(done.is_set, lambda: done.wait(_CHECK_SECONDS), peer)
+        if errors:
+            raise self._explain(errors[0]) from errors[0]
+        return results[0]
 
     def _until(self, done: Callable[[], bool], pause: Callable[[], object], peer: str) -> None:
         now = time.monotonic()
-        end, look = now + self.timeout, now + _LOOK_SECONDS
+        end, next_check = now + self.timeout, now + _CHECK_SECONDS
         while not done():
             pause()
             now = time.monotonic()
-            if now >= look and not done():
-                self._look()
-                look = now + _LOOK_SECONDS
+            if now >= next_check and not done():
+                self._raise_failure()
+                next_check = now + _CHECK_SECONDS
             if now >= end and not done():
                 raise RankTimeout(
                     f"Waited {self.timeout:g} s for {peer} to {self.label}. It hangs or is slow: see its log."
                 )
 
-    def _look(self) -> None:
-        if self.ranks.store is not None and (text := trouble(self.ranks.store, self.ranks.ranks, self.ranks.rank)):
+    def _raise_failure(self) -> None:
+        ranks = self.ranks
+        if ranks.store is not None and (text := next_exchange_failure(ranks.store, ranks.ranks, ranks.rank)):
             raise RankError(text)
 
-    def _explained(self, error: BaseException) -> BaseException:
-        """Return the reason why a collective failed: the rank that failed or ended, where there is one."""
+    def _explain(self, error: BaseException) -> BaseException:
+        """Return the rank failure behind an error of a collective, where one shows up in time."""
         if not isinstance(error, (RuntimeError, OSError)):
             return error
         end = time.monotonic() + _CAUSE_SECONDS
         while time.monotonic() < end:
             try:
-                self._look()
+                self._raise_failure()
             except RankError as cause:
                 return cause
             time.sleep(0.05)
-        said = f"{type(error).__name__}: {error}"
         return RankError(
-            f"Rank {self.ranks.rank} lost another rank while they were to {self.label}; see the logs of the others. "
-            f"({said})"
+            f"Rank {self.ranks.rank} lost the connection to another rank while they were to {self.label}; see the "
+            f"logs of the others. ({type(error).__name__}: {error})"
         )

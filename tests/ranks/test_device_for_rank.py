@@ -177,7 +177,7 @@ def test_the_argument_comes_before_the_launcher(machine: Machine):
 @pytest.mark.parametrize("argument", [-1, True, False, 1.0, "1", torch.device("cpu")])
 def test_an_argument_that_is_no_rank(argument: object, machine: Machine):
     machine({}, count=8)
-    with pytest.raises(ArgumentError, match=r"local_rank=.* is no rank on a node"):
+    with pytest.raises(ArgumentError, match=r"local_rank=.* is not a rank on a node"):
         device_for_rank(argument)  # type: ignore[arg-type]
 
 

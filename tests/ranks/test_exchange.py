@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torchrun import RanksFailed, run_ranks, spawn_ranks
 
 from safe_loading._ranks import exchange as module
-from safe_loading._ranks import liveness
-from safe_loading._ranks import store_exchange as board_module
+from safe_loading._ranks import machine, store_exchange
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.store_exchange import rank_list
 from safe_loading.errors import ArgumentError, RankError, RankTimeout
@@ -124,14 +123,14 @@ def test_an_interrupted_rank_tells_the_others(error: BaseException):
 
 def test_an_interrupted_wait_tells_the_others(monkeypatch: pytest.MonkeyPatch):
     ranks = group([dist.HashStore()] * 2)
-    wait = board_module.StoreExchange._wait
+    wait = store_exchange.StoreExchange._wait
 
-    def interrupted(board: board_module.StoreExchange, timeout: float) -> bool:
+    def interrupted(board: store_exchange.StoreExchange, timeout: float) -> bool:
         if board._rank == 0:
             raise KeyboardInterrupt
         return wait(board, timeout)
 
-    monkeypatch.setattr(board_module.StoreExchange, "_wait", interrupted)
+    monkeypatch.setattr(store_exchange.StoreExchange, "_wait", interrupted)
 
     def do(r: Ranks) -> Any:
         time.sleep(0.2 * r.rank)
@@ -218,7 +217,7 @@ def test_the_store_does_not_fill_up(kind: str):
         assert max(keys) <= 2 * 7 + 3 + 3
 
 
-@pytest.mark.parametrize("payload", [{1, 2}, b"bytes", object(), "x" * (board_module.MOST_BYTES + 1)])
+@pytest.mark.parametrize("payload", [{1, 2}, b"bytes", object(), "x" * (store_exchange.MAX_BYTES + 1)])
 def test_a_payload_that_cannot_be_shared_fails_on_all_ranks(payload: Any):
     outcomes = each(group([dist.HashStore()] * 2), lambda r: r.exchange("load", payload if r.rank else 1, timeout=LONG))
     assert isinstance(outcomes[0], RankError)
@@ -226,7 +225,7 @@ def test_a_payload_that_cannot_be_shared_fails_on_all_ranks(payload: Any):
 
 
 def test_payloads_that_are_too_much_together_fail_on_all_ranks():
-    half = "x" * (board_module.MOST_BYTES // 2)
+    half = "x" * (store_exchange.MAX_BYTES // 2)
     outcomes = each(group(tcp_stores(3)), lambda r: r.exchange("load", f"{r.rank}{half}", timeout=LONG))
     assert [type(outcome) for outcome in outcomes] == [RankError] * 3
     assert each(group(tcp_stores(3)), lambda r: len(r.exchange("load", half, timeout=LONG))) == [3] * 3
@@ -305,11 +304,11 @@ def test_nodes_are_told_apart(monkeypatch: pytest.MonkeyPatch):
 def test_the_host_is_its_name_and_its_boot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     boot = tmp_path / "boot_id"
     boot.write_text("4f0c\n")
-    monkeypatch.setattr(module, "_BOOT_ID", boot)
+    monkeypatch.setattr(machine, "_BOOT_ID", boot)
     monkeypatch.setattr("socket.gethostname", lambda: "pod")
-    assert module.host_identity() == "pod 4f0c"
+    assert machine.host_identity() == "pod 4f0c"
     boot.unlink()
-    assert module.host_identity() == "pod"
+    assert machine.host_identity() == "pod"
 
 
 def test_ranks_are_written_short():
@@ -490,23 +489,23 @@ def test_a_rank_that_is_gone_is_named_long_before_the_limit(end: str):
 def test_a_process_that_ended_is_told_from_one_that_lives_and_from_its_successor():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        began = liveness._began(child.pid)
-        entries = liveness.entry(0) + f"1:{child.pid}:{began};2:{child.pid}:{int(began) - 1};"
-        assert liveness.ended(entries, (0, 1, 2)) == {2: child.pid}
-        assert liveness.ended(entries, (0, 1)) == {}
+        began = machine._start_time(child.pid)
+        entries = machine.process_entry(0) + f"1:{child.pid}:{began};2:{child.pid}:{int(began) - 1};"
+        assert machine.ended_processes(entries, (0, 1, 2)) == {2: child.pid}
+        assert machine.ended_processes(entries, (0, 1)) == {}
         child.kill()
-        while liveness._began(child.pid):  # it is a zombie now: nobody has waited for it
+        while machine._start_time(child.pid):  # it is a zombie now: nobody has waited for it
             time.sleep(0.01)
-        assert liveness.ended(entries, (0, 1)) == {1: child.pid}
+        assert machine.ended_processes(entries, (0, 1)) == {1: child.pid}
     finally:
         child.kill()
         child.wait(LONG)
-    assert liveness.ended(entries, (0, 1)) == {1: child.pid}
+    assert machine.ended_processes(entries, (0, 1)) == {1: child.pid}
 
 
 def test_without_proc_nobody_is_declared_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(liveness, "_BOOT_ID", tmp_path / "none")
-    assert liveness.neighborhood() is None
-    monkeypatch.setattr(board_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(machine, "_BOOT_ID", tmp_path / "none")
+    assert machine.neighborhood() is None
+    monkeypatch.setattr(store_exchange, "_LIVENESS_SECONDS", 0.0)
     first, second = each(group([dist.HashStore()] * 2), lambda ranks: ranks.exchange("say", ranks.rank, timeout=LONG))
     assert first == second == [0, 1]
