@@ -83,14 +83,17 @@ def base_config(folder: Path, base_kwargs: Mapping[str, Any]) -> PreTrainedConfi
     return read_config(folder, trust_remote_code=trusted)
 
 
-def auto_class_for(facts: AdapterFacts, folder: Path, base_kwargs: Mapping[str, Any]) -> Any:
+def auto_class_for(facts: AdapterFacts, config: PreTrainedConfig) -> Any:
     """Return the class that loads the base: by the adapter's task type, its auto mapping, or the base's architecture.
+
+    Args:
+        facts: The adapter.
+        config: The config of the base.
 
     Raises:
         AdapterError: None of the three says it.
     """
     task = facts.config.get("task_type")
-    config = base_config(folder, base_kwargs)
     if task in _AUTO_CLASSES:
         auto = getattr(transformers, _AUTO_CLASSES[task])
         # adapters of image-text models say CAUSAL_LM too, and that auto class does not know them
@@ -125,13 +128,21 @@ def built_on_meta(
     auto_class: Any, folder: Path, dtype: torch.dtype | str, base_kwargs: Mapping[str, Any]
 ) -> torch.nn.Module:
     """Return the base on meta, in the dtype that it will have; its class may raise anything."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = {"trust_remote_code": False, **base_kwargs}
+        config, _ = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
+    return built_from_config(auto_class, config, dtype, trust_remote_code=bool(options["trust_remote_code"]))
+
+
+def built_from_config(
+    auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype | str, *, trust_remote_code: bool
+) -> torch.nn.Module:
+    """Return a model on meta, made from a config that it keeps; its class may raise anything."""
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
-        said = {"trust_remote_code": False, **base_kwargs}
-        config, _ = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **said)
         if hasattr(auto_class, "from_config"):
-            trusted = bool(base_kwargs.get("trust_remote_code", False))
-            model: torch.nn.Module = auto_class.from_config(config, trust_remote_code=trusted)
+            model: torch.nn.Module = auto_class.from_config(config, trust_remote_code=trust_remote_code)
         else:
             model = auto_class(config)
         wanted = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None)

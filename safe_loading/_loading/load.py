@@ -58,8 +58,8 @@ def check_first(sources: LoadSources, ready: list[Adapter], options: Options) ->
             f"The base folder {folder} holds an adapter too ({ADAPTER_CONFIG}), which transformers would load into the "
             f"base unasked. Move the adapter's files to a folder of their own."
         )
-    bases.base_config(folder, options.base_kwargs)
-    chosen = options.auto_class or bases.auto_class_for(ready[0].facts, folder, options.base_kwargs)
+    config = bases.base_config(folder, options.base_kwargs)
+    chosen = options.auto_class or bases.auto_class_for(ready[0].facts, config)
     checkpoint = None
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
         checkpoint = read_checkpoint(folder, variant=options.base_kwargs.get("variant"), kind="model")

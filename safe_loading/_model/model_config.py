@@ -18,7 +18,9 @@ CONFIG = "config.json"
 _MOST = {r"layer|block|depth": 10_000, r"expert": 100_000, r"num_labels": 1_000_000}
 
 
-def read_config(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedConfig:
+def read_config(
+    folder: Path, *, trust_remote_code: bool = False, document: Mapping[str, Any] | None = None, **options: Any
+) -> PreTrainedConfig:
     """Return the config of a folder.
 
     transformers takes the last of two equal keys, and what is no regular file for a config that is not there. What it
@@ -28,6 +30,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False, **options: Any
         folder: The folder of a model.
         trust_remote_code: Whether the repository's own code may run. It is always said, and never left open:
             transformers would ask on the terminal and wait.
+        document: The parsed file, where the caller has it already; None reads it.
         options: More arguments of ``AutoConfig.from_pretrained``.
 
     Raises:
@@ -38,7 +41,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False, **options: Any
     path = folder / CONFIG
     if not os.path.lexists(path):
         raise CheckpointNotFound(f"{folder} holds no {CONFIG}. Pass the folder of a model, or save it there again.")
-    document = read_json_object(path)
+    document = read_json_object(path) if document is None else document
     _refuse_kinds(path, document)
     _refuse_bombs(path, document)
     try:

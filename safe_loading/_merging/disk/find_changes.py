@@ -49,7 +49,7 @@ def find_changes(sources: MergeSources, dtype: torch.dtype | None) -> tuple[Chan
     if problems:
         raise MergeError("These adapters cannot be merged on disk; nothing was written:", problems)
     folder, tensors = sources.base.folder, sources.checkpoint.tensors
-    chosen = bases.auto_class_for(adapters[0].facts, folder, sources.base_kwargs)
+    chosen = bases.auto_class_for(adapters[0].facts, bases.base_config(folder, sources.base_kwargs))
     model, options = _skeleton(sources, chosen, adapters)
     layout = read_layout(model, tensors)
     bases.check_fit(model, sources.checkpoint, adapters, layout)
