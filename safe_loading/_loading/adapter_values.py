@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.header import Header, TensorInfo, read_header
 from safe_loading._core.report import Finding
 from safe_loading._model.dtypes import DTYPES
+from safe_loading._model.tensor_values import as_buffer, value_range
 from safe_loading.errors import AdapterError, CheckpointError
 
 from . import key_names as names
@@ -55,8 +55,7 @@ def _tensor(descriptor: int, header: Header, info: TensorInfo) -> torch.Tensor:
     if dtype is None:
         raise CheckpointError(f"{header.path}: {info.name!r} is {info.dtype}, a dtype that torch does not have.")
     tensor = torch.empty(info.shape, dtype=dtype)
-    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # a buffer, which numpy's stubs say only for Python 3.12
-    read_into(descriptor, memoryview(data), info.start)
+    read_into(descriptor, as_buffer(tensor), info.start)
     return tensor
 
 
@@ -111,7 +110,7 @@ def value_findings(facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> 
             findings.append(_integers(facts, key, tensor))
         if not tensor.is_floating_point() or tensor.numel() == 0:
             continue
-        low, high = _range(tensor)
+        low, high = value_range(tensor)
         if not (math.isfinite(low) and math.isfinite(high)):
             findings.append(_non_finite(facts, key, tensor))
         if ".lora_B" in key or ".lora_embedding_B" in key:
@@ -131,15 +130,6 @@ def value_findings(facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> 
             )
         )
     return findings
-
-
-def _range(tensor: torch.Tensor) -> tuple[float, float]:
-    # aminmax carries NaN to both ends and needs no temporary, where isfinite() makes one byte per element.
-    try:
-        low, high = torch.aminmax(tensor)
-    except (RuntimeError, NotImplementedError):  # the 8-bit floats have no kernel
-        low, high = torch.aminmax(tensor.float())
-    return low.item(), high.item()
 
 
 def _integers(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Finding:

@@ -18,6 +18,7 @@ from safe_loading._core import progress as _progress
 from safe_loading._core.report import Finding, MiB
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.layout.layout import Conversion
+from safe_loading._model.tensor_values import as_buffer
 from safe_loading._ranks.launcher import local_rank
 from safe_loading.errors import ArgumentError, CheckpointError
 
@@ -167,7 +168,7 @@ class _Files:
         held = DTYPES[block.info.dtype]
         flat = target.destination if target.destination.dim() == 1 else target.destination.view(-1)
         if block.in_order and held == target.dtype == flat.dtype and flat.is_cpu:
-            self._read(path, block, as_bytes(flat))
+            self._read(path, block, as_buffer(flat))
             return
         for place, value in self._staged(flat, block, path):
             place.copy_(value if flat.dtype == target.dtype else value.to(target.dtype))
@@ -184,7 +185,7 @@ class _Files:
         for part in block.parts(self._limit):
             packed = part.packed()
             staged = self._room(packed.nbytes)
-            self._read(path, packed, as_bytes(staged))
+            self._read(path, packed, as_buffer(staged))
             sizes, strides = [count for count, _, _ in part.dims], [apart for _, _, apart in part.dims]
             place = flat.as_strided(sizes, strides, flat.storage_offset() + part.to)
             yield place, staged.view(held).view(sizes)
@@ -194,7 +195,7 @@ class _Files:
         info = source.checkpoint.tensors[name]
         value = torch.empty(info.shape, dtype=DTYPES[info.dtype])
         if value.numel():
-            self._request(source.checkpoint.file_of[name], as_bytes(value.view(-1)), info.start)
+            self._request(source.checkpoint.file_of[name], as_buffer(value), info.start)
         return value
 
     def _read(self, path: Path, block: FileBlock, memory: memoryview) -> None:
@@ -218,12 +219,6 @@ class _Files:
         if len(self._staging) < nbytes:
             self._staging = torch.empty(max(nbytes, self._limit), dtype=torch.uint8)
         return self._staging[:nbytes]
-
-
-def as_bytes(flat: torch.Tensor) -> memoryview:
-    """Return the memory of a flat tensor of the CPU."""
-    data: Any = flat.view(torch.uint8).numpy()  # a buffer, which numpy's stubs say only for Python 3.12
-    return memoryview(data)
 
 
 def _fill_converted(

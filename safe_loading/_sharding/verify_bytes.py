@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from safe_loading._model.tensor_values import as_buffer
 from safe_loading._ranks.exchange import Ranks
 from safe_loading.errors import CheckpointError, RankError
 
@@ -61,6 +61,5 @@ def check_sent(setup: Setup, ranks: Ranks, mesh: DeviceMesh, given: RootValues, 
 def _hash(stretches: Sequence[ElementRange], source: Callable[[str], torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for part in pieces(stretches, source):
-        data: Any = part.cpu().numpy()  # a buffer, which numpy's stubs say only for Python 3.12
-        digest.update(data)
+        digest.update(as_buffer(part.cpu()))
     return digest.hexdigest()

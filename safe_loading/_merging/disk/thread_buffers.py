@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from safe_loading._model.tensor_values import as_buffer
 
 BLOCK_BYTES = 1 << 20  # of a weight: read, merged and written at once; smaller is slower, larger is not faster
 _MOST_VIEWS = 64  # that are kept for the next block
@@ -27,13 +27,13 @@ class Buffers:
         key = use, dtype, rows, columns
         if (view := self._views.get(key)) is None:
             view = self._memory(use, rows * columns * dtype.itemsize).view(dtype).view(rows, columns)
-            self._views[key], self._bytes[id(view)] = view, as_bytes(view)
+            self._views[key], self._bytes[id(view)] = view, as_buffer(view)
         return view
 
     def bytes_of(self, tensor: torch.Tensor) -> memoryview:
         """Return the bytes of a tensor; of one that came from here, without making a view anew."""
         data = self._bytes.get(id(tensor))
-        return as_bytes(tensor) if data is None else data
+        return as_buffer(tensor) if data is None else data
 
     def _memory(self, use: str, size: int) -> torch.Tensor:
         held = self._held.get(use)
@@ -43,10 +43,3 @@ class Buffers:
         if held is None or len(held) < size:
             held = self._held[use] = torch.empty(max(size, BLOCK_BYTES), dtype=torch.uint8, device="cpu")
         return held[:size]
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor, without a copy where it is contiguous."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    data: Any = flat.view(torch.uint8).numpy()  # a buffer, which numpy's stubs say only for Python 3.12
-    return memoryview(data)

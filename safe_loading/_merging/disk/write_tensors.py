@@ -13,12 +13,13 @@ from safe_loading._checkpoint.copy_bytes import ReadAhead, copy_range, read_into
 from safe_loading._merging.weights.rounding import round_into
 from safe_loading._merging.weights.update import ROWS, RowMerger, Update
 from safe_loading._model.dtypes import DTYPES
+from safe_loading._model.tensor_values import as_buffer, is_finite, value_range
 from safe_loading.errors import MergeError
 
 from .changes import ChangedRows
 from .output_plan import TensorPlan
 from .quantized_base import Decoder
-from .thread_buffers import BLOCK_BYTES, Buffers, as_bytes
+from .thread_buffers import BLOCK_BYTES, Buffers
 
 _COPY_BYTES = 16 << 20
 _HASH_BYTES = 1 << 18
@@ -77,7 +78,7 @@ class TensorWriter:
     def run(self) -> Iterator[tuple[int, int]]:
         """Write the tensor; yields the place and the size of each piece that was written."""
         if self._plan.value is not None and self._from is self._to and not self._plan.parts:
-            data = as_bytes(self._plan.value)
+            data = as_buffer(self._plan.value)
             for at in range(0, len(data), _COPY_BYTES):
                 yield self._put(data[at : at + _COPY_BYTES], at)
         elif self._plan.as_it_is:
@@ -198,11 +199,10 @@ class TensorWriter:
         """Refuse what is not finite, and keep the largest change; ``before`` is overwritten."""
         if not after.numel():
             return
-        low, high = torch.aminmax(torch.sub(after, before, out=before))  # NaN is carried to both ends
-        largest = max(-float(low), float(high))
+        low, high = value_range(torch.sub(after, before, out=before))
+        largest = max(-low, high)
         if not largest < float("inf"):
-            low, high = torch.aminmax(after)
-            if not (low.isfinite() and high.isfinite()):
+            if not is_finite(after):
                 raise MergeError(self._not_finite(start, len(after)))
             largest = float(torch.finfo(before.dtype).max)  # two finite numbers further apart than the dtype can say
         self.largest = max(self.largest or 0.0, largest)
@@ -217,10 +217,8 @@ class TensorWriter:
             round_into(block.cpu(), out)
         else:
             out.copy_(block)
-        if out.numel() and out.is_floating_point():
-            low, high = torch.aminmax(out)
-            if not (low.isfinite() and high.isfinite()) and bool(block.isfinite().all()):
-                raise MergeError(self._not_finite(start, len(out)))
+        if not is_finite(out) and is_finite(block):
+            raise MergeError(self._not_finite(start, len(out)))
         return out
 
     def _not_finite(self, start: int, count: int) -> str:

@@ -11,6 +11,7 @@ import torch
 from safe_loading._core.report import Finding, format_bytes
 from safe_loading._model.quantized.decode import decoded_weight
 from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
+from safe_loading._model.tensor_values import is_finite
 
 from .lora_layers import linear_terms, whole
 from .merge_plan import LayerMerge
@@ -132,7 +133,7 @@ def _plain(model: Any, layer: Any, names: Sequence[str], scratch_bytes: int, che
         block = values[start : start + step].double()
         merger.merge(block, start)
         round_into(block, weight[start : start + step])
-    if check_finite and not bool(weight.isfinite().all()):
+    if check_finite and not is_finite(weight):
         raise CannotMerge(f"a merged element is NaN, infinite or beyond the largest number of {dtype}")
     new.weight = torch.nn.Parameter(weight, requires_grad=False)
     bias: torch.Tensor | None = base.bias  # torch says that it is never None

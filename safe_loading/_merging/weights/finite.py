@@ -7,6 +7,7 @@ import math
 import torch
 
 from safe_loading._core.report import MiB
+from safe_loading._model.tensor_values import value_range
 
 from .update import RowMerger, Update, exact
 
@@ -82,11 +83,8 @@ def _surely_finite(update: Update, matrix: torch.Tensor, largest: float) -> bool
 
 def _largest(tensor: torch.Tensor) -> float:
     """Return the largest absolute value; NaN when there is one."""
-    if tensor.numel() == 0:
-        return 0.0
-    # aminmax carries NaN to both ends and needs no temporary, where isfinite() makes one byte per element.
-    low, high = torch.aminmax(tensor.detach())
-    return float(torch.maximum(low.abs(), high.abs()))
+    low, high = value_range(tensor)
+    return max(-low, high)
 
 
 def _longest(factor: torch.Tensor, dim: int) -> float:

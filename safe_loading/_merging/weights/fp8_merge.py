@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from safe_loading._model.quantized.decode import Fp8Matrix, scale_grid, spread_scales
+from safe_loading._model.tensor_values import is_finite
 
 from .rounding import round_to_fp8
 from .update import ROWS, PartlyMerged, RowMerger, Update
@@ -41,10 +42,10 @@ def why_fp8_not_finite(update: Update, matrix: Fp8Matrix, *, scratch_bytes: int)
     merger, step, largest = _merger(update, matrix, scratch_bytes), _rows_at_once(matrix), 0.0
     for start in range(0, len(matrix.codes), step):
         values = matrix.rows(start, start + step)
-        if not bool(values.isfinite().all()):
+        if not is_finite(values):
             return "the base weight itself holds NaN or infinity"
         merger.merge(values, start)
-        if not bool(values.isfinite().all()):
+        if not is_finite(values):
             return "the adapter holds NaN or infinity, or DoRA divides by a norm of zero"
         largest = max(largest, float(values.abs().max()))
     # with scales it is the scale that grows, up to the largest float32

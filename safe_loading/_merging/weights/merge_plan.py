@@ -13,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
 from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
+from safe_loading._model.tensor_values import is_finite
 
 from .finite import why_not_finite
 from .fp8_merge import why_fp8_not_finite
@@ -93,7 +94,7 @@ def not_finite(job: LayerMerge, *, scratch_bytes: int) -> list[str]:
     problems = []
     if job.road == "peft":
         # peft's own check comes layer by layer, and for torchao before the adapter is added
-        bad = [name for name in job.names if not all(_is_finite(t) for t in _tensors_of(job.layer, name))]
+        bad = [name for name in job.names if not all(t.is_meta or is_finite(t) for t in _tensors_of(job.layer, name))]
         problems += [f"{job.path}: its adapter {name!r} holds NaN or infinity." for name in bad]
     for target in job.targets:
         if isinstance(target, Tokens):
@@ -112,10 +113,6 @@ def _tensors_of(layer: Any, name: str) -> Iterator[torch.Tensor]:
         if isinstance(part, (torch.nn.ModuleDict, torch.nn.ParameterDict)) and name in part:
             held: Any = part[name]
             yield from [held] if isinstance(held, torch.Tensor) else held.parameters()
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or not tensor.is_floating_point() or bool(tensor.detach().isfinite().all())
 
 
 def _why_not_finite(piece: MatrixPart, scratch_bytes: int) -> str | None:

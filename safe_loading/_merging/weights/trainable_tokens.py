@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from safe_loading._model.tensor_values import is_finite
+
 from .lora_layers import tensor_of
 from .variants import CannotMerge, refuse_own_forward
 
@@ -36,7 +38,7 @@ class Tokens:
     def why_not_finite(self) -> str | None:
         """Return why the rows would not be finite in the dtype of the weight, or None."""
         for _, values in self.rows:
-            if not bool(values.to(self.tensor.dtype).isfinite().all()):
+            if not is_finite(values.to(self.tensor.dtype)):
                 return f"a trained token holds NaN, infinity or a number beyond {self.tensor.dtype}"
         return None
 

@@ -12,6 +12,7 @@ import itertools
 import torch
 
 from safe_loading._core.report import MiB
+from safe_loading._model.tensor_values import is_finite
 
 from .rounding import Rounder
 
@@ -194,7 +195,7 @@ class RowMerger:
     def finite(self, rows: torch.Tensor, start: int) -> bool:
         """Return whether the merged values of these rows are finite in the dtype of the rows; nothing is written."""
         for first, block in self._blocks(rows, start):
-            if not bool(self._merged(block.to(self._device), first).to(block.dtype).isfinite().all()):
+            if not is_finite(self._merged(block.to(self._device), first).to(block.dtype)):
                 return False
         return True
 

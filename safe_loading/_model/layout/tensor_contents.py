@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from safe_loading._checkpoint.header import Header, TensorInfo
 from safe_loading._checkpoint.strict_json import try_json_object
 from safe_loading._core.report import Finding, MiB
 from safe_loading._model.dtypes import DTYPES
+from safe_loading._model.tensor_values import as_buffer, value_range
 from safe_loading.errors import CheckpointError
 
 REPORT = "merge_report.json"
@@ -71,8 +71,7 @@ def _findings(
 ) -> Iterator[Finding]:
     digest, found = hashlib.sha256(), set[str]()
     dtype = DTYPES.get(info.dtype)
-    data: Any = buffer.numpy()  # a buffer, which numpy's stubs say only for Python 3.12
-    memory = memoryview(data)
+    memory = as_buffer(buffer)
     for at in range(0, info.nbytes, len(memory)):
         count = min(len(memory), info.nbytes - at)
         read_into(descriptor, memory[:count], info.start + at)
@@ -92,9 +91,7 @@ def _findings(
 
 
 def _not_finite(values: torch.Tensor) -> set[str]:
-    values = torch.view_as_real(values) if values.is_complex() else values
-    values = values.float() if values.dtype.itemsize == 1 else values  # aminmax knows no fp8
-    low, high = (float(end) for end in torch.aminmax(values))
+    low, high = value_range(torch.view_as_real(values) if values.is_complex() else values)
     if math.isnan(low) or math.isnan(high):
         return {"NaN", *(["infinity"] if bool(values.isinf().any()) else [])}
     return {"infinity"} if math.isinf(low) or math.isinf(high) else set()

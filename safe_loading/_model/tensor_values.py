@@ -1,0 +1,38 @@
+"""The bytes of a tensor without a copy, and the range of its values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def as_buffer(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU, to be read, written or hashed.
+
+    They are the tensor's own memory where it is contiguous, and that of a copy where it is not; so fill only a
+    contiguous one.
+    """
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    data: memoryview = flat.numpy().data
+    return data
+
+
+def value_range(tensor: torch.Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest value of a real tensor; NaN twice when it holds one, 0 twice when empty."""
+    if not tensor.numel():
+        return 0.0, 0.0
+    values = tensor.detach()
+    if values.is_floating_point() and values.itemsize == 1:
+        values = values.float()  # aminmax has no kernel for the 8-bit floats
+    # aminmax carries NaN to both ends and needs no temporary, where isfinite() makes one byte per element.
+    low, high = torch.aminmax(values)
+    return float(low), float(high)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether a real tensor holds neither NaN nor infinity."""
+    if not tensor.is_floating_point():
+        return True
+    low, high = value_range(tensor)
+    return math.isfinite(low) and math.isfinite(high)
