@@ -1,16 +1,35 @@
 """Safe loading wrappers for large PyTorch and Hugging Face models.
 
-Importing this package imports no torch: each public name is imported when it is first asked for (PEP 562).
+Importing this package imports no torch: a verb or a report is imported when it is first asked for (PEP 562).
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ._core.report import Finding
+from ._core.workload import Workload
+from .errors import (
+    AdapterError,
+    AdapterExists,
+    ArgumentError,
+    CheckpointError,
+    CheckpointNotFound,
+    DeviceError,
+    DeviceMapInfeasible,
+    MergeError,
+    OutputError,
+    PickleRefused,
+    RankError,
+    RanksDisagree,
+    RankTimeout,
+    SafeLoadingError,
+    TraceError,
+    WrapError,
+)
 
 if TYPE_CHECKING:
-    from ._core.report import Finding
-    from ._core.workload import Workload
     from ._loading.check_checkpoint import CheckpointReport, check_checkpoint
     from ._loading.load_adapter_on_rank import load_adapter_on_rank
     from ._loading.load_peft_on_rank import load_peft_on_rank
@@ -40,78 +59,44 @@ if TYPE_CHECKING:
     from ._wrapping.report import WrapReport
     from ._wrapping.transparent import Transparent
     from ._wrapping.wrap_transparent import unwrap_transparent, wrap_transparent
-    from .errors import (
-        AdapterError,
-        AdapterExists,
-        ArgumentError,
-        CheckpointError,
-        CheckpointNotFound,
-        DeviceError,
-        DeviceMapInfeasible,
-        MergeError,
-        OutputError,
-        PickleRefused,
-        RankError,
-        RanksDisagree,
-        RankTimeout,
-        SafeLoadingError,
-        TraceError,
-        WrapError,
-    )
 
+__version__ = "0.1.0"
+
+# The module of each name that is imported when it is asked for. Type checkers read the imports above in its place;
+# tests/test_import.py holds the two against each other and against `__all__`.
 _HOME = {
-    "AdapterError": "errors",
-    "AdapterExists": "errors",
-    "ArgumentError": "errors",
-    "AuditReport": "_memory.audit.report",
-    "CheckpointError": "errors",
-    "CheckpointNotFound": "errors",
     "CheckpointReport": "_loading.check_checkpoint",
-    "DeviceError": "errors",
-    "DeviceMapInfeasible": "errors",
-    "DeviceMapPlan": "_memory.plan.device_map_plan",
-    "Finding": "_core.report",
-    "FsdpReport": "_sharding.report",
-    "InplaceMergeReport": "_merging.report",
-    "LoadReport": "_loading.report",
-    "MemoryForecast": "_memory.forecast.report",
-    "MemoryGuard": "_memory.memory_guard",
-    "MergeError": "errors",
-    "MergeReport": "_merging.disk.report",
-    "OutputError": "errors",
-    "PickleRefused": "errors",
-    "RankError": "errors",
-    "RankTimeout": "errors",
-    "RanksDisagree": "errors",
-    "SafeLoadingError": "errors",
-    "TraceError": "errors",
-    "Transparent": "_wrapping.transparent",
-    "Workload": "_core.workload",
-    "WrapError": "errors",
-    "WrapReport": "_wrapping.report",
-    "assert_optimizer_sharded": "_sharding.assert_optimizer_sharded",
-    "attach_head": "_wrapping.attach_head",
-    "audit_model": "_memory.audit_model",
     "check_checkpoint": "_loading.check_checkpoint",
-    "device_for_rank": "_ranks.device_for_rank",
+    "load_adapter_on_rank": "_loading.load_adapter_on_rank",
+    "load_peft_on_rank": "_loading.load_peft_on_rank",
+    "LoadReport": "_loading.report",
+    "AuditReport": "_memory.audit.report",
+    "audit_model": "_memory.audit_model",
+    "MemoryForecast": "_memory.forecast.report",
     "largest_micro_batch": "_memory.largest_micro_batch",
     "largest_workload": "_memory.largest_workload",
     "limit_device_memory": "_memory.limit_device_memory",
-    "load_adapter_on_rank": "_loading.load_adapter_on_rank",
-    "load_peft_on_rank": "_loading.load_peft_on_rank",
-    "merge_lora_checkpoint": "_merging.merge_lora_checkpoint",
-    "merge_lora_inplace": "_merging.merge_lora_inplace",
-    "meta_model": "_model.meta_model",
+    "MemoryGuard": "_memory.memory_guard",
+    "DeviceMapPlan": "_memory.plan.device_map_plan",
     "plan_device_map": "_memory.plan_device_map",
     "predict_memory": "_memory.predict_memory",
-    "prepare_and_wrap": "_wrapping.prepare_and_wrap",
     "smallest_limits": "_memory.smallest_limits",
-    "unwrap_transparent": "_wrapping.wrap_transparent",
+    "MergeReport": "_merging.disk.report",
+    "merge_lora_checkpoint": "_merging.merge_lora_checkpoint",
+    "merge_lora_inplace": "_merging.merge_lora_inplace",
+    "InplaceMergeReport": "_merging.report",
+    "meta_model": "_model.meta_model",
+    "device_for_rank": "_ranks.device_for_rank",
+    "assert_optimizer_sharded": "_sharding.assert_optimizer_sharded",
+    "FsdpReport": "_sharding.report",
     "wrap_fsdp_meta_safe": "_sharding.wrap_fsdp_meta_safe",
+    "attach_head": "_wrapping.attach_head",
+    "prepare_and_wrap": "_wrapping.prepare_and_wrap",
+    "WrapReport": "_wrapping.report",
+    "Transparent": "_wrapping.transparent",
+    "unwrap_transparent": "_wrapping.wrap_transparent",
     "wrap_transparent": "_wrapping.wrap_transparent",
 }
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AdapterError",
@@ -166,12 +151,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for."""
-    home = _HOME.get(name)
-    if home is None:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    value: object = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     globals()[name] = value
     return value
 

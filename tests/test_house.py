@@ -97,16 +97,6 @@ def test_modules_and_functions_stay_small() -> None:
     assert [found for found in HOUSE.functions() if found[0] > 45] == []
 
 
-def test_the_public_names_are_sorted_and_all_can_be_imported() -> None:
-    assert safe_loading.__all__ == sorted(safe_loading.__all__)
-    assert set(safe_loading.__all__) == set(safe_loading._HOME)
-    for name in safe_loading.__all__:
-        assert getattr(safe_loading, name) is not None
-    assert set(dir(safe_loading)) == {*safe_loading.__all__, "__version__"}
-    with pytest.raises(AttributeError, match="no_such_name"):
-        safe_loading.no_such_name  # noqa: B018 - the access is the test
-
-
 def test_every_exception_is_public_and_drawn_in_the_tree() -> None:
     classes = {n: c for n, c in vars(errors).items() if inspect.isclass(c) and issubclass(c, Exception)}
     assert set(classes) <= set(safe_loading.__all__)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +25,7 @@ def test_importing_the_package_imports_nothing_else():
 
 
 @pytest.mark.parametrize(
-    "name", ["check_checkpoint", "CheckpointReport", "Finding", "CheckpointError", "PickleRefused"]
+    "name", ["check_checkpoint", "CheckpointReport", "Finding", "Workload", "CheckpointError", "PickleRefused"]
 )
 def test_what_needs_no_torch_imports_nothing_else(name):
     assert imported_by(f"from safe_loading import {name}") == {"safe_loading"}
@@ -34,10 +36,17 @@ def test_the_test_above_can_fail():
     assert "pytest" in imported_by("import safe_loading; import pytest")
 
 
-def test_all_is_sorted_and_every_name_has_a_home():
-    assert sorted(safe_loading.__all__) == safe_loading.__all__
-    assert set(safe_loading._HOME) == set(safe_loading.__all__)
+def test_every_public_name_is_written_down_alike_in_all_three_places():
+    """`__all__` is what programs read, the imports what type checkers read, and the table what finds the modules."""
+    tree = ast.parse(Path(safe_loading.__file__).read_text(encoding="utf-8"))
+    eager = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    typed = {alias.name: node.module for node in block.body for alias in node.names}
+    assert typed == safe_loading._HOME
+    assert sorted({*typed, *eager} - {"annotations", "TYPE_CHECKING"}) == safe_loading.__all__
     assert set(dir(safe_loading)) == {*safe_loading.__all__, "__version__"}
+    for name in safe_loading.__all__:
+        assert getattr(safe_loading, name) is not None
 
 
 def test_an_unknown_name_is_an_attribute_error():
