@@ -22,12 +22,14 @@ def value_range(tensor: torch.Tensor) -> tuple[float, float]:
     """Return the smallest and the largest value of a real tensor; NaN twice when it holds one, 0 twice when empty."""
     if not tensor.numel():
         return 0.0, 0.0
-    values = tensor.detach()
-    if values.is_floating_point() and values.itemsize == 1:
-        values = values.float()  # aminmax has no kernel for the 8-bit floats
     # aminmax carries NaN to both ends and needs no temporary, where isfinite() makes one byte per element.
-    low, high = torch.aminmax(values)
+    low, high = torch.aminmax(widened(tensor.detach()))
     return float(low), float(high)
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of 8-bit floats, for which torch has next to no kernels, in float32; any other as it is."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

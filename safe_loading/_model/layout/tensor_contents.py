@@ -17,7 +17,7 @@ from safe_loading._checkpoint.header import Header, TensorInfo
 from safe_loading._checkpoint.strict_json import try_json_object
 from safe_loading._core.report import Finding, MiB
 from safe_loading._model.dtypes import DTYPES
-from safe_loading._model.tensor_values import as_buffer, value_range
+from safe_loading._model.tensor_values import as_buffer, value_range, widened
 from safe_loading.errors import CheckpointError
 
 REPORT = "merge_report.json"
@@ -91,7 +91,8 @@ def _findings(
 
 
 def _not_finite(values: torch.Tensor) -> set[str]:
-    low, high = value_range(torch.view_as_real(values) if values.is_complex() else values)
+    values = widened(torch.view_as_real(values) if values.is_complex() else values)
+    low, high = value_range(values)
     if math.isnan(low) or math.isnan(high):
         return {"NaN", *(["infinity"] if bool(values.isinf().any()) else [])}
     return {"infinity"} if math.isinf(low) or math.isinf(high) else set()
