@@ -11,7 +11,7 @@ import pytest
 
 SAMPLE = Path(__file__).parent / "typing" / "public_api.py"
 COMMANDS = {
-    "mypy": ["--strict", "--no-error-summary", "--no-incremental", "--cache-dir=/dev/null", "--follow-imports=silent"],
+    "mypy": ["--config-file", "mypy.ini", "--no-error-summary", "--no-incremental", "--cache-dir=/dev/null"],
     "pyright": ["--pythonpath", sys.executable],
 }
 
