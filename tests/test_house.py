@@ -125,3 +125,19 @@ def test_the_version_and_the_pins_agree() -> None:
     declared = re.search(r"^dependencies = \[(.+?)^\]", text, re.M | re.S).group(1)
     pinned = {line.split("==")[0] for line in (root / "constraints.txt").read_text().splitlines() if "==" in line}
     assert set(re.findall(r'"([\w-]+)>=', declared)) <= pinned
+
+
+def test_the_workflows_call_what_is_there() -> None:
+    root = PACKAGE.parent
+    if not (root / ".github").is_dir():
+        pytest.skip("the tests run on an installed wheel, without the project's files")
+    yaml = pytest.importorskip("yaml")
+    pages = sorted([*root.glob(".github/**/*.yml"), root / ".pre-commit-config.yaml"])
+    assert len(pages) >= 6
+    for page in pages:
+        parsed = yaml.safe_load(page.read_text(encoding="utf-8"))
+        steps = [step for job in parsed.get("jobs", {}).values() for step in job.get("steps", ())]
+        named = re.findall(r"\.ci/\w+|\bdocs\b|constraints\.txt", " ".join(step.get("run", "") for step in steps))
+        assert all((root / path).exists() for path in named), page
+    tests = yaml.safe_load((root / ".github/workflows/tests.yml").read_text(encoding="utf-8"))
+    assert tests["jobs"]["ci"]["steps"][-1] == {"run": "bash .ci/run"}
