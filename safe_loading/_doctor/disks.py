@@ -10,8 +10,8 @@ from pathlib import Path
 
 from safe_loading._core.paths import is_there
 from safe_loading._core.report import Finding, GiB, format_bytes
-from safe_loading._output.exchange_folders import exchange
-from safe_loading._output.mounts import is_shared, kind_of
+from safe_loading._output.stage import exchange
+from safe_loading._output.stage_folders import file_system_of, is_network
 
 _LEAST_SHARED = GiB
 _LEAST_FREE = GiB
@@ -65,7 +65,7 @@ def judge_places(places: tuple[Place, ...]) -> list[Finding]:
             message = f"two folders cannot be exchanged at once on this file system ({place.kind or 'unknown'})."
             fix = "replacing a checkpoint takes two steps there; a new folder is whole or absent in any case."
             findings.append(Finding("no-exchange", "warning", place.path, message, fix))
-        if is_shared(place.kind) and place.what != "shared memory":
+        if is_network(place.kind) and place.what != "shared memory":
             message = f"the {place.what} lies on a network file system ({place.kind})."
             fix = "load from a local disk where you can; mapped files are read page by page over the network."
             findings.append(Finding("network-disk", "info", place.path, message, fix))
@@ -93,7 +93,7 @@ def _place(what: str, path: Path, *, try_exchange: bool = False) -> Place:
     there = next(parent for parent in (wanted, *wanted.parents) if is_there(parent))
     usage = shutil.disk_usage(there)
     exchanges = _try_exchange(there) if try_exchange else None
-    return Place(what, str(wanted), kind_of(there), usage.total, usage.free, exchanges)
+    return Place(what, str(wanted), file_system_of(there), usage.total, usage.free, exchanges)
 
 
 def _try_exchange(folder: Path) -> bool | None:

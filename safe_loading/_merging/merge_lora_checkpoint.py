@@ -16,8 +16,8 @@ from safe_loading._core.arguments import whole_number
 from safe_loading._core.log import logger
 from safe_loading._loading.sources import Source
 from safe_loading._model.layout.tensor_contents import REPORT
-from safe_loading._output.commit import Stage
 from safe_loading._output.output_folder import check_apart, output_path
+from safe_loading._output.stage import Stage
 from safe_loading._ranks.device_guard import guarded, own_device
 from safe_loading.errors import ArgumentError
 
@@ -169,7 +169,7 @@ def _write_weights(
     facts: dict[str, dict[str, Written]] = {}
     left = []
     for plan in plans:
-        held = stage.held(plan.name, lambda path, facts, plan=plan: is_whole(plan, path, facts))  # type: ignore[misc]
+        held = stage.recorded(plan.name, lambda path, facts, plan=plan: is_whole(plan, path, facts))  # type: ignore[misc]
         if held is None:
             left.append(plan)
         else:

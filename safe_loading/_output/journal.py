@@ -1,33 +1,35 @@
-"""Who writes, and what is done: a lock that dies with its process, and lines that are on disk before they count."""
+"""A lock that ends with its process, and a journal whose lines are on disk before they count. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from safe_loading._core.protocols import JsonObject
 from safe_loading.errors import OutputError
 
 
 def take_lock(root: Path, output: Path) -> int:
     """Make the folder ``root`` and take the lock in it.
 
-    The lock is the kernel's (``flock``): it goes with the process, so one of a dead process blocks nobody.
+    The lock is the kernel's (``flock``), which ends with its process: a dead owner blocks nobody, whichever process
+    has its id now.
 
     Args:
-        root: The folder beside the output, made when it is not there.
+        root: The stage, made if it does not exist.
         output: What is going to be written, for the message.
 
     Returns:
         The descriptor that holds the lock until it is closed.
 
     Raises:
-        OutputError: Another process holds it; its id is in the text.
+        OutputError: Another process holds the lock; the text has its id.
     """
-    import fcntl  # not on Windows, where this module must still import
+    # Why not filelock: it leaves the lock file empty, so no message could name the owner, and it raises where the last
+    # writer deletes the folder with the lock in it, which here is the end of every write.
+    import fcntl  # Windows has none, and this module must import there too
 
     path = root / "lock"
     while True:
@@ -35,32 +37,34 @@ def take_lock(root: Path, output: Path) -> int:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:
-            continue  # its last writer has just taken the folder away
+            continue  # its last writer has just deleted the folder
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
             raise OutputError(
-                f"Another process ({writer(root)}) is writing {str(output)!r}: it holds {str(path)!r}. Wait for it, "
-                f"end it, or name another output."
+                f"Another process ({lock_owner(root)}) is writing {str(output)!r}: it holds {str(path)!r}. Wait for "
+                f"it, end it, or name another output."
             ) from None
         except BaseException:
             os.close(descriptor)
             raise
-        if _is_still(path, descriptor):
-            return _signed(descriptor)
-        os.close(descriptor)  # locked a file that its last writer deleted meanwhile
+        if _is_file_at(path, descriptor):
+            return _write_owner(descriptor)
+        # Between our open and our lock its last writer deleted the file: that lock excludes nobody.
+        os.close(descriptor)
 
 
-def writer(root: Path) -> str:
-    """Return who took the lock in a folder last: "pid 7 on a-host"."""
+def lock_owner(root: Path) -> str:
+    """Return which process last took the lock of a stage: "pid 7 on a-host"."""
     try:
-        return _read(root / "lock").decode(errors="replace").strip() or "just begun"
+        # Between the lock and the line with the owner the file is empty for a moment.
+        return _read(root / "lock").decode(errors="replace").strip() or "just started"
     except OSError:
         return "unknown"
 
 
-def _signed(descriptor: int) -> int:
+def _write_owner(descriptor: int) -> int:
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -71,7 +75,7 @@ def _signed(descriptor: int) -> int:
 
 
 class Journal:
-    """A file of JSON lines; a line that was cut off by a kill is dropped when it is opened again."""
+    """A file of JSON lines; opening it drops a last line that a kill cut off."""
 
     def __init__(self, path: Path) -> None:
         whole = _whole_lines(_read(path))
@@ -79,7 +83,7 @@ class Journal:
         os.ftruncate(self._descriptor, len(whole))
         self._end = len(whole)
 
-    def append(self, event: Mapping[str, Any]) -> None:
+    def append(self, event: JsonObject) -> None:
         """Write a line and wait until it is on disk."""
         data = json.dumps(event, separators=(",", ":")).encode() + b"\n"
         at = 0
@@ -93,14 +97,14 @@ class Journal:
         os.close(self._descriptor)
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a journal; nothing where there is none."""
-    events: list[dict[str, Any]] = []
+def read_events(path: Path) -> list[JsonObject]:
+    """Return the whole lines of a journal; none if there is no journal."""
+    events: list[JsonObject] = []
     for line in _whole_lines(_read(path)).splitlines():
         try:
             event = json.loads(line)
         except ValueError:
-            return events  # what follows a damaged line cannot be trusted
+            return events  # a damaged line: the lines after it cannot be trusted either
         if not isinstance(event, dict):
             return events
         events.append(event)
@@ -118,10 +122,10 @@ def _whole_lines(data: bytes) -> bytes:
     return data[: data.rfind(b"\n") + 1]
 
 
-def _is_still(path: Path, descriptor: int) -> bool:
-    here = os.fstat(descriptor)
+def _is_file_at(path: Path, descriptor: int) -> bool:
+    opened = os.fstat(descriptor)
     try:
-        there = path.stat()
+        current = path.stat()
     except FileNotFoundError:
         return False
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+    return (opened.st_dev, opened.st_ino) == (current.st_dev, current.st_ino)

@@ -1,4 +1,4 @@
-"""Whether a folder may be written: what it is, what it must not touch, and the room that it needs. Imports no torch."""
+"""Whether a folder may be written: what is there, what it must not overlap, and the space it needs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,89 +12,91 @@ from safe_loading.errors import ArgumentError, OutputError
 
 
 def output_path(output: str | os.PathLike[str]) -> Path:
-    """Return the folder that is to be written, links resolved: a link to a folder stays one.
+    """Return the folder to write with links resolved, so that a link to a folder stays a link.
 
     Raises:
-        ArgumentError: It is no path.
+        ArgumentError: It is not a path.
     """
     text = path_text(output, "output")
     if "\0" in text:
-        raise ArgumentError(f"output={text!r:.80}: no path holds a NUL.")
+        raise ArgumentError(f"output={text!r:.80}: a path cannot hold a NUL.")
     return Path(text).expanduser().resolve()
 
 
 def check_apart(output: Path, sources: Mapping[str, Path]) -> None:
-    """Refuse an output that is one of the folders that are read, lies in one of them, or holds one.
+    """Refuse an output that is one of the folders that are read, is inside one of them, or contains one.
 
     Args:
         output: The folder to write, as :func:`output_path` returns it.
-        sources: The folders that are read, by what they are ("the base").
+        sources: The folders that are read, by their role ("the base").
 
     Raises:
         OutputError: Every clash, with both paths.
     """
     problems = []
-    for what, source in sources.items():
+    for role, source in sources.items():
         real = source.resolve()
-        if _same(output, real):
-            problems.append(f"{str(output)!r} is {what} itself ({str(source)!r})")
-        elif any(_same(parent, real) for parent in output.parents):
-            problems.append(f"{str(output)!r} lies inside {what} ({str(source)!r})")
-        elif any(_same(parent, output) for parent in real.parents):
-            problems.append(f"{str(output)!r} holds {what} ({str(source)!r}), which would be replaced with it")
+        if _is_same_folder(output, real):
+            problems.append(f"{str(output)!r} is {role} itself ({str(source)!r})")
+        elif any(_is_same_folder(parent, real) for parent in output.parents):
+            problems.append(f"{str(output)!r} is inside {role} ({str(source)!r})")
+        elif any(_is_same_folder(parent, output) for parent in real.parents):
+            problems.append(f"{str(output)!r} contains {role} ({str(source)!r}), which would be replaced with it")
     if problems:
-        raise OutputError("The output must be a folder apart from all that is read; name another one:", problems)
+        raise OutputError("The output must not overlap a folder that is read; name another one:", problems)
 
 
 def check_free(output: Path, *, overwrite: bool) -> None:
-    """Refuse to replace what is there already.
+    """Refuse to replace what is already there.
 
     Raises:
-        OutputError: The output is no folder, is a mount point, or is a folder with something in it and ``overwrite``
+        OutputError: The output is not a folder, is a mount point, or is a folder that is not empty and ``overwrite``
             is False.
     """
     if not output.exists():
         return
     if not output.is_dir():
-        raise OutputError(f"{str(output)!r} is a file; the output is a folder. Name another path, or delete the file.")
+        raise OutputError(
+            f"{str(output)!r} is a file, and the output is a folder. Name another path, or delete the file."
+        )
     if output.is_mount():
         raise OutputError(
-            f"{str(output)!r} is a mount point, which cannot be exchanged as one. Name a new folder inside it."
+            f"{str(output)!r} is a mount point, which cannot be replaced in one step. Name a new folder inside it."
         )
-    held = sorted(path.name for path in output.iterdir())
-    if held and not overwrite:
-        shown = ", ".join(held[:4]) + (", ..." if len(held) > 4 else "")
+    entries = sorted(path.name for path in output.iterdir())
+    if entries and not overwrite:
+        shown = ", ".join(entries[:4]) + (", ..." if len(entries) > 4 else "")
         raise OutputError(
-            f"{str(output)!r} is not empty: it holds {len(held)} entries ({shown}). Name a new folder, or pass "
-            f"overwrite=True (--overwrite), which replaces the whole folder when everything new is on disk."
+            f"{str(output)!r} is not empty: it holds {len(entries)} entries ({shown}). Name a new folder, or pass "
+            f"overwrite=True (--overwrite), which replaces the whole folder once everything new is on disk."
         )
 
 
 def check_room(output: Path, needed: int, *, reusable: int = 0) -> None:
-    """Refuse to begin what cannot be finished.
+    """Refuse to begin what there is too little space to finish.
 
     Args:
         output: The folder to write; it need not exist.
         needed: The bytes that will be written.
-        reusable: Of these, the bytes that an interrupted call has left beside it already.
+        reusable: The bytes of these that an interrupted call has already written.
 
     Raises:
-        OutputError: The file system has less room; both numbers are in the text.
+        OutputError: The file system has less free space; the text has both numbers.
     """
-    place = next(parent for parent in output.parents if parent.exists())
-    facts = os.statvfs(place)
+    parent = next(parent for parent in output.parents if parent.exists())
+    facts = os.statvfs(parent)
     free = facts.f_bavail * facts.f_frsize
-    wanted = max(0, needed - reusable)
-    if wanted > free:
+    missing = max(0, needed - reusable)
+    if missing > free:
         raise OutputError(
-            f"{str(output)!r} needs {format_bytes(wanted)} ({wanted} bytes), and {str(place)!r} has "
-            f"{format_bytes(free)} ({free} bytes) free; nothing was written. Free {format_bytes(wanted - free)}, or "
+            f"{str(output)!r} needs {format_bytes(missing)} ({missing} bytes), and {str(parent)!r} has "
+            f"{format_bytes(free)} ({free} bytes) free; nothing was written. Free {format_bytes(missing - free)}, or "
             f"name a folder on another disk."
         )
 
 
 def size_below(folder: Path) -> int:
-    """Return the bytes of the regular files below a folder; 0 where there is none."""
+    """Return the bytes of the regular files below a folder; 0 if there is no folder."""
     return sum(path.stat().st_size for path in _files(folder))
 
 
@@ -104,8 +106,8 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _same(one: Path, other: Path) -> bool:
-    """Whether two paths are one folder, by name or by inode (a bind mount, a file system that ignores case)."""
+def _is_same_folder(one: Path, other: Path) -> bool:
+    """Return whether two paths name one folder, by path or by inode (a bind mount, a file system that ignores case)."""
     if one == other:
         return True
     try:

@@ -85,15 +85,15 @@ def operations(at: int | None = None, then: Callable[[], None] = kill) -> Iterat
 
         return call
 
-    import safe_loading._output.commit as commit
+    import safe_loading._output.stage as stage
 
-    exchange = commit.exchange
+    exchange = stage.exchange
 
     def exchanged(*arguments: Any) -> Any:
         state.step("exchange", arguments)
         return exchange(*arguments)
 
-    commit.exchange = exchanged
+    stage.exchange = exchanged
     for name in CHANGES:
         setattr(os, name, counted(name))
         if name in BOUND:
@@ -101,7 +101,7 @@ def operations(at: int | None = None, then: Callable[[], None] = kill) -> Iterat
     try:
         yield state
     finally:
-        commit.exchange = exchange
+        stage.exchange = exchange
         for name, original in ORIGINAL.items():
             setattr(os, name, original)
             if name in BOUND:

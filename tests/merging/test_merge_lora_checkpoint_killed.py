@@ -93,19 +93,19 @@ def test_ctrl_c_is_continued_and_a_damaged_file_is_written_again(
     done: list[str] = []
 
     def stop(name: str) -> Any:
-        def keep(stage: Any, file: str, *arguments: Any) -> None:
+        def record(stage: Any, file: str, *arguments: Any) -> None:
             original(stage, file, *arguments)
             done.append(file)
             if len(done) == 4:
                 raise KeyboardInterrupt
 
-        return keep
+        return record
 
-    original = streams.Stage.keep
-    monkeypatch.setattr(streams.Stage, "keep", stop("keep"))
+    original = streams.Stage.record
+    monkeypatch.setattr(streams.Stage, "record", stop("record"))
     with pytest.raises(KeyboardInterrupt):
         merge_lora_checkpoint(*pair, tmp_path / "out", threads=1)
-    monkeypatch.setattr(streams.Stage, "keep", original)
+    monkeypatch.setattr(streams.Stage, "record", original)
     staged = tmp_path / ".out.staged" / "files"
     assert len(done) == 4
     damaged = staged / done[0]
@@ -213,12 +213,12 @@ from pathlib import Path
 from safe_loading import merge_lora_checkpoint
 from safe_loading._merging.disk import stream as streams
 base, adapter, output, begun = map(Path, sys.argv[1:])
-original = streams.Stage.keep
-def keep(stage, file, *arguments):
+original = streams.Stage.record
+def record(stage, file, *arguments):
     original(stage, file, *arguments)
     begun.touch()
     time.sleep(1)
-streams.Stage.keep = keep
+streams.Stage.record = record
 merge_lora_checkpoint(base, adapter, output, threads=1, overwrite=True)
 """
 

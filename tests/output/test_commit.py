@@ -20,11 +20,10 @@ from torchrun import SHARED
 
 from safe_loading import CheckpointError, OutputError
 from safe_loading._checkpoint.index import read_checkpoint, require_unchanged
-from safe_loading._output import commit as commits
-from safe_loading._output import journal
+from safe_loading._output import journal, stage_folders
 from safe_loading._output import output_folder as output
-from safe_loading._output import staging as stages
-from safe_loading._output.commit import Stage
+from safe_loading._output import stage as stage_module
+from safe_loading._output.stage import Stage
 
 FILES = {"one.bin": b"1" * 5000, "two.bin": b"2" * 3000, "deep/three.bin": b"3"}
 OLD = {"old.txt": b"old", "one.bin": b"0"}
@@ -42,7 +41,7 @@ def save(target: Path, job: Any = JOB, **options: Any) -> tuple[int, Any]:
         if stage.finished is not None:
             return 0, stage.finished
         for name, data in FILES.items():
-            if stage.held(name, same) is None:
+            if stage.recorded(name, same) is None:
                 stage.write(name, data, {"sha256": hashlib.sha256(data).hexdigest()})
                 written += 1
         stage.commit({"files": len(FILES)})
@@ -74,7 +73,7 @@ def test_the_output_appears_whole_and_nothing_stays_beside_it(tmp_path: Path) ->
 @pytest.mark.parametrize("atomic", [True, False])
 def test_a_folder_is_replaced_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool) -> None:
     if not atomic:
-        monkeypatch.setattr(commits, "exchange", lambda one, other: False)
+        monkeypatch.setattr(stage_module, "exchange", lambda one, other: False)
     folder = fill(tmp_path / "out", OLD)
     with pytest.raises(OutputError, match=r"holds 2 entries \(old.txt, one.bin\).*overwrite=True"):
         save(folder)
@@ -97,11 +96,11 @@ import json, os, sys
 from pathlib import Path
 from faults.operations import disk_full, in_child, kill, operations
 from safe_loading import OutputError
-import safe_loading._output.commit as commits
+import safe_loading._output.stage as stage_module
 import test_commit as t
 root, replace, atomic = Path(sys.argv[1]), sys.argv[2] == "replace", sys.argv[3] == "atomic"
 if not atomic:
-    commits.exchange = lambda one, other: False
+    stage_module.exchange = lambda one, other: False
 (root / "count").mkdir()
 counted = t.fill(root / "count" / "out", t.OLD) if replace else root / "count" / "out"
 with operations() as all_of_them:
@@ -153,7 +152,7 @@ def test_killed_at_every_operation_the_output_is_old_or_new_and_a_second_call_co
     tmp_path: Path, case: str
 ) -> None:
     run = [sys.executable, "-c", textwrap.dedent(SWEEP), str(tmp_path), *case.split()]
-    package = str(Path(commits.__file__).parents[2])
+    package = str(Path(stage_module.__file__).parents[2])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([package, *SHARED])}
     done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -258,7 +257,7 @@ AT_ONCE = """
 import sys, time
 from pathlib import Path
 from safe_loading import OutputError
-from safe_loading._output.commit import Stage
+from safe_loading._output.stage import Stage
 root, name, others = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 def wait_for(pattern, count):
     end = time.monotonic() + 60
@@ -348,11 +347,11 @@ def test_on_a_file_system_of_several_machines_each_has_its_stage_and_one_of_them
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the kernel's lock ends at the machine's own door."""
-    monkeypatch.setattr(stages, "is_shared", lambda kind: True)
+    monkeypatch.setattr(stage_folders, "is_network", lambda kind: True)
     folder = fill(tmp_path / "out", OLD)
 
     def on(machine: str, **options: Any) -> Stage:
-        monkeypatch.setattr(stages, "_machine", lambda: machine)
+        monkeypatch.setattr(stage_folders, "_machine", lambda: machine)
         return Stage(folder, {"by": machine}, overwrite=True, **options)
 
     with on("one") as one:
@@ -371,13 +370,13 @@ def test_on_a_file_system_of_several_machines_each_has_its_stage_and_one_of_them
 def test_of_two_machines_that_replace_a_folder_in_two_steps_one_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "is_shared", lambda kind: True)
-    monkeypatch.setattr(commits, "check_alone", lambda stage, output: None)  # neither saw the other
-    monkeypatch.setattr(commits, "exchange", lambda one, other: False)
+    monkeypatch.setattr(stage_folders, "is_network", lambda kind: True)
+    monkeypatch.setattr(stage_module, "check_alone", lambda stage, output: None)  # neither saw the other
+    monkeypatch.setattr(stage_module, "exchange", lambda one, other: False)
     folder = fill(tmp_path / "out", OLD)
-    monkeypatch.setattr(stages, "_machine", lambda: "one")
+    monkeypatch.setattr(stage_folders, "_machine", lambda: "one")
     one = Stage(folder, JOB, overwrite=True).__enter__()
-    monkeypatch.setattr(stages, "_machine", lambda: "two")
+    monkeypatch.setattr(stage_folders, "_machine", lambda: "two")
     two = Stage(folder, JOB, overwrite=True).__enter__()
     one.write("who", b"one")
     two.write("who", b"two")
@@ -428,9 +427,9 @@ def test_the_output_must_be_apart_from_what_is_read(tmp_path: Path) -> None:
     cases = {
         base: "is the base itself",
         tmp_path / "link": "is the base itself",
-        base / "merged": "lies inside the base",
-        tmp_path / "link" / "merged" / "deep": "lies inside the base",
-        tmp_path / "models": "holds the base",
+        base / "merged": "is inside the base",
+        tmp_path / "link" / "merged" / "deep": "is inside the base",
+        tmp_path / "models": "contains the base",
     }
     for target, text in cases.items():
         with pytest.raises(OutputError, match=text) as caught:
@@ -442,7 +441,7 @@ def test_the_output_must_be_apart_from_what_is_read(tmp_path: Path) -> None:
 
 def test_a_file_and_a_mount_point_are_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(OutputError, match="is a file; the output is a folder"):
+    with pytest.raises(OutputError, match="is a file, and the output is a folder"):
         save(tmp_path / "file", overwrite=True)
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
@@ -479,7 +478,7 @@ def test_a_folder_that_comes_to_stand_there_meanwhile_is_not_replaced(tmp_path: 
 WRITER = """
 import sys
 from pathlib import Path
-from safe_loading._output.commit import Stage
+from safe_loading._output.stage import Stage
 folder = Path(sys.argv[1])
 for turn in range(100):
     with Stage(folder, {"turn": turn}, overwrite=True) as stage:
@@ -518,7 +517,7 @@ def test_a_reader_during_100_rewrites_sees_the_old_or_the_new_and_never_a_mix(tm
 
 
 def child_environment() -> dict[str, str]:
-    package = str(Path(commits.__file__).parents[2])
+    package = str(Path(stage_module.__file__).parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join([package, *SHARED])}
 
 
@@ -532,7 +531,7 @@ def test_what_the_system_refuses_is_an_error_of_this_package_with_the_system_s_n
         return then
 
     for code, at in ((errno.EROFS, 1), (errno.EACCES, 1), (errno.ENOSPC, 9), (errno.EIO, 9)):
-        as_it_was = pytest.raises(OutputError, match=r"out' is as it was: .*Mend the disk")
+        as_it_was = pytest.raises(OutputError, match=r"out' is as it was: .*Check the disk")
         with as_it_was as caught, operations(at, refuse(code)):
             save(folder, overwrite=True)
         assert caught.value.errno == code
@@ -546,7 +545,7 @@ def test_a_folder_that_the_system_will_not_rename_stays(tmp_path: Path, monkeypa
     def across(one: Path, other: Path) -> bool:  # overlayfs, for a folder of a lower layer
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
-    monkeypatch.setattr(commits, "exchange", across)
+    monkeypatch.setattr(stage_module, "exchange", across)
     with pytest.raises(OutputError, match=r"as it was: .*cross-device") as caught:
         save(folder, overwrite=True)
     assert caught.value.errno == errno.EXDEV
@@ -575,11 +574,11 @@ def test_sigterm_takes_the_stage_away_and_gives_the_signal_back(
         os.kill(os.getpid(), signal.SIGTERM)
         return result
 
-    original = Stage.write if when == "while it writes" else commits.exchange
+    original = Stage.write if when == "while it writes" else stage_module.exchange
     if when == "while it writes":
         monkeypatch.setattr(Stage, "write", end)
     else:
-        monkeypatch.setattr(commits, "exchange", end)
+        monkeypatch.setattr(stage_module, "exchange", end)
     with pytest.raises(SystemExit) as caught:
         save(folder, overwrite=True)
     assert caught.value.code == 128 + signal.SIGTERM

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from safe_loading._checkpoint.copy_bytes import clone, start_writing_back, write_from
-from safe_loading._output.commit import Stage
+from safe_loading._output.stage import Stage
 
 from .output_plan import FilePlan, TensorPlan
 from .thread_buffers import Buffers
@@ -244,7 +244,7 @@ class _File:
     def _keep(self) -> None:
         """Sync the file, and write down that it is whole."""
         tensors = {name: [written.sha256, written.largest] for name, written in self._facts.items()}
-        self._work.stage.keep(self.plan.name, self._target, {"bytes": self.plan.nbytes, "tensors": tensors})
+        self._work.stage.record(self.plan.name, self._target, {"bytes": self.plan.nbytes, "tensors": tensors})
         self.close()
         self._work.done(self.plan, self._facts)
 

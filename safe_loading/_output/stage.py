@@ -1,0 +1,341 @@
+"""A folder that appears whole or not at all: under an exception, a full disk and ``kill -9``. Imports no torch.
+
+Everything is first written into a stage, a folder next to the output on the same file system::
+
+    .NAME.staged/
+        lock      the writer's process id, locked for as long as the process lives
+        journal   one JSON line for each step, synced before the next step begins
+        files/    what becomes the output
+        before/   the folder that is replaced, briefly, where the system cannot exchange two folders in one step
+
+(``.NAME.staged-MACHINE`` on a file system that several machines share: see ``stage_folders``.)
+
+A file counts as written when it was synced and the journal says so. The last step is one rename, or one exchange when a
+folder is replaced. A second call finds the journal, keeps the files that it can verify, and continues. The inode of
+``files/``, which the journal holds before the rename, tells the second call whether the rename happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from safe_loading._core.protocols import JsonObject
+from safe_loading.errors import OutputError, SafeLoadingError
+
+from . import journal as journals
+from .output_folder import check_free, check_room, size_below
+from .stage_folders import check_alone, delete_stale_stages, stage_of
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP})
+
+Check = Callable[[Path, JsonObject], bool]
+
+
+class Terminated(SystemExit):
+    """SIGTERM arrived: a launcher or a scheduler ends this process."""
+
+
+class Stage:
+    """Context manager: a place to prepare an output, and the one step that gives it its name.
+
+    Leaving the block without :meth:`commit` deletes the stage, and so does SIGTERM, with which a launcher ends its
+    ranks. Only an interruption by hand (``KeyboardInterrupt``, ``SystemExit``) leaves the stage for the next call, as
+    ``kill -9`` does.
+
+    Args:
+        output: The folder that is to appear, as ``output_folder.output_path`` returns it.
+        job: What determines the content, as JSON: a second call continues only the same job.
+        needed: The bytes of all files, for the check of free space.
+        overwrite: Whether an existing folder is replaced.
+        resume: Whether the files of an interrupted call are used.
+
+    Attributes:
+        files: The folder into which the files are written.
+        finished: The summary that an earlier call gave to :meth:`commit`, if that call was interrupted after the last
+            rename; then there is nothing left to do. None otherwise.
+    """
+
+    def __init__(
+        self, output: Path, job: JsonObject, *, needed: int = 0, overwrite: bool = False, resume: bool = True
+    ) -> None:
+        self.output = output
+        self.root = stage_of(output)
+        self.files = self.root / "files"
+        self.finished: JsonObject | None = None
+        self._replaced = self.root / "before"
+        self._job, self._needed = dict(job), needed
+        self._overwrite, self._resume = overwrite, resume
+        self._recorded: dict[str, JsonObject] = {}
+        self._made_parents: list[Path] = []
+        self._lock: int | None = None
+        self._journal: journals.Journal | None = None
+        self._journal_lock = threading.Lock()
+        self._committed = False
+        self._sigterm = _SigtermRaises()
+
+    def __enter__(self) -> Stage:
+        """Check what can be refused, take the lock, and look at what an interrupted call left.
+
+        Raises:
+            OutputError: Another process writes this output, the output exists already, or there is too little space.
+        """
+        # Where a stage exists, the output may be the unfinished state of an interrupted call: _open checks it then.
+        if not self.root.exists():
+            check_free(self.output, overwrite=self._overwrite)
+            check_room(self.output, self._needed)
+        self._made_parents = [path for path in self.root.parents if not path.exists()]
+        new = not self.root.exists()
+        self._sigterm.begin()
+        try:
+            self._lock = journals.take_lock(self.root, self.output)
+            check_alone(self.root, self.output)
+            self._open()
+            delete_stale_stages(self.root)
+        except OutputError:
+            # Without the lock the stage belongs to another process, and is not ours to delete.
+            if self._lock is not None:
+                self._discard()
+            self._sigterm.end()
+            raise
+        except BaseException as error:
+            if self._lock is not None or new:
+                self._discard()
+            self._sigterm.end()
+            if isinstance(error, OSError):
+                raise self._system_error(error) from error
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Delete what was not committed, unless the next call may continue it."""
+        interrupted = kind is not None and not issubclass(kind, (Exception, Terminated))
+        if self._committed or (interrupted and self._resume):
+            self._release()
+        else:
+            self._discard()
+        self._sigterm.end()
+        if isinstance(error, OSError) and not isinstance(error, SafeLoadingError):
+            raise self._system_error(error) from error
+
+    def recorded(self, name: str, check: Check) -> JsonObject | None:
+        """Return the facts that an interrupted call recorded about a file, if the file still matches them.
+
+        Args:
+            name: The file, relative to the output.
+            check: Returns whether the file at a path matches the facts.
+        """
+        facts = self._recorded.get(name)
+        path = self.files / name
+        if facts is None or not path.is_file() or not check(path, facts):
+            return None
+        return facts
+
+    def create(self, name: str) -> int:
+        """Return a descriptor of a new, empty file, open for reading and writing; the caller closes it."""
+        path = self.files / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def record(self, name: str, descriptor: int, facts: JsonObject) -> None:
+        """Sync a file, then record that it is whole, with the facts to verify it by. May run in any thread."""
+        # In this order: a line in the journal must never tell of bytes that a crash can still lose.
+        os.fsync(descriptor)
+        with self._journal_lock:
+            self._append({"event": "file", "name": name, "facts": dict(facts)})
+
+    def write(self, name: str, data: bytes, facts: JsonObject | None = None) -> None:
+        """Write and sync a small file. With facts it is recorded for a second call; without, it is written again."""
+        descriptor = self.create(name)
+        try:
+            at = 0
+            while at < len(data):
+                at += os.write(descriptor, data[at:])
+            if facts is None:
+                os.fsync(descriptor)
+            else:
+                self.record(name, descriptor, facts)
+        finally:
+            os.close(descriptor)
+
+    def commit(self, summary: Mapping[str, object] | None = None) -> None:
+        """Let the output appear, whole.
+
+        Args:
+            summary: JSON that a second call gets as ``finished``, if this one is killed between here and the end.
+
+        Raises:
+            OutputError: Something else appeared at the output's path in the meantime.
+        """
+        check_free(self.output, overwrite=self._overwrite)
+        # The files themselves are synced. Their names are on disk only when their folders are, the innermost first.
+        for folder in (*(path for path in self.files.rglob("*") if path.is_dir()), self.files):
+            _sync_folder(folder)
+        facts = self.files.stat()
+        self._append({"event": "commit", "inode": [facts.st_dev, facts.st_ino], "summary": dict(summary or {})})
+        if self.output.exists() and any(self.output.iterdir()):
+            if not exchange(self.files, self.output):
+                self.output.rename(self._replaced)
+                self.files.rename(self.output)
+        else:
+            self.files.rename(self.output)  # an empty folder is replaced by a plain rename
+        self._committed = True
+        # The rename is on disk when its parent is. Until then the stage must stay, or a crash could leave neither.
+        _sync_folder(self.output.parent)
+        self._clear()
+
+    def _open(self) -> None:
+        """Continue the stage of an interrupted call where it is of this job; begin a new one otherwise."""
+        if self._replaced.exists() and not self.output.exists():
+            self._replaced.rename(self.output)  # killed between the two renames: the old folder stays until the commit
+        events = journals.read_events(self.root / "journal")
+        same = bool(events) and events[0].get("job") == self._job and self._resume
+        summary = _committed_summary(events, self.output)
+        if summary is not None and same:
+            # Killed after the rename: the output is whole, and what is staged is the folder that it replaced.
+            self._committed, self.finished = True, summary
+            self._clear()
+            return
+        check_free(self.output, overwrite=self._overwrite)
+        check_room(self.output, self._needed, reusable=size_below(self.files))
+        if not same or summary is not None:
+            self._clear(keep_root=True)
+            events = []
+        self.files.mkdir(parents=True, exist_ok=True)
+        self._recorded = {event["name"]: event["facts"] for event in events if event.get("event") == "file"}
+        self._journal = journals.Journal(self.root / "journal")
+        if not events:
+            self._append({"event": "job", "job": self._job})
+
+    def _system_error(self, error: OSError) -> OutputError:
+        """Return what the system refused, as an error that names the output and tells its state now."""
+        state = "is whole" if self._committed else "is as it was" if self.output.exists() else "was not written"
+        wrapped = OutputError(
+            f"{str(self.output)!r} {state}: {error}. Check the disk, its free space and your rights, or name another "
+            f"folder."
+        )
+        wrapped.errno = error.errno
+        return wrapped
+
+    def _append(self, event: JsonObject) -> None:
+        if self._journal is None:
+            raise OutputError(f"{str(self.output)!r} is not open for writing; use it in a `with` block.")
+        self._journal.append(event)
+
+    def _discard(self) -> None:
+        """Delete the stage. Errors on the way are dropped: the one that led here is the one to report."""
+        with contextlib.suppress(OSError):
+            if self._replaced.exists() and not self.output.exists():
+                self._replaced.rename(self.output)
+        self._clear()
+        for path in self._made_parents:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+    def _clear(self, *, keep_root: bool = False) -> None:
+        # The journal goes after the files, so that the call after a kill in between still understands what is left.
+        shutil.rmtree(self.files, ignore_errors=True)
+        # The replaced folder goes only when the output is there: before that it is the only whole copy.
+        if not self._replaced.exists() or self.output.exists():
+            shutil.rmtree(self._replaced, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (self.root / "journal").unlink()
+        if keep_root:
+            return
+        with contextlib.suppress(OSError):
+            (self.root / "lock").unlink(missing_ok=True)
+            self.root.rmdir()
+        self._release()
+
+    def _release(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _committed_summary(events: list[JsonObject], output: Path) -> JsonObject | None:
+    """Return the summary of the commit that made ``output`` what it is, where the journal holds one."""
+    for event in reversed(events):
+        if event.get("event") != "commit":
+            continue
+        try:
+            facts = output.stat()
+        except OSError:
+            return None
+        summary: JsonObject = event["summary"]
+        return summary if event["inode"] == [facts.st_dev, facts.st_ino] else None
+    return None
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders of one file system in a single step, for which Python has no call.
+
+    Returns:
+        Whether the system can do that; if it cannot, nothing was changed.
+
+    Raises:
+        OSError: The system can, and refused.
+    """
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):  # not Linux, or glibc before 2.28
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the entries of a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _SigtermRaises:
+    """Makes SIGTERM raise :class:`Terminated` between :meth:`begin` and :meth:`end`, so that the stage is deleted.
+
+    Only in the main thread, where Python runs signal handlers, and only where nothing else handles the signal: a
+    trainer that saves on SIGTERM keeps its handler.
+    """
+
+    def __init__(self) -> None:
+        self._installed = False
+
+    def begin(self) -> None:
+        """Install the handler, where the signal has none."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _raise_terminated)
+            self._installed = True
+
+    def end(self) -> None:
+        """Remove the handler again."""
+        if self._installed and signal.getsignal(signal.SIGTERM) is _raise_terminated:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._installed = False
+
+
+def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise Terminated(128 + number)  # the exit status that a shell shows for a process that a signal ended
