@@ -1,4 +1,4 @@
-"""Whether a folder may be written: what is there, what it must not overlap, and the space it needs. Imports no torch."""
+"""Whether a folder may be written: what is there, what it overlaps, and the space it needs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def check_free(output: Path, *, overwrite: bool) -> None:
     if not output.exists():
         return
     if not output.is_dir():
-        raise OutputError(
-            f"{str(output)!r} is a file, and the output is a folder. Name another path, or delete the file."
-        )
+        raise OutputError(f"{str(output)!r} is a file, not a folder. Name another path, or delete the file.")
     if output.is_mount():
         raise OutputError(
             f"{str(output)!r} is a mount point, which cannot be replaced in one step. Name a new folder inside it."

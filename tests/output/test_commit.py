@@ -441,7 +441,7 @@ def test_the_output_must_be_apart_from_what_is_read(tmp_path: Path) -> None:
 
 def test_a_file_and_a_mount_point_are_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(OutputError, match="is a file, and the output is a folder"):
+    with pytest.raises(OutputError, match="is a file, not a folder"):
         save(tmp_path / "file", overwrite=True)
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
