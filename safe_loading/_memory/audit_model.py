@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from safe_loading._core.arguments import model_source
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
+from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading.errors import ArgumentError, TraceError
 
 from .audit import device_checks as devices
@@ -22,7 +23,6 @@ from .audit import loss, training, wrappers
 from .audit import step_checks as behavior
 from .audit.report import AuditReport, sorted_findings
 from .audit.subject import Subject
-from .forecast.bnb_replacement import standing_in
 from .forecast.build_model import build
 from .predict_memory import predict_memory
 
@@ -94,7 +94,7 @@ def audit_model(
     predicted = None
     if step is not None:
         try:
-            with standing_in(model):
+            with with_stand_ins(model):
                 findings += behavior.check_step(subject, step)
             checked.append("step")
         except TraceError as error:

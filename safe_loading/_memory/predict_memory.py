@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig
 
 from safe_loading._core.arguments import model_source, whole_number
 from safe_loading._core.workload import Workload
+from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading.errors import ArgumentError
 
-from .forecast.bnb_replacement import standing_in
-from .forecast.build_model import build
+from .forecast.build_model import build, loading_of_layers
 from .forecast.hardware import context_of, workspaces_of
 from .forecast.peak_parts import components_at_peak, modules_at_peak, peak_in_words
 from .forecast.report import MemoryForecast
@@ -85,12 +85,13 @@ def predict_memory(
     options = {"auto_class": auto_class, "dtype": dtype, "attn_implementation": attn_implementation}
     options |= {"trust_remote_code": trust_remote_code, "revision": revision}
     made = build(model_or_config, workload, options, prepare_for_kbit)
-    with standing_in(made.model) as loading, cuda_paths(capability), _held_outputs(made.model, keep_outputs):
+    with with_stand_ins(made.model) as stand_ins, cuda_paths(capability), _held_outputs(made.model, keep_outputs):
+        loading = loading_of_layers(made.model, stand_ins) if stand_ins else made.loading
         trace = trace_step(made.model, made.workload, inputs=inputs)
     device = next(iter(trace.devices))
     workspaces = workspaces_of(capability, training=workload.kind == "train")
     workspaces = () if workload.kind == "weights_only" else workspaces
-    events = run_events(trace, device, loading or made.loading, workspaces)
+    events = run_events(trace, device, loading, workspaces)
     run = replay(events, expandable_segments=expandable_segments)
     context, source = context_of(capability) if context_bytes is None else (context_bytes, "as given")
     return MemoryForecast(

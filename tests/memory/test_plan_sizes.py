@@ -13,7 +13,7 @@ from tiny_models import causal_lm_classes, tiny_config
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from transformers.integrations.accelerate import expand_device_map
 
-from safe_loading import DeviceMapPlan, plan_device_map
+from safe_loading import DeviceMapPlan, Workload, plan_device_map, smallest_limits
 from safe_loading._memory.plan.map_keys import collapse, device_of
 
 EVERY = causal_lm_classes()
@@ -86,6 +86,38 @@ def test_a_quantized_model_takes_what_bitsandbytes_stores(plain: Path, tmp_path:
     assert counted(plan_device_map(model, {0: "1GB"})) == sum(real.values()), real
     model.save_pretrained(tmp_path)
     assert counted(plan_device_map(tmp_path, {0: "1GB"})) == sum(real.values()), real
+
+
+def test_layers_with_transposed_weights_are_quantized_too(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is an extra")
+    transformers.GPT2LMHeadModel(tiny_config("GPT2LMHeadModel")).save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map={"": "cpu"})
+    assert counted(plan_device_map(tmp_path, {0: "1GB"}, quantization_config=config)) == sum(stored(model).values())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_step_of_a_quantized_model_is_traced(plain: Path, bits: int) -> None:
+    """Both ways of passing it: a config, of which the quantized layers are made, and bitsandbytes' own layers."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is an extra")
+    config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, device_map={"": "cpu"})
+    layers = list(model.modules())
+    work = Workload.generate(2, 64)
+    of_config = plan_device_map(plain, {0: "1GB"}, workload=work, quantization_config=config)
+    of_model = plan_device_map(model, {0: "1GB"}, workload=work)
+    assert list(model.modules()) == layers
+    for plan in (of_config, of_model):
+        assert plan.verified, plan.reason
+        assert not plan.findings
+        (use,) = plan.devices
+        assert use.kv_cache == 2 * 2 * 2 * 2 * 64 * 18 * 2  # layers, k and v, rows, heads, tokens, size, bytes
+        assert use.activations > 0
+    assert of_config.devices == of_model.devices
+    assert of_model.verify()
+    split = plan_device_map(model, smallest_limits(model, 2, workload=work), workload=work)
+    assert split.verified, split.reason
+    assert set(split.values()) == {0, 1}
 
 
 def test_what_a_class_keeps_in_float32_is_counted_so(tmp_path: Path) -> None:

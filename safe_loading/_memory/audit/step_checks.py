@@ -11,9 +11,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from safe_loading._core.report import Finding, format_bytes
 from safe_loading._core.workload import Workload
-from safe_loading._memory.forecast.bnb_layers import is_stand_in
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading._memory.trace.trace_step import trace_step
+from safe_loading._model.quantized.stand_ins import StandIn
 
 from . import loss
 from .subject import Subject
@@ -110,7 +110,7 @@ def _inputs_of_8_bits(model: torch.nn.Module) -> Iterator[dict[str, dict[int, in
     handles = [
         module.register_forward_pre_hook(lambda _, given, name=name: note(name, given))
         for name, module in model.named_modules()
-        if is_stand_in(module) and hasattr(module, "scales")
+        if isinstance(module, StandIn) and hasattr(module, "scales")
     ]
     try:
         yield found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.paths import path_text
 from safe_loading._core.workload import Workload
 from safe_loading._loading.peft_config import read_peft_config
-from safe_loading._model.meta_model import meta_model
 from safe_loading._model.model_config import read_config
+from safe_loading._model.quantized.stand_ins import StandIn, bitsandbytes_config, stand_ins_of, unpacked_copies
+from safe_loading._model.quantized_meta_model import quantized_meta_model
 from safe_loading.errors import ArgumentError
 
-from .bnb_layers import arrival, is_stand_in, quantize
-from .timeline import Loading
+from .timeline import Loading, own_name
 
 
 @dataclass(frozen=True)
@@ -65,17 +64,43 @@ def build(source: Any, workload: Workload, options: Mapping[str, Any], prepare: 
         folder = Path(path_text(source, "model_or_config")).expanduser()
         if os.path.lexists(folder / ADAPTER_CONFIG):
             source, workload = _adapted(folder, workload)
-    config, quantized = _split(source, options)
-    model = meta_model(config, **options)
-    named = getattr(config, "_name_or_path", "") or config.model_type
-    name = os.fspath(source) if not isinstance(source, PreTrainedConfig) else named
-    if quantized is None:
+    config = _config_of(source, options)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and bitsandbytes_config(quantization) is None:
+        method = getattr(quantization, "quant_method", None)
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else method
+        raise ArgumentError(f"quantization_config is {method!r}; only bitsandbytes' 4 and 8 bits can be forecast.")
+    model = quantized_meta_model(config, **options)
+    config_name = getattr(config, "_name_or_path", "") or config.model_type
+    name = config_name if isinstance(source, PreTrainedConfig) else os.fspath(source)
+    if quantization is None:
         return Built(model, name, workload, Loading())
-    quantize(model, quantized)
-    recast = _prepared(model) if prepare and workload.kind == "train" else {}
+    recast = _cast_for_training(model) if prepare and workload.kind == "train" else {}
     notes = ("What is not quantized is cast to float32, as prepare_model_for_kbit_training does.",) if recast else ()
-    arrived = {f"{path}.weight": arrival(layer) for path, layer in model.named_modules() if is_stand_in(layer)}
-    return Built(model, name, workload, Loading(True, arrived, recast), notes)
+    return Built(model, name, workload, _quantized_loading(stand_ins_of(model), recast), notes)
+
+
+def loading_of_layers(model: torch.nn.Module, stand_ins: Mapping[str, StandIn]) -> Loading:
+    """Return how the weights of a real model came to the device, as transformers loads what bitsandbytes quantizes.
+
+    Args:
+        model: The model, with stand-ins for bitsandbytes' layers.
+        stand_ins: The stand-ins by their paths; there is at least one.
+    """
+    dtype = getattr(getattr(model, "config", None), "dtype", None)
+    recast = {}
+    if dtype in (torch.float16, torch.bfloat16):
+        # what is in float32 though the config says 16 bits was cast by prepare_model_for_kbit_training
+        recast = {
+            own_name(name): parameter.nbytes // 2
+            for name, parameter in model.named_parameters()
+            if parameter.dtype == torch.float32 and not parameter.requires_grad
+        }
+    return _quantized_loading(stand_ins, recast)
+
+
+def _quantized_loading(stand_ins: Mapping[str, StandIn], recast: Mapping[str, int]) -> Loading:
+    return Loading(True, {own_name(f"{path}.weight"): unpacked_copies(s) for path, s in stand_ins.items()}, recast)
 
 
 def _adapted(folder: Path, workload: Workload) -> tuple[str, Workload]:
@@ -86,18 +111,14 @@ def _adapted(folder: Path, workload: Workload) -> tuple[str, Workload]:
     return base, workload if workload.adapter is not None else workload.replace(adapter=os.fspath(folder))
 
 
-def _split(source: Any, options: Mapping[str, Any]) -> tuple[PreTrainedConfig, Any]:
-    """Return a config without its quantization, and the quantization."""
+def _config_of(source: Any, options: Mapping[str, Any]) -> PreTrainedConfig:
     if isinstance(source, PreTrainedConfig):
-        config = copy.deepcopy(source)
-    else:
-        folder = resolve(source, small_files, revision=options["revision"]).folder
-        config = read_config(folder, trust_remote_code=options["trust_remote_code"])
-    quantized = vars(config).pop("quantization_config", None)
-    return config, quantized
+        return source
+    folder = resolve(source, small_files, revision=options["revision"]).folder
+    return read_config(folder, trust_remote_code=options["trust_remote_code"])
 
 
-def _prepared(model: torch.nn.Module) -> dict[str, int]:
+def _cast_for_training(model: torch.nn.Module) -> dict[str, int]:
     """Freeze and cast as ``prepare_model_for_kbit_training`` does; return what was cast, and its bytes before."""
     before = {}
     for name, parameter in model.named_parameters():

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.quantizers.auto import AutoHfQuantizer
 
 from safe_loading._checkpoint.faults import raise_faults
 from safe_loading._checkpoint.hub import resolve, small_files
 from safe_loading._checkpoint.index import inspect_checkpoint
-from safe_loading._model.meta_model import dtype_on_disk, meta_model
+from safe_loading._model.meta_model import dtype_on_disk
 from safe_loading._model.model_config import read_config
+from safe_loading._model.quantized_meta_model import quantized_meta_model
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
 ModelSource = str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
@@ -46,20 +45,15 @@ def model_of(
                 raise ArgumentError(f"{name}= is for a config or a folder; the {type(source).__name__} has its own.")
         return source
     config = config_of(source, trust_remote_code)
-    asked = quantization_config if quantization_config is not None else getattr(config, "quantization_config", None)
-    plain: Any = copy.deepcopy(config)
-    if hasattr(plain, "quantization_config"):
-        del plain.quantization_config
     try:
-        model = meta_model(
-            plain,
-            auto_class,
-            dtype if dtype is not None else (getattr(config, "dtype", None) or dtype_on_disk(_folder(source))),
+        return quantized_meta_model(
+            config,
+            quantization_config,
+            auto_class=auto_class,
+            dtype=dtype or getattr(config, "dtype", None) or dtype_on_disk(_folder(source)),
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
-        if asked is not None:
-            _quantize(model, asked, pre_quantized=quantization_config is None)
     except SafeLoadingError:
         raise
     except Exception as error:
@@ -68,7 +62,6 @@ def model_of(
             f"The model of this config ({name}) cannot be built on meta: {type(error).__name__}: {error}. Pass the "
             f"module itself, or auto_class=."
         ) from error
-    return model
 
 
 def config_of(source: str | os.PathLike[str] | PreTrainedConfig, trusted: bool) -> PreTrainedConfig:
@@ -92,27 +85,3 @@ def _folder(source: ModelSource) -> Path | None:
         return None
     folder = Path(os.fspath(source)).expanduser()
     return folder if folder.is_dir() else None
-
-
-def _quantize(model: Any, asked: Any, *, pre_quantized: bool) -> None:
-    """Let the quantizer put its own modules in, as ``from_pretrained`` does before it reads a weight."""
-    if isinstance(asked, dict):
-        asked = {**asked}
-    quantizer: Any = AutoHfQuantizer.from_config(asked, pre_quantized=pre_quantized)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    model.config.quantization_config = quantizer.quantization_config
-    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    with torch.device("meta"):
-        quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": 0}, checkpoint_files=None)
-    model.hf_quantizer = quantizer
-    _cast_back(model, dtypes)
-
-
-def _cast_back(model: torch.nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Give the biases of the quantizer's modules, made in torch's default dtype, the one in which they are loaded."""
-    for path, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
-            wanted = dtypes.get(f"{path}.{leaf}" if path else leaf)
-            made_anew = type(parameter) is torch.nn.Parameter and parameter.dtype == torch.get_default_dtype()
-            if parameter is not None and wanted is not None and made_anew and parameter.dtype != wanted:
-                module._parameters[leaf] = torch.nn.Parameter(parameter.detach().to(wanted), parameter.requires_grad)

@@ -16,6 +16,7 @@ from safe_loading._memory.trace.cuda_paths import AMPERE, cuda_paths
 from safe_loading._memory.trace.memo import Known
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading._memory.trace.trace_step import trace_step
+from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading.errors import DeviceMapInfeasible, TraceError
 
 from .accounts import counted, gathered, measured
@@ -59,6 +60,10 @@ class Planner:
         Raises:
             DeviceMapInfeasible: There is none within the limits.
         """
+        with with_stand_ins(self.request.model):
+            return self._plan()
+
+    def _plan(self) -> DeviceMapPlan:
         trace = self._traced(None) if self.request.workload.kind != "weights_only" else None
         rounds = 0
         while True:
@@ -87,6 +92,10 @@ class Planner:
 
     def check(self, plan: DeviceMapPlan) -> Facts:
         """Run the step with a map that may have been edited, and return what was seen."""
+        with with_stand_ins(self.request.model):
+            return self._check(plan)
+
+    def _check(self, plan: DeviceMapPlan) -> Facts:
         self.reason = ""
         device_map = {path: parse_device(device, "the plan") for path, device in plan.items()}
         layout = lay_out(self.request.model, ())  # down to the leaves, which an edited map may name
