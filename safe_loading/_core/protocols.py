@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 JsonObject = dict[str, Any]
 """A parsed JSON object. What its values are is checked where they are read, hence the ``Any``."""
+
+EngineKwargs = Mapping[str, Any]
+"""Keyword arguments that are handed on to a function of an engine, which alone knows their types."""
+
+
+class ModelClass(Protocol):
+    """What transformers loads a model with: the class of the model, or an auto class."""
+
+    __name__: str
+
+    def from_pretrained(self, source: Any, /, **options: Any) -> Any:
+        """Return the model, or with ``output_loading_info=True`` a pair of the model and its loading info."""

@@ -1,10 +1,11 @@
-"""The tensors of an adapter file, on the host: read, renamed, and looked at once for what training leaves."""
+"""The tensors of an adapter file: read to the host, their keys renamed, their values checked once."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -16,25 +17,39 @@ from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.tensor_values import as_buffer, value_range
 from safe_loading.errors import AdapterError, CheckpointError
 
-from . import key_names as names
 from .adapter_facts import AdapterFacts
+from .key_names import renames, summarize
+
+
+class RenamedTensors(NamedTuple):
+    """An adapter's tensors by the keys that peft writes.
+
+    Attributes:
+        tensors: The tensors, by their canonical key.
+        renamed: ``{key on disk: canonical key}``, of the keys that differ.
+        findings: One finding if there are any of these.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    renamed: dict[str, str]
+    findings: list[Finding]
 
 
 def read_tensors(facts: AdapterFacts) -> dict[str, torch.Tensor]:
     """Return the adapter's tensors by their key on disk, in memory of their own.
 
     Raises:
-        CheckpointError: The file was written again since its header was read, or got shorter; or a pickle holds
-            something else than tensors.
+        CheckpointError: The file was written or cut short since its header was read, or a pickle holds something
+            other than tensors.
     """
     if facts.header is not None:
         return _read(facts.header)
     try:
         tensors = torch.load(facts.weights, map_location="cpu", weights_only=True)
-    except Exception as error:  # the unpickler raises whatever a damaged or a hostile file makes it raise
+    except Exception as error:  # the unpickler raises whatever a damaged or hostile file makes it raise
         raise CheckpointError(f"{facts.weights} cannot be read with weights_only=True: {error}") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise CheckpointError(f"{facts.weights} is no mapping of names to tensors.")
+        raise CheckpointError(f"{facts.weights} does not hold a mapping of names to tensors.")
     return tensors
 
 
@@ -43,14 +58,14 @@ def _read(header: Header) -> dict[str, torch.Tensor]:
     path = header.path
     with open_regular(path) as file:
         before = os.fstat(file.fileno())
-        tensors = {name: _tensor(file.fileno(), header, info) for name, info in header.tensors.items()}
+        tensors = {name: _read_tensor(file.fileno(), header, info) for name, info in header.tensors.items()}
         after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or read_header(path) != header:
         raise CheckpointError(f"{path} was written again while it was read. Load it again when its writer is done.")
     return tensors
 
 
-def _tensor(descriptor: int, header: Header, info: TensorInfo) -> torch.Tensor:
+def _read_tensor(descriptor: int, header: Header, info: TensorInfo) -> torch.Tensor:
     dtype = DTYPES.get(info.dtype)
     if dtype is None:
         raise CheckpointError(f"{header.path}: {info.name!r} is {info.dtype}, a dtype that torch does not have.")
@@ -59,55 +74,56 @@ def _tensor(descriptor: int, header: Header, info: TensorInfo) -> torch.Tensor:
     return tensor
 
 
-def rename(
+def rename_keys(
     facts: AdapterFacts, tensors: Mapping[str, torch.Tensor], *, prompt_learning: bool, own_module: bool
-) -> tuple[dict[str, torch.Tensor], dict[str, str], list[Finding]]:
-    """Return the tensors by the names that peft writes, the renames, and a finding that says so.
+) -> RenamedTensors:
+    """Return the tensors by the keys that peft writes; the arguments are those of ``key_names.canonical_key``.
 
     Raises:
         AdapterError: Two keys of the file mean the same tensor.
     """
-    changed, collisions = names.renames(tensors, prompt_learning=prompt_learning, own_module=own_module)
+    changed, collisions = renames(tensors, prompt_learning=prompt_learning, own_module=own_module)
     if collisions:
-        raise AdapterError(f"{facts.weights} names the same tensor twice:", collisions)
+        raise AdapterError(f"{facts.weights} contains the same tensor under two names:", collisions)
     renamed = _without_copies({changed.get(key, key): tensor for key, tensor in tensors.items()})
     if not changed:
-        return renamed, changed, []
+        return RenamedTensors(renamed, changed, [])
     finding = Finding(
         "adapter-keys-renamed",
         "info",
         str(facts.weights),
-        f"saved through a wrapper: {names.summarize(changed)}.",
+        f"saved through a wrapper: {summarize(changed)}.",
         "none needed here; peft's own load would ignore these keys.",
     )
-    return renamed, changed, [finding]
+    return RenamedTensors(renamed, changed, [finding])
 
 
 def _without_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Leave out the second copies of saved modules.
 
-    Of a vocabulary that was resized in memory peft writes each end under all names that the model has for it: a
-    module to save as ``X.weight``, and the same again as ``X.modules_to_save.weight``, which its own load ignores.
+    When a vocabulary was resized in memory, peft writes the embedding and the head under all names that the model has
+    for them: a module to save as ``X.weight``, and again as ``X.modules_to_save.weight``, which peft itself does not
+    load.
     """
 
     def is_copy(key: str, tensor: torch.Tensor) -> bool:
         first = tensors.get(key.replace(".modules_to_save.", ".", 1))
-        return first is not None and first is not tensor and same(first, tensor)
+        return first is not None and first is not tensor and same_tensor(first, tensor)
 
     return {key: tensor for key, tensor in tensors.items() if not is_copy(key, tensor)}
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same values in the same dtype and shape."""
+def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same values, dtype and shape."""
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
 
 
 def value_findings(facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
-    """Return findings for tensors with NaN or infinity, and for a ``lora_B`` that is still zero."""
+    """Return findings for NaN and infinity, for factors of integers, and for a ``lora_B`` that is still zero."""
     findings, zero, candidates = [], [], 0
     for key, tensor in tensors.items():
         if ".lora_" in key and not tensor.is_floating_point():
-            findings.append(_integers(facts, key, tensor))
+            findings.append(_integer_factor(facts, key, tensor))
         if not tensor.is_floating_point() or tensor.numel() == 0:
             continue
         low, high = value_range(tensor)
@@ -123,7 +139,7 @@ def value_findings(facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> 
                 "lora-b-zero",
                 "warning",
                 str(facts.weights),
-                f"{len(zero)} of {candidates} lora_B tensors are all zero, as {zero[0]!r}: "
+                f"{len(zero)} of {candidates} lora_B tensors are all zero, such as {zero[0]!r}: "
                 + ("the adapter changes nothing." if len(zero) == candidates else "these layers are unchanged."),
                 "check that the adapter was trained, and that it was gathered before it was saved (ZeRO-3, FSDP).",
                 sum(tensors[key].nbytes for key in zero),
@@ -132,9 +148,12 @@ def value_findings(facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> 
     return findings
 
 
-def _integers(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Finding:
-    message = f"it is {tensor.dtype}, {list(tensor.shape)}; factors are floats, and peft would cast it without a word."
-    fix = "save the adapter again; a quantized one must be turned into floats where it was quantized."
+def _integer_factor(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Finding:
+    message = (
+        f"the tensor is {tensor.dtype}, {list(tensor.shape)}; LoRA factors are floats, and peft would cast it without "
+        f"a warning."
+    )
+    fix = "save the adapter again; dequantize a quantized one with the library that quantized it."
     return Finding("adapter-dtype", "error", f"{facts.weights}: {key}", message, fix, tensor.nbytes)
 
 

@@ -1,14 +1,15 @@
-"""An adapter into a model: peft builds the structure, the file's tensors are placed exactly, a refusal undoes it."""
+"""Attaching an adapter to a model: peft builds the modules, the file's tensors are put into them bit for bit."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from typing import NamedTuple
 
 import torch
 from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel
@@ -20,21 +21,21 @@ from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading.errors import AdapterError, ArgumentError
 
-from . import adapter_values as values
-from . import fill_slots as place
-from . import peft_config as configs
 from .adapter_facts import AdapterFacts
-from .match import Match, match
-from .slots import AdapterSlot, RoutedTensors, held, new_slots, route
+from .adapter_values import read_tensors, rename_keys, value_findings
+from .fill_slots import fill_slots, overwrite_base
+from .match import Match, match_tensors
+from .peft_config import build_config, can_build_on_meta, changes_base
+from .slots import AdapterSlot, RoutedTensors, new_slots, own_tensor, route
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """An adapter that has been read and looked at, ready to be attached to a model.
+    """An adapter that has been read and checked, ready to be attached to a model.
 
     Attributes:
         name: The name that it gets in the model.
-        facts: What its folder says.
+        facts: What is known of its folder.
         config: peft's config of it.
         tensors: Its tensors on the host, by their key on disk.
         findings: What is wrong or noteworthy about it, whatever the model.
@@ -47,14 +48,14 @@ class Adapter:
     findings: tuple[Finding, ...]
 
     @property
-    def where(self) -> str:
-        """The file, for findings."""
+    def file(self) -> str:
+        """The path of its weights, for findings."""
         return str(self.facts.weights)
 
 
 @dataclasses.dataclass(frozen=True)
 class Attached:
-    """What attaching did: the model, and what there is to report about the adapter."""
+    """A model with an adapter attached, and what there is to report about the adapter."""
 
     model: PeftModel
     findings: list[Finding]
@@ -67,52 +68,70 @@ class Attached:
     def of(
         cls, model: PeftModel, findings: list[Finding], tensors: Iterable[torch.Tensor], renamed: dict[str, str]
     ) -> Attached:
-        """Count the adapter's tensors, one that stands in several places once."""
-        made = {id(tensor): tensor for tensor in tensors}.values()
-        dtypes = dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in made))
-        return cls(model, findings, dtypes, len(made), sum(tensor.nbytes for tensor in made), renamed)
+        """Count the adapter's tensors, one that has several names once."""
+        unique = {id(tensor): tensor for tensor in tensors}.values()
+        dtypes = dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in unique))
+        return cls(model, findings, dtypes, len(unique), sum(tensor.nbytes for tensor in unique), renamed)
+
+
+class Injection(NamedTuple):
+    """The modules that peft built for an adapter, still without the file's tensors.
+
+    Attributes:
+        model: The model that has them.
+        match: Which tensor goes where, and what does not fit.
+        slots: The adapter's tensors in the model, by key.
+        renamed: ``{key on disk: key used}``.
+    """
+
+    model: PeftModel
+    match: Match
+    slots: dict[str, AdapterSlot]
+    renamed: dict[str, str]
 
 
 def prepare(name: str, facts: AdapterFacts, *, is_trainable: bool) -> Adapter:
-    """Read an adapter's config and tensors and look at their values."""
-    config, findings = configs.build_config(facts, is_trainable=is_trainable)
-    tensors = values.read_tensors(facts)
-    return Adapter(name, facts, config, tensors, (*findings, *values.value_findings(facts, tensors)))
+    """Read an adapter's config and tensors and check the values."""
+    config, findings = build_config(facts, is_trainable=is_trainable)
+    tensors = read_tensors(facts)
+    return Adapter(name, facts, config, tensors, (*findings, *value_findings(facts, tensors)))
 
 
 def check_adapter_name(name: str) -> None:
-    """Refuse a name that peft cannot keep.
+    """Refuse a name that peft cannot use.
 
     Raises:
         ArgumentError: The name is empty, has a dot (it becomes an attribute), or is part of a parameter's name.
     """
     if not isinstance(name, str) or not name or "." in name:
-        raise ArgumentError(f"{name!r} is no adapter name: it must be a string without dots.")
+        raise ArgumentError(f"{name!r} cannot be the name of an adapter: it must be a string without dots.")
+    # peft drops the keys that have another adapter's name as one of their parts (_filter_state_dict_for_adapter_name),
+    # so a name must not be a part that every key has. It also becomes a key of ModuleDicts.
     taken = name in ("lora_", "lora", "lora_A", "lora_B", "base_layer", "weight")
     if taken or hasattr(torch.nn.ModuleDict(), name):
         raise ArgumentError(f"{name!r} is a name that peft or torch gives to a part of a module; choose another.")
 
 
-def check(skeleton: torch.nn.Module, adapters: list[Adapter]) -> None:
+def check_on_meta(meta_model: torch.nn.Module, adapters: Sequence[Adapter]) -> None:
     """Attach the adapters to a model on meta, to find what does not fit before the base is loaded.
 
     Raises:
         AdapterError: What does not fit, of every adapter.
     """
     problems: list[str] = []
-    model = skeleton
+    model = meta_model
     for adapter in adapters:
-        if not configs.can_start_empty(adapter.config):
+        if not can_build_on_meta(adapter.config):
             continue  # needs the base's values; checked when it is attached
-        fresh = dataclasses.replace(adapter, config=_copy(adapter.config))
         try:
-            model, found, _, _ = _structure(model, fresh, hollow=True)
+            injection = _inject_and_match(model, _with_own_config(adapter), on_meta=True)
         except AdapterError as error:
             problems += error.problems or [str(error)]
             continue
-        problems += [str(finding) for finding in (*adapter.findings, *found.findings) if finding.severity == "error"]
+        model = injection.model
+        problems += _errors(adapter, injection.match)
     if problems:
-        raise AdapterError(title(adapters, type(skeleton).__name__), problems)
+        raise refusal(adapters, type(meta_model).__name__, problems)
 
 
 def attach(
@@ -128,63 +147,69 @@ def attach(
     """Attach an adapter to ``model``, a base model or a PeftModel that has other adapters.
 
     Args:
-        model: Where it goes. When this raises, restoring the snapshots makes it what it was.
-        adapter: What goes there.
-        device: Where its tensors land.
-        undo: A snapshot of ``model`` as it is now, then earlier ones; told of base weights that are overwritten.
+        model: The model. When this raises, restoring the snapshots makes it what it was.
+        adapter: The adapter.
+        device: Where its tensors go.
+        undo: A snapshot of ``model`` as it is now, then earlier ones. Base weights are kept in all of them before
+            they are overwritten.
         dtype: Their dtype; None leaves each as it is on disk.
         strict: Whether a finding of severity "error" refuses the adapter.
-        copy: Whether the model gets tensors of its own; without it, those of the adapter, where none must be moved.
+        copy: Whether the model gets tensors of its own. False gives it those of ``adapter`` where they are on
+            ``device`` already.
 
     Raises:
         AdapterError: It does not fit; every reason is in ``problems``.
     """
-    # Other methods compute what they freeze (VeRA's projections, a prompt's start) from values that meta has not.
-    hollow = configs.can_start_empty(adapter.config)
-    config = _copy(adapter.config)
-    wrapped, found, slots, renamed = _structure(model, adapter, hollow=hollow)
-    errors = [finding for finding in (*adapter.findings, *found.findings) if finding.severity == "error"]
-    if errors and (strict or not (found.values or adapter.config.is_prompt_learning)):
-        raise AdapterError(title([adapter], type(_base(model)).__name__), map(str, errors))
-    if hollow and _needs_real_start(adapter, found, slots):
+    on_meta = can_build_on_meta(adapter.config)
+    unused = _with_own_config(adapter)
+    injection = _inject_and_match(model, adapter, on_meta=on_meta)
+    errors = _errors(adapter, injection.match)
+    if errors and (strict or not (injection.match.values or adapter.config.is_prompt_learning)):
+        raise refusal([adapter], type(_base_of(model)).__name__, errors)
+    if on_meta and _needs_base_values(adapter, injection):
+        # Only now is it known that something on meta has no value in the file. Build again, with values this time.
         undo[0].restore()
-        again = dataclasses.replace(adapter, config=config)
-        wrapped, found, slots, renamed = _structure(model, again, hollow=False)
-    place.fill(slots, found.values, device, dtype, copy=copy)
-    written = place.write_base(wrapped, found.base_writes, adapter.where, undo)
-    now = (held(slot.owner, slot.name) for slot in slots.values())
-    made = [tensor for tensor in now if tensor is not None]
-    return Attached.of(wrapped, [*adapter.findings, *found.findings, *written], made, renamed)
+        injection = _inject_and_match(model, unused, on_meta=False)
+    fill_slots(injection.slots, injection.match.values, device, dtype, copy=copy)
+    overwritten = overwrite_base(injection.model, injection.match.base_writes, adapter.file, undo)
+    now = (own_tensor(slot.owner, slot.name) for slot in injection.slots.values())
+    tensors = [tensor for tensor in now if tensor is not None]
+    findings = [*adapter.findings, *injection.match.findings, *overwritten]
+    return Attached.of(injection.model, findings, tensors, injection.renamed)
 
 
-def _structure(
-    model: torch.nn.Module, adapter: Adapter, *, hollow: bool
-) -> tuple[PeftModel, Match, dict[str, AdapterSlot], dict[str, str]]:
+def _errors(adapter: Adapter, match: Match) -> list[str]:
+    return [str(finding) for finding in (*adapter.findings, *match.findings) if finding.severity == "error"]
+
+
+def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool) -> Injection:
     """Let peft build the adapter's modules, and pair the file's tensors with them."""
-    base = _base(model)
-    embeddings = _embeddings(base)
+    base = _base_of(model)
+    # Taken before the injection, which may replace these modules by an adapter's copies of them.
+    embeddings = [weight for weight in embeddings_and_head_of(base).weights if weight is not None]
     config = adapter.config
-    tensors, renamed, said = values.rename(
+    file = rename_keys(
         adapter.facts,
         adapter.tensors,
         prompt_learning=config.is_prompt_learning,
         own_module=any(name == "module" for name, _ in base.named_children()),
     )
     before = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    with quiet(), _initialization(config, skip=hollow):
-        if hollow:
-            with MetaStandIns(model), torch.device("meta"), NoInit():
-                wrapped = _inject(model, config, adapter)
+    with quiet():
+        if on_meta:
+            # No memory is used and no number is drawn: every value comes from the file.
+            with _without_base_changing_init(config), MetaStandIns(model), torch.device("meta"), NoInit():
+                injected = _inject(model, config, adapter)
         else:
-            wrapped = _inject(model, config, adapter)
-    slots = new_slots(wrapped, before)
+            injected = _inject(model, config, adapter)
+    slots = new_slots(injected, before)
+    routed = _route(injected, adapter, file.tensors)
     if config.is_prompt_learning:
-        # the encoder loads its own state there; nothing of it goes through a state-dict key
-        _route(wrapped, adapter, tensors)
-        return wrapped, Match({}, {}, said), slots, renamed
-    found = match(wrapped, config, adapter.where, slots, _route(wrapped, adapter, tensors), embeddings)
-    found.findings[:0] = said
-    return wrapped, found, slots, renamed
+        # peft loads these straight into the prompt encoder, so no tensor goes through a state-dict key
+        return Injection(injected, Match({}, {}, file.findings), slots, file.renamed)
+    match = match_tensors(injected, config, adapter.file, slots, routed, embeddings)
+    match.findings[:0] = file.findings
+    return Injection(injected, match, slots, file.renamed)
 
 
 def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter) -> PeftModel:
@@ -197,7 +222,7 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter) -> Pef
         return peft_class(model, config, adapter_name=name, autocast_adapter_dtype=False)
     except (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, re.error) as error:
         raise AdapterError(
-            f"{adapter.facts.folder / ADAPTER_CONFIG}: peft cannot put {name!r} on {type(_base(model)).__name__}: "
+            f"{adapter.facts.folder / ADAPTER_CONFIG}: peft cannot add {name!r} to {type(_base_of(model)).__name__}: "
             f"{error}"
         ) from error
 
@@ -206,52 +231,53 @@ def _route(model: PeftModel, adapter: Adapter, tensors: dict[str, torch.Tensor])
     try:
         return route(model, adapter.name, tensors)
     except (KeyError, RuntimeError, ValueError) as error:
-        raise AdapterError(f"peft cannot map the tensors of {adapter.where} to the model: {error}") from error
+        raise AdapterError(f"peft cannot map the tensors of {adapter.file} to the model: {error}") from error
 
 
-def _needs_real_start(adapter: Adapter, found: Match, slots: dict[str, AdapterSlot]) -> bool:
-    if configs.changes_base(adapter.config) or found.uncovered:
+def _needs_base_values(adapter: Adapter, injection: Injection) -> bool:
+    """Return whether a tensor on meta gets its value from the base and not from the file."""
+    if changes_base(adapter.config) or injection.match.leaves_slots_empty:
         return True
-    # what peft computes from the base's values and no file holds: trainable tokens keep the original rows
-    return any(slot.tensor.is_meta and key not in found.values and not slot.is_parameter for key, slot in slots.items())
+    # Trainable tokens keep the original rows of the embedding in a buffer, which peft saves nowhere.
+    return any(
+        slot.tensor.is_meta and key not in injection.match.values and not slot.is_parameter
+        for key, slot in injection.slots.items()
+    )
 
 
 @contextmanager
-def _initialization(config: PeftConfig, *, skip: bool) -> Iterator[None]:
-    """On meta, leave out the starts that factorise the base's weight: every tensor of theirs is in the file."""
-    if not (skip and configs.changes_base(config)):
+def _without_base_changing_init(config: PeftConfig) -> Iterator[None]:
+    """Leave out an initialization that factorizes the base's weight (PiSSA, OLoRA), which has no values on meta."""
+    if not changes_base(config):
         yield
         return
     settings = vars(config)  # the field is LoRA's; the base class does not declare it
-    asked = settings["init_lora_weights"]
+    init = settings["init_lora_weights"]
     settings["init_lora_weights"] = False
     try:
         yield
     finally:
-        settings["init_lora_weights"] = asked
+        settings["init_lora_weights"] = init
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hush the engines: what they would warn of is a finding here."""
+    """Silence the engines' warnings: what they would warn of is a finding here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def _base(model: torch.nn.Module) -> torch.nn.Module:
+def _base_of(model: torch.nn.Module) -> torch.nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def _embeddings(base: torch.nn.Module) -> list[torch.Tensor]:
-    return [weight for weight in embeddings_and_head_of(base).weights if weight is not None]
+def _with_own_config(adapter: Adapter) -> Adapter:
+    # peft rewrites a config while it injects (expert names of transformers 4 to 5, target_modules condensed)
+    return dataclasses.replace(adapter, config=deepcopy(adapter.config))
 
 
-def _copy(config: PeftConfig) -> PeftConfig:
-    # peft rewrites a config while it injects (v4 expert names to v5, target_modules condensed)
-    return copy.deepcopy(config)
-
-
-def title(adapters: list[Adapter], model: str) -> str:
-    named = ", ".join(f"{adapter.facts.source!r} (as {adapter.name!r})" for adapter in adapters)
-    return f"{named} cannot be attached to {model}; nothing was changed:"
+def refusal(adapters: Sequence[Adapter], target: str, problems: Iterable[str]) -> AdapterError:
+    """Return the error that says why adapters cannot be attached to ``target``."""
+    names = ", ".join(f"{adapter.facts.source!r} (as {adapter.name!r})" for adapter in adapters)
+    return AdapterError(f"{names} cannot be attached to {target}; nothing was changed:", problems)

@@ -209,7 +209,7 @@ def name_base(model: torch.nn.Module, source: str | os.PathLike[str]) -> None:
     model.__dict__["name_or_path"] = os.fspath(source)
 
 
-def loading_findings(info: Mapping[str, Any], ready: list[Adapter], source: str) -> list[Finding]:
+def loading_findings(info: Mapping[str, Any], ready: Sequence[Adapter], source: str) -> list[Finding]:
     """Return a finding for each weight of the base that its checkpoint did not fill.
 
     Weights that an adapter's ``modules_to_save`` replaces (a new classification head) are left out.

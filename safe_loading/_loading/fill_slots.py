@@ -1,4 +1,4 @@
-"""Tensors from the host into their slots on the device, each moved once."""
+"""Copying tensors from the host into their slots on the device, each moved once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safe_loading._model.snapshot import Snapshot
 from .slots import AdapterSlot, named_tensors
 
 
-def fill(
+def fill_slots(
     slots: Mapping[str, AdapterSlot],
     values: Mapping[str, torch.Tensor],
     device: torch.device,
@@ -21,58 +21,63 @@ def fill(
     *,
     copy: bool = True,
 ) -> None:
-    """Put each value into its slot, on ``device``, in its own dtype or in ``dtype`` when one is given.
+    """Put each value into its slot, on ``device``, in its own dtype, or in ``dtype`` if that is not None.
 
-    Slots that share storage (adapters tied to one another) share it afterwards as well, unless their values differ:
-    peft casts the factors of a base in 16 bits one by one, and what was tied is trained apart. A slot without a value
-    keeps its start, in the dtype of the others: a layer computes with both of its factors.
+    Slots that share storage (adapters tied to one another) still share it afterwards, unless their values differ:
+    peft casts the factors of a 16-bit base one by one, which ends the tie, so they may have been trained apart. A slot
+    without a value keeps its initial value, in the dtype of the others, since a layer computes with both its factors.
     """
     common = dtype or next((value.dtype for value in values.values() if value.is_floating_point()), None)
     groups: dict[int, list[AdapterSlot]] = defaultdict(list)
     for slot in slots.values():
-        groups[slot.tensor.untyped_storage()._cdata].append(slot)
+        groups[slot.storage].append(slot)
     for group in groups.values():
-        held = [slot for slot in group if slot.key in values]
-        if not held:
+        with_value = [slot for slot in group if slot.key in values]
+        if not with_value:
             for slot in group:
                 if common is not None and slot.is_parameter and slot.tensor.is_floating_point():
-                    _set(slot, _like(slot, slot.tensor.detach().to(common)))
-            continue
-        if len({id(slot.tensor) for slot in group}) == 1:
-            moved = _moved(values[held[0].key], device, dtype, copy=copy)
-            made = _like(group[0], moved)
+                    _set(slot, _as_in_slot(slot, slot.tensor.detach().to(common)))
+        elif len({id(slot.tensor) for slot in group}) == 1:
+            # One tensor under several names stays one tensor.
+            tensor = _as_in_slot(group[0], _moved(values[with_value[0].key], device, dtype, copy=copy))
             for slot in group:
-                _set(slot, made)
-        elif len(held) < len(group) or agree(group, values):
-            _fill_shared(group, values, device, dtype)
+                _set(slot, tensor)
+        elif len(with_value) < len(group) or _same_in_shared_storage(with_value, values):
+            _fill_shared_storage(group, values, device, dtype)
         else:
-            for slot in held:
-                _set(slot, _like(slot, _moved(values[slot.key], device, dtype, copy=copy)))
+            for slot in with_value:
+                _set(slot, _as_in_slot(slot, _moved(values[slot.key], device, dtype, copy=copy)))
 
 
-def agree(slots: Sequence[AdapterSlot], values: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether slots that share storage are given the same values for it."""
-    given = [slot for slot in slots if slot.key in values]
-    storage = torch.empty(max(_end(s.tensor) for s in given), dtype=values[given[0].key].dtype, device="cpu")
-    for slot in given:
-        _seen_as(storage, slot.tensor).copy_(values[slot.key])
-    return all(torch.equal(_seen_as(storage, s.tensor), values[s.key].to("cpu", storage.dtype)) for s in given)
+def _same_in_shared_storage(slots: Sequence[AdapterSlot], values: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether slots that share storage have the same values for it."""
+    storage = torch.empty(_elements(slots), dtype=values[slots[0].key].dtype, device="cpu")
+    # Write all of them, then read all of them back: a tied factor may be the transpose of the other (an embedding's
+    # lora_embedding_A and the head's lora_A), and only in the storage can the two be compared.
+    for slot in slots:
+        _view_like(slot.tensor, storage).copy_(values[slot.key])
+    return all(torch.equal(_view_like(s.tensor, storage), values[s.key].to("cpu", storage.dtype)) for s in slots)
 
 
-def _fill_shared(
-    group: list[AdapterSlot], values: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
+def _fill_shared_storage(
+    group: Sequence[AdapterSlot], values: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
 ) -> None:
     first = next(values[slot.key] for slot in group if slot.key in values)
-    storage = torch.empty(max(_end(slot.tensor) for slot in group), dtype=dtype or first.dtype, device=device)
+    storage = torch.empty(_elements(group), dtype=dtype or first.dtype, device=device)
     for slot in group:
-        view = _seen_as(storage, slot.tensor)
+        view = _view_like(slot.tensor, storage)
         if slot.key in values:
             view.copy_(values[slot.key])
-        _set(slot, _like(slot, view))
+        _set(slot, _as_in_slot(slot, view))
 
 
-def _seen_as(storage: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _view_like(tensor: torch.Tensor, storage: torch.Tensor) -> torch.Tensor:
     return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _elements(slots: Iterable[AdapterSlot]) -> int:
+    """Return how many elements of one storage the slots' tensors reach over."""
+    return max(_end(slot.tensor) for slot in slots)
 
 
 def _end(tensor: torch.Tensor) -> int:
@@ -84,12 +89,12 @@ def _moved(value: torch.Tensor, device: torch.device, dtype: torch.dtype | None,
     if dtype is not None and value.is_floating_point():
         value = value.to(dtype)
     if device.type == "cpu":
-        # A copy: the adapter's tensors may go into several models, each of which changes its own.
+        # A copy, because the adapter's tensors may go into several models, each of which changes its own.
         return value.clone(memory_format=torch.contiguous_format) if copy else value.contiguous()
     return value.to(device).contiguous()
 
 
-def _like(slot: AdapterSlot, value: torch.Tensor) -> torch.Tensor:
+def _as_in_slot(slot: AdapterSlot, value: torch.Tensor) -> torch.Tensor:
     if not slot.is_parameter:
         return value
     return torch.nn.Parameter(value, requires_grad=slot.tensor.requires_grad and value.is_floating_point())
@@ -102,31 +107,32 @@ def _set(slot: AdapterSlot, value: torch.Tensor) -> None:
         slot.owner._buffers[slot.name] = value
 
 
-def write_base(
-    model: torch.nn.Module, writes: Mapping[str, torch.Tensor], where: str, undo: Iterable[Snapshot]
+def overwrite_base(
+    model: torch.nn.Module, values: Mapping[str, torch.Tensor], where: str, undo: Iterable[Snapshot]
 ) -> list[Finding]:
-    """Copy the base weights that an adapter file brings along into the base, in place, so that ties stay ties.
+    """Copy the base weights that an adapter file contains into the base, in place, so that ties stay ties.
 
-    What they overwrite is kept in each of ``undo``.
+    Each snapshot in ``undo`` keeps a copy of what is overwritten.
     """
-    if not writes:
+    if not values:
         return []
-    own = named_tensors(model)
+    tensors = named_tensors(model)
     findings = []
-    for key, value in writes.items():
-        moved = value.to(own[key])  # into a wider dtype at most
-        if torch.equal(moved, own[key]):
+    for key, value in values.items():
+        tensor = tensors[key]
+        converted = value.to(tensor)  # to a wider dtype at most, which match_tensors has checked
+        if torch.equal(converted, tensor):
             continue
         for snapshot in undo:
-            snapshot.keep(own[key])
+            snapshot.keep(tensor)
         with torch.no_grad():
-            own[key].copy_(moved)
+            tensor.copy_(converted)
         findings.append(
             Finding(
                 "base-weight-replaced",
                 "info",
                 f"{where}: {key}",
-                "the file brings this weight of the base along and it differs from the base's own, so the base's was "
+                "the file contains this weight of the base with other values than the base's own, so the base's was "
                 "overwritten, as peft does (save_embedding_layers, bias).",
                 "",
                 value.nbytes,

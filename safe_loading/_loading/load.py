@@ -1,179 +1,213 @@
-"""The steps of a load after its sources are found: check, load the base, attach, finish, report."""
+"""The steps of a load once its sources are found: check, load the base, attach the adapters, put back on failure."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from peft import PeftModel
 
+from safe_loading._checkpoint.hub import Resolved
 from safe_loading._checkpoint.index import Checkpoint, read_checkpoint, require_unchanged
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
+from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding
 from safe_loading._model.snapshot import Snapshot
-from safe_loading._ranks import contexts as verify
-from safe_loading._ranks.exchange import Ranks
+from safe_loading._ranks.contexts import one_device, totals
 from safe_loading.errors import AdapterError
 
 from . import base_model as bases
-from .attach import Adapter, Attached, attach, check
-from .report import LoadedPart, LoadReport
-from .sources import LoadSources
+from .attach import Adapter, Attached, attach, check_on_meta
+from .report import LoadedPart
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """How a base and its adapters are loaded; see ``load_peft_on_rank``."""
+class LoadOptions:
+    """How a base and its adapters are loaded; the arguments of ``load_peft_on_rank`` that have these names."""
 
     device: torch.device
     dtype: torch.dtype | Literal["auto"]
     adapter_dtype: torch.dtype | None
     is_trainable: bool
-    auto_class: Any
+    auto_class: ModelClass | None
     active: str
     strict: bool
-    base_kwargs: Mapping[str, Any]
+    base_kwargs: EngineKwargs
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
-    """What the check before the load found: the class that loads the base, and its files where they were looked at."""
+class BaseOnDisk:
+    """A base that passed the checks before the load.
 
-    auto_class: Any = None
-    checkpoint: Checkpoint | None = None
+    Attributes:
+        resolved: Where it lies.
+        auto_class: The class whose ``from_pretrained`` loads it.
+        checkpoint: Its weight files; None where they are no safetensors files.
+    """
+
+    resolved: Resolved
+    auto_class: ModelClass
+    checkpoint: Checkpoint | None
 
 
-def check_first(sources: LoadSources, ready: list[Adapter], options: Options) -> Chosen:
-    """Check all that can be known before a weight of the base is read."""
-    if sources.base is None:
-        return Chosen()
-    folder = sources.base.folder
+class Loaded(NamedTuple):
+    """A model with its adapters, and what its report says of each part."""
+
+    model: PeftModel
+    parts: list[LoadedPart]
+    findings: list[Finding]
+
+
+def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: LoadOptions) -> BaseOnDisk:
+    """Check everything that can be known before a weight of the base is read.
+
+    Raises:
+        AdapterError: An adapter does not fit the base, or lies in the base's folder.
+        CheckpointError: The base is damaged, or does not fit the class that loads it.
+    """
+    folder = base.folder
     if (folder / ADAPTER_CONFIG).exists():
         raise AdapterError(
             f"The base folder {folder} holds an adapter too ({ADAPTER_CONFIG}), which transformers would load into the "
-            f"base unasked. Move the adapter's files to a folder of their own."
+            f"base without being asked. Move the adapter's files to a folder of their own."
         )
     config = bases.base_config(folder, options.base_kwargs)
-    chosen = options.auto_class or bases.auto_class_for(ready[0].facts, config)
+    auto_class = options.auto_class or bases.auto_class_for(adapters[0].facts, config)
     checkpoint = None
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
         checkpoint = read_checkpoint(folder, variant=options.base_kwargs.get("variant"), kind="model")
-    outline = bases.skeleton(chosen, folder, options.dtype, options.base_kwargs)
-    if outline is not None and options.strict:
+    meta_model = bases.skeleton(auto_class, folder, options.dtype, options.base_kwargs)
+    if meta_model is not None and options.strict:
         if checkpoint is not None:
-            bases.check_fit(outline, checkpoint, ready)
-        check(outline, ready)
-    return Chosen(chosen, checkpoint)
+            bases.check_fit(meta_model, checkpoint, adapters)
+        check_on_meta(meta_model, adapters)
+    return BaseOnDisk(base, auto_class, checkpoint)
 
 
 def load(
-    sources: LoadSources,
-    ready: list[Adapter],
-    chosen: Chosen,
-    given: Any,
-    options: Options,
-    group: Ranks,
-    noted: list[Finding],
-    undo: Snapshot | None,
-) -> tuple[PeftModel, LoadReport]:
-    """Load the base (or take the given one), attach the adapters, and say what was done."""
-    if sources.base is None:
-        model, parts, findings = _onto_given(given, ready, options, undo)
+    base: BaseOnDisk | torch.nn.Module, adapters: Sequence[Adapter], options: LoadOptions, undo: Sequence[Snapshot]
+) -> Loaded:
+    """Load the base, unless the caller passed it as a model, and attach the adapters.
+
+    Args:
+        base: What :func:`check_before_load` returned, or the caller's model.
+        adapters: The adapters, in the order in which they are attached.
+        options: How they are loaded.
+        undo: The snapshot of the caller's model; nothing for a base on disk.
+
+    Raises:
+        AdapterError: Something does not fit.
+        CheckpointError: The base cannot be loaded, or its files changed meanwhile.
+    """
+    if isinstance(base, BaseOnDisk):
+        loaded = _load_base_and_attach(base, adapters, options)
     else:
-        start = time.perf_counter()
-        where = (sources.base.folder, options.device, options.dtype, options.base_kwargs)
-        base, info = bases.load_base(chosen.auto_class, *where)
-        if chosen.checkpoint is not None:
-            require_unchanged(chosen.checkpoint)
-        bases.name_base(base, sources.base.source)
-        findings = bases.loading_findings(info, ready, sources.base.source)
-        findings += bases.untied_findings(base, sources.base.source)
-        errors = [str(finding) for finding in findings if finding.severity == "error"]
-        if errors and options.strict:
-            raise AdapterError(f"{sources.base.source!r} does not fill {type(base).__name__}:", errors)
-        first = _base_part(base, sources.base.source, sources.base.commit, options, time.perf_counter() - start)
-        model, others, found = _attach_all(base, ready, options)
-        parts, findings = [first, *others], [*findings, *found]
-    _finish(model, options, several=len(ready) > 1)
-    findings += noted
-    warn_once(findings)
-    return model, LoadReport(group.index(group.rank), group.size, str(options.device), tuple(parts), tuple(findings))
+        loaded = _attach_and_move(base, adapters, options, undo)
+    if len(adapters) > 1:
+        loaded.model.set_adapter(options.active, inference_mode=not options.is_trainable)
+    if not options.is_trainable:
+        loaded.model.eval()
+    return loaded
 
 
-def _onto_given(
-    given: torch.nn.Module, ready: list[Adapter], options: Options, undo: Snapshot | None
-) -> tuple[PeftModel, list[LoadedPart], list[Finding]]:
-    """Attach to a model that the caller owns, then move it: most refusals come before it is moved."""
-    moves = verify.one_device(given) != options.device
-    first = _base_part(given, type(given).__name__, None, options, 0.0)
-    model, parts, findings = _attach_all(given, ready, options, undo)
+def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options: LoadOptions) -> Loaded:
+    start = time.perf_counter()
+    source = base.resolved.source
+    model, info = bases.load_base(
+        base.auto_class, base.resolved.folder, options.device, options.dtype, options.base_kwargs
+    )
+    if base.checkpoint is not None:
+        require_unchanged(base.checkpoint)
+    bases.name_base(model, source)
+    findings = [*bases.loading_findings(info, adapters, source), *bases.untied_findings(model, source)]
+    errors = [str(finding) for finding in findings if finding.severity == "error"]
+    if errors and options.strict:
+        raise AdapterError(f"{source!r} does not fill {type(model).__name__}:", errors)
+    part = _base_part(model, source, base.resolved.commit, options.device, time.perf_counter() - start)
+    attached = _attach_all(model, adapters, options, [])
+    return Loaded(attached.model, [part, *attached.parts], [*findings, *attached.findings])
+
+
+def _attach_and_move(
+    base: torch.nn.Module, adapters: Sequence[Adapter], options: LoadOptions, undo: Sequence[Snapshot]
+) -> Loaded:
+    """Attach to a model that the caller owns, and only then move it: most refusals come before it is moved."""
+    moves = one_device(base) != options.device
+    part = _base_part(base, type(base).__name__, None, options.device, 0.0)
+    attached = _attach_all(base, adapters, options, undo)
     start = time.perf_counter()
     if moves:
-        model.to(options.device)
-    first = dataclasses.replace(first, seconds=time.perf_counter() - start)
-    return model, [first, *parts], findings
+        attached.model.to(options.device)
+    part = dataclasses.replace(part, seconds=time.perf_counter() - start)
+    return attached._replace(parts=[part, *attached.parts])
 
 
 @contextmanager
-def untouched(model: torch.nn.Module) -> Iterator[Snapshot]:
-    """If the block raises, ``model``, which the caller owns, is put back to where and what it was."""
-    home = verify.one_device(model)
+def restored_on_error(model: torch.nn.Module | None) -> Iterator[list[Snapshot]]:
+    """If the block raises, put the caller's ``model`` back to what it was and where it was; yield its snapshot.
+
+    Nothing is done, and an empty list yielded, when there is no such model.
+    """
+    if model is None:
+        yield []
+        return
+    device = one_device(model)
     snapshot = Snapshot(model)
     try:
-        yield snapshot
+        yield [snapshot]
     except BaseException:
         snapshot.restore()
-        model.to(home)
+        model.to(device)
         raise
 
 
 def _attach_all(
-    base: torch.nn.Module, ready: list[Adapter], options: Options, undo: Snapshot | None = None
-) -> tuple[PeftModel, list[LoadedPart], list[Finding]]:
+    base: torch.nn.Module, adapters: Sequence[Adapter], options: LoadOptions, undo: Sequence[Snapshot]
+) -> Loaded:
     model = base
     parts: list[LoadedPart] = []
     findings: list[Finding] = []
-    for number, adapter in enumerate(ready):
+    for adapter in adapters:
         start = time.perf_counter()
-        now = Snapshot(model) if number or undo is None else undo
-        done = attach(
-            model,
-            adapter,
-            options.device,
-            undo=[now] if undo is None or undo is now else [now, undo],
-            dtype=options.adapter_dtype,
-            strict=options.strict,
+        # The first adapter can be undone with the caller's snapshot. A later one needs a snapshot with the earlier
+        # adapters in it, and what it overwrites of the base is kept in the caller's too.
+        snapshots = undo if undo and not parts else [Snapshot(model), *undo]
+        attached = attach(
+            model, adapter, options.device, undo=snapshots, dtype=options.adapter_dtype, strict=options.strict
         )
-        model = done.model
-        parts.append(loaded_part(adapter, done, options.device, time.perf_counter() - start))
-        findings += done.findings
+        model = attached.model
+        parts.append(adapter_part(adapter, attached, options.device, time.perf_counter() - start))
+        findings += attached.findings
     if not isinstance(model, PeftModel):
         raise AdapterError("There is no adapter to attach.")
-    return model, parts, findings
+    return Loaded(model, parts, findings)
 
 
-def loaded_part(adapter: Adapter, done: Attached, device: torch.device, seconds: float) -> LoadedPart:
+def adapter_part(adapter: Adapter, attached: Attached, device: torch.device, seconds: float) -> LoadedPart:
     """Return the report's line about an adapter."""
-    facts = adapter.facts
-    source = (adapter.name, facts.source, facts.commit, str(device))
-    return LoadedPart(*source, done.dtypes, done.tensors, done.bytes, seconds, done.renamed)
+    return LoadedPart(
+        name=adapter.name,
+        source=adapter.facts.source,
+        commit=adapter.facts.commit,
+        device=str(device),
+        dtypes=attached.dtypes,
+        tensors=attached.tensors,
+        bytes=attached.bytes,
+        seconds=seconds,
+        renamed=attached.renamed,
+    )
 
 
-def _base_part(base: torch.nn.Module, source: str, commit: str | None, options: Options, seconds: float) -> LoadedPart:
-    count, size, dtypes = verify.totals((*base.parameters(), *base.buffers()))
-    return LoadedPart("base", source, commit, str(options.device), dtypes, count, size, seconds)
-
-
-def _finish(model: PeftModel, options: Options, *, several: bool) -> None:
-    if several:
-        model.set_adapter(options.active, inference_mode=not options.is_trainable)
-    if not options.is_trainable:
-        model.eval()
+def _base_part(
+    base: torch.nn.Module, source: str, commit: str | None, device: torch.device, seconds: float
+) -> LoadedPart:
+    count, size, dtypes = totals((*base.parameters(), *base.buffers()))
+    return LoadedPart("base", source, commit, str(device), dtypes, count, size, seconds)
 
 
 def current_device_findings(device: torch.device) -> list[Finding]:
@@ -193,9 +227,10 @@ def current_device_findings(device: torch.device) -> list[Finding]:
     ]
 
 
-def warn_once(findings: list[Finding]) -> None:
-    """Warn once of everything that ``strict=False`` let pass."""
+def warn_of_errors(findings: Sequence[Finding]) -> None:
+    """Warn once, at the line that called the verb, of every error that ``strict=False`` let through."""
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         lines = "\n".join(f"  - {finding}" for finding in errors)
-        warnings.warn(f"safe_loading let pass with strict=False:\n{lines}", UserWarning, stacklevel=4)
+        # 1 is this function, 2 the verb, 3 its caller
+        warnings.warn(f"strict=False: loaded despite these problems:\n{lines}", UserWarning, stacklevel=3)

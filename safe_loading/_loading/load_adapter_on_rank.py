@@ -12,7 +12,7 @@ from peft import PeftModel
 
 from safe_loading._core import progress as _progress
 from safe_loading._core.log import logger
-from safe_loading._ranks import contexts as verify
+from safe_loading._ranks.contexts import check_contexts, check_devices, contexts, one_device
 from safe_loading._ranks.device_guard import guarded, own_device
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank
@@ -20,8 +20,8 @@ from safe_loading.errors import AdapterError, AdapterExists, ArgumentError, Devi
 
 from .attach import Adapter, Attached, attach, check_adapter_name, prepare
 from .base_model import check_dtypes
-from .hot_swap import Staged, commit, stage
-from .load import current_device_findings, loaded_part, untouched, warn_once
+from .hot_swap import StagedSwap, commit_swap, stage_swap
+from .load import adapter_part, current_device_findings, restored_on_error, warn_of_errors
 from .report import LoadReport
 from .sources import HUB_OPTIONS, LoadRequest, find_sources
 
@@ -85,37 +85,36 @@ def load_adapter_on_rank(
             raise ArgumentError("A hot swap is always strict and leaves requires_grad alone; leave both arguments out.")
         if unknown := sorted((hub_kwargs or {}).keys() - HUB_OPTIONS):
             raise ArgumentError(f"hub_kwargs has {unknown}; it takes {sorted(HUB_OPTIONS)}.")
-        own = _own(model, device)
-    contexts = verify.contexts()
-    noted = current_device_findings(own)
+        target = _device_of(model, device)
+    contexts_before = contexts()
+    notes = current_device_findings(target)
     request = LoadRequest(
         {adapter_name: adapter},
         base=None,
-        wants_base=False,
         adapter_revision=adapter_revision,
         adapter_subfolder=adapter_subfolder,
         allow_pickle=allow_pickle,
         base_kwargs=hub_kwargs or {},
     )
-    with guarded(own), _progress.engine_bars(local_rank()):
+    with guarded(target), _progress.engine_bars(local_rank()):
         facts = find_sources(request, group, timeout=timeout).adapters[adapter_name]
         start = time.perf_counter()
-        with untouched(model) as undo, group.together("load the adapter", timeout=timeout):
-            ready = prepare(adapter_name, facts, is_trainable=is_trainable)
-            outcome: Staged | Attached
+        with restored_on_error(model) as undo, group.together("load the adapter", timeout=timeout):
+            prepared = prepare(adapter_name, facts, is_trainable=is_trainable)
+            outcome: StagedSwap | Attached
             if hotswap:
-                outcome = stage(model, ready, dtype=adapter_dtype)
+                outcome = stage_swap(model, prepared, dtype=adapter_dtype)
             else:
-                outcome = attach(model, ready, own, undo=[undo], dtype=adapter_dtype, strict=strict)
-                _train_or_not(model, ready, is_trainable=is_trainable)
-            verify.check_devices(model, own)
-            verify.check_contexts(contexts, own)
-            findings = [*outcome.findings, *noted]
-            warn_once(findings)
-        # a swap overwrites values, so it waits until all ranks can
-        done = commit(model, outcome) if isinstance(outcome, Staged) else outcome
-    part = loaded_part(ready, done, own, time.perf_counter() - start)
-    report = LoadReport(group.index(group.rank), group.size, str(own), (part,), tuple(findings))
+                outcome = attach(model, prepared, target, undo=undo, dtype=adapter_dtype, strict=strict)
+                _set_training(model, prepared, is_trainable=is_trainable)
+            check_devices(model, target)
+            check_contexts(contexts_before, target)
+            findings = [*outcome.findings, *notes]
+            warn_of_errors(findings)
+        # A swap overwrites values, and this rank could not undo that on the others: it waits until all ranks can.
+        attached = commit_swap(model, outcome) if isinstance(outcome, StagedSwap) else outcome
+    part = adapter_part(prepared, attached, target, time.perf_counter() - start)
+    report = LoadReport(group.index(group.rank), group.size, str(target), (part,), tuple(findings))
     model.__dict__["load_report"] = report
     logger.info("%s", report)
     return report
@@ -136,17 +135,18 @@ def _check_name(model: PeftModel, name: str, *, hotswap: bool) -> None:
         )
 
 
-def _own(model: PeftModel, device: torch.device | str | int | None) -> torch.device:
-    where = verify.one_device(model)
-    if device is not None and own_device(device) != where:
+def _device_of(model: PeftModel, device: torch.device | str | int | None) -> torch.device:
+    """Return the device that the model is on, and refuse another one."""
+    current = one_device(model)
+    if device is not None and own_device(device) != current:
         raise DeviceError(
-            f"The model is on {where}, device is {own_device(device)}. Leave device out, or move the model."
+            f"The model is on {current}, device is {own_device(device)}. Leave device out, or move the model."
         )
-    return where
+    return current
 
 
-def _train_or_not(model: PeftModel, adapter: Adapter, *, is_trainable: bool) -> None:
-    # as peft's load_adapter: what is loaded for inference puts the model in eval mode
+def _set_training(model: PeftModel, adapter: Adapter, *, is_trainable: bool) -> None:
+    # as PeftModel.load_adapter: what is loaded for inference puts the whole model in eval mode
     if is_trainable:
         model.set_requires_grad(adapter.name)
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from safe_loading._core import progress as _progress
 from safe_loading._core.log import logger
 from safe_loading._core.paths import path_text
-from safe_loading._ranks import contexts as verify
+from safe_loading._ranks.contexts import check_contexts, check_devices, contexts, one_device
 from safe_loading._ranks.device_guard import check_not_shared, device_identity, guarded, own_device
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank
@@ -24,8 +23,17 @@ from safe_loading.errors import AdapterError, ArgumentError, DeviceError
 
 from .attach import check_adapter_name, prepare
 from .base_model import check_base_kwargs, check_dtypes
-from .load import Options, check_first, current_device_findings, load, untouched
-from .sources import HUB_OPTIONS, LoadRequest, find_sources
+from .load import (
+    BaseOnDisk,
+    LoadOptions,
+    check_before_load,
+    current_device_findings,
+    load,
+    restored_on_error,
+    warn_of_errors,
+)
+from .report import LoadReport
+from .sources import HUB_OPTIONS, BaseRequest, LoadRequest, find_sources
 
 
 def load_peft_on_rank(
@@ -95,53 +103,54 @@ def load_peft_on_rank(
         ArgumentError: Arguments contradict each other.
     """
     group = Ranks.resolve(ranks)
+    loaded_base, source = (base_model, None) if isinstance(base_model, torch.nn.Module) else (None, base_model)
     with group.together("check the arguments", timeout=timeout) as phase:
-        kwargs = dict(base_kwargs or {})
-        check_base_kwargs(kwargs)
+        base_kwargs = dict(base_kwargs or {})
+        check_base_kwargs(base_kwargs)
         check_dtypes(dtype, adapter_dtype)
-        adapters = _named(adapter, active)
-        own = own_device(device)
-        if device is None and own.type != "cpu":
-            phase.payload = [host_identity(), *device_identity(own)]
-        if isinstance(base_model, torch.nn.Module):
-            told = {"auto_class": auto_class, "base_revision": base_revision, "base_subfolder": base_subfolder}
-            _check_base_object(base_model, own, {**told, "dtype": None if dtype == "auto" else dtype, **kwargs})
-        elif base_model is not None:
-            path_text(base_model, "base_model")
+        adapters = _by_name(adapter, active)
+        target = own_device(device)
+        if device is None and target.type != "cpu":
+            phase.payload = [host_identity(), *device_identity(target)]
+        of_base = {"auto_class": auto_class, "base_revision": base_revision, "base_subfolder": base_subfolder}
+        _check_base(base_model, target, {**of_base, "dtype": None if dtype == "auto" else dtype, **base_kwargs})
     check_not_shared(group.ranks, phase.results)
-    options = Options(
-        own, dtype, adapter_dtype, is_trainable, auto_class, active or next(iter(adapters)), strict, kwargs
+    base_request = BaseRequest(source, base_revision, base_subfolder) if loaded_base is None else None
+    request = LoadRequest(adapters, base_request, adapter_revision, adapter_subfolder, allow_pickle, base_kwargs)
+    options = LoadOptions(
+        device=target,
+        dtype=dtype,
+        adapter_dtype=adapter_dtype,
+        is_trainable=is_trainable,
+        auto_class=auto_class,
+        active=active or next(iter(adapters)),
+        strict=strict,
+        base_kwargs=base_kwargs,
     )
-    contexts = verify.contexts()
-    given = base_model if isinstance(base_model, torch.nn.Module) else None
-    request = LoadRequest(
-        adapters,
-        base=None if isinstance(base_model, torch.nn.Module) else base_model,
-        wants_base=given is None,
-        adapter_revision=adapter_revision,
-        adapter_subfolder=adapter_subfolder,
-        base_revision=base_revision,
-        base_subfolder=base_subfolder,
-        allow_pickle=allow_pickle,
-        base_kwargs=kwargs,
-    )
-    noted = current_device_findings(own)
-    with guarded(own), _progress.engine_bars(local_rank()):
+    contexts_before = contexts()
+    notes = current_device_findings(target)
+    with guarded(target), _progress.engine_bars(local_rank()):
         sources = find_sources(request, group, timeout=timeout)
         with group.together("check the adapter against its base", timeout=timeout):
-            ready = [prepare(name, facts, is_trainable=is_trainable) for name, facts in sources.adapters.items()]
-            chosen = check_first(sources, ready, options)
-        kept = nullcontext() if given is None else untouched(given)
-        with kept as undo, group.together("load", timeout=timeout):
-            model, report = load(sources, ready, chosen, given, options, group, noted, undo)
-            verify.check_devices(model, own)
-            verify.check_contexts(contexts, own)
+            prepared = [prepare(name, facts, is_trainable=is_trainable) for name, facts in sources.adapters.items()]
+            base: BaseOnDisk | PreTrainedModel | None = loaded_base
+            if base is None:
+                base = check_before_load(sources.require_base(), prepared, options)
+        # The snapshot is outermost: a failure of another rank, which arrives when the ranks meet, is undone as well.
+        with restored_on_error(loaded_base) as undo, group.together("load", timeout=timeout):
+            model, parts, findings = load(base, prepared, options, undo)
+            check_devices(model, target)
+            check_contexts(contexts_before, target)
+            warn_of_errors(findings)
+    report = LoadReport(group.index(group.rank), group.size, str(target), tuple(parts), (*findings, *notes))
     model.__dict__["load_report"] = report
     logger.info("%s", report)
     return model
 
 
-def _named(adapter: Any, active: str | None) -> dict[str, str | os.PathLike[str]]:
+def _by_name(
+    adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]], active: str | None
+) -> dict[str, str | os.PathLike[str]]:
     adapters = dict(adapter) if isinstance(adapter, Mapping) else {"default": adapter}
     if not adapters:
         raise ArgumentError("adapter is an empty mapping; pass {name: folder or hub id}.")
@@ -149,26 +158,33 @@ def _named(adapter: Any, active: str | None) -> dict[str, str | os.PathLike[str]
         check_adapter_name(name)
         if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
             raise ArgumentError(
-                f"The first argument is the adapter, a folder or hub id (or a mapping of them), the second the base; "
-                f"as an adapter {source!r:.80} was passed."
+                f"The first argument is the adapter, the second the base. The adapter must be a folder or hub id, or "
+                f"a mapping of names to them; got {source!r:.80}."
             )
     if active is not None and active not in adapters:
         raise ArgumentError(f"active={active!r} is none of the adapters {sorted(adapters)}.")
     return adapters
 
 
-def _check_base_object(base: torch.nn.Module, device: torch.device, told: Mapping[str, Any]) -> None:
-    ignored = sorted(name for name in told.keys() - HUB_OPTIONS if told[name] is not None)
+def _check_base(base: object, device: torch.device, arguments: Mapping[str, object]) -> None:
+    """Refuse what is no base, and for a model that is loaded already the ``arguments`` of loading one."""
+    if not isinstance(base, torch.nn.Module):
+        if base is not None:
+            path_text(base, "base_model")
+        return
+    ignored = sorted(name for name in arguments.keys() - HUB_OPTIONS if arguments[name] is not None)
     if ignored:
-        raise ArgumentError(f"base_model is loaded already, so {', '.join(ignored)} cannot be honored; leave it out.")
+        raise ArgumentError(
+            f"base_model is a model that is loaded already, so {', '.join(ignored)} would have no effect; leave it out."
+        )
     if isinstance(base, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in base.modules()):
         raise AdapterError(
             f"base_model is a {type(base).__name__} that has adapters already. Use load_adapter_on_rank to add one, "
             f"or pass the plain base."
         )
-    where = verify.one_device(base)
-    if where.type != "cpu" and where != device:
+    current = one_device(base)
+    if current.type != "cpu" and current != device:
         raise DeviceError(
-            f"base_model is on {where}, this rank's device is {device}. Pass device='{where}', or load the base on "
-            f"{device}."
+            f"base_model is on {current}, this rank's device is {device}. Pass device='{current}', or load the base "
+            f"on {device}."
         )

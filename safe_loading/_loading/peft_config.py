@@ -1,4 +1,4 @@
-"""The peft config of an adapter, built by peft, with what it would drop without a word reported."""
+"""The peft config of an adapter, built by peft, with a finding for every field that peft would silently drop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import peft
 from packaging.version import InvalidVersion, Version
@@ -32,12 +31,12 @@ def build_config(facts: AdapterFacts, *, is_trainable: bool) -> tuple[PeftConfig
     Raises:
         AdapterError: This peft does not know the method, or refuses the config.
     """
-    kind = facts.config["peft_type"]
-    config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(kind)
+    file, method = facts.folder / ADAPTER_CONFIG, facts.config["peft_type"]
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(method)
     if config_class is None:
         raise AdapterError(
-            f"{facts.folder / ADAPTER_CONFIG}: peft_type is {kind!r}, which peft {peft.__version__} does not know (it "
-            f"was written by peft {facts.config.get('peft_version') or 'of an unnamed version'}). It knows "
+            f"{file}: peft_type is {method!r}, which peft {peft.__version__} does not know (it was written by peft "
+            f"{facts.config.get('peft_version') or 'of an unknown version'}). It knows "
             f"{sorted(str(getattr(name, 'value', name)) for name in PEFT_TYPE_TO_CONFIG_MAPPING)}. Upgrade peft."
         )
     known = {field.name for field in dataclasses.fields(config_class)} | {"runtime_config"}
@@ -46,44 +45,43 @@ def build_config(facts: AdapterFacts, *, is_trainable: bool) -> tuple[PeftConfig
         warnings.simplefilter("ignore")  # peft warns of the unknown fields, which are findings here
         try:
             config = config_class.from_pretrained(str(facts.folder))
-        except Exception as error:  # __post_init__ of the method's config, which compares whatever it finds
-            raise AdapterError(f"{facts.folder / ADAPTER_CONFIG}: peft refuses the config: {error}") from error
+        except Exception as error:  # __post_init__ of the method's config fails in its own way on odd values
+            raise AdapterError(f"{file}: peft refuses the config: {error}") from error
     config.inference_mode = not is_trainable
     return config, [_unknown_field(facts, name, value) for name, value in sorted(unknown.items())]
 
 
-def read_peft_config(source: str | os.PathLike[str], *, is_trainable: bool = False) -> PeftConfig:
-    """Return the config of an adapter of which no tensor is needed, as strictly as where it is loaded.
+def read_peft_config(source: str | os.PathLike[str]) -> PeftConfig:
+    """Return the config of an adapter whose tensors are not needed, checked as strictly as for a load.
 
     Args:
-        source: A folder or a hub id. Weights that lie in a folder are checked by their header.
-        is_trainable: Whether the adapter will be trained.
+        source: A folder or a hub id. If weights lie in the folder, their header is checked.
 
     Raises:
         CheckpointNotFound: There is no adapter.
         CheckpointError: Its config or its weights are damaged.
-        AdapterError: The config lacks what it must say, or peft refuses it.
+        AdapterError: The config is incomplete, or peft refuses it.
     """
     resolved = resolve(source, lambda names, _: [ADAPTER_CONFIG] if ADAPTER_CONFIG in names else [])
-    return build_config(read_adapter_config(resolved), is_trainable=is_trainable)[0]
+    return build_config(read_adapter_config(resolved), is_trainable=False)[0]
 
 
 @contextlib.contextmanager
 def injecting(adapter: object, model: object) -> Iterator[None]:
-    """Turn whatever peft raises when it puts an adapter into a model into one kind of error.
+    """Turn whatever peft raises while it adds an adapter to a model into one kind of error.
 
     Raises:
-        AdapterError: It raised.
+        AdapterError: peft raised something.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft's use of what transformers will drop; nobody's here
+            warnings.simplefilter("ignore", FutureWarning)  # of peft's own use of what transformers deprecated
             yield
     except (SafeLoadingError, MemoryError):
         raise
     except Exception as error:  # each method has its own checks, and its own errors
-        named = repr(os.fspath(adapter)) if isinstance(adapter, (str, os.PathLike)) else type(adapter).__name__
-        raise AdapterError(f"peft cannot put {named} on {type(model).__name__}: {error}") from error
+        name = repr(os.fspath(adapter)) if isinstance(adapter, (str, os.PathLike)) else type(adapter).__name__
+        raise AdapterError(f"peft cannot add {name} to {type(model).__name__}: {error}") from error
 
 
 def changes_base(config: PeftConfig) -> bool:
@@ -92,21 +90,23 @@ def changes_base(config: PeftConfig) -> bool:
 
 
 def is_lora(config: PeftConfig) -> bool:
-    """Return whether the adapter is one of LoRA (DoRA, rsLoRA and the like included)."""
+    """Return whether the method is LoRA (DoRA, rsLoRA and the like included)."""
     return config.peft_type == peft.PeftType.LORA
 
 
-def can_start_empty(config: PeftConfig) -> bool:
+def can_build_on_meta(config: PeftConfig) -> bool:
     """Return whether peft can build the adapter's modules on a model without values: LoRA, DoRA, rsLoRA and the like.
 
-    Layer replication cannot: it copies layers of the base.
+    Not with layer replication, which copies layers of the base. Other methods compute what they freeze (VeRA's
+    projections, the initial prompt of prompt tuning) from values that a model on meta does not have.
     """
     return is_lora(config) and not getattr(config, "layer_replication", None)
 
 
-def _unknown_field(facts: AdapterFacts, name: str, value: Any) -> Finding:
+def _unknown_field(facts: AdapterFacts, name: str, value: object) -> Finding:
     written_by = facts.config.get("peft_version")
     try:
+        # peft appends the commit to the version of a development build: "0.18.0.dev0@3f4e5d6"
         newer = written_by is not None and Version(str(written_by).split("@")[0]) > Version(peft.__version__)
     except InvalidVersion:
         newer = True
@@ -114,8 +114,9 @@ def _unknown_field(facts: AdapterFacts, name: str, value: Any) -> Finding:
     return Finding(
         "config-unknown-field",
         "info" if inert else "error",
-        f"{facts.folder}/adapter_config.json",
-        f"field {name!r} = {value!r} is not one of peft {peft.__version__}'s {facts.config['peft_type']} config"
+        str(facts.folder / ADAPTER_CONFIG),
+        f"field {name!r} = {value!r} does not exist in the {facts.config['peft_type']} config of peft "
+        f"{peft.__version__}"
         + (f" (the file was written by peft {written_by})" if written_by else "")
         + "; peft drops it, and the adapter may then compute something else.",
         "upgrade peft." if newer else "upgrade peft if a newer one wrote it; remove the field if an older one did.",

@@ -1,10 +1,10 @@
-"""The places of a model that wait for an adapter's tensors, and which tensor peft's key maps send to which."""
+"""The places in a model that an adapter's tensors go to, and peft's own mapping of file keys to them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from peft import PeftModel, set_peft_model_state_dict
@@ -15,13 +15,13 @@ from .key_names import canonical_key
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSlot:
-    """One name of the module tree behind which injection made a tensor.
+    """A parameter or buffer that peft made for an adapter.
 
     Attributes:
-        key: Its name in the model's state dict.
-        owner: The module that holds it.
+        key: Its key in the model's state dict.
+        owner: The module that it belongs to.
         name: Its attribute there.
-        tensor: The tensor that stands there now, on meta or initialized.
+        tensor: The tensor that is there now, on meta or initialized.
     """
 
     key: str
@@ -31,19 +31,24 @@ class AdapterSlot:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a parameter; else a buffer."""
+        """Whether it is a parameter; otherwise it is a buffer."""
         return self.name in self.owner._parameters
+
+    @property
+    def storage(self) -> int:
+        """The identity of the tensor's storage, which tied slots share."""
+        return int(self.tensor.untyped_storage()._cdata)
 
 
 class RoutedTensors(NamedTuple):
-    """The tensors of a file by the state-dict key that peft's key maps give them, and the keys that peft misses."""
+    """A file's tensors by their state-dict key in the model, and the keys that the file should have and does not."""
 
     tensors: dict[str, torch.Tensor]
     missing: list[str]
 
 
-def held(owner: torch.nn.Module, name: str) -> torch.Tensor | None:
-    """Return the parameter or buffer of that name that a module holds itself."""
+def own_tensor(owner: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """Return a module's own parameter or buffer of that name."""
     parameter = owner._parameters.get(name)
     return owner._buffers.get(name) if parameter is None else parameter
 
@@ -57,26 +62,27 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def new_slots(model: torch.nn.Module, before: set[int]) -> dict[str, AdapterSlot]:
-    """Return the slots whose tensor is not one of ``before`` (ids), by key."""
+    """Return the slots of all tensors whose id is not in ``before``, by key."""
     slots = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                # peft's MultiheadAttention makes new Parameters of its base's; what a base layer holds is the base's
+                # peft's LoRA of MultiheadAttention registers the base's weights anew, as new objects
+                # (_restore_weights, even when its modules are listed), so those are known by their path.
                 if tensor is not None and id(tensor) not in before and not path.endswith("base_layer"):
                     key = f"{path}.{name}" if path else name
                     slots[key] = AdapterSlot(key, module, name, tensor)
     return slots
 
 
-def adapter_slots(model: PeftModel, keys: Mapping[str, Any]) -> dict[str, AdapterSlot]:
-    """Return the slots behind the given state-dict keys, for an adapter that is there already."""
-    owners = dict(model.named_modules(remove_duplicate=False))
+def adapter_slots(model: PeftModel, keys: Iterable[str]) -> dict[str, AdapterSlot]:
+    """Return the slots with the given state-dict keys, of an adapter that is loaded already."""
+    modules = dict(model.named_modules(remove_duplicate=False))
     slots = {}
     for key in keys:
         path, _, name = key.rpartition(".")
-        owner = owners.get(path)
-        tensor = owner and held(owner, name)
+        owner = modules.get(path)
+        tensor = owner and own_tensor(owner, name)
         if owner is not None and tensor is not None:
             slots[key] = AdapterSlot(key, owner, name, tensor)
     return slots
@@ -85,53 +91,58 @@ def adapter_slots(model: PeftModel, keys: Mapping[str, Any]) -> dict[str, Adapte
 def route(model: PeftModel, adapter_name: str, tensors: Mapping[str, torch.Tensor]) -> RoutedTensors:
     """Ask peft where each tensor of an adapter file belongs, without loading any.
 
-    peft's ``set_peft_model_state_dict`` knows the way from a file to a model: per-expert tensors of transformers 4
-    on a fused model of transformers 5, ``modules_to_save``, trainable tokens, DoRA's magnitudes. It ends in one
-    ``load_state_dict``, which is stood in for here, so its knowledge is used and its copying and casting are not.
+    peft's ``set_peft_model_state_dict`` knows how file keys map to a model: per-expert tensors of transformers 4 on a
+    fused model of transformers 5, ``modules_to_save``, trainable tokens, DoRA's magnitudes. It ends in one
+    ``load_state_dict``. That call is replaced by a recorder here, so peft's mapping is used and its copying and
+    casting are not.
     """
-    given = dict(tensors)
+    state_dict = dict(tensors)
     missing = []
     placeholders: set[int] = set()
     for key in _wrapper_keys(model, adapter_name):
-        if key not in given:
+        if key not in state_dict:
             missing.append(key)
-            given[key] = torch.empty(0, device="meta")  # peft raises a bare KeyError for the first one that lacks
-            placeholders.add(id(given[key]))
+            # Without a placeholder peft raises a bare KeyError for the first missing key.
+            state_dict[key] = torch.empty(0, device="meta")
+            placeholders.add(id(state_dict[key]))
     routed: dict[str, torch.Tensor] = {}
 
-    def record(state_dict: Mapping[str, torch.Tensor], *_: object, **__: object) -> Any:
-        routed.update(state_dict)
+    def record(mapped: Mapping[str, torch.Tensor], *_: object, **__: object) -> object:
+        routed.update(mapped)
         return torch.nn.modules.module._IncompatibleKeys([], [])
 
+    # In the instance's __dict__, which comes before the class, and from which it is deleted again.
     model.__dict__["load_state_dict"] = record
     try:
-        set_peft_model_state_dict(model, given, adapter_name=adapter_name)
+        set_peft_model_state_dict(model, state_dict, adapter_name=adapter_name)
     finally:
         del model.__dict__["load_state_dict"]
-    _by_their_own_names(model, adapter_name, tensors, routed)
+    _undo_lossy_renames(model, adapter_name, tensors, routed)
     return RoutedTensors({key: value for key, value in routed.items() if id(value) not in placeholders}, missing)
 
 
-def _by_their_own_names(
+def _undo_lossy_renames(
     model: PeftModel, adapter_name: str, tensors: Mapping[str, torch.Tensor], routed: dict[str, torch.Tensor]
 ) -> None:
-    """Let the name on file count where peft's renaming of it leads to no module.
+    """Use a tensor's name in the file where peft's renaming of it leads to no parameter.
 
-    peft renames keys as transformers renames those of older checkpoints, also keys that have the new name already: of
-    Laguna, Mistral Large 4, Inkling 2 and PI0 it loses a part of the adapters that it saved itself.
+    peft renames keys as transformers renames those of older checkpoints, even keys that have the new name already.
+    With Laguna, Mistral Large 4, Inkling 2 and PI0 it so loses tensors of adapters that it saved itself.
     """
-    there = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    lost = {id(value): name for name, value in routed.items() if name not in there}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    lost = {id(value): name for name, value in routed.items() if name not in parameters}
     if not lost:
         return
-    named = {canonical_key(name): name for name in there if f".{adapter_name}" in name}
+    by_file_key = {canonical_key(name): name for name in parameters if f".{adapter_name}" in name}
     for key, value in tensors.items():
-        own = named.get(key) or named.get(f"{key}.weight")  # the second for DoRA's magnitudes
-        if id(value) in lost and own is not None and own not in routed:
-            routed[own] = routed.pop(lost[id(value)])
+        # DoRA's magnitudes are saved without the ".weight" that their parameter has.
+        name = by_file_key.get(key) or by_file_key.get(f"{key}.weight")
+        if id(value) in lost and name is not None and name not in routed:
+            routed[name] = routed.pop(lost[id(value)])
 
 
 def _wrapper_keys(model: PeftModel, adapter_name: str) -> list[str]:
+    """Return the file keys that ``modules_to_save`` and trainable tokens ask for."""
     return [
         f"{path}.{key}"
         for path, module in model.named_modules()

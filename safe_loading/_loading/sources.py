@@ -1,4 +1,4 @@
-"""Where the base and the adapters lie, found once per node and agreed on by all ranks."""
+"""Finding the base and its adapters: once per node, and agreed on by all ranks before anything is loaded."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safe_loading._checkpoint.hub import Chooser, Resolved, adapter_files, base_files, resolve
+from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.paths import is_there
+from safe_loading._core.protocols import EngineKwargs, JsonObject
 from safe_loading._ranks.exchange import Ranks
-from safe_loading.errors import AdapterError, CheckpointNotFound, RanksDisagree
+from safe_loading.errors import AdapterError, ArgumentError, CheckpointNotFound, RanksDisagree
 
 from .adapter_facts import AdapterFacts, digest, read_adapter
 
@@ -20,65 +21,85 @@ HUB_OPTIONS = frozenset({"token", "cache_dir", "local_files_only"})
 
 
 @dataclasses.dataclass(frozen=True)
-class LoadSources:
-    """What was found.
+class BaseRequest:
+    """The base model that a caller asked for.
 
     Attributes:
-        adapters: The facts of each adapter, by the name that it gets.
-        base: The base's folder; None when the caller gave a model.
+        source: A folder or hub id; None takes the base that the first adapter names.
+        revision: Branch, tag or commit; None takes the one in the adapter's config.
+        subfolder: The folder inside ``source``.
+    """
+
+    source: Source | None = None
+    revision: str | None = None
+    subfolder: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadRequest:
+    """What a caller asked to load.
+
+    Attributes:
+        adapters: The folder or hub id of each adapter, by the adapter's name.
+        base: The base; None when the caller passed a model.
+        adapter_revision: Branch, tag or commit of the adapters.
+        adapter_subfolder: The folder inside each adapter's source.
+        allow_pickle: Whether adapters saved as ``.bin`` are read.
+        base_kwargs: Arguments of the base's ``from_pretrained``. Those that matter here are ``token``, ``cache_dir``,
+            ``local_files_only``, ``variant`` and ``trust_remote_code``.
+    """
+
+    adapters: Mapping[str, Source]
+    base: BaseRequest | None
+    adapter_revision: str | None = None
+    adapter_subfolder: str | None = None
+    allow_pickle: bool = False
+    base_kwargs: EngineKwargs = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadSources:
+    """The adapters and the base, found on this machine.
+
+    Attributes:
+        adapters: The facts of each adapter, by the adapter's name.
+        base: The base's folder; None when the caller passed a model.
     """
 
     adapters: dict[str, AdapterFacts]
     base: Resolved | None
 
+    def require_base(self) -> Resolved:
+        """Return the base's folder.
 
-@dataclasses.dataclass(frozen=True)
-class LoadRequest:
-    """What the caller asked for.
-
-    Attributes:
-        adapters: Folder or hub id of each adapter, by the name that it gets.
-        base: Folder or hub id of the base; None takes the one that the first adapter names.
-        wants_base: Whether a base is to be found at all; False when the caller gave a model.
-        adapter_revision: Revision of the adapters; never the base's.
-        adapter_subfolder: Subfolder of the adapters; never the base's.
-        base_revision: Revision of the base; None takes the one in the adapter's config.
-        base_subfolder: Subfolder of the base.
-        allow_pickle: Whether ``.bin`` adapters are read.
-        base_kwargs: Arguments of the base's ``from_pretrained``: ``token``, ``cache_dir``, ``local_files_only``,
-            ``variant`` and ``trust_remote_code`` matter here.
-    """
-
-    adapters: Mapping[str, Source]
-    base: Source | None
-    wants_base: bool
-    adapter_revision: str | None = None
-    adapter_subfolder: str | None = None
-    base_revision: str | None = None
-    base_subfolder: str | None = None
-    allow_pickle: bool = False
-    base_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+        Raises:
+            ArgumentError: None was asked for.
+        """
+        if self.base is None:
+            raise ArgumentError("base_model is missing; pass a folder or a hub id.")
+        return self.base
 
 
 def find_sources(request: LoadRequest, ranks: Ranks, *, timeout: float) -> LoadSources:
-    """Resolve on one rank per node, read the facts on every rank, and make sure that all nodes have the same files.
+    """Find everything on one rank per node, read the facts on every rank, and compare the nodes.
 
     Raises:
-        RanksDisagree: Two nodes have another commit, or an adapter of other content.
+        RanksDisagree: Ranks asked for different things, or nodes have different commits or adapter files.
         RankError: Another rank found nothing.
     """
     leader = ranks.leader(timeout=timeout)
     with ranks.together("find the adapter and its base", timeout=timeout) as phase:
-        found = resolve_all(request) if leader == ranks.rank else None
+        sources = resolve_all(request) if leader == ranks.rank else None
         phase.payload = {"leader": leader, "asked": _asked(request)}
-        if found is not None and ranks.size > 1:
-            phase.payload["found"] = _to_json(found)
+        # A digest reads the whole adapter, so it is only taken where there is another rank to compare it with.
+        if sources is not None and ranks.size > 1:
+            phase.payload["found"] = _to_json(sources)
     posts = dict(zip(ranks.ranks, phase.results, strict=True))
-    problems = [*_asked_differently(posts), *_found_differently(posts)]
+    problems = [*_different_requests(posts), *_different_files(posts)]
     if problems:
         raise RanksDisagree("The ranks would load different things:", problems)
     with ranks.together("read the adapter", timeout=timeout):
-        return _from_json(posts[leader]["found"], request) if found is None else found
+        return _from_json(posts[leader]["found"], request) if sources is None else sources
 
 
 def resolve_all(
@@ -89,98 +110,114 @@ def resolve_all(
     Args:
         request: What was asked for.
         choose_adapter: Which files of an adapter on the hub are needed.
-        choose_base: Which files of the base; None takes those that loading it needs.
+        choose_base: Which files of a base on the hub are needed; None takes those that loading it needs.
+
+    Raises:
+        CheckpointNotFound: An adapter or the base is neither a folder nor on the hub.
+        CheckpointError: A file of an adapter is damaged, or (:class:`PickleRefused`) a pickle.
+        AdapterError: The config of an adapter is incomplete, or no base is named anywhere.
     """
-    hub = {name: request.base_kwargs[name] for name in HUB_OPTIONS if name in request.base_kwargs}
-    facts = {}
+    hub = {name: value for name, value in request.base_kwargs.items() if name in HUB_OPTIONS}
+    revision, subfolder = request.adapter_revision, request.adapter_subfolder
+    adapters = {}
     for name, source in request.adapters.items():
-        resolved = resolve(
-            source,
-            choose_adapter,
-            revision=request.adapter_revision,
-            subfolder=request.adapter_subfolder,
-            hub=hub,
-        )
-        facts[name] = read_adapter(resolved, allow_pickle=request.allow_pickle)
-    if not request.wants_base:
-        return LoadSources(facts, None)
-    first = next(iter(facts.values()))
-    base = request.base or first.config.get("base_model_name_or_path")
-    if not base:
-        raise AdapterError(f"{first.folder}/adapter_config.json names no base model. Pass base_model=.")
-    revision = request.base_revision
-    if revision is None and request.base is None and not is_there(Path(base)):
-        revision = first.config.get("revision")  # the revision in an adapter's config is its base's (AutoPeftModel)
+        resolved = resolve(source, choose_adapter, revision=revision, subfolder=subfolder, hub=hub)
+        adapters[name] = read_adapter(resolved, allow_pickle=request.allow_pickle)
+    if request.base is None:
+        return LoadSources(adapters, None)
     chooser = choose_base or base_files(request.base_kwargs)
+    return LoadSources(adapters, _resolve_base(request.base, next(iter(adapters.values())), chooser, hub))
+
+
+def _resolve_base(asked: BaseRequest, adapter: AdapterFacts, choose: Chooser, hub: EngineKwargs) -> Resolved:
+    """Return the base that was asked for, or else the one that the adapter's config names."""
+    source = asked.source or adapter.config.get("base_model_name_or_path")
+    if not source:
+        raise AdapterError(f"{adapter.folder / ADAPTER_CONFIG} names no base model. Pass base_model=.")
+    revision = asked.revision
+    if revision is None and asked.source is None and not is_there(Path(source)):
+        # "revision" in an adapter's config is that of its base: peft's AutoPeftModel passes it to the base's
+        # from_pretrained. A base that the caller chose, or a folder, has nothing to do with it.
+        revision = adapter.config.get("revision")
     try:
-        found = resolve(base, chooser, revision=revision, subfolder=request.base_subfolder, hub=hub)
+        return resolve(source, choose, revision=revision, subfolder=asked.subfolder, hub=hub)
     except CheckpointNotFound as error:
-        if request.base is not None:
+        if asked.source is not None:
             raise
         raise CheckpointNotFound(
-            f"{error} {first.folder}/adapter_config.json names this base; where it lies elsewhere now, pass "
-            f"base_model=."
+            f"{error} {adapter.folder / ADAPTER_CONFIG} names this base; if it lies elsewhere now, pass base_model=."
         ) from error
-    return LoadSources(facts, found)
 
 
-def _asked(request: LoadRequest) -> dict[str, Any]:
-    base = request.base if request.base is None else os.fspath(request.base)
+def _asked(request: LoadRequest) -> JsonObject:
+    base = request.base
     return {
         "adapters": {name: os.fspath(source) for name, source in request.adapters.items()},
-        "base": base if request.wants_base else "a model that the caller passed",
-        "revisions": [request.adapter_revision, request.base_revision],
-        "subfolders": [request.adapter_subfolder, request.base_subfolder],
+        "base": "a model that the caller passed" if base is None else base.source and os.fspath(base.source),
+        "revisions": [request.adapter_revision, base and base.revision],
+        "subfolders": [request.adapter_subfolder, base and base.subfolder],
         "allow_pickle": request.allow_pickle,
     }
 
 
-def _to_json(found: LoadSources) -> dict[str, Any]:
+def _to_json(sources: LoadSources) -> JsonObject:
+    def place(source: str, folder: Path, commit: str | None) -> dict[str, str | None]:
+        return {"source": source, "folder": str(folder), "commit": commit}
+
+    base = sources.base
     return {
-        "adapters": {name: [f.source, str(f.folder), f.commit, digest(f)] for name, f in found.adapters.items()},
-        "base": found.base and [found.base.source, str(found.base.folder), found.base.commit],
+        "adapters": {
+            name: {**place(facts.source, facts.folder, facts.commit), "sha256": digest(facts)}
+            for name, facts in sources.adapters.items()
+        },
+        "base": base and place(base.source, base.folder, base.commit),
     }
 
 
-def _from_json(payload: Mapping[str, Any], request: LoadRequest) -> LoadSources:
-    facts = {
-        name: read_adapter(Resolved(source, Path(folder), commit), allow_pickle=request.allow_pickle)
-        for name, (source, folder, commit, _) in payload["adapters"].items()
+def _from_json(payload: JsonObject, request: LoadRequest) -> LoadSources:
+    def resolved(place: JsonObject) -> Resolved:
+        return Resolved(place["source"], Path(place["folder"]), place["commit"])
+
+    adapters = {
+        name: read_adapter(resolved(place), allow_pickle=request.allow_pickle)
+        for name, place in payload["adapters"].items()
     }
-    base = payload["base"]
-    return LoadSources(facts, base and Resolved(base[0], Path(base[1]), base[2]))
+    return LoadSources(adapters, payload["base"] and resolved(payload["base"]))
 
 
-def _asked_differently(posts: Mapping[int, Any]) -> list[str]:
-    """Compare what each rank asked for with what the leader of its node did, whose answer it takes."""
+def _different_requests(posts: Mapping[int, JsonObject]) -> list[str]:
+    """Compare what each rank asked for with what the leader of its node asked for, because it takes that answer."""
     problems = []
     for rank, post in posts.items():
-        ours, theirs = post["asked"], posts[post["leader"]]["asked"]
-        if ours != theirs:
+        own, leaders = post["asked"], posts[post["leader"]]["asked"]
+        if own != leaders:
             problems.append(
-                f"rank {rank} asks for {ours}, rank {post['leader']} on the same node for {theirs}; pass the same to "
+                f"rank {rank} asks for {own}, rank {post['leader']} on the same node for {leaders}; pass the same to "
                 f"all ranks, or ranks='self' where each loads its own"
             )
     return problems
 
 
-def _found_differently(posts: Mapping[int, Any]) -> list[str]:
-    """Compare what the nodes found: commits and contents, not paths, which may differ between nodes."""
+def _different_files(posts: Mapping[int, JsonObject]) -> list[str]:
+    """Compare what the leaders found: commits and contents, not paths, which may differ between nodes."""
     found = [(rank, post["found"]) for rank, post in posts.items() if "found" in post]
     if not found:
         return []
     (first_rank, first), *others = found
     problems = []
-    for rank, each in others:
-        for name, (source, folder, commit, sha) in each["adapters"].items():
-            _, first_folder, first_commit, first_sha = first["adapters"].get(name, (None, None, None, None))
-            if (commit, sha) != (first_commit, first_sha):
+    for rank, sources in others:
+        for name, adapter in sources["adapters"].items():
+            reference = first["adapters"].get(name, {})
+            if any(adapter[fact] != reference.get(fact) for fact in ("commit", "sha256")):
                 problems.append(
-                    f"adapter {name!r} ({source}): rank {first_rank} has commit {first_commit}, SHA-256 {first_sha} in "
-                    f"{first_folder}; rank {rank} has commit {commit}, SHA-256 {sha} in {folder}. Pin the revision, or "
+                    f"adapter {name!r} ({adapter['source']}): rank {first_rank} has commit {reference.get('commit')}, "
+                    f"SHA-256 {reference.get('sha256')} in {reference.get('folder')}; rank {rank} has commit "
+                    f"{adapter['commit']}, SHA-256 {adapter['sha256']} in {adapter['folder']}. Pin the revision, or "
                     f"copy the same files to each node"
                 )
-        ours, theirs = (each["base"] or [None] * 3)[2], (first["base"] or [None] * 3)[2]
-        if ours != theirs:
-            problems.append(f"base: rank {first_rank} has commit {theirs}, rank {rank} has {ours}. Pin base_revision=")
+        commit, reference_commit = ((side["base"] or {}).get("commit") for side in (sources, first))
+        if commit != reference_commit:
+            problems.append(
+                f"base: rank {first_rank} has commit {reference_commit}, rank {rank} has {commit}. Pin base_revision="
+            )
     return problems

@@ -14,7 +14,7 @@ from safe_loading._checkpoint.index import require_unchanged
 from safe_loading._core import progress as _progress
 from safe_loading._core.arguments import whole_number
 from safe_loading._core.log import logger
-from safe_loading._loading.sources import Source
+from safe_loading._loading.sources import BaseRequest, Source
 from safe_loading._model.layout.tensor_contents import REPORT
 from safe_loading._output.output_folder import check_apart, output_path
 from safe_loading._output.stage import Stage
@@ -102,12 +102,10 @@ def merge_lora_checkpoint(
     target = output_path(output)
     request = ask(
         adapter,
-        base=base_model,
+        BaseRequest(base_model, base_revision, base_subfolder),
+        base_kwargs=dict(base_kwargs or {}),
         adapter_revision=adapter_revision,
         adapter_subfolder=adapter_subfolder,
-        base_revision=base_revision,
-        base_subfolder=base_subfolder,
-        base_kwargs=dict(base_kwargs or {}),
     )
     with one_torch_thread(), guarded(own), _progress.engine_bars(0):
         sources = find(request, dequantize=dequantize)

@@ -111,7 +111,7 @@ def saved_head(folder: Path, key: str, module: nn.Module, config: PeftConfig | N
     """
     facts = read_adapter(Resolved(str(folder), folder, None))
     prompts = bool(config is not None and config.is_prompt_learning)
-    tensors, _, _ = values.rename(facts, values.read_tensors(facts), prompt_learning=prompts, own_module=False)
+    tensors = values.rename_keys(facts, values.read_tensors(facts), prompt_learning=prompts, own_module=False).tensors
     found = {name.removeprefix(f"{key}."): tensor for name, tensor in tensors.items() if name.startswith(f"{key}.")}
     problems = list(_differences(found, module.state_dict()))
     if problems:

@@ -103,7 +103,7 @@ def _check_kinds(model: object, config: object, heads: object, *, checkpointing:
 
 def _rehearse(model: PreTrainedModel, config: PeftConfig, adapter_name: str, mixin: type[Transparent]) -> None:
     """Let peft put the adapter on the model without its memory, to find what it would refuse, and where calls go."""
-    empty = configs.can_start_empty(config) and not configs.changes_base(config)
+    empty = configs.can_build_on_meta(config) and not configs.changes_base(config)
     # another one computes from the weights; calls go the same way through any adapter of the task
     trial = copy.deepcopy(config) if empty else LoraConfig(target_modules="all-linear", task_type=config.task_type)
     snapshot = Snapshot(model)

@@ -12,7 +12,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 
 from safe_loading._core.names import without_peft_prefix
-from safe_loading._loading.adapter_values import rename, same
+from safe_loading._loading.adapter_values import rename_keys, same_tensor
 from safe_loading._loading.attach import Adapter
 from safe_loading._loading.slots import route
 from safe_loading._merging.weights.lora_layers import adapters_of
@@ -163,7 +163,7 @@ class Edits:
         base = model.get_base_model()
         own_module = any(name == "module" for name, _ in base.named_children())
         for adapter in adapters:
-            renamed, _, _ = rename(adapter.facts, adapter.tensors, prompt_learning=False, own_module=own_module)
+            renamed = rename_keys(adapter.facts, adapter.tensors, prompt_learning=False, own_module=own_module).tensors
             for key, value in route(model, adapter.name, renamed).tensors.items():
                 path, _, name = key.rpartition(".")
                 if path.endswith(".original_module"):
@@ -209,7 +209,7 @@ class Edits:
         edit = self._of(owner, attribute, name.rpartition(".")[0])  # path may be that of a module around it
         if edit is None:
             return
-        if not same(edit.own.setdefault(name, value.detach()), value):
+        if not same_tensor(edit.own.setdefault(name, value.detach()), value):
             self.problems.append(f"{name}: it is replaced twice, by different values")
         edit.value = value.detach()
         if saved:
@@ -218,7 +218,7 @@ class Edits:
     def _find_ties(self) -> None:
         """See which names of a tied parameter the adapters left out: those must not change with the others."""
         for edit in self.by_id.values():
-            differ = any(not same(value, edit.value) for value in edit.own.values() if edit.value is not None)
+            differ = any(not same_tensor(value, edit.value) for value in edit.own.values() if edit.value is not None)
             some = differ and edit.own.keys() != set(edit.names)
             if edit.saved and (edit.updates or edit.rows or some) and len(edit.names) > 1:
                 edit.split()

@@ -159,7 +159,7 @@ def _without_start(adapter: Adapter) -> Adapter:
 def _refused(adapter: Adapter) -> list[str]:
     if not configs.is_lora(adapter.config):
         return [f"{adapter.facts.folder}: its method is {adapter.config.peft_type}, and only LoRA is merged"]
-    if not configs.can_start_empty(adapter.config):
+    if not configs.can_build_on_meta(adapter.config):
         return [
             f"{adapter.facts.folder}: layer_replication makes layers that the base on disk does not have. Load it with "
             f"load_peft_on_rank, give each layer weights of its own (layers[i] = copy.deepcopy(layers[i])), "

@@ -14,7 +14,7 @@ from safe_loading._checkpoint.weight_files import PICKLE_SUFFIXES
 from safe_loading._core.paths import path_text
 from safe_loading._loading.adapter_facts import AdapterFacts, digest
 from safe_loading._loading.base_model import check_base_kwargs
-from safe_loading._loading.sources import LoadRequest, Source, resolve_all
+from safe_loading._loading.sources import BaseRequest, LoadRequest, Source, resolve_all
 from safe_loading._model.layout.tensor_contents import REPORT
 from safe_loading.errors import ArgumentError, MergeError
 
@@ -73,7 +73,9 @@ class MergeSources:
         return {"the base": self.base.folder, **{f"adapter {n!r}": f.folder for n, f in self.adapters.items()}}
 
 
-def ask(adapter: Source | Sequence[Source], **options: Any) -> LoadRequest:
+def ask(
+    adapter: Source | Sequence[Source], base: BaseRequest, *, base_kwargs: Mapping[str, object], **options: Any
+) -> LoadRequest:
     """Return what a call asks for; ``options`` are the other fields of the request.
 
     Raises:
@@ -81,13 +83,13 @@ def ask(adapter: Source | Sequence[Source], **options: Any) -> LoadRequest:
     """
     several = isinstance(adapter, Sequence) and not isinstance(adapter, (str, bytes))
     asked: Sequence[Source] = [*adapter] if several else [adapter]  # type: ignore[list-item,misc]  # checked below
-    for each, argument in ((options["base"], "base_model"), *((one, "adapter") for one in asked)):
+    for each, argument in ((base.source, "base_model"), *((one, "adapter") for one in asked)):
         path_text(each, argument)
     if not asked:
         raise ArgumentError("adapter is empty; pass a folder or hub id, or several.")
-    check_base_kwargs(options["base_kwargs"])
+    check_base_kwargs(base_kwargs)
     names = ["default"] if len(asked) == 1 else [f"adapter_{number}" for number in range(1, len(asked) + 1)]
-    return LoadRequest(dict(zip(names, asked, strict=True)), wants_base=True, **options)
+    return LoadRequest(dict(zip(names, asked, strict=True)), base, base_kwargs=base_kwargs, **options)
 
 
 def find(request: LoadRequest, *, dequantize: bool = False) -> MergeSources:
@@ -106,9 +108,7 @@ def find(request: LoadRequest, *, dequantize: bool = False) -> MergeSources:
         return [*chosen, *sorted(name for name in names if name not in chosen and belongs(name))]
 
     found = resolve_all(request, choose_adapter=_with_tokenizer, choose_base=everything)
-    base, adapters = found.base, found.adapters
-    if base is None:
-        raise ArgumentError("base_model is missing; pass a folder or a hub id.")
+    base, adapters = found.require_base(), found.adapters
     checkpoint = read_checkpoint(base.folder, variant=options.get("variant"), kind="model")
     codes: Mapping[str, QuantizedTensor] = {}
     relaid: frozenset[str] = frozenset()
