@@ -26,14 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:
-        # The shell asks what may come next; it does so where argcomplete was registered with it.
+        # Set by a shell in which argcomplete is registered, to ask how the command line may go on.
         import argcomplete
 
         argcomplete.autocomplete(parser)
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as stop:
-        # argparse leaves the process after --help and after a mistake; a caller of main() wants a status.
+        # argparse exits after --help and after wrong usage; a caller of main() wants a status instead.
         return stop.code if isinstance(stop.code, int) else USAGE
     if arguments.run is None:
         parser.print_help()
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for text in answer.texts:
             print(text, flush=True)
     except BrokenPipeError:
-        # The reader (`| head`) has enough; without this the interpreter complains once more while it ends.
+        # The reader, such as `| head`, has closed the pipe. Python would report that a second time at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOT_OK
     except SafeLoadingError as error:

@@ -1,14 +1,15 @@
 """The commands of ``python -m safe_loading``, one module each.
 
-A module has ``add(commands)``, which declares the command's arguments, and a function that runs it and yields the
-text of its answer and the exit status. Commands print nothing themselves; ``__main__`` does. Each imports what it
-needs when it runs, so that ``check`` answers without torch.
+Each has ``add(commands)``, which declares the command's arguments and the function that runs it. That function returns
+an `Answer`: the texts to print and the exit status. Only ``__main__`` prints. A command imports what it needs when it
+runs, so that ``check`` works without importing torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+
+from . import audit, check, demo, doctor, merge, plan
 
 if TYPE_CHECKING:
     from .answer import Commands
@@ -20,16 +21,5 @@ def add_all(commands: Commands) -> None:
     Args:
         commands: What ``add_subparsers`` returned.
     """
-    for add in _adders():
-        add(commands)
-
-
-def _adders() -> Iterator[Callable[[Commands], None]]:
-    from . import audit, check, demo, doctor, merge, plan
-
-    yield demo.add
-    yield check.add
-    yield merge.add
-    yield audit.add
-    yield doctor.add
-    yield plan.add
+    for command in (demo, check, merge, audit, doctor, plan):  # the order of --help
+        command.add(commands)

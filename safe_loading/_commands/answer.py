@@ -13,11 +13,11 @@ OK, NOT_OK, USAGE, INFEASIBLE = 0, 1, 2, 3
 
 
 class Answer(NamedTuple):
-    """What a command says.
+    """What a command answers.
 
     Attributes:
-        texts: What is printed, piece by piece, as it comes.
-        status: The exit status when nothing is raised meanwhile.
+        texts: What to print; each text is printed as soon as it is yielded.
+        status: The exit status, unless an exception is raised in between.
     """
 
     texts: Iterable[str]

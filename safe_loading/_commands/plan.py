@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .answer import INFEASIBLE, NOT_OK, OK, Answer
 from .training import add_training, refuse_unused, training
 
 if TYPE_CHECKING:
     from safe_loading._core.workload import Workload
+    from safe_loading.errors import DeviceMapInfeasible
 
     from .answer import Commands
 
@@ -19,21 +20,24 @@ def add(commands: Commands) -> None:
     summary = "place a model's modules over devices under limits, before a byte is loaded"
     parser = commands.add_parser("plan", help=summary, description=f"{summary}. Exit status 3: it does not fit.")
     parser.add_argument("model", metavar="MODEL", help="folder or hub id; its config is enough")
-    limits = "as 0=20GiB 1=16e9 cpu=64GiB; by default what is free now"
+    limits = "such as 0=20GiB 1=16e9 cpu=64GiB (default: what is free now)"
     parser.add_argument("--max-memory", nargs="+", metavar="DEVICE=SIZE", help=limits)
-    parser.add_argument("--batch", type=int, help="rows of a batch (1)")
-    parser.add_argument("--context", type=int, help="tokens in the cache; without it only weights are counted")
+    parser.add_argument("--batch", type=int, help="rows of a batch (default: 1)")
+    parser.add_argument("--context", type=int, help="tokens in the KV cache; without it only weights are counted")
     add_training(parser)
-    parser.add_argument("--dtype", help="of the weights, as bfloat16; by default the checkpoint's")
+    parser.add_argument("--dtype", help="dtype of the weights, such as bfloat16 (default: the checkpoint's)")
     parser.add_argument(
-        "--objective", choices=("balance", "fill"), default="balance", help="even loads, or as few devices as will do"
+        "--objective",
+        choices=("balance", "fill"),
+        default="balance",
+        help="load evenly, or use as few as possible",
     )
     parser.add_argument(
-        "--offload", choices=("never", "cpu", "disk"), default="never", help="where what does not fit may go"
+        "--offload", choices=("never", "cpu", "disk"), default="never", help="where to put what does not fit"
     )
     parser.add_argument("--overhead", metavar="SIZE", help="bytes to keep free on each accelerator")
     parser.add_argument("--no-verify", action="store_true", help="do not run the step on simulated devices")
-    parser.add_argument("--trust-remote-code", action="store_true", help="the repository's own code may run")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the repository's own code")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=_run)
 
@@ -55,14 +59,14 @@ def _run(arguments: argparse.Namespace) -> Answer:
             trust_remote_code=arguments.trust_remote_code,
         )
     except DeviceMapInfeasible as error:
-        return Answer([_refused(error) if arguments.json else f"safe_loading: {error}"], INFEASIBLE)
+        return Answer([_infeasible_json(error) if arguments.json else f"safe_loading: {error}"], INFEASIBLE)
     if arguments.json:
         return Answer([plan.to_json()], OK if plan.ok else NOT_OK)
     shown = "\n".join(f"{path or '(all)'}: {device}" for path, device in plan.items())
     return Answer([f"{plan}\n\n{shown}"], OK if plan.ok else NOT_OK)
 
 
-def _refused(error: Any) -> str:
+def _infeasible_json(error: DeviceMapInfeasible) -> str:
     from safe_loading._core.report import to_json
 
     shortages = {str(device): size for device, size in error.shortages.items()}
@@ -79,8 +83,8 @@ def _limits(pairs: list[str] | None) -> dict[str, str] | None:
     for pair in pairs:
         device, equals, size = pair.partition("=")
         if not equals or device in limits:
-            said = "is there twice" if equals else "is no limit"
-            raise ArgumentError(f"--max-memory {pair}: {said}; write DEVICE=SIZE once a device, as 0=20GiB cpu=64GiB.")
+            problem = "names a device for the second time" if equals else "is not DEVICE=SIZE"
+            raise ArgumentError(f"--max-memory {pair}: {problem}; write one limit per device: 0=20GiB cpu=64GiB.")
         limits[device] = size
     return limits
 
@@ -90,7 +94,7 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     from safe_loading.errors import ArgumentError
 
     if arguments.train is not None and arguments.context is not None:
-        raise ArgumentError("--train and --context exclude each other.")
+        raise ArgumentError("--train and --context cannot be combined: a plan is for training or for generation.")
     rows = 1 if arguments.batch is None else arguments.batch
     if arguments.train is not None:
         return training(arguments, rows)

@@ -1,4 +1,4 @@
-"""The demo: a chapter per capability, on checkpoints that it makes itself. Chapters return text; they print nothing."""
+"""The demo: one chapter for each capability, on checkpoints that it makes itself. Chapters return text, never print."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _CHAPTERS: tuple[Chapter, ...] = (load, merge, fsdp, wrap, plan, memory)
 
 
 def chapters(folder: Path) -> Iterator[str]:
-    """Run the chapters one after the other and yield the text of each.
+    """Run the chapters in order and yield the text of each.
 
     Args:
         folder: Where the checkpoints are made.
 
     Raises:
-        SafeLoadingError: A chapter found that something is not as promised.
+        SafeLoadingError: A chapter found a promise of this package broken.
     """
     for chapter in _CHAPTERS:
-        with _hushed():
+        with _engines_silenced():
             text = chapter(folder)
         yield text.strip() + "\n"
 
 
 @contextmanager
-def _hushed() -> Iterator[None]:
-    """Leave the tables alone on the screen: no bars, no warnings, no logs of the engines."""
+def _engines_silenced() -> Iterator[None]:
+    """Keep bars, warnings and logs of the engines off the screen, so that only the tables are seen."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with engine_bars(local_rank=1), warnings.catch_warnings():  # any rank but 0 shows no bar
+        with engine_bars(local_rank=1), warnings.catch_warnings():  # a rank other than 0 shows no bar
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -1,4 +1,4 @@
-"""Chapter two: the adapter into the weights, in memory and from disk to disk, beside peft's own merge."""
+"""Chapter two: the adapter merged into the weights, in memory and on disk, compared with peft's own merge."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from safe_loading import load_peft_on_rank, merge_lora_checkpoint, merge_lora_in
 from safe_loading._core.report import text_table
 from safe_loading.errors import SafeLoadingError
 
-_HEADER = ("road", "weights that differ", "elements that differ", "storage kept")
+_HEADER = ("method", "weights that differ", "elements that differ", "storage kept")
 
 
 def chapter(folder: Path) -> str:
-    """Merge the first chapter's adapter in three ways and return the table of what differs."""
+    """Merge the first chapter's adapter in three ways and return the table of their differences."""
     model = load_peft_on_rank(folder / "adapter", folder / "base", device="cpu", ranks="self")
     pointers = {tensor.data_ptr() for tensor in model.get_base_model().parameters()}
     merged = merge_lora_inplace(model, progress=False)
@@ -26,7 +26,7 @@ def chapter(folder: Path) -> str:
     plain = PeftModel.from_pretrained(base, str(folder / "adapter"), torch_device="cpu").merge_and_unload()
     kept = all(tensor.data_ptr() in pointers for tensor in merged.parameters())
     if not kept or _differences(merged, reloaded) != (0, 0):
-        raise SafeLoadingError("The merge in memory and the merge on disk are not what they promise.")
+        raise SafeLoadingError("The merges of the demo break their promise: memory and disk differ.")
     rows = [
         ("merge_lora_inplace", "the reference", "0", "yes"),
         ("merge_lora_checkpoint", *map(str, _differences(merged, reloaded)), "on disk"),
@@ -34,8 +34,8 @@ def chapter(folder: Path) -> str:
     ]
     return "\n".join(
         [
-            "merge: every element the float64 sum rounded once, in memory and from disk to disk",
-            "  'differ' compares with merge_lora_inplace; peft rounds the delta and the sum",
+            "merge: every element is the float64 sum, rounded once, in memory and on disk",
+            "  'differ' compares with merge_lora_inplace; peft rounds twice, the delta and the sum",
             "",
             text_table(_HEADER, rows),
         ]

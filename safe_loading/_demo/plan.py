@@ -1,10 +1,9 @@
-"""Chapter: a 70B model over three cards, from nothing but its config."""
+"""Chapter five: a 70B model placed on three cards, from its config alone."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -21,7 +20,7 @@ def chapter(folder: Path) -> str:
         folder: Where the picture is written.
 
     Raises:
-        SafeLoadingError: A limit is exceeded, or a model that does not fit is accepted.
+        SafeLoadingError: The plan exceeds a limit, or a model that cannot fit was accepted.
     """
     from safe_loading import plan_device_map
 
@@ -36,7 +35,7 @@ def chapter(folder: Path) -> str:
     )
     plan = plan_device_map(config, _CARDS, verify=False)
     if any(use.used > use.limit for use in plan.devices) or plan.offloaded_bytes:
-        raise SafeLoadingError(f"the plan does not keep its limits:\n{plan}")
+        raise SafeLoadingError(f"The plan of the demo exceeds its limits:\n{plan}")
     picture = folder / "plan.svg"
     picture.write_text(plan._repr_svg_(), encoding="utf-8")
     try:
@@ -44,7 +43,7 @@ def chapter(folder: Path) -> str:
     except DeviceMapInfeasible as error:
         missing = format_bytes(error.missing_bytes)
     else:
-        raise SafeLoadingError("a model of 141 GB was placed on 120 GB")
+        raise SafeLoadingError("The demo placed a model of 141 GB on 120 GB.")
     return "\n".join(
         [
             "plan: a Llama of 70 billion parameters over cards of 80, 80 and 24 GB, from its config alone",
@@ -53,14 +52,14 @@ def chapter(folder: Path) -> str:
             plan.table(),
             "",
             f'Nothing is offloaded; device_map="auto" (accelerate) sends {format_bytes(_by_accelerate(config))} to the',
-            f"host. Over cards of 80 and 40 GB the plan is refused: {missing} are missing.",
+            f"host. With cards of 80 and 40 GB the plan is refused, {missing} short.",
             "",
         ]
     )
 
 
-def _by_accelerate(config: Any) -> int:
-    """Return the bytes that accelerate's planner does not put on a card, as ``device_map="auto"`` asks it."""
+def _by_accelerate(config: LlamaConfig) -> int:
+    """Return the bytes that accelerate leaves off the cards when it is asked as ``device_map="auto"`` asks it."""
     from accelerate import infer_auto_device_map
     from accelerate.utils import compute_module_sizes, get_balanced_memory
 
@@ -69,14 +68,14 @@ def _by_accelerate(config: Any) -> int:
     model = meta_model(config, AutoModelForCausalLM)
     limits: dict[int | str, int | str] = {card: int(size[:-2]) * 10**9 for card, size in _CARDS.items()}
     limits["cpu"] = 10**12
-    whole = ["LlamaDecoderLayer"]
-    said = logging.getLogger("accelerate.utils.modeling")
-    level = said.level
-    said.setLevel(logging.ERROR)  # it warns that these cards are not in this machine
+    no_split = ["LlamaDecoderLayer"]
+    log = logging.getLogger("accelerate.utils.modeling")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns that this machine does not have these cards
     try:
-        balanced = get_balanced_memory(model, limits, no_split_module_classes=whole)
-        found = infer_auto_device_map(model, balanced, no_split_module_classes=whole)
+        balanced = get_balanced_memory(model, limits, no_split_module_classes=no_split)
+        device_map = infer_auto_device_map(model, balanced, no_split_module_classes=no_split)
     finally:
-        said.setLevel(level)
+        log.setLevel(level)
     sizes = compute_module_sizes(model)
-    return sum(sizes[path] for path, device in found.items() if device in ("cpu", "disk"))
+    return sum(sizes[path] for path, device in device_map.items() if device in ("cpu", "disk"))

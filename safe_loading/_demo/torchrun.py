@@ -1,4 +1,4 @@
-"""Real ranks for the chapters that need some."""
+"""Starts real ranks for the chapters that need them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+from safe_loading._core.protocols import JsonObject
 from safe_loading.errors import SafeLoadingError
 
 TIMEOUT_SECONDS = 300
 
 
-def run_ranks(module: str, folder: Path, ranks: int, written: str) -> list[dict[str, Any]]:
-    """Start the ranks with torchrun and return what each wrote.
+def run_ranks(module: str, folder: Path, ranks: int, written: str) -> list[JsonObject]:
+    """Start the ranks with torchrun and return what each one wrote.
 
     Args:
-        module: The module of one rank, which gets the folder as its argument.
+        module: The module that is run as a rank, with the folder as its argument.
         folder: Where the checkpoints are, and where each rank writes its facts as JSON.
-        ranks: How many.
-        written: The name of a rank's file up to its number and ``.json``.
+        ranks: How many ranks to start.
+        written: What a rank's file is called, before its number and ``.json``.
 
     Raises:
-        SafeLoadingError: They failed, or did not end in time.
+        SafeLoadingError: The ranks failed, or did not finish in time.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", module, str(folder)]
@@ -35,7 +35,7 @@ def run_ranks(module: str, folder: Path, ranks: int, written: str) -> list[dict[
             command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise SafeLoadingError(f"The ranks of the demo did not end within {TIMEOUT_SECONDS} s.") from error
+        raise SafeLoadingError(f"The ranks of the demo did not finish within {TIMEOUT_SECONDS} s.") from error
     if done.returncode != 0:
         raise SafeLoadingError(f"The ranks of the demo failed:\n{done.stderr[-3000:]}")
     return [json.loads((folder / f"{written}{rank}.json").read_text()) for rank in range(ranks)]

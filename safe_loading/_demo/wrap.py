@@ -1,4 +1,4 @@
-"""A chapter of the demo: user code around the model, beside the plain module that people write first."""
+"""Chapter four: user code around the model, compared with the plain module that people write first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safe_loading import Transparent, load_peft_on_rank, wrap_transparent
 from safe_loading._core.report import format_bytes, text_table
 from safe_loading.errors import SafeLoadingError
 
-_HEADER = ("road", "layers that checkpoint", "saved activations", "checkpoint", "loss")
+_HEADER = ("model", "layers that checkpoint", "saved activations", "checkpoint", "loss")
 
 
 class CallCounter(Transparent):
@@ -40,19 +40,19 @@ class Plain(torch.nn.Module):
 
 def chapter(folder: Path) -> str:
     """Take one training step with the first chapter's adapter, bare and wrapped in two ways; return the table."""
-    found: dict[str, tuple[int, int, int, float]] = {}
-    for road in ("bare PeftModel", "wrap_transparent", "plain nn.Module"):
+    steps: dict[str, tuple[int, int, int, float]] = {}
+    for kind in ("bare PeftModel", "wrap_transparent", "plain nn.Module"):
         disk = (folder / "adapter", folder / "base")
         model: Any = load_peft_on_rank(*disk, device="cpu", ranks="self", is_trainable=True)
-        model = wrap_transparent(model, CallCounter) if road == "wrap_transparent" else model
-        found[road] = _step(Plain(model) if road.startswith("plain") else model)
-        if road == "wrap_transparent" and (model.calls != 1 or not model.wrap_report.ok):
-            raise SafeLoadingError("The wrapped code did not run as it promises.")
-    if found["bare PeftModel"] != found["wrap_transparent"]:
-        raise SafeLoadingError("The wrapped model is not trained as the bare one:", [str(found)])
+        model = wrap_transparent(model, CallCounter) if kind == "wrap_transparent" else model
+        steps[kind] = _step(Plain(model) if kind.startswith("plain") else model)
+        if kind == "wrap_transparent" and (model.calls != 1 or not model.wrap_report.ok):
+            raise SafeLoadingError("The wrapping of the demo breaks its promise: the code did not run once.")
+    if steps["bare PeftModel"] != steps["wrap_transparent"]:
+        raise SafeLoadingError("The wrapping of the demo changed the training step:", [str(steps)])
     rows = [
-        (road, str(layers), format_bytes(saved), format_bytes(checkpoint), f"{loss:.6f}")
-        for road, (layers, saved, checkpoint, loss) in found.items()
+        (kind, str(layers), format_bytes(saved), format_bytes(checkpoint), f"{loss:.6f}")
+        for kind, (layers, saved, checkpoint, loss) in steps.items()
     ]
     return "\n".join(
         [

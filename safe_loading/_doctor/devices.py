@@ -20,8 +20,8 @@ class Device:
     """A device that this process sees.
 
     Attributes:
-        index: Its index in this process; ``max_memory`` and ``device_map`` count so.
-        listed_as: What the variable that narrows the devices calls it; ``""`` where none does.
+        index: Its index in this process, which is also the one of ``max_memory`` and ``device_map``.
+        listed_as: Its entry in the variable that restricts the visible devices; ``""`` if there is none.
     """
 
     index: int
@@ -30,13 +30,13 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """A process that holds memory on a GPU, as ``nvidia-smi`` tells.
+    """A process that holds memory on a GPU, as ``nvidia-smi`` reports it.
 
     Attributes:
         gpu: The UUID of the GPU.
         pid: The process.
         name: Its program.
-        bytes: The memory that it holds there.
+        bytes: The memory that it holds there; 0 where the driver does not report it.
     """
 
     gpu: str
@@ -47,14 +47,14 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """What is known about devices without using one.
+    """What can be known about the devices without using one.
 
     Attributes:
         kind: The type of the accelerator, such as ``"cuda"``; ``"cpu"`` where there is none.
         seen: The devices of this process.
-        variables: The variables that narrow them, with their values.
+        variables: The variables that restrict the visible devices, with their values.
         launcher: This process's place on its node; ``None`` when its variables cannot be read.
-        contexts: Who holds memory on which GPU; ``None`` where that cannot be asked.
+        contexts: Which process holds memory on which GPU; ``None`` where nvidia-smi cannot be asked.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Devices:
 
 
 def read_devices() -> tuple[Devices, list[Finding]]:
-    """Return what is known about the devices, and what is wrong with it."""
+    """Return what is known about the devices, and findings about problems."""
     findings = []
     launcher = None
     try:
@@ -83,7 +83,7 @@ def read_devices() -> tuple[Devices, list[Finding]]:
     seen = tuple(Device(n, entries[n] if n < len(entries) else "") for n in range(count))
     variables = tuple((variable.variable, variable.value) for variable in visible)
     devices = Devices(kind, seen, variables, launcher, _contexts())
-    return devices, findings + _judge(devices, bool(entries))
+    return devices, findings + _findings(devices, bool(entries))
 
 
 def _count() -> tuple[str, int]:
@@ -93,13 +93,15 @@ def _count() -> tuple[str, int]:
     return ("cpu", 0) if accelerator is None else (accelerator.type, torch.accelerator.device_count())
 
 
-def _judge(devices: Devices, named: bool) -> list[Finding]:
+def _findings(devices: Devices, listed: bool) -> list[Finding]:
     findings = []
     count = len(devices.seen)
-    if named and not count:
-        said = ", ".join(f"{name}={value}" for name, value in devices.variables)
-        fix = "correct the variable, or install a torch that was built for this accelerator."
-        findings.append(Finding("devices-hidden", "warning", said, "names devices, and torch sees none of them.", fix))
+    if listed and not count:
+        variables = ", ".join(f"{name}={value}" for name, value in devices.variables)
+        fix = "correct the variable, or install a torch build for this accelerator."
+        findings.append(
+            Finding("devices-hidden", "warning", variables, "lists devices, but torch sees none of them.", fix)
+        )
     ranks = devices.launcher.local_size if devices.launcher is not None else None
     if count > 1 and ranks is not None and ranks > count:
         message = f"{ranks} ranks run on this node, and torch sees {count} devices."
@@ -107,27 +109,27 @@ def _judge(devices: Devices, named: bool) -> list[Finding]:
         findings.append(Finding("too-few-devices", "error", devices.kind, message, fix))
     if any(device.listed_as not in ("", str(device.index)) for device in devices.seen):
         pairs = ", ".join(f"{device.index} is {device.listed_as}" for device in devices.seen)
-        message = f"devices are renumbered by {devices.variables[0][0]}: {pairs}."
-        fix = "max_memory, device_map and torch.device count as this process does, from 0; nvidia-smi does not."
-        # CUDA's own order is the fastest card first; nvidia-smi's is that of the bus
+        message = f"{devices.variables[0][0]} renumbers the devices: {pairs}."
+        fix = "in max_memory, device_map and torch.device use the numbers of this process, not those of nvidia-smi."
+        # By default CUDA puts the fastest card first, while nvidia-smi goes by the PCI bus.
         if devices.kind == "cuda" and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-            fix += " With cards of several kinds set CUDA_DEVICE_ORDER=PCI_BUS_ID too, or the numbers are not its own."
+            fix += " With cards of several kinds also set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that both number them alike."
         findings.append(Finding("devices-renumbered", "info", devices.kind, message, fix))
-    return findings + _strays(devices.contexts or ())
+    return findings + _stray_contexts(devices.contexts or ())
 
 
-def _strays(contexts: tuple[Context, ...]) -> list[Finding]:
-    """Name the processes that hold contexts on several GPUs: a rank needs one."""
-    held: dict[int, list[Context]] = collections.defaultdict(list)
+def _stray_contexts(contexts: tuple[Context, ...]) -> list[Finding]:
+    """Return a finding for each process with contexts on several GPUs; a rank needs only one."""
+    by_process: dict[int, list[Context]] = collections.defaultdict(list)
     for context in contexts:
-        held[context.pid].append(context)
+        by_process[context.pid].append(context)
     findings = []
-    for pid, parts in held.items():
-        if len(parts) > 1:
-            small = min(parts, key=lambda context: context.bytes)
-            message = f"holds memory on {len(parts)} GPUs; the least, {small.bytes // MiB} MiB, on {small.gpu}."
-            fix = "if it is a rank, load with load_peft_on_rank; a process that shards over GPUs is meant to."
-            where = f"process {pid} ({parts[0].name})"
+    for pid, own in by_process.items():
+        if len(own) > 1:
+            small = min(own, key=lambda context: context.bytes)
+            message = f"holds memory on {len(own)} GPUs, the least of it ({small.bytes // MiB} MiB) on {small.gpu}."
+            fix = "if it is a rank, load with load_peft_on_rank; a process that spreads one model over GPUs is fine."
+            where = f"process {pid} ({own[0].name})"
             findings.append(Finding("stray-context", "warning", where, message, fix, small.bytes))
     return findings
 
@@ -136,7 +138,7 @@ def _contexts() -> tuple[Context, ...] | None:
     rows = query_nvidia_smi("compute-apps", ("gpu_uuid", "pid", "process_name", "used_memory"))
     if rows is None:
         return None
-    # "[N/A]" under MIG and on Windows: a context is there, its size is not told.
+    # Under MIG and on Windows the driver answers "[N/A]": there is a context, of unknown size.
     return tuple(
         Context(gpu, int(pid), name, int(used) * MiB if used.isdigit() else 0)
         for gpu, pid, name, used in rows

@@ -1,4 +1,4 @@
-"""The places that a load or a merge writes to: their room, their file system, and what it can do. Imports no torch."""
+"""The folders that loading and merging use: free space, file system, and what it can do. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Place:
 
     Attributes:
         what: What it is for.
-        path: Where it is; a folder that is not there yet stands for the nearest one that is.
-        kind: The kind of its file system, such as ``"ext4"``; ``""`` where the system does not say.
+        path: Where it is. For a folder that does not exist yet, its nearest existing parent is examined.
+        kind: The kind of its file system, such as ``"ext4"``; ``""`` if unknown.
         total: The size of the file system in bytes.
-        free: What a user may still write, in bytes.
-        exchanges: Whether two folders can be exchanged at once there; ``None`` when it was not tried.
+        free: The bytes that a user can still write.
+        exchanges: Whether two folders can be exchanged atomically there; ``None`` if it was not tried.
     """
 
     what: str
@@ -42,19 +42,19 @@ def read_places(output: Path) -> tuple[Place, ...]:
     """Return the hub cache, the folder for output, the temporary folder and the shared memory.
 
     Args:
-        output: Where checkpoints will be written. Two empty folders are made and removed in it, to try the exchange.
+        output: Where checkpoints will be written. Two empty folders are made and removed in it, to try an exchange.
     """
-    found = [
+    places = [
         _place("hub cache", _hub_cache()),
         _place("output", output, try_exchange=True),
         _place("temporary files", Path(tempfile.gettempdir())),
     ]
-    shared = Path("/dev/shm")  # noqa: S108 - nothing is written there; its size is asked for
-    return (*found, _place("shared memory", shared)) if shared.is_dir() else tuple(found)
+    shared = Path("/dev/shm")  # noqa: S108 - only its size is read
+    return (*places, _place("shared memory", shared)) if shared.is_dir() else tuple(places)
 
 
 def judge_places(places: tuple[Place, ...]) -> list[Finding]:
-    """Return what may fail later because of a place.
+    """Return findings about what may fail later because of a place.
 
     Args:
         places: What :func:`read_places` returned.
@@ -62,26 +62,28 @@ def judge_places(places: tuple[Place, ...]) -> list[Finding]:
     findings = []
     for place in places:
         if place.exchanges is False:
-            message = f"two folders cannot be exchanged at once on this file system ({place.kind or 'unknown'})."
-            fix = "replacing a checkpoint takes two steps there; a new folder is whole or absent in any case."
+            message = f"this file system cannot exchange two folders atomically ({place.kind or 'unknown'})."
+            fix = (
+                "nothing to do for new folders; replacing an existing checkpoint takes two steps there instead of one."
+            )
             findings.append(Finding("no-exchange", "warning", place.path, message, fix))
         if is_network(place.kind) and place.what != "shared memory":
             message = f"the {place.what} lies on a network file system ({place.kind})."
-            fix = "load from a local disk where you can; mapped files are read page by page over the network."
+            fix = "load from a local disk if you can: mapped files are read page by page over the network."
             findings.append(Finding("network-disk", "info", place.path, message, fix))
         if place.what != "shared memory" and place.free < _LEAST_FREE:
-            message = f"{format_bytes(place.free)} are free for the {place.what}, of {format_bytes(place.total)}."
-            fix = "free some; a merge says before its first byte how much it needs."
+            message = f"the {place.what} has {format_bytes(place.free)} free of {format_bytes(place.total)}."
+            fix = "free some space; a merge checks how much it needs before it writes anything."
             findings.append(Finding("little-room", "warning", place.path, message, fix, place.free))
         if place.what == "shared memory" and place.total < _LEAST_SHARED:
-            message = f"shared memory is {format_bytes(place.total)}; NCCL and data loaders use it between processes."
+            message = f"shared memory has only {format_bytes(place.total)}; NCCL and data loaders pass data through it."
             fix = "in a container: docker run --ipc=host, or --shm-size=16g."
             findings.append(Finding("small-shared-memory", "warning", place.path, message, fix, place.total))
     return findings
 
 
 def _hub_cache() -> Path:
-    """Return the folder that huggingface_hub takes, which may not be installed."""
+    """Return the cache folder that huggingface_hub would use; the package itself may not be installed."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache)
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
@@ -89,11 +91,11 @@ def _hub_cache() -> Path:
 
 
 def _place(what: str, path: Path, *, try_exchange: bool = False) -> Place:
-    wanted = path.expanduser().absolute()
-    there = next(parent for parent in (wanted, *wanted.parents) if is_there(parent))
-    usage = shutil.disk_usage(there)
-    exchanges = _try_exchange(there) if try_exchange else None
-    return Place(what, str(wanted), file_system_of(there), usage.total, usage.free, exchanges)
+    absolute = path.expanduser().absolute()
+    existing = next(parent for parent in (absolute, *absolute.parents) if is_there(parent))
+    usage = shutil.disk_usage(existing)
+    exchanges = _try_exchange(existing) if try_exchange else None
+    return Place(what, str(absolute), file_system_of(existing), usage.total, usage.free, exchanges)
 
 
 def _try_exchange(folder: Path) -> bool | None:
@@ -103,5 +105,5 @@ def _try_exchange(folder: Path) -> bool | None:
             one.mkdir()
             other.mkdir()
             return exchange(one, other)
-    except OSError:  # not writable: nothing will be exchanged there
+    except OSError:  # not writable, so nothing will be exchanged there
         return None

@@ -23,10 +23,10 @@ class DoctorReport(Verdict):
 
     Attributes:
         python: The version of Python.
-        engines: The packages that this one stands on.
-        devices: The accelerators, the launcher, and who holds contexts.
+        engines: The packages that this one depends on.
+        devices: The accelerators, the launcher, and which processes hold contexts.
         places: The folders that are read and written.
-        findings: Everything worth knowing, errors first.
+        findings: What is wrong or worth knowing, errors first.
     """
 
     python: str
@@ -45,8 +45,8 @@ class DoctorReport(Verdict):
             ranks = (
                 f"local rank {place.local_rank} of {place.local_size or 'an unknown number'} ({place.rank_variable})"
             )
-        seen = f"{len(self.devices.seen)} {self.devices.kind} devices" if self.devices.seen else "no accelerator"
-        return f"Python {self.python}, {seen}, {ranks}: {'ok' if self.ok else 'NOT OK'}"
+        visible = f"{len(self.devices.seen)} {self.devices.kind} devices" if self.devices.seen else "no accelerator"
+        return f"Python {self.python}, {visible}, {ranks}: {'ok' if self.ok else 'NOT OK'}"
 
     def _tables(self) -> list[Table]:
         kind, exchanges = self.devices.kind, {True: "yes", False: "no", None: "-"}
@@ -65,13 +65,13 @@ class DoctorReport(Verdict):
 
 
 def examine(output: Path) -> DoctorReport:
-    """Look around.
+    """Examine this machine and the installed engines.
 
     Args:
         output: Where checkpoints will be written.
 
     Returns:
-        The report; what is wrong is a finding, nothing is raised.
+        The report. Problems are findings; nothing is raised.
     """
     engines, places = read_engines(), read_places(output)
     devices, about_devices = read_devices()

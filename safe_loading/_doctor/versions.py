@@ -25,13 +25,13 @@ TESTED = {
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """One package that this one stands on.
+    """One package that this one depends on.
 
     Attributes:
         name: Its name.
-        installed: Its version; ``None`` when it is not installed.
-        declared: The versions that this package declares to work with, such as ``">=2.11"``.
-        tested: The version that the tests ran with.
+        installed: Its version; ``None`` if it is not installed.
+        declared: The versions that this package requires, such as ``">=2.11"``.
+        tested: The version with which the tests run.
     """
 
     name: str
@@ -41,8 +41,8 @@ class Engine:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Known:
-    """What goes wrong with some versions of an engine when it is called without this package."""
+class _KnownProblem:
+    """What goes wrong with some versions of an engine when it is called directly."""
 
     engine: str
     versions: str
@@ -50,70 +50,73 @@ class _Known:
     fix: str
 
 
-_KNOWN = (
-    _Known(
+_KNOWN_PROBLEMS = (
+    _KnownProblem(
         "safetensors",
         "==0.8.*",
-        "its save_file writes files that only their owner can read (mode 0600), whatever the umask is",
-        "chmod what others must read; merge_lora_checkpoint follows the umask",
+        "its save_file ignores the umask and writes files that only their owner can read (mode 0600)",
+        "chmod the files that others must read; merge_lora_checkpoint follows the umask",
     ),
-    _Known(
+    _KnownProblem(
         "transformers",
         "==5.23.*",
         "from_pretrained follows `../` and absolute paths in an index out of the checkpoint's folder",
-        "run `python -m safe_loading check DIR` on folders that you did not make; our own loads refuse them",
+        "run `python -m safe_loading check DIR` on folders from others; this package's own loaders refuse such paths",
     ),
-    _Known(
+    _KnownProblem(
         "accelerate",
         "==1.15.*",
         "load_checkpoint_in_model follows `../` and absolute paths in an index out of the checkpoint's folder",
-        "run `python -m safe_loading check DIR` on folders that you did not make; our own loads refuse them",
+        "run `python -m safe_loading check DIR` on folders from others; this package's own loaders refuse such paths",
     ),
 )
 
 
 def read_engines() -> tuple[Engine, ...]:
-    """Return the engines, as they are installed."""
+    """Return the engines with their installed, required and tested versions."""
     declared = _declared()
     return tuple(Engine(name, _installed(name), declared.get(name, ""), tested) for name, tested in TESTED.items())
 
 
 def judge_engines(engines: tuple[Engine, ...]) -> list[Finding]:
-    """Return what is missing, too old, newer than what was tested, or known to be wrong.
+    """Return findings about engines that are missing, too old, untested, or known to have a problem.
 
     Args:
         engines: What :func:`read_engines` returned.
     """
-    return [finding for engine in engines for finding in _judge(engine)]
+    return [finding for engine in engines for finding in _findings(engine)]
 
 
-def _judge(engine: Engine) -> list[Finding]:
-    name, wanted = engine.name, f"{engine.name}{engine.declared}"
+def _findings(engine: Engine) -> list[Finding]:
+    name, requirement = engine.name, f"{engine.name}{engine.declared}"
     if engine.installed is None:
-        return [Finding("engine-missing", "error", name, "is not installed.", f"pip install '{wanted}'")]
+        return [Finding("engine-missing", "error", name, "is not installed.", f"pip install '{requirement}'")]
     installed = Version(engine.installed)
     findings = []
     if not SpecifierSet(engine.declared).contains(installed, prereleases=True):
-        message = f"{installed} is installed, {engine.declared} is needed."
-        findings.append(Finding("engine-too-old", "error", name, message, f"pip install '{wanted}'"))
+        message = f"{installed} is installed, but {engine.declared} is required."
+        findings.append(Finding("engine-too-old", "error", name, message, f"pip install '{requirement}'"))
     elif installed.release[:2] > Version(engine.tested).release[:2]:
         message = f"{installed} is installed, newer than the tested {engine.tested}."
-        fix = "if something fails, compare with the tested versions of constraints.txt."
+        fix = "if something fails, try the tested versions of constraints.txt."
         findings.append(Finding("engine-untested", "info", name, message, fix))
-    known = [known for known in _KNOWN if known.engine == name and SpecifierSet(known.versions).contains(installed)]
     where = f"{name} {installed}"
-    return findings + [Finding("engine-known", "info", where, f"{one.message}.", f"{one.fix}.") for one in known]
+    return findings + [
+        Finding("engine-known", "info", where, f"{problem.message}.", f"{problem.fix}.")
+        for problem in _KNOWN_PROBLEMS
+        if problem.engine == name and SpecifierSet(problem.versions).contains(installed)
+    ]
 
 
 def _declared() -> dict[str, str]:
-    """Return the specifier of each dependency, from this package's own metadata."""
+    """Return the version specifier of each dependency, from this package's own metadata."""
     try:
         lines = metadata.requires("safe-loading") or []
-    except metadata.PackageNotFoundError:  # run from a checkout that was never installed
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
         return {}
     requirements = [Requirement(line) for line in lines]
-    plain = [requirement for requirement in requirements if requirement.marker is None]
-    return {requirement.name.replace("-", "_"): str(requirement.specifier) for requirement in plain}
+    # Requirements with a marker belong to the extras.
+    return {each.name.replace("-", "_"): str(each.specifier) for each in requirements if each.marker is None}
 
 
 def _installed(name: str) -> str | None:

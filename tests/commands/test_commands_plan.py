@@ -77,16 +77,16 @@ def test_what_does_not_fit_leaves_with_3(folder: str) -> None:
     [
         (["--max-memory", "0=5XB"], "5XB"),
         (["--max-memory", "0=-5GB"], "negative"),
-        (["--max-memory", "0"], "is no limit"),
-        (["--max-memory", "0=1GB", "0=2GB"], "is there twice"),
-        (["--max-memory", "0=1GB", "--train", "8", "--context", "8"], "exclude each other"),
-        (["--max-memory", "0=1GB", "--train", "2x8", "--batch", "4"], "--train 2x8 has 2 rows, and --batch 4"),
-        (["--max-memory", "0=1GB", "--optimizer", "sgd", "--context", "8"], "--optimizer: nothing runs"),
+        (["--max-memory", "0"], "is not DEVICE=SIZE"),
+        (["--max-memory", "0=1GB", "0=2GB"], "for the second time"),
+        (["--max-memory", "0=1GB", "--train", "8", "--context", "8"], "cannot be combined"),
+        (["--max-memory", "0=1GB", "--train", "2x8", "--batch", "4"], "--train 2x8 has 2 rows, but --batch is 4"),
+        (["--max-memory", "0=1GB", "--optimizer", "sgd", "--context", "8"], "--optimizer: has no effect"),
         (
             ["--max-memory", "0=1GB", "--batch", "4"],
-            "--batch: nothing runs",
+            "--batch: has no effect",
         ),
-        (["--max-memory", "0=1GB", "--train", "x8"], "--train x8: say rows and tokens, as 4x1024"),
+        (["--max-memory", "0=1GB", "--train", "x8"], "--train x8: write ROWSxTOKENS, such as 4x1024"),
     ],
 )
 def test_what_cannot_be_read_is_told_on_stderr(
