@@ -1,10 +1,127 @@
-"""The modules of a model, walked quickly."""
+"""The inventory of a model: every parameter and buffer, with all its names and places."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
+import torch
 from torch import nn
+
+
+class TensorPlace(NamedTuple):
+    """One place in a model where a parameter or a buffer is registered.
+
+    Attributes:
+        name: Its name there, as ``state_dict`` builds it.
+        module: The module that holds it.
+        attribute: Its name in that module.
+        tensor: The tensor itself.
+        is_buffer: Whether it is registered as a buffer there, not as a parameter.
+    """
+
+    name: str
+    module: nn.Module
+    attribute: str
+    tensor: torch.Tensor
+    is_buffer: bool
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a state dict contains it under this name."""
+        return not self.is_buffer or self.attribute not in self.module._non_persistent_buffers_set
+
+
+class ModelTensor(NamedTuple):
+    """A parameter or a buffer.
+
+    Attributes:
+        names: Its names; several where it is tied.
+        places: For each name the module that holds it and the attribute.
+        tensor: The tensor itself.
+        persistent: Whether a state dict contains it, under any of its names.
+        is_buffer: Whether it is a buffer.
+    """
+
+    names: tuple[str, ...]
+    places: tuple[tuple[nn.Module, str], ...]
+    tensor: torch.Tensor
+    persistent: bool = True
+    is_buffer: bool = False
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole tensor in bytes."""
+        return self.tensor.numel() * self.tensor.itemsize
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether it has no values yet."""
+        return self.tensor.is_meta
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Register another tensor in all its places."""
+        for module, attribute in self.places:
+            if attribute in module._parameters:
+                module._parameters[attribute] = tensor  # type: ignore[assignment]  # the caller's, of the same kind
+            else:
+                module._buffers[attribute] = tensor
+
+    def line(self) -> str:
+        """Return what the ranks must agree on."""
+        tied = f", tied to {', '.join(self.names[1:])}" if len(self.names) > 1 else ""
+        grad = ", trained" if self.tensor.requires_grad else ""
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return f"{self.name}: {dtype}{list(self.tensor.shape)}{grad}{tied}{'' if self.persistent else ', not saved'}"
+
+
+def inventory(model: nn.Module) -> tuple[ModelTensor, ...]:
+    """Return every parameter and buffer of a model once, in the order of their first names.
+
+    Tied tensors are recognized as the same object. Tensors that merely share memory are separate entries, as they are
+    for ``state_dict``; so is a parameter that is registered as a buffer too.
+    """
+    tensors: dict[tuple[int, bool], ModelTensor] = {}
+    for place in tensor_places(model):
+        key = id(place.tensor), place.is_buffer
+        known = tensors.get(key)
+        where = (place.module, place.attribute)
+        if known is None:
+            tensors[key] = ModelTensor((place.name,), (where,), place.tensor, place.persistent, place.is_buffer)
+        else:
+            tensors[key] = known._replace(
+                names=(*known.names, place.name),
+                places=(*known.places, where),
+                persistent=known.persistent or place.persistent,
+            )
+    return tuple(tensors.values())
+
+
+def all_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return all the names of each parameter and buffer, by each of them."""
+    return {name: tensor.names for tensor in inventory(model) for name in tensor.names}
+
+
+def tensor_places(model: nn.Module, *, repeats: bool = True) -> Iterator[TensorPlace]:
+    """Yield every place where a parameter or a buffer is registered, in the order of ``state_dict``.
+
+    Args:
+        model: The model.
+        repeats: Whether the tensors of a module that is registered in several places are yielded once for each of them.
+    """
+    for path, module in walk_modules(model, repeats=repeats):
+        prefix = f"{path}." if path else ""
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                yield TensorPlace(prefix + attribute, module, attribute, parameter, False)
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None:
+                yield TensorPlace(prefix + attribute, module, attribute, buffer, True)
 
 
 def walk_modules(model: nn.Module, *, repeats: bool = False) -> Iterator[tuple[str, nn.Module]]:

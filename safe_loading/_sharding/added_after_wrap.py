@@ -17,10 +17,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from safe_loading._core.names import ancestors, canonical
+from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import ArgumentError
 
 from .fsdp_units import ShardingUnit, can_run
-from .parameters import ModelTensor, parameters_of
+from .parameters import parameters_of
 
 _RECORD = "_wrapped_by_safe_loading"
 

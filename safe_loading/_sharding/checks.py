@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from safe_loading._core.report import Finding
+from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import DeviceError
 
-from .parameters import ModelTensor, buffers_of, parameters_of
+from .parameters import buffers_of, parameters_of
 
 
 def check_whole(model: nn.Module, version: int, ignored: Collection[str]) -> None:

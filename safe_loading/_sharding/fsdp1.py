@@ -19,10 +19,10 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from safe_loading._core.names import canonical
 from safe_loading._model.quantized.recognize import is_four_bit
+from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import ArgumentError
 
 from .fsdp_units import ShardingUnit
-from .parameters import ModelTensor
 from .scatter import ElementRange
 
 

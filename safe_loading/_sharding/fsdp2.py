@@ -18,10 +18,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import ArgumentError, DeviceError
 
 from .fsdp_units import ShardingUnit
-from .parameters import ModelTensor
 from .scatter import ElementRange
 
 # Methods of wrappers (value heads, reward models) that compute without calling the wrapper's own forward.

@@ -16,9 +16,10 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.report import Finding
 from safe_loading._loading.adapter_facts import AdapterFacts, read_adapter
 from safe_loading._loading.adapter_values import read_tensors, value_findings
+from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import AdapterError, ArgumentError
 
-from .parameters import ModelTensor, parameters_of
+from .parameters import parameters_of
 
 _SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 

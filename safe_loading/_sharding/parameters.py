@@ -1,101 +1,32 @@
-"""What a model holds: every parameter and buffer once, with all its names and places."""
+"""The parameters and buffers of a model under their canonical names, and which of them are not sharded."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 
 from safe_loading._core.names import canonical
-from safe_loading._model.tensors import walk_modules
+from safe_loading._model.tensors import ModelTensor, inventory
 from safe_loading.errors import ArgumentError
 
 Ignored = nn.Module | nn.Parameter | str
 
 
-class ModelTensor(NamedTuple):
-    """A parameter or a buffer.
-
-    Attributes:
-        names: Its canonical names; several where it is tied.
-        places: For each name the module that holds it and the attribute.
-        tensor: The tensor itself.
-        persistent: Whether a state dict has it.
-    """
-
-    names: tuple[str, ...]
-    places: tuple[tuple[nn.Module, str], ...]
-    tensor: torch.Tensor
-    persistent: bool = True
-
-    @property
-    def name(self) -> str:
-        """The first of its names."""
-        return self.names[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Its size, whole."""
-        return self.tensor.numel() * self.tensor.itemsize
-
-    @property
-    def is_meta(self) -> bool:
-        """Whether it has no values yet."""
-        return self.tensor.is_meta
-
-    def put(self, tensor: torch.Tensor) -> None:
-        """Register another tensor in all its places."""
-        for module, attribute in self.places:
-            registered: Any = module._parameters if attribute in module._parameters else module._buffers
-            registered[attribute] = tensor
-
-    def line(self) -> str:
-        """Return what the ranks must agree on."""
-        tied = f", tied to {', '.join(self.names[1:])}" if len(self.names) > 1 else ""
-        grad = ", trained" if self.tensor.requires_grad else ""
-        dtype = str(self.tensor.dtype).removeprefix("torch.")
-        return f"{self.name}: {dtype}{list(self.tensor.shape)}{grad}{tied}{'' if self.persistent else ', not saved'}"
-
-
 def parameters_of(model: nn.Module) -> tuple[ModelTensor, ...]:
-    """Return the parameters of a model, each once, in the order of ``named_parameters``."""
-    found: dict[int, ModelTensor] = {}
-    for path, module in walk_modules(model, repeats=True):
-        if not module._parameters:
-            continue
-        prefix = f"{canonical(path)}." if path else ""
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                _found(found, prefix + attribute, (module, attribute), parameter, True)
-    return tuple(found.values())
+    """Return the parameters of a model, each once, under their canonical names."""
+    return tuple(_canonical(tensor) for tensor in inventory(model) if not tensor.is_buffer)
 
 
 def buffers_of(model: nn.Module) -> tuple[ModelTensor, ...]:
-    """Return the buffers of a model, each once, in the order of ``named_buffers``."""
-    found: dict[int, ModelTensor] = {}
-    for path, module in walk_modules(model, repeats=True):
-        if not module._buffers:
-            continue
-        prefix = f"{canonical(path)}." if path else ""
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None:
-                saved = attribute not in module._non_persistent_buffers_set
-                _found(found, prefix + attribute, (module, attribute), buffer, saved)
-    return tuple(found.values())
+    """Return the buffers of a model, each once, under their canonical names."""
+    return tuple(_canonical(tensor) for tensor in inventory(model) if tensor.is_buffer)
 
 
-def _found(
-    found: dict[int, ModelTensor], name: str, place: tuple[nn.Module, str], tensor: torch.Tensor, persistent: bool
-) -> None:
-    before = found.get(id(tensor))
-    if before is None:
-        found[id(tensor)] = ModelTensor((name,), (place,), tensor, persistent)
-    else:
-        names, places = (*before.names, name), (*before.places, place)
-        found[id(tensor)] = ModelTensor(names, places, tensor, before.persistent or persistent)
+def _canonical(tensor: ModelTensor) -> ModelTensor:
+    return tensor._replace(names=tuple(canonical(name) for name in tensor.names))
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[Ignored]) -> set[nn.Parameter]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from safe_loading._core.paths import path_text
-from safe_loading._model.tensors import walk_modules
+from safe_loading._model.tensors import ModelTensor, walk_modules
 from safe_loading._ranks.device_guard import own_device
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.waiting import Waiting
@@ -23,7 +23,7 @@ from safe_loading.errors import ArgumentError
 from . import fsdp1, fsdp2
 from .added_after_wrap import Wrapped, attached, attached_units, wrapped_before
 from .fsdp_units import ShardingUnit, Wrap, plan_units
-from .parameters import ModelTensor, buffers_of, described, ignored_parameters, parameters_of
+from .parameters import buffers_of, described, ignored_parameters, parameters_of
 
 Verify = Literal["off", "structure", "bytes"]
 WrapSource = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None

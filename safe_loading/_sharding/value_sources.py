@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from safe_loading._core import progress as _progress
 from safe_loading._core.names import canonical
 from safe_loading._core.report import Finding
+from safe_loading._model.tensors import ModelTensor
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.waiting import Waiting
 from safe_loading.errors import CheckpointError
 
 from .local_shard import LocalShard
-from .parameters import ModelTensor
 from .scatter import ElementRange, broadcast, meet, scatter
 from .setup import Setup
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from safe_loading._model.quantized.sizes import bytes_of
+from safe_loading._model.tensors import tensor_places
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,11 @@ def walk(model: torch.nn.Module) -> list[SizedTensor]:
     found: dict[Any, list[str]] = {}
     first: dict[Any, tuple[torch.Tensor, bool]] = {}
     key_of: dict[str, Any] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        for leaf, tensor, is_buffer in _own(module):
-            name, key = prefix + leaf, _identity(tensor)
-            key_of[name] = key
-            found.setdefault(key, []).append(name)
-            first.setdefault(key, (tensor, is_buffer))
+    # Not inventory(), which takes weights for tied only when they are one object: here the memory counts.
+    for place in tensor_places(model):
+        key = key_of[place.name] = _identity(place.tensor)
+        found.setdefault(key, []).append(place.name)
+        first.setdefault(key, (place.tensor, place.is_buffer))
     for target, source in tied.items():
         one, other = key_of.get(source), key_of.get(target)
         if one is not None and other is not None and one != other:
@@ -62,15 +60,6 @@ def walk(model: torch.nn.Module) -> list[SizedTensor]:
         trainable = not is_buffer and tensor.is_floating_point()
         tensors.append(SizedTensor(tuple(names), bytes_of(tensor), is_buffer, trainable))
     return tensors
-
-
-def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    for leaf, parameter in module._parameters.items():
-        if parameter is not None:
-            yield leaf, parameter, False
-    for leaf, buffer in module._buffers.items():
-        if buffer is not None:
-            yield leaf, buffer, True
 
 
 def _identity(tensor: torch.Tensor) -> Any:

@@ -12,6 +12,7 @@ from safe_loading._checkpoint.faults import listed
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.names import WRAPPER_PREFIXES
 from safe_loading._model.dtypes import DTYPES
+from safe_loading._model.tensors import all_names
 
 from .layout import CheckpointLayout
 
@@ -56,16 +57,13 @@ def misfits(
 
 def lacking(model: torch.nn.Module, layout: CheckpointLayout, state: Mapping[str, Any]) -> list[str]:
     """Return the names of a state that the checkpoint holds under none of their names, and that the class needs."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-        names.setdefault(id(tensor), []).append(name)
-    alias = {name: group for group in names.values() for name in group}
+    aliases = all_names(model)
     held = {*layout.of, *layout.opaque}
     optional = _pattern(getattr(model, "_keys_to_ignore_on_load_missing", None))
     return [
         name
         for name in state
-        if held.isdisjoint(alias.get(name, (name,))) and not (optional is not None and optional.search(name))
+        if held.isdisjoint(aliases.get(name, (name,))) and not (optional is not None and optional.search(name))
     ]
 
 
