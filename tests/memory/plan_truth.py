@@ -9,7 +9,7 @@ import transformers
 from tiny_models import VOCAB, tiny_config
 
 from safe_loading import Workload
-from safe_loading._memory.trace.inputs import takes
+from safe_loading._memory.trace.inputs import forward_arguments
 
 ROWS, COLUMNS = 2, 8
 STEP = Workload.generate(ROWS, COLUMNS)
@@ -27,7 +27,7 @@ def save_tiny(name: str, folder: Any) -> Any:
 @torch.no_grad()
 def generation(model: Any, device: Any = "cpu") -> list[torch.Tensor]:
     """Read a prompt and take one step of one token; return the logits of both, on the host."""
-    names = takes(model)
+    names = forward_arguments(model)
     ids = torch.randint(12, VOCAB, (ROWS, COLUMNS), generator=torch.Generator().manual_seed(1))
     batch: dict[str, Any] = {"input_ids": ids.to(device)}
     if "attention_mask" in names:
@@ -63,7 +63,7 @@ def _field(output: Any, *names: str) -> Any:
 
 def step_of(model: Any, workload: Workload, device: Any) -> Any:
     """Return a function that runs a workload once, as training loops and ``generate()`` do."""
-    names, rows, columns = takes(model), workload.batch_size, workload.sequence_length
+    names, rows, columns = forward_arguments(model), workload.batch_size, workload.sequence_length
 
     def tokens(width: int, value: int = 5) -> torch.Tensor:
         return torch.full((rows, width), value, device=device)

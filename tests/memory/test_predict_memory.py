@@ -264,7 +264,9 @@ def test_the_users_own_batch_is_what_is_run() -> None:
     for given in (batch, {name: tensor.to("meta") for name, tensor in batch.items()}):
         found = predict_memory(tiny(), Workload.train(1, 8), inputs=given)
         assert (found.components, found.reserved_peak_bytes) == (expected.components, expected.reserved_peak_bytes)
-    assert any("asks for a number that nobody knows; True" in note for note in found.notes)  # is the mask all ones?
+    assert any(
+        "reads a number whose value is unknown; True is assumed" in note for note in found.notes
+    )  # is the mask all ones?
     padded = {**batch, "attention_mask": ids.tril()}
     found = predict_memory(tiny(), Workload.train(1, 8), inputs=padded)
     assert found.components["saved_activations"] > expected.components["saved_activations"]

@@ -114,7 +114,7 @@ def test_a_router_written_by_hand_spreads_the_tokens_evenly(route: Any) -> None:
     (count, *found), trace = seen(look)
     assert found[0] == found[1]
     assert sum(found[0]) == count
-    assert trace.assumptions == ("indices chosen by unknown scores (experts, say) are spread evenly",)
+    assert trace.assumptions == ("indices chosen by unknown scores (such as experts) are spread evenly",)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +132,12 @@ def test_a_router_written_by_hand_spreads_the_tokens_evenly(route: Any) -> None:
 def test_numbers_that_nobody_knows_are_ones_and_that_is_said(ask: Any, answer: Any) -> None:
     found, trace = seen(lambda _, __, scores: ask(scores))
     assert found == answer
-    assert [said.split(" asks")[0] for said in trace.assumptions] == ["router"]
+    assert [said.split(" reads")[0] for said in trace.assumptions] == ["router"]
 
 
 def test_the_outermost_module_has_a_name_in_what_is_said() -> None:
     trace = trace_step(Router(lambda _, __, scores: scores.sum().item()), PROMPT)
-    assert trace.assumptions == ("the model asks for a number that nobody knows; 1.0 was answered",)
+    assert trace.assumptions == ("the model reads a number whose value is unknown; 1.0 is assumed",)
 
 
 def shape_from_values(scores: torch.Tensor) -> Any:
@@ -227,4 +227,4 @@ def test_numbers_are_taken_to_be_finite() -> None:
 
     found, trace = seen(look)
     assert found == [True, True, False, False, False, False]
-    assert trace.assumptions == ("numbers that nobody knows are finite",)
+    assert trace.assumptions == ("numbers whose values are unknown are finite",)

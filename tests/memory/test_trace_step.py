@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import import_utils
 
 from safe_loading import TraceError, Workload
-from safe_loading._memory.trace.memo import Memo
+from safe_loading._memory.trace.operation_cache import OperationCache
 from safe_loading._memory.trace.records import Event, StepTrace
 from safe_loading._memory.trace.trace_step import trace_step
 
@@ -162,7 +162,7 @@ def test_what_is_remembered_is_what_torch_would_say(monkeypatch: pytest.MonkeyPa
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     workload = Workload.train(2, 16, gradient_checkpointing=True, adapter=LoraConfig(r=4, target_modules=["q_proj"]))
     remembered = [trace_step(model, each) for each in (workload, Workload.generate(2, 16))]
-    monkeypatch.setattr(Memo, "key", lambda *_: None)
+    monkeypatch.setattr(OperationCache, "key", lambda *_: None)
     for known in remembered:
         asked = trace_step(model, workload if "train" in known.workload else Workload.generate(2, 16))
         assert (asked.allocations, asked.events) == (known.allocations, known.events)
@@ -257,7 +257,7 @@ class Chancy(nn.Module):
 def test_chance_and_fresh_memory_decide_nothing() -> None:
     for seed in (1, 2):
         torch.manual_seed(seed)
-        assert any("asks for a number" in said for said in trace_step(Chancy(), Workload.generate(2, 6)).assumptions)
+        assert any("reads a number" in said for said in trace_step(Chancy(), Workload.generate(2, 6)).assumptions)
     lot, written, *again = Chancy.heard
     assert again == [lot, written]
     assert written == 6

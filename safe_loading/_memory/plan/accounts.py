@@ -98,7 +98,7 @@ def gathered(crossings: Iterable[Crossing]) -> list[Finding]:
     """Return a finding for each module whose own code moves tensors between devices."""
     found: dict[tuple[str, Any, Any], int] = {}
     for crossing in crossings:
-        if crossing.asked:
+        if crossing.in_model_code:
             key = (crossing.module, crossing.source, crossing.target)
             found[key] = found.get(key, 0) + crossing.bytes
     return [

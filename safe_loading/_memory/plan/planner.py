@@ -13,7 +13,7 @@ from safe_loading._core.parse_size import HOST, Device, parse_device
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.cuda_paths import AMPERE, cuda_paths
-from safe_loading._memory.trace.memo import Known
+from safe_loading._memory.trace.operation_cache import CachedOutputs
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading._model.quantized.stand_ins import with_stand_ins
@@ -49,7 +49,7 @@ class Planner:
         self.joined: list[tuple[str, ...]] = []
         self.extra: dict[Device, int] = {}
         self.findings: list[Finding] = []
-        self._known: Known = {}
+        self._cached_outputs: CachedOutputs = {}
         self.doubted = False
         self.refusal: DeviceMapInfeasible | None = None
         self.reason = "" if request.verify else "verify=False"
@@ -133,8 +133,10 @@ class Planner:
             placement = {"": self.request.running[0]}
         try:
             with self._kernels():
-                inputs, known = self.request.inputs, self._known
-                return trace_step(self.request.model, workload, placement=placement, inputs=inputs, known=known)
+                inputs, cached = self.request.inputs, self._cached_outputs
+                return trace_step(
+                    self.request.model, workload, placement=placement, inputs=inputs, cached_outputs=cached
+                )
         except TraceError as error:
             self.reason = self.reason or str(error)
             if self.request.workload.kind != "weights_only" and not self.findings:

@@ -1,144 +1,143 @@
 """What accelerate's hooks do at the boundaries of modules, on fake devices.
 
 The rules are those of ``accelerate.dispatch_model`` (accelerate 1.15, ``hooks.py``): every module below an entry of the
-map has its inputs sent to the entry's device, except arguments that the model asks to skip (its cache); the model's
-outputs come back to the device of its inputs; an offloaded module runs on the main device, and each module with tensors
-of its own has them brought there before its forward and dropped after it.
+device map has its inputs sent to the entry's device, except arguments that the model asks to skip (its cache); the
+model's outputs come back to the device of its inputs; an offloaded module runs on the main device, and each module with
+tensors of its own has them copied there before its forward and dropped after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from safe_loading._core.names import PEFT_PREFIX, nearest, without_peft_prefix
 
-from .ledger import Ledger, device_of
+from .ledger import Ledger, fake_device
 
-Key = int | str
+Device = int | str
 OFFLOADED = ("cpu", "disk")
+InHook = Callable[[], AbstractContextManager[None]]
 
 
 class TracePlacement:
-    """Where everything is, and where it runs.
+    """Where every tensor is stored, and where every module runs.
 
     Args:
-        device_map: Module or tensor path to device key, as for ``device_map=`` of transformers; ``""`` is all the rest.
+        device_map: Module or tensor path to device, as for ``device_map=`` of transformers; ``""`` is all the rest.
             None puts everything on device 0.
     """
 
-    def __init__(self, device_map: Mapping[str, Key] | None) -> None:
-        self.map: dict[str, Key] = dict(device_map) if device_map is not None else {"": 0}
+    def __init__(self, device_map: Mapping[str, Device] | None) -> None:
+        self.map: dict[str, Device] = dict(device_map) if device_map is not None else {"": 0}
         devices = set(self.map.values())
         running = devices - set(OFFLOADED)
-        self.main: Key = next(iter(running)) if running else "cpu"  # as dispatch_model chooses
+        self.main: Device = next(iter(running)) if running else "cpu"  # as dispatch_model chooses main_device
         self.hooked = len(devices) > 1 or "disk" in devices
         self._offloads = ("disk",) if self.main == "cpu" else OFFLOADED
 
     def entry(self, path: str) -> str | None:
-        """Return the entry of the map that holds a module or tensor: the longest whole prefix."""
+        """Return the entry of the map that a module or tensor belongs to: the longest whole prefix of its path."""
         if not any(key.startswith(PEFT_PREFIX) for key in self.map):
             path = without_peft_prefix(path)  # the map was made for the base model
         return nearest(path, self.map)
 
-    def home(self, path: str) -> Key:
-        """Return the device on which a tensor lies when nothing runs."""
+    def stored_on(self, path: str) -> Device:
+        """Return the device that stores a tensor while nothing runs."""
         entry = self.entry(path)
         return self.map[entry] if entry is not None else self.main
 
-    def offloaded(self, path: str) -> bool:
-        """Return whether a module's tensors are brought to its device for each forward."""
-        return self.hooked and self.home(path) in self._offloads
+    def is_offloaded(self, path: str) -> bool:
+        """Return whether a module's tensors are copied to its device for each forward."""
+        return self.hooked and self.stored_on(path) in self._offloads
 
-    def runs_on(self, path: str) -> Key:
+    def runs_on(self, path: str) -> Device:
         """Return the device on which a module runs."""
-        return self.main if self.offloaded(path) else self.home(path)
+        return self.main if self.is_offloaded(path) else self.stored_on(path)
 
 
-def install(
-    model: torch.nn.Module, placement: TracePlacement, ledger: Ledger, boundary: Callable[[bool], None]
-) -> None:
-    """Put the hooks on every module; the caller's snapshot takes them off."""
-    skip: Any = getattr(model, "_skip_keys_device_placement", None)
+def install_hooks(model: torch.nn.Module, placement: TracePlacement, ledger: Ledger, in_hook: InHook) -> None:
+    """Register the hooks on every module; the caller's snapshot of the model removes them.
+
+    Args:
+        model: The model with fake tensors.
+        placement: Where it runs.
+        ledger: What is told which module runs.
+        in_hook: The context in which hooks move tensors.
+    """
+    skip_keys: object = getattr(model, "_skip_keys_device_placement", None)
     for name, module in model.named_modules():
-        _accounts(name, module, ledger)
+        _note_calls(name, module, ledger)
         if not placement.hooked:
             continue
-        if name and placement.entry(name) is not None and _holds_tensors(module):
-            device = device_of(placement.runs_on(name))
-            _sends(module, device, skip, boundary)
-            if placement.offloaded(name) and any(p is not None for p in module._parameters.values()):
-                _stages(name, module, device, ledger, boundary)
+        if name and placement.entry(name) is not None and _has_tensors(module):
+            device = fake_device(placement.runs_on(name))
+            _send_inputs(module, device, skip_keys, in_hook)
+            if placement.is_offloaded(name) and any(p is not None for p in module._parameters.values()):
+                _load_for_forward(name, module, device, ledger, in_hook)
         elif not name:
-            _sends(module, device_of(placement.main), skip, boundary, back=True)
+            _send_inputs(module, fake_device(placement.main), skip_keys, in_hook, outputs_back=True)
 
 
-def _accounts(name: str, module: torch.nn.Module, ledger: Ledger) -> None:
-    def enter(*_: Any) -> None:
-        ledger.enter(name)
-
-    def leave(*_: Any) -> None:
-        ledger.leave(name)
-
-    module.register_forward_pre_hook(enter, prepend=True)
-    module.register_forward_hook(leave, always_call=True)
+def _note_calls(name: str, module: torch.nn.Module, ledger: Ledger) -> None:
+    # prepended, so that what other hooks bring in counts to the module; always called, since checkpointing ends a
+    # recomputation with an exception
+    module.register_forward_pre_hook(lambda *_: ledger.enter(name), prepend=True)
+    module.register_forward_hook(lambda *_: ledger.leave(name), always_call=True)
 
 
-def _holds_tensors(module: torch.nn.Module) -> bool:
-    own = (held for part in module.modules() for held in (part._parameters, part._buffers))
-    return any(tensor is not None for held in own for tensor in held.values())
+def _has_tensors(module: torch.nn.Module) -> bool:
+    return any(
+        tensor is not None
+        for inner in module.modules()
+        for tensors in (inner._parameters, inner._buffers)
+        for tensor in tensors.values()
+    )
 
 
-def _sends(
-    module: torch.nn.Module, device: torch.device, skip: Any, boundary: Callable[[bool], None], *, back: bool = False
+def _send_inputs(
+    module: torch.nn.Module, device: torch.device, skip_keys: object, in_hook: InHook, *, outputs_back: bool = False
 ) -> None:
+    """Send a module's inputs to a device, and its outputs back to where the inputs came from if asked to."""
     from accelerate.utils import find_device, send_to_device
 
-    came_from: list[Any] = []
+    came_from: list[torch.device | None] = []
 
-    def before(_: Any, args: Any, kwargs: Any) -> Any:
-        if back:
+    def before(_: object, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, Any]:
+        if outputs_back:
             came_from[:] = [find_device([args, kwargs])]
-        boundary(True)
-        try:
-            return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=skip)
-        finally:
-            boundary(False)
+        with in_hook():
+            return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=skip_keys)
 
-    def after(_: Any, __: Any, output: Any) -> Any:
+    def after(_: object, __: object, output: object) -> object:
         if not came_from or came_from[0] is None:
             return None
-        boundary(True)
-        try:
-            return send_to_device(output, came_from[0], skip_keys=skip)
-        finally:
-            boundary(False)
+        with in_hook():
+            return send_to_device(output, came_from[0], skip_keys=skip_keys)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
-    if back:
+    if outputs_back:
         module.register_forward_hook(after)
 
 
-def _stages(
-    name: str, module: torch.nn.Module, device: torch.device, ledger: Ledger, boundary: Callable[[bool], None]
+def _load_for_forward(
+    name: str, module: torch.nn.Module, device: torch.device, ledger: Ledger, in_hook: InHook
 ) -> None:
-    """Bring the module's own parameters to the device for each forward."""
-    host = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+    """Copy an offloaded module's own parameters to the device for each forward."""
+    offloaded = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
 
-    def before(_: Any, __: Any) -> None:
-        boundary(True)
-        try:
-            for key, parameter in host.items():
-                there = parameter.detach().to(device)
-                ledger.mark(ledger.number(there), "weights", module=name, op="staged")
-                module._parameters[key] = torch.nn.Parameter(there, requires_grad=parameter.requires_grad)
-        finally:
-            boundary(False)
+    def before(_: object, __: object) -> None:
+        with in_hook():
+            for key, parameter in offloaded.items():
+                copy = parameter.detach().to(device)
+                ledger.classify(ledger.index_of(copy), "weights", module=name, op="staged")
+                module._parameters[key] = torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
 
-    def after(_: Any, __: Any, ___: Any) -> None:
-        module._parameters.update(host)
+    def after(*_: object) -> None:
+        module._parameters.update(offloaded)
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True)

@@ -1,4 +1,4 @@
-"""Fake tensors in the places of a model's own, and everything as it was afterwards."""
+"""Fake tensors in place of a model's own."""
 
 from __future__ import annotations
 
@@ -9,98 +9,103 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .accelerate_hooks import TracePlacement
-from .ledger import Ledger, device_of
+from .ledger import Ledger, fake_device
 from .records import Component
+
+_ADAPTER_PARTS = ("lora_", "vera_", "modules_to_save", "trainable_tokens_")
 
 
 class FakeTensors:
     """Puts a fake tensor in the place of each parameter, buffer and other tensor of a model.
 
-    Tensors that share a storage get twins that share one, so ties stay ties and are counted once. The model's own
-    tensors are only described: their shape, strides, dtype and storage are read.
+    Tensors that share a storage get fake tensors that share one, so ties stay ties and are counted once. Of the model's
+    own tensors only shape, strides, dtype and storage are read.
 
     Args:
         mode: The fake mode.
-        ledger: Where the twins' storages are recorded, as weights, buffers or adapters.
-        place: Where each tensor lies.
+        ledger: Where the storages are recorded, as weights, buffers or adapters.
+        placement: Where each tensor is stored.
     """
 
-    def __init__(self, mode: FakeTensorMode, ledger: Ledger, place: TracePlacement) -> None:
+    def __init__(self, mode: FakeTensorMode, ledger: Ledger, placement: TracePlacement) -> None:
         self._mode = mode
         self._ledger = ledger
-        self._place = place
-        self._of: dict[int, torch.Tensor] = {}
-        self._bases: dict[int, torch.Tensor] = {}
-        self._kept: list[torch.Tensor] = []
+        self._placement = placement
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._storages: dict[int, torch.Tensor] = {}
+        self._originals: list[torch.Tensor] = []
 
-    def swap_in(self, model: torch.nn.Module) -> None:
-        """Replace every tensor that a module holds; the caller undoes it."""
+    def replace_tensors(self, model: torch.nn.Module) -> None:
+        """Replace every tensor in the attributes of the model's modules; the caller restores them."""
         for prefix, module in model.named_modules():
             dot = prefix + "." if prefix else ""
-            parameters: dict[str, Any] = module._parameters
+            parameters: dict[str, Any] = module._parameters  # a fake Parameter or, for what is none, a fake tensor
             for name, parameter in list(parameters.items()):
                 if parameter is not None:
                     component: Component = "adapters" if _is_adapter(dot + name) else "weights"
-                    parameters[name] = self._twin(parameter, dot + name, component, prefix)
+                    parameters[name] = self._fake_of(parameter, dot + name, component, prefix)
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    module._buffers[name] = self._twin(buffer, dot + name, "buffers", prefix)
+                    module._buffers[name] = self._fake_of(buffer, dot + name, "buffers", prefix)
             for name, value in list(vars(module).items()):
                 if name not in ("_parameters", "_buffers", "_modules"):
-                    fresh = self._inside(value, dot + name, prefix)
-                    if fresh is not value:
-                        vars(module)[name] = fresh
+                    replaced = self._replace_in(value, dot + name, prefix)
+                    if replaced is not value:
+                        vars(module)[name] = replaced
 
-    def _inside(self, value: Any, name: str, module: str) -> Any:
+    def _replace_in(self, value: object, name: str, module: str) -> object:
+        """Return an attribute's value with fake tensors; itself where it holds no tensors."""
         if isinstance(value, torch.Tensor):
-            return self._twin(value, name, "buffers", module)
-        if type(value) in (list, tuple) and any(isinstance(item, torch.Tensor) for item in value):
-            return type(value)(self._inside(item, name, module) for item in value)
-        if type(value) is dict and any(isinstance(item, torch.Tensor) for item in value.values()):
-            return {key: self._inside(item, name, module) for key, item in value.items()}
+            return self._fake_of(value, name, "buffers", module)
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):  # subclasses may not be rebuilt so
+            if any(isinstance(item, torch.Tensor) for item in value):
+                return type(value)(self._replace_in(item, name, module) for item in value)
+        elif type(value) is dict and any(isinstance(item, torch.Tensor) for item in value.values()):
+            return {key: self._replace_in(item, name, module) for key, item in value.items()}
         return value
 
-    def _twin(self, tensor: torch.Tensor, name: str, component: Component, module: str) -> torch.Tensor:
+    def _fake_of(self, tensor: torch.Tensor, name: str, component: Component, module: str) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        known = self._of.get(id(tensor))
+        known = self._fakes.get(id(tensor))
         if known is not None:
             return known
-        home = self._place.runs_on(name) if component == "buffers" else self._place.home(name)
-        fake = self._made(tensor, home)
-        self._ledger.add(fake, name, component, module, device=home)
+        # accelerate offloads parameters only: offload_buffers=False is dispatch_model's default
+        of_buffer = component == "buffers"
+        device = self._placement.runs_on(name) if of_buffer else self._placement.stored_on(name)
+        fake = self._view_of_storage(tensor, fake_device(device))
+        self._ledger.add(fake, name, component, module, device=device)
         if isinstance(tensor, torch.nn.Parameter):
             fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
         for key, value in vars(tensor).items() if hasattr(tensor, "__dict__") else ():
-            if key not in ("grad",):
+            if key != "grad":
                 vars(fake).setdefault(key, value)
-        self._of[id(tensor)] = fake
-        self._kept.append(tensor)  # its id must stay its own
+        self._fakes[id(tensor)] = fake
+        self._originals.append(tensor)  # while it lives, no other tensor can have its id
         return fake
 
-    def _made(self, tensor: torch.Tensor, home: int | str) -> torch.Tensor:
-        device = device_of(home)
+    def _view_of_storage(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a fake tensor like `tensor`, on the one fake storage that stands for its storage."""
         shape, stride = tensor.shape, tensor.stride()
         storage = tensor.untyped_storage()
         with torch.no_grad():
-            base = self._bases.get(storage._cdata)
+            base = self._storages.get(storage._cdata)
             if base is None:
                 fake = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
                 if fake.untyped_storage().nbytes() == storage.nbytes() and tensor.storage_offset() == 0:
-                    self._bases[storage._cdata] = fake
+                    self._storages[storage._cdata] = fake
                     return fake.detach()
                 base = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
-                self._bases[storage._cdata] = base
+                self._storages[storage._cdata] = base
             whole = base.as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0)
             return whole.view(tensor.dtype).as_strided(shape, stride, tensor.storage_offset())
 
     def trainable(self) -> Iterator[torch.nn.Parameter]:
         """Yield the fake parameters that will have gradients, each once."""
-        for fake in self._of.values():
+        for fake in self._fakes.values():
             if isinstance(fake, torch.nn.Parameter) and fake.requires_grad:
                 yield fake
 
 
 def _is_adapter(name: str) -> bool:
-    parts = name.split(".")
-    return any(part.startswith(("lora_", "vera_", "modules_to_save", "trainable_tokens_")) for part in parts)
+    return any(part.startswith(_ADAPTER_PARTS) for part in name.split("."))

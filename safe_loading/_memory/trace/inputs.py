@@ -1,164 +1,175 @@
-"""What a model is fed with in a traced step."""
+"""The inputs of a traced step."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from safe_loading.errors import TraceError
 
-from .known_values import Values
+from .known_values import KnownValues
 
-_ONE_LABEL = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")
-_SEEING = ("vision_config", "encoder")  # the part of a config that describes the images
-_THE_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_ONE_LABEL_PER_ROW = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")
+_VISION_CONFIGS = ("vision_config", "encoder")  # where a config may describe the images
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_MOST_WRAPPERS = 8  # around one another; ends the search should a model contain itself
 
 
-def takes(model: torch.nn.Module) -> dict[str, bool]:
-    """Return the arguments of the model's forward, through wrappers that pass everything on: name, and whether needed.
+def forward_arguments(model: torch.nn.Module) -> dict[str, bool]:
+    """Return the arguments of the model's forward by name, and whether each is required.
+
+    Where a forward takes ``**kwargs``, the arguments of the model inside it are included.
 
     Args:
         model: The model, wrapped or not.
     """
-    seen: Any = model
     names: dict[str, bool] = {}
-    for _ in range(8):
-        parameters = inspect.signature(seen.forward).parameters
-        for name, each in parameters.items():
-            if each.kind not in _THE_REST:
-                names.setdefault(name, each.default is inspect.Parameter.empty)
-        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+    for _ in range(_MOST_WRAPPERS):
+        parameters = inspect.signature(model.forward).parameters
+        for name, parameter in parameters.items():
+            if parameter.kind not in _VARIADIC:
+                names.setdefault(name, parameter.default is inspect.Parameter.empty)
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             break
-        if hasattr(_text_config(seen), "use_cache"):
-            names.setdefault("use_cache", False)  # which the model within the model takes
-        inner = _within(seen)
+        if hasattr(_text_config(model), "use_cache"):
+            names.setdefault("use_cache", False)  # which the model inside it takes
+        inner = _inner_model(model)
         if inner is None:
             break
-        seen = inner
+        model = inner
     return names
 
 
-def _within(model: Any) -> torch.nn.Module | None:
-    """Return the model to which a model passes its arguments: a head's base, or what a wrapper is around."""
+def _inner_model(model: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the model that a model passes its arguments to: a head's base, or what a wrapper contains."""
     inner = getattr(model, "base_model", None)
     if isinstance(inner, torch.nn.Module) and inner is not model:
         deeper = getattr(inner, "model", None)
         return deeper if isinstance(deeper, torch.nn.Module) else inner
-    within = known(model)
-    if within is not model:
-        return within
+    outermost = engine_model(model)
+    if outermost is not model:
+        return outermost
     children = list(model.children())
     return children[0] if len(children) == 1 and not isinstance(model, PreTrainedModel) else None
 
 
-def known(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the outermost model of transformers or peft, which a wrapper of one's own is around; else the model."""
-    found = (m for m in model.modules() if isinstance(m, PreTrainedModel) or hasattr(m, "get_base_model"))
-    return next(found, model)
+def engine_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the outermost model of transformers or peft in a user's wrappers; the model itself if there is none."""
+    engine_models = (m for m in model.modules() if isinstance(m, PreTrainedModel) or hasattr(m, "get_base_model"))
+    return next(engine_models, model)
 
 
-def _text_config(model: Any) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+def _text_config(model: torch.nn.Module) -> object:
+    config: object = getattr(model, "config", None)
+    get_text_config = getattr(config, "get_text_config", None)
+    return get_text_config() if callable(get_text_config) else config
 
 
-class Inputs:
-    """Makes the tensors of a step, with the values that whole numbers have.
+class StepInputs:
+    """Makes the input tensors of a step, with known values where they are integers.
 
     Args:
-        model: The model with its twins in place.
-        values: Where true values are kept.
+        model: The model with its fake tensors in place.
+        values: The known values.
         device: The device on which a user would put the inputs.
-        given: Tensors of the caller's, by name, of which shape and dtype are taken; they replace what would be made.
-            Whole numbers that are not on meta keep their values, such as the places of images in a text.
+        user_inputs: The user's own tensors by name, of which shape and dtype are taken; they replace the ones that
+            would be made. Integers that are not on meta keep their values, such as the positions of images in a text.
+
+    Attributes:
+        names: The arguments of the model's forward.
     """
 
     def __init__(
-        self, model: torch.nn.Module, values: Values, device: torch.device, given: Mapping[str, torch.Tensor] | None
+        self,
+        model: torch.nn.Module,
+        values: KnownValues,
+        device: torch.device,
+        user_inputs: Mapping[str, torch.Tensor] | None,
     ) -> None:
-        self.names = takes(model)
-        inner: Any = known(model)
-        self.kind = type(inner.get_base_model() if hasattr(inner, "get_base_model") else inner).__name__
-        self.config: Any = getattr(inner, "config", None)
-        self.decodes = bool(getattr(self.config, "is_encoder_decoder", False))
-        self.device = device
-        self.values = values
-        self.given = given or {}
+        self.names = forward_arguments(model)
+        outermost = engine_model(model)
+        base = getattr(outermost, "get_base_model", None)
+        self._class_name = type(base() if callable(base) else outermost).__name__
+        self._config: object = getattr(outermost, "config", None)
+        self._is_encoder_decoder = bool(getattr(self._config, "is_encoder_decoder", False))
+        self._device = device
+        self._values = values
+        self._user_inputs = user_inputs or {}
 
     def tokens(self, *shape: int) -> torch.Tensor:
-        """Return a batch of whole numbers, all the same."""
-        fake = torch.empty(shape, dtype=torch.long, device=self.device)
-        self.values.keep(fake, 1)
+        """Return token ids, a mask or labels: integers of the value 1."""
+        fake = torch.empty(shape, dtype=torch.long, device=self._device)
+        self._values.fill(fake, 1)
         return fake
 
     def rows(self, rows: int) -> int:
-        """Return how many rows a batch has: those of given tokens, else `rows`."""
-        return self._shape(rows, 1)[0]
+        """Return how many rows a batch has: as many as the user's tokens, else `rows`."""
+        return self._token_shape(rows, 1)[0]
 
-    def prompt(self, rows: int, columns: int) -> dict[str, Any]:
-        """Return the arguments of a forward pass over `columns` tokens."""
-        batch: dict[str, Any] = {}
-        for name, tensor in self.given.items():
-            batch[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            self.values.copy(batch[name], tensor)
-        shape = self._shape(rows, columns)
-        wanted = {"input_ids": shape, "attention_mask": shape} if "input_ids" in self.names else {}
-        if self.decodes:
-            wanted["decoder_input_ids"] = (shape[0], columns)
-        for name, size in wanted.items():
+    def batch(self, rows: int, columns: int) -> dict[str, torch.Tensor]:
+        """Return the arguments of a forward pass over `columns` tokens in each of `rows` rows."""
+        batch: dict[str, torch.Tensor] = {}
+        for name, tensor in self._user_inputs.items():
+            batch[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            self._values.copy_from(batch[name], tensor)
+        shape = self._token_shape(rows, columns)
+        token_inputs = {"input_ids": shape, "attention_mask": shape} if "input_ids" in self.names else {}
+        if self._is_encoder_decoder:
+            token_inputs["decoder_input_ids"] = (shape[0], columns)
+        for name, size in token_inputs.items():
             embeds = name.replace("input_ids", "inputs_embeds")
             if name in self.names and name not in batch and embeds not in batch:
                 batch[name] = self.tokens(*size)
         if "input_ids" in batch:
-            self._finish(batch["input_ids"])
-        seeing = "input_ids" not in self.names or self.names.get("pixel_values")
-        if "pixel_values" in self.names and seeing and "pixel_values" not in batch:
+            self._end_with_eos(batch["input_ids"])
+        # a model of text and images gets images only where its forward requires them
+        takes_images = "input_ids" not in self.names or self.names.get("pixel_values")
+        if "pixel_values" in self.names and takes_images and "pixel_values" not in batch:
             batch["pixel_values"] = self._images(rows)
         return batch
 
     def labels(self, rows: int, columns: int) -> torch.Tensor:
-        """Return what a loss is computed against: one class a row for classifiers of whole inputs, else one a token."""
-        shape = self._shape(rows, columns)
-        if self.kind.endswith(_ONE_LABEL):
+        """Return the labels for the loss: one a row for classifiers of whole inputs, else one a token."""
+        shape = self._token_shape(rows, columns)
+        if self._class_name.endswith(_ONE_LABEL_PER_ROW):
             return self.tokens(shape[0])
-        if self.decodes:
-            decoded = self.given.get("decoder_input_ids")
-            shape = tuple(decoded.shape) if decoded is not None else (shape[0], columns)
+        if self._is_encoder_decoder:
+            decoder_ids = self._user_inputs.get("decoder_input_ids")
+            shape = tuple(decoder_ids.shape) if decoder_ids is not None else (shape[0], columns)
         return self.tokens(*shape)
 
-    def _shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """The shape of tokens that are given, else that of the workload's."""
-        if "input_ids" in self.given:
-            return tuple(self.given["input_ids"].shape)
-        if "inputs_embeds" in self.given:
-            return tuple(self.given["inputs_embeds"].shape[:-1])
-        if self.kind.endswith("ForMultipleChoice"):
+    def _token_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """The shape of the user's tokens, else the workload's."""
+        if "input_ids" in self._user_inputs:
+            return tuple(self._user_inputs["input_ids"].shape)
+        if "inputs_embeds" in self._user_inputs:
+            return tuple(self._user_inputs["inputs_embeds"].shape[:-1])
+        if self._class_name.endswith("ForMultipleChoice"):
             raise TraceError(
-                f"{self.kind}: a workload does not say how many choices a question has. Pass the tokens, as "
-                f"inputs={{'input_ids': torch.ones({rows}, choices, {columns}, dtype=torch.long)}}."
+                f"{self._class_name}: a workload does not say how many choices a question has. Pass the tokens, for "
+                f"example inputs={{'input_ids': torch.ones({rows}, choices, {columns}, dtype=torch.long)}}."
             )
         return rows, columns
 
-    def _finish(self, tokens: torch.Tensor) -> None:
-        """End each text as a tokenizer does, for classifiers that read the decoder's state at its end."""
-        end = getattr(self.config, "eos_token_id", None)
-        end = end[0] if isinstance(end, (list, tuple)) else end
-        if self.decodes and self.kind.endswith(_ONE_LABEL) and end is not None and "input_ids" not in self.given:
-            self.values.end(tokens, end)
+    def _end_with_eos(self, tokens: torch.Tensor) -> None:
+        """End each text as a tokenizer does, for classifiers that read the decoder's state at that token."""
+        eos = getattr(self._config, "eos_token_id", None)
+        eos = eos[0] if isinstance(eos, (list, tuple)) else eos
+        reads_end = self._is_encoder_decoder and self._class_name.endswith(_ONE_LABEL_PER_ROW)
+        if reads_end and eos is not None and "input_ids" not in self._user_inputs:
+            self._values.set_last(tokens, eos)
 
     def _images(self, rows: int) -> torch.Tensor:
-        config = next(
-            (c for c in (getattr(self.config, n, None) for n in _SEEING) if hasattr(c, "image_size")), self.config
-        )
+        inner_configs = (getattr(self._config, name, None) for name in _VISION_CONFIGS)
+        config = next((inner for inner in inner_configs if hasattr(inner, "image_size")), self._config)
         size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
         if size is None:
             raise TraceError(
-                f"The config of {self.kind} does not say how large its images are: pass them, as "
+                f"The config of {self._class_name} does not say how large its images are. Pass them, for example "
                 f"inputs={{'pixel_values': torch.empty({rows}, {channels}, height, width, device='meta')}}."
             )
         height, width = (size, size) if isinstance(size, int) else size
-        return torch.empty((rows, channels, height, width), device=self.device)
+        return torch.empty((rows, channels, height, width), device=self._device)

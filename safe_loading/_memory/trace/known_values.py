@@ -1,29 +1,35 @@
-"""Small true values beside fake tensors, for models that look at them: masks, positions, routes of experts.
+"""Real values of small tensors, next to the fake ones, for models that look at them: masks, positions, chosen experts.
 
-A fake tensor has a shape and no content. Where the code of a model asks for content (``if mask.all()``, ``nonzero``)
-the trace would end. So whole numbers and truth values are computed for real, as long as they are few and come from
-known values. What comes from unknown numbers gets an assumption: every expert is chosen equally often. A few whole
-numbers that nobody has written yet are zeros, and more of them are unknown: what lies in fresh memory decides nothing.
+A fake tensor has a shape and no content, so a trace would end where a model's code asks for content (``if mask.all()``,
+``nonzero``). Therefore integer and boolean tensors are also computed for real, as long as they are small and follow
+from known values. Where they follow from unknown numbers, an assumption takes their place: every expert is chosen
+equally often. Small integer tensors that nothing was written to hold zeros here, and large ones are unknown, so that
+a trace never depends on uninitialized memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-MOST = 1 << 21  # elements of a value that is computed beside the fake one
-FEW = 64  # the same for numbers that are not whole
+from .operation import OperationCall, tensors_in
+
+MAX_ELEMENTS = 1 << 21  # of an integer or boolean tensor whose values are computed
+MAX_FLOATS = 64  # the same for floating point and complex tensors
 aten = torch.ops.aten
-_UNWRITTEN = frozenset(
+_UNINITIALIZED = frozenset(
     {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided}
 )
-# which of the outputs are indices; None for the only one
-_CHOICES = {
+# operations that choose among scores; the position of the chosen indices among the outputs, None for the only output
+_CHOICES: dict[OpOverload[..., Any], int | None] = {
     aten.topk.default: 1,
     aten.argmax.default: None,
     aten.max.dim: 1,
@@ -31,200 +37,200 @@ _CHOICES = {
     aten.sort.stable: 1,
     aten.multinomial.default: None,
 }
-UNKNOWN: dict[str, bool | int | float] = {"bool": True, "int": 1, "float": 1.0}
+# by the type in an operation's schema, what an unknown number is assumed to be
+GUESSES: dict[str, bool | int | float] = {"bool": True, "int": 1, "float": 1.0}
 
 
-class Values:
-    """The true values of some fake tensors."""
+@contextlib.contextmanager
+def _on_real_tensors() -> Iterator[None]:
+    """Inside, operations run for real and are not part of the trace."""
+    with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
+        yield
+
+
+class KnownValues:
+    """The real values of some fake tensors, and what was assumed where values are unknown."""
 
     def __init__(self) -> None:
-        self._of: Any = WeakIdKeyDictionary()
-        self.assumed: dict[str, None] = {}
-
-    def set(self, fake: torch.Tensor, value: torch.Tensor) -> None:
-        """Give a fake tensor its value."""
-        self._of[fake] = value
-
-    def keep(self, fake: torch.Tensor, number: int) -> None:
-        """Say that every element of a fake tensor is `number`."""
-        if fake.numel() <= MOST:
-            with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
-                self._of[fake] = torch.full(fake.shape, number, dtype=fake.dtype)
-
-    def end(self, fake: torch.Tensor, number: int) -> None:
-        """Say that the last element of each row of a fake tensor is `number`, when the others are known."""
-        value = self.get(fake)
-        if value is not None:
-            with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
-                value[..., -1] = number
-
-    def copy(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Give a fake tensor the values of a real one, when these are there, whole and few; else it has none."""
-        self._of.pop(fake, None)
-        if real.device.type != "meta" and _worth_it(fake) and not fake.is_floating_point():
-            with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
-                self._of[fake] = real.detach().to("cpu", copy=True)
-
-    def take_over(self, fake: torch.Tensor) -> None:
-        """Keep here the constant that torch attached to a fake tensor: it would compute on the host from there on."""
-        constant = getattr(fake, "constant", None)
-        if constant is not None:
-            self._of[fake] = constant
-            fake.constant = None  # type: ignore[attr-defined]  # a FakeTensor, it has one
+        self._values: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
+        self.assumptions: dict[str, None] = {}  # a set that keeps its order
 
     def get(self, fake: torch.Tensor) -> torch.Tensor | None:
-        """Return the value of a fake tensor, when it is known."""
-        return self._of.get(fake)  # type: ignore[no-any-return]  # of an untyped dictionary
+        """Return the value of a fake tensor, or None when it is unknown."""
+        return self._values.get(fake)
 
-    def ask(self, fake: torch.Tensor, module: str) -> torch.Tensor:
-        """Return the value of a fake tensor; ones, with a note of the module that asks, where nobody knows it.
+    def set(self, fake: torch.Tensor, value: torch.Tensor) -> None:
+        """Set the value of a fake tensor."""
+        self._values[fake] = value
+
+    def fill(self, fake: torch.Tensor, number: int) -> None:
+        """Set every element of a fake tensor to `number`, unless it is large."""
+        if fake.numel() <= MAX_ELEMENTS:
+            with _on_real_tensors():
+                self._values[fake] = torch.full(fake.shape, number, dtype=fake.dtype)
+
+    def set_last(self, fake: torch.Tensor, number: int) -> None:
+        """Set the last element of each row of a fake tensor to `number`, if its value is known."""
+        value = self.get(fake)
+        if value is not None:
+            with _on_real_tensors():
+                value[..., -1] = number
+
+    def copy_from(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Give a fake tensor the values of a real one, if that has values, is small and not floating point."""
+        self._values.pop(fake, None)
+        if real.device.type != "meta" and _is_small(fake) and not fake.is_floating_point():
+            with _on_real_tensors():
+                self._values[fake] = real.detach().to("cpu", copy=True)
+
+    def adopt_constant(self, fake: torch.Tensor) -> None:
+        """Take over the constant that torch attached to a fake tensor, with which it would compute on the host."""
+        constant = getattr(fake, "constant", None)
+        if constant is not None:
+            self._values[fake] = constant
+            fake.constant = None  # type: ignore[attr-defined]  # a FakeTensor, it has one
+
+    def value_or_guess(self, fake: torch.Tensor, module: str) -> torch.Tensor:
+        """Return the value of a fake tensor; where it is unknown, ones, and an assumption that names the module.
 
         Raises:
-            UnknownValue: Nobody knows it, and it is large.
+            UnknownValue: The value is unknown, and the tensor is large.
         """
         value = self.get(fake)
         if value is None:
-            if fake.numel() > MOST:
-                raise UnknownValue(f"{fake.numel()} numbers that depend on values are asked for")
-            answer = self.guess("bool" if fake.dtype == torch.bool else "float" if _broken(fake) else "int", module)
-            with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
-                value = torch.full(fake.shape, answer, dtype=fake.dtype)
+            if fake.numel() > MAX_ELEMENTS:
+                raise UnknownValue(f"the model reads {fake.numel()} numbers that depend on values")
+            kind = "bool" if fake.dtype == torch.bool else "float" if _is_inexact(fake) else "int"
+            number = self.guess(kind, module)
+            with _on_real_tensors():
+                value = torch.full(fake.shape, number, dtype=fake.dtype)
         return value
 
-    def number(self, fake: torch.Tensor, module: str) -> bool | int | float:
-        """Return the one number in a fake tensor, as `ask` does."""
-        value = self.ask(fake, module)
-        with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
+    def item(self, fake: torch.Tensor, module: str) -> bool | int | float:
+        """Return the one number in a fake tensor, guessed as in `value_or_guess` where it is unknown."""
+        value = self.value_or_guess(fake, module)
+        with _on_real_tensors():
             return value.item()
 
     def guess(self, kind: str, module: str) -> bool | int | float:
-        """Return the answer for an unknown ``bool``, ``int`` or ``float``, with a note of the module that asks."""
-        answer = UNKNOWN[kind]
-        said = f"{module or 'the model'} asks for a number that nobody knows; {answer} was answered"
-        self.assumed.setdefault(said)
-        return answer
+        """Return the guess for an unknown ``bool``, ``int`` or ``float``, and note it with the module that asks."""
+        number = GUESSES[kind]
+        self._assume(f"{module or 'the model'} reads a number whose value is unknown; {number} is assumed")
+        return number
 
-    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Compute what an operation gives, when its inputs are known and its output is whole numbers."""
-        finite = _finite(func, args)
-        if finite is not None and self.get(args[0]) is None:
-            self.assumed.setdefault("numbers that nobody knows are finite")
-            with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
-                self._of[out] = torch.tensor(finite).expand(out.shape)  # of any size, since it takes one byte
-            return
-        if isinstance(out, (tuple, list)) and not func._schema.is_mutable:
-            self._follow_parts(func, args, kwargs, out)
-            return
-        if isinstance(out, torch.Tensor) and not _worth_it(out):
-            if func in _MUTATING or func._schema.is_mutable:
-                self._forget(args)
-            return
-        if func.overloadpacket in _UNWRITTEN and isinstance(out, torch.Tensor):
-            if out.numel() <= FEW and not out.is_floating_point():
-                self.keep(out, 0)
-            return
-        if not isinstance(out, torch.Tensor) or func._schema.is_mutable:
-            self._mutate(func, args, kwargs)
-            return
-        value = self._computed(func, args, kwargs)
-        if isinstance(value, torch.Tensor) and value.shape == out.shape:
-            self._of[out] = value
-        elif func in _CHOICES:
-            self._choose(func, args, kwargs, out)
+    def _assume(self, assumption: str) -> None:
+        self.assumptions.setdefault(assumption)
 
-    def _follow_parts(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """The same for an operation that gives several tensors, such as ``split``."""
-        parts = [part for part in out if isinstance(part, torch.Tensor)]
-        worth_it = any(_worth_it(part) for part in parts)
-        values = self._computed(func, args, kwargs) if worth_it else None
-        if isinstance(values, (tuple, list)) and len(values) == len(out):
-            for part, value in zip(out, values, strict=True):
-                if isinstance(value, torch.Tensor) and value.shape == part.shape and _worth_it(part):
-                    self._of[part] = value
-        elif func in _CHOICES:
-            self._choose(func, args, kwargs, out)
-
-    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
-        real = []
+    def compute(self, call: OperationCall) -> object:
+        """Return what an operation gives for the real values; None when an input is unknown or the operation fails."""
+        leaves, spec = tree_flatten((call.args, call.kwargs))
+        real: list[object] = []
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                leaf = self.get(leaf) if isinstance(leaf, FakeTensor) else leaf
-                if leaf is None:
+            if isinstance(leaf, FakeTensor):
+                value = self.get(leaf)
+                if value is None:
                     return None
-            elif isinstance(leaf, torch.device):
-                leaf = torch.device("cpu")
-            real.append(leaf)
+                real.append(value)
+            else:
+                real.append(torch.device("cpu") if isinstance(leaf, torch.device) else leaf)
         args, kwargs = spec.unflatten(real)
-        with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
+        with _on_real_tensors():
             try:
-                return func(*args, **kwargs)
+                result: object = call.func(*args, **kwargs)
             except (RuntimeError, TypeError, IndexError, NotImplementedError):
                 return None
+            return result
 
-    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what an operation gives whose shape or number depends on values, or None."""
-        return self._computed(func, args, kwargs)
+    def propagate(self, call: OperationCall, out: object) -> None:
+        """Compute the values of an operation's outputs, if they are small and its inputs are known."""
+        if isinstance(out, (tuple, list)) and not call.mutates:
+            self._propagate_several(call, out)
+        elif not isinstance(out, torch.Tensor):
+            self._update_in_place(call)
+        elif (answer := _answer_for_finite(call)) is not None and self.get(call.args[0]) is None:
+            self._assume("numbers whose values are unknown are finite")
+            with _on_real_tensors():
+                # expanded, so that it takes one byte whatever the shape
+                self._values[out] = torch.tensor(answer).expand(out.shape)
+        elif not _is_small(out):
+            if call.mutates:
+                self._forget(call)
+        elif call.func.overloadpacket in _UNINITIALIZED:
+            if out.numel() <= MAX_FLOATS and not out.is_floating_point():
+                self.fill(out, 0)
+        elif call.mutates:
+            self._update_in_place(call)
+        else:
+            value = self.compute(call)
+            if isinstance(value, torch.Tensor) and value.shape == out.shape:
+                self._values[out] = value
+            elif call.func in _CHOICES:
+                self._spread_evenly(call, out)
 
-    def _choose(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Give indices that nobody can know the values of a fair choice: one after the other."""
-        place = _CHOICES[func]
-        chosen = out if place is None else out[place]
-        if not _worth_it(chosen):
+    def _propagate_several(self, call: OperationCall, outputs: tuple[object, ...] | list[object]) -> None:
+        """The same for an operation with several outputs, such as ``split``."""
+        any_small = any(_is_small(tensor) for tensor in outputs if isinstance(tensor, torch.Tensor))
+        values = self.compute(call) if any_small else None
+        if isinstance(values, (tuple, list)) and len(values) == len(outputs):
+            for out, value in zip(outputs, values, strict=True):
+                if not isinstance(out, torch.Tensor) or not isinstance(value, torch.Tensor):
+                    continue
+                if value.shape == out.shape and _is_small(out):
+                    self._values[out] = value
+        elif call.func in _CHOICES:
+            indices = outputs[_CHOICES[call.func] or 0]
+            if isinstance(indices, torch.Tensor):
+                self._spread_evenly(call, indices)
+
+    def _spread_evenly(self, call: OperationCall, indices: torch.Tensor) -> None:
+        """Assume that unknown scores choose every index equally often: one after the other."""
+        if not _is_small(indices):
             return
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        dim = given.get("dim", -1)
-        scores = args[0]
-        among = scores.numel() if dim is None else scores.shape[dim] if scores.dim() else 1
-        self.assumed.setdefault("indices chosen by unknown scores (experts, say) are spread evenly")
-        with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
-            even = torch.empty(chosen.shape, dtype=chosen.dtype)
-            along = even.movedim(dim, -1) if dim is not None and chosen.dim() == scores.dim() > 0 else even
-            along.copy_((torch.arange(chosen.numel()) % max(among, 1)).reshape(along.shape))
-            self._of[chosen] = even
+        names = [argument.name for argument in call.func._schema.arguments]
+        dim = {**dict(zip(names, call.args, strict=False)), **call.kwargs}.get("dim", -1)
+        scores = call.args[0]
+        candidates = scores.numel() if dim is None else scores.shape[dim] if scores.dim() else 1
+        self._assume("indices chosen by unknown scores (such as experts) are spread evenly")
+        with _on_real_tensors():
+            even = torch.empty(indices.shape, dtype=indices.dtype)
+            along = even.movedim(dim, -1) if dim is not None and indices.dim() == scores.dim() > 0 else even
+            along.copy_((torch.arange(indices.numel()) % max(candidates, 1)).reshape(along.shape))
+            self._values[indices] = even
 
-    def _forget(self, args: Any) -> None:
-        for leaf in tree_leaves(args[:1]):
-            if isinstance(leaf, torch.Tensor):
-                self._of.pop(leaf, None)
+    def _forget(self, call: OperationCall) -> None:
+        for target in tensors_in(call.args[:1]):
+            self._values.pop(target, None)
 
-    def _mutate(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Repeat an operation in place on the value, or forget it; views of a value are views here too.
-
-        Operations on lists (``_foreach_add_``) give nothing back, so what is computed says nothing of success.
-        """
-        targets = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
-        if not any(self._of.get(target) is not None for target in targets):
+    def _update_in_place(self, call: OperationCall) -> None:
+        """Repeat an operation in place on the values, or forget them; views of a value are views here too."""
+        if not any(self.get(target) is not None for target in tensors_in(call.args[:1])):
             return
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        all_known = all(not isinstance(leaf, FakeTensor) or self.get(leaf) is not None for leaf in leaves)
-        gives_nothing = not func._schema.returns
-        if not all_known or (self._computed(func, args, kwargs) is None and not gives_nothing):
-            self._forget(args)
+        inputs_known = all(self.get(t) is not None for t in call.tensors() if isinstance(t, FakeTensor))
+        # operations on lists (``_foreach_add_``) return nothing, so None does not mean that they failed
+        returns_nothing = not call.func._schema.returns
+        if not inputs_known or (self.compute(call) is None and not returns_nothing):
+            self._forget(call)
 
 
-_MUTATING: frozenset[Any] = frozenset({aten.copy_.default, aten.fill_.Scalar})
-
-
-def _finite(func: Any, args: Any) -> bool | None:
-    """Return what an operation that looks for infinities and NaNs says where there are none; None for the others."""
+def _answer_for_finite(call: OperationCall) -> bool | None:
+    """Return what an operation that looks for infinities and NaNs gives where there are none; None for the others."""
+    func, args = call.func, call.args
     if func in (aten.isnan.default, aten.isinf.default):
         return False
-    if func in (aten.eq.Scalar, aten.ne.Scalar) and args[1] == math.inf:  # of `isfinite`
-        return bool(func is aten.ne.Scalar)
+    if func in (aten.eq.Scalar, aten.ne.Scalar) and args[1] == math.inf:  # `isfinite` compares |x| with inf
+        return func is aten.ne.Scalar
     if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]:
-        return bool(func is aten.eq.Tensor)
+        return func is aten.eq.Tensor
     return None
 
 
-def _broken(tensor: torch.Tensor) -> bool:
+def _is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _worth_it(tensor: torch.Tensor) -> bool:
-    return tensor.numel() <= (FEW if _broken(tensor) else MOST)
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() <= (MAX_FLOATS if _is_inexact(tensor) else MAX_ELEMENTS)
 
 
 class UnknownValue(RuntimeError):
-    """What a model asks for depends on values that nobody knows."""
+    """What a model asks for depends on values that a trace does not know."""

@@ -1,4 +1,4 @@
-"""Which storages are alive, when, and whose they are: recorded as they come and go, added up at the end."""
+"""Which storages are alive at each moment of a step, and what they hold: recorded as they come and go."""
 
 from __future__ import annotations
 
@@ -6,28 +6,35 @@ import dataclasses
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from .records import Allocation, Component, DeviceTrace, Event, Phase, devices_in_order
 
 
-def key_of(device: torch.device) -> int | str:
-    """Return the key of a logical device: ``cpu:k`` stands for accelerator k, ``cpu`` for the host."""
+def device_key(device: torch.device) -> int | str:
+    """Return the key of the device that a fake one stands for: ``cpu:k`` is accelerator k, ``cpu`` the host."""
     return "cpu" if device.index is None else device.index
 
 
-def device_of(key: int | str) -> torch.device:
-    """Return the fake device that stands for a key of a placement."""
+def fake_device(key: int | str) -> torch.device:
+    """Return the fake device that stands for a key of a device map."""
     return torch.device("cpu") if key in ("cpu", "disk") else torch.device("cpu", int(key))
 
 
 class Ledger:
-    """Records storages by their birth and death.
+    """Records each storage when it is made and when it is freed.
 
-    A storage is watched with a finalizer, so its death is seen at the very moment at which nothing holds it: an
-    autograd node, a cache, a variable of the model. Nothing here holds a tensor.
+    A finalizer on the storage sees the very moment at which nothing refers to it any more: no autograd node, no cache,
+    no variable of the model. The ledger itself refers to no tensor but those of `keep_alive`.
+
+    Attributes:
+        allocations: Every storage, in the order in which they were made.
+        events: When each was made and freed.
+        calls: How often each module was entered.
+        stack: The modules that are running, the innermost last.
+        phase: The phase of the step.
+        live: The index of each live storage's allocation, by the storage's address.
     """
 
     def __init__(self) -> None:
@@ -36,9 +43,9 @@ class Ledger:
         self.calls: Counter[str] = Counter()
         self.stack: list[str] = []
         self.phase: Phase = "load"
-        self.alive: dict[int, int] = {}
-        self.open = True
-        self.held: list[torch.Tensor] = []
+        self.live: dict[int, int] = {}
+        self._open = True
+        self._kept_alive: list[torch.Tensor] = []
 
     def enter(self, name: str) -> None:
         """Note that a module begins to run."""
@@ -46,7 +53,11 @@ class Ledger:
         self.calls[name] += 1
 
     def leave(self, name: str) -> None:
-        """Note that a module has ended, as a recomputation that was cut short does too."""
+        """Note that a module has ended, and with it every module inside it.
+
+        A recomputation stops by an exception once it has what the backward pass needs (``_StopRecomputationError`` of
+        torch.utils.checkpoint), so the modules inside may not have left on their own.
+        """
         if name in self.stack:
             while self.stack.pop() != name:
                 pass
@@ -59,72 +70,82 @@ class Ledger:
         module: str | None = None,
         device: int | str | None = None,
     ) -> int:
-        """Record the tensor's storage, when it is new, and return its number; -1 for what is on no device."""
+        """Record the tensor's storage if it is new, and return its index; -1 for tensors on meta."""
         if tensor.device.type == "meta":
             return -1
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        known = self.alive.get(address)
+        known = self.live.get(storage._cdata)
         if known is not None:
             return known
         index = len(self.allocations)
-        where = module if module is not None else (self.stack[-1] if self.stack else "")
         self.allocations.append(
             Allocation(
                 storage.nbytes(),
-                key_of(tensor.device) if device is None else device,
+                device_key(tensor.device) if device is None else device,
                 component,
-                where,
+                module if module is not None else (self.stack[-1] if self.stack else ""),
                 self.phase,
                 op,
                 tensor.itemsize,
             )
         )
-        self.alive[address] = index
         self.events.append(Event(index, freed=False))
-        weakref.finalize(storage, self._gone, address).atexit = False
+        self._watch(storage, index)
         return index
 
-    def _gone(self, address: int) -> None:
-        index = self.alive.pop(address, None)
-        if index is not None and self.open:
+    def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
+        address = storage._cdata
+        self.live[address] = index
+        # not at exit: what still lives then was not freed
+        weakref.finalize(storage, self._free, address).atexit = False
+
+    def _free(self, address: int) -> None:
+        index = self.live.pop(address, None)
+        if index is not None and self._open:
             self.events.append(Event(index, freed=True))
 
-    def hand_on(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Note that `new` stands in the memory of `old`, though fake tensors gave it a storage of its own."""
-        index = self.alive.pop(old.untyped_storage()._cdata, None)
+    def reuse_storage(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Note that `new` takes the memory of `old`, although fake tensors gave it a storage of its own."""
+        index = self.live.pop(old.untyped_storage()._cdata, None)
         if index is None:
             self.add(new, "aten.add.Tensor")
+        else:
+            self._watch(new.untyped_storage(), index)
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the index of the tensor's allocation."""
+        return self.live.get(tensor.untyped_storage()._cdata)
+
+    def classify(
+        self, index: int | None, component: Component, *, module: str | None = None, op: str | None = None
+    ) -> None:
+        """Set what an allocation is, once that is known, and its module and operation where these are given."""
+        if index is None or index < 0:
             return
-        storage = new.untyped_storage()
-        self.alive[storage._cdata] = index
-        weakref.finalize(storage, self._gone, storage._cdata).atexit = False
+        old = self.allocations[index]
+        self.allocations[index] = dataclasses.replace(
+            old,
+            component=component,
+            module=old.module if module is None else module,
+            op=old.op if op is None else op,
+        )
 
-    def number(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of the tensor's storage."""
-        return self.alive.get(tensor.untyped_storage()._cdata)
-
-    def mark(self, index: int | None, component: Component, **changes: Any) -> None:
-        """Say what a block is, now that it is known."""
-        if index is not None and index >= 0:
-            self.allocations[index] = dataclasses.replace(self.allocations[index], component=component, **changes)
-
-    def settle(self) -> None:
+    def make_resident(self) -> None:
         """Forget what has come and gone so far: what is alive now was there before the step."""
-        kept = sorted(self.alive.values())
-        numbers = {old: new for new, old in enumerate(kept)}
-        self.allocations[:] = [dataclasses.replace(self.allocations[old], phase="load") for old in kept]
-        self.events[:] = [Event(index, freed=False) for index in range(len(kept))]
+        alive = sorted(self.live.values())
+        new_index = {old: new for new, old in enumerate(alive)}
+        self.allocations[:] = [dataclasses.replace(self.allocations[old], phase="load") for old in alive]
+        self.events[:] = [Event(index, freed=False) for index in range(len(alive))]
         self.calls.clear()
-        self.alive = {address: numbers[old] for address, old in self.alive.items()}
+        self.live = {address: new_index[old] for address, old in self.live.items()}
 
-    def hold(self, tensor: torch.Tensor) -> None:
+    def keep_alive(self, tensor: torch.Tensor) -> None:
         """Keep a tensor alive for the whole step."""
-        self.held.append(tensor)
+        self._kept_alive.append(tensor)
 
     def close(self) -> None:
-        """Take no more notes: what dies from now on dies because the trace is over."""
-        self.open = False
+        """Record no more: what is freed from now on is freed because the trace is over."""
+        self._open = False
 
 
 def device_traces(allocations: Sequence[Allocation], events: Sequence[Event]) -> dict[int | str, DeviceTrace]:

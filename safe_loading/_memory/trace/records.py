@@ -90,7 +90,7 @@ class Crossing:
         bytes: All that was moved in the step.
         count: How many tensors.
         phase: When.
-        asked: Whether the model's own code moved them (``tensor.to(other.device)``), not a hook at a boundary.
+        in_model_code: Whether the model's own code moved them (``tensor.to(other.device)``), rather than a hook.
     """
 
     source: int | str
@@ -99,7 +99,7 @@ class Crossing:
     bytes: int
     count: int
     phase: str
-    asked: bool
+    in_model_code: bool
 
 
 @dataclass(frozen=True)

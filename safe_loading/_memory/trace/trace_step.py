@@ -1,38 +1,43 @@
-"""``trace_step``: one step of a model without its memory, and all that the step takes.
+"""``trace_step``: run one step of a model on fake tensors, and record all the memory that it would take.
 
-The model's own forward, backward and cache run on fake tensors: shapes without content. See docs/tracing.md.
+The model's own forward, backward and cache run on tensors that have a shape and no content. See docs/tracing.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from safe_loading._core import progress as _progress
+from safe_loading._core import progress
 from safe_loading._core.workload import Workload
 from safe_loading._model.snapshot import Snapshot
+from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading._ranks.launcher import local_rank
 from safe_loading.errors import TraceError
 
-from . import step
-from .accelerate_hooks import TracePlacement, install
-from .attach_adapter import attached
+from .accelerate_hooks import TracePlacement, install_hooks
+from .dispatch_mode import TraceDispatchMode
 from .fake_tensors import FakeTensors
-from .inputs import Inputs
-from .known_values import Values
-from .ledger import Ledger, device_of, device_traces
-from .memo import Known, Memo
-from .patched_functions import Functions
+from .function_mode import TraceFunctionMode
+from .inputs import StepInputs
+from .known_values import KnownValues
+from .ledger import Ledger, device_traces, fake_device
+from .operation_cache import CachedOutputs, OperationCache
 from .records import StepTrace
-from .refusal import refusal
-from .watch import Watch
+from .run_step import run_generation, run_training
+from .trace_error import trace_error
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+# the model's attributes and torch's modes are replaced for a while, and the modes are the process's
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -42,45 +47,45 @@ def trace_step(
     *,
     placement: Mapping[str, int | str] | None = None,
     inputs: Mapping[str, torch.Tensor] | None = None,
-    known: Known | None = None,
+    cached_outputs: CachedOutputs | None = None,
 ) -> StepTrace:
     """Run one step of `model` on fake tensors, and return all the memory that it takes.
 
-    The model may be on ``meta`` or real. Its tensors are only described, and it is afterwards what it was: every
+    The model may be on ``meta`` or real. Its tensors are only described, and afterwards it is what it was: every
     attribute of every module, and the state of the random generators. Nothing is allocated. One trace runs at a time in
     a process; while it runs, other threads must leave the model alone.
 
     Args:
         model: The model, in the dtype and with the attention implementation with which it will run.
         workload: What it is asked to do.
-        placement: Module path to device key, as for ``device_map=``: ``0``, ``1``, ``"cpu"``, ``"disk"``. Several
-            devices run with what accelerate's hooks do at their boundaries. None puts everything on device 0.
-        inputs: Tensors of which shape and dtype are taken, by the name of forward's argument, for models whose inputs
-            are not tokens (on ``meta``, say); they replace those that would be made.
-        known: What earlier traces of this model remembered of its operations; it grows.
+        placement: Module path to device, as for ``device_map=``: ``0``, ``1``, ``"cpu"``, ``"disk"``. On several
+            devices, accelerate's hooks move tensors at the boundaries of modules. None puts everything on device 0.
+        inputs: Tensors whose shape and dtype are taken, by the name of forward's argument, for models whose inputs are
+            not tokens (they may be on ``meta``); they replace those that would be made.
+        cached_outputs: What earlier traces of this model remembered of its operations; it grows.
 
     Raises:
-        TraceError: The model cannot be traced; the text says why.
+        TraceError: The model cannot be traced; the message says why.
     """
     with _ONE_AT_A_TIME:
-        ledger, values = Ledger(), Values()
+        ledger, values = Ledger(), KnownValues()
         where = TracePlacement(placement)
-        with _unchanged(model), attached(model, workload.adapter) as running:
+        with _restored(model), _with_adapter(model, workload.adapter) as running:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
-            watch = Watch(ledger, values, Memo(fake, known), several=where.hooked)
+            mode = TraceDispatchMode(ledger, values, OperationCache(fake, cached_outputs), multi_device=where.hooked)
             try:
-                _run(running, workload, where, inputs, watch, fake)
+                _run(running, workload, where, inputs, mode, fake)
             except Exception as error:
-                raise refusal(running, workload, error, inputs) from error
+                raise trace_error(running, workload, error, inputs) from error
     return StepTrace(
         workload=repr(workload),
         allocations=tuple(ledger.allocations),
         events=tuple(ledger.events),
         devices=device_traces(ledger.allocations, ledger.events),
         calls=dict(ledger.calls),
-        crossings=watch.crossings,
-        problems=tuple(watch.problems),
-        assumptions=tuple(values.assumed),
+        crossings=mode.crossings,
+        problems=tuple(mode.problems),
+        assumptions=tuple(values.assumptions),
     )
 
 
@@ -88,43 +93,72 @@ def _run(
     model: torch.nn.Module,
     workload: Workload,
     where: TracePlacement,
-    given: Mapping[str, torch.Tensor] | None,
-    watch: Watch,
+    user_inputs: Mapping[str, torch.Tensor] | None,
+    mode: TraceDispatchMode,
     fake: FakeTensorMode,
 ) -> None:
-    ledger = watch.ledger
-    functions = Functions(watch.content)
-    with _neutral(), functions, functions.lists(), fake:
-        twins = FakeTensors(fake, ledger, where)
-        twins.swap_in(model)
+    ledger = mode.ledger
+    functions = TraceFunctionMode(mode.content)
+    with _isolated(), functions, functions.whole_lists(), fake:
+        tensors = FakeTensors(fake, ledger, where)
+        tensors.replace_tensors(model)
         if workload.kind == "weights_only":
             ledger.close()
             return
         model.train(workload.kind == "train")
         if workload.gradient_checkpointing:
-            _checkpoint(model)
-        made = Inputs(model, watch.values, device_of(where.main), given)
-        install(model, where, ledger, lambda at: setattr(watch, "boundary", at))
-        with _bar(model), watch:
+            _enable_checkpointing(model)
+        inputs = StepInputs(model, mode.values, fake_device(where.main), user_inputs)
+        install_hooks(model, where, ledger, mode.in_hook)
+        with _progress_bar(model), mode:
             if workload.kind == "train":
-                step.train(model, workload, made, ledger, list(twins.trainable()))
+                run_training(model, workload, inputs, ledger, list(tensors.trainable()))
                 cache = None
             else:
-                cache = step.generate(model, workload, made, ledger)
+                cache = run_generation(model, workload, inputs, ledger)
         ledger.close()
-        del cache  # it outlives the step
+        del cache  # after the ledger is closed, because it outlives the step
 
 
-def _bar(model: torch.nn.Module) -> _progress.Bar:
+@contextlib.contextmanager
+def _with_adapter(
+    model: torch.nn.Module, adapter: PeftConfig | str | os.PathLike[str] | None
+) -> Iterator[torch.nn.Module]:
+    """Yield the model with the adapter attached: a peft config, the folder of an adapter, or None.
+
+    While peft builds, the model's tensors are stand-ins on ``meta``, so nothing is allocated or initialized. They are
+    its own again when this yields, but their ``requires_grad`` is as peft set it; the caller's snapshot restores that.
+    """
+    if adapter is None:
+        yield model
+        return
+    from peft import get_peft_model
+
+    from safe_loading._loading.peft_config import injecting, read_peft_config
+
+    of_folder = isinstance(adapter, (str, os.PathLike))
+    config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter
+    with MetaStandIns(model), NoInit(), torch.device("meta"), injecting(adapter, model):
+        wrapped = get_peft_model(model, config, low_cpu_mem_usage=True)
+    if of_folder:  # a saved config has inference_mode=True, with which nothing would be trained
+        prefix = str(wrapped.base_model.prefix)
+        for name, parameter in wrapped.named_parameters():
+            if prefix in name or "modules_to_save" in name:
+                parameter.requires_grad_(True)
+    yield wrapped
+
+
+def _progress_bar(model: torch.nn.Module) -> progress.Bar:
     """Return a bar that counts the modules as they run, for a trace of more than a second."""
-    bar = _progress.bar_of_a_rank("tracing", None, local_rank(), unit=" modules")
+    bar = progress.bar_of_a_rank("tracing", None, local_rank(), unit=" modules")
     for module in model.modules() if bar.shown else ():
         module.register_forward_pre_hook(lambda *_: bar.advance())
     return bar
 
 
-def _checkpoint(model: torch.nn.Module) -> None:
-    enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(
+def _enable_checkpointing(model: torch.nn.Module) -> None:
+    # transformers 5.17 renamed it, and warns of the old name
+    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
         model, "gradient_checkpointing_enable", None
     )
     if enable is None:
@@ -133,14 +167,15 @@ def _checkpoint(model: torch.nn.Module) -> None:
             f"gradient_checkpointing=True. Switch it on in the model itself, and leave it out of the workload."
         )
     if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        enable()  # else it is on already, reentrant or not as the caller wants it
+        enable()  # where it is on already, it stays reentrant or not as the caller chose
     if not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):  # type: ignore[operator]  # a model's method
-        # as the Trainer and peft do, lest a frozen base's checkpointed layers have no gradient; a hook on the embedding
+        # as the Trainer and peft do for a frozen base, whose reentrant checkpoints would have no input with a gradient
         model.enable_input_require_grads()  # type: ignore[operator]  # a model's method
 
 
 @contextlib.contextmanager
-def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+def _restored(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the model may be changed; afterwards it is what it was."""
     snapshot = Snapshot(model)
     try:
         yield
@@ -149,20 +184,20 @@ def _unchanged(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _neutral() -> Iterator[None]:
-    """Keep what surrounds the call out of the trace, and the trace out of what surrounds it."""
+def _isolated() -> Iterator[None]:
+    """Keep the caller's modes and random generators out of the trace, and the trace out of theirs."""
     with (
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
-        # its branch for fake tensors builds a mask that the real run does not
-        mock.patch("transformers.utils.import_utils.is_fake_tensor", _no),
+        # for fake tensors transformers builds a mask that a real run does not
+        mock.patch("transformers.utils.import_utils.is_fake_tensor", _answer_no),
     ):
-        torch.default_generator.manual_seed(0)  # models that draw lots draw the same ones in every trace
+        torch.default_generator.manual_seed(0)  # a model that draws random numbers draws the same ones in every trace
         yield
 
 
-def _no(_: object) -> bool:
-    """Answer without a note of the question: a `Mock` keeps its arguments, and so the tensors, alive."""
+def _answer_no(_: object) -> bool:
+    """A function, because a `Mock` keeps the arguments of its calls and so would keep the tensors alive."""
     return False

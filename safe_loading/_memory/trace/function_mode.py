@@ -1,0 +1,72 @@
+"""The function mode of a trace: calls of torch's Python functions that fake tensors do not support by themselves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from .ledger import device_key
+
+_FROM_PYTHON_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_TO_ARRAY: frozenset[object] = frozenset((torch.Tensor.numpy, torch.Tensor.__array__))
+_TO_TEXT: frozenset[object] = frozenset({torch.Tensor.__format__})
+
+
+class TraceFunctionMode(TorchFunctionMode):
+    """Makes tensors of Python values on the right fake device, and arrays and texts of fake tensors.
+
+    ``torch.tensor(values, device="cpu:1")`` fills host memory and drops the index of the device, which no other
+    function does. Arrays and texts need content, which fake tensors do not have.
+
+    Args:
+        content: Returns a real tensor with the values of a fake one.
+    """
+
+    def __init__(self, content: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._content = content
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        """Run one call."""
+        kwargs = kwargs or {}
+        if func in _FROM_PYTHON_VALUES and kwargs.get("device") is not None:
+            device = kwargs.pop("device")
+            requires_grad = kwargs.pop("requires_grad", False)
+            made = func(*args, **kwargs).to(device)
+            return made.requires_grad_() if requires_grad else made
+        of_fake = bool(args) and isinstance(args[0], FakeTensor)
+        if of_fake and func in _TO_ARRAY:
+            return self._to_array(func, *args, **kwargs)
+        if of_fake and func in _TO_TEXT and not args[0].dim():
+            return format(args[0].item(), args[1])
+        return func(*args, **kwargs)
+
+    def _to_array(self, func: Callable[..., object], tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+        # what torch checks for a real tensor; its own words would name the fake device
+        device = device_key(tensor.device)
+        if device != "cpu":
+            raise TypeError(f"numpy() of a tensor on device {device}: call .cpu() on it first")
+        if tensor.requires_grad and not kwargs.get("force"):
+            raise RuntimeError("numpy() of a tensor that requires a gradient: call .detach() on it first")
+        with torch._C._DisableTorchDispatch():
+            return func(self._content(tensor), *args, **kwargs)
+
+    @contextlib.contextmanager
+    def whole_lists(self) -> Iterator[None]:
+        """Inside, ``tolist()`` reads a fake tensor at once; torch would call ``item()`` for each element."""
+
+        def tolist(tensor: torch.Tensor) -> object:
+            content = self._content(tensor)
+            with torch._C._DisableTorchDispatch():
+                return content.tolist()
+
+        with mock.patch.object(FakeTensor, "tolist", tolist):
+            yield

@@ -1,0 +1,86 @@
+"""The error for a model that cannot be traced: in which module, at which line, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import accelerate
+import numpy
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from safe_loading._core.workload import Workload
+from safe_loading.errors import TraceError
+
+from .inputs import engine_model, forward_arguments
+from .known_values import UnknownValue
+
+# folders whose lines are not the model's own code; the last one is this package
+_NOT_THE_MODEL = {Path(str(module.__file__)).parent for module in (torch, accelerate, numpy)} | {
+    Path(__file__).parents[2]
+}
+_DEPENDS_ON_VALUES = (UnknownValue, DataDependentOutputException, DynamicOutputShapeException)
+_FIX_FOR_VALUES = (
+    "A trace knows integers that follow from the inputs (pass the ones that matter in inputs=, with their values), and "
+    "no value that follows from weights. Use an operation with a fixed output shape (torch.where in place of x[mask]), "
+    "or skip the line when its tensor is a torch._subclasses.FakeTensor."
+)
+_MOST_CHARACTERS = 600  # of the error's own message
+
+
+def trace_error(
+    model: torch.nn.Module, workload: Workload, error: Exception, inputs: Mapping[str, torch.Tensor] | None
+) -> TraceError:
+    """Return the error to raise for one that the model's own code raised.
+
+    Args:
+        model: What was run, as it is called.
+        workload: What was run.
+        error: The error.
+        inputs: The user's own inputs.
+    """
+    if isinstance(error, TraceError):
+        return error
+    module, line = _locate(model, error.__traceback__)
+    where = f"{module or 'its forward'}{f' ({line})' if line else ''}"
+    message = str(error).strip()[:_MOST_CHARACTERS]
+    if "device" in type(error).__name__.lower():  # torch's message names the fake devices
+        message = re.sub(r"\bcpu:(\d+)\b", r"device \1", message)
+        message = re.sub(r"\bcpu\b", "the host", message)
+    fix = _fix(model, error, inputs or {})
+    return TraceError(
+        f"{type(model).__name__} cannot be traced for {workload!r}: {type(error).__name__} in {where}: {message}"
+        + (f"{'' if message.endswith(('.', '!')) else '.'} {fix}" if fix else "")
+    )
+
+
+def _fix(model: torch.nn.Module, error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
+    if isinstance(error, _DEPENDS_ON_VALUES):
+        return _FIX_FOR_VALUES
+    missing_argument = "missing" in str(error) and "required" in str(error) and isinstance(error, TypeError)
+    names = re.findall(r"'(\w+)'", str(error)) if missing_argument else []
+    main = getattr(engine_model(model), "main_input_name", "input_ids")
+    made = main == "input_ids" or (main == "pixel_values" and "input_ids" not in forward_arguments(model))
+    if not names and not made and main not in inputs:
+        names = [main]
+    if not names:
+        return ""
+    example = ", ".join(f"{name!r}: torch.empty(..., device='meta')" for name in names)
+    return f"A workload describes tokens only. Pass what else the model needs, as inputs={{{example}}}."
+
+
+def _locate(model: torch.nn.Module, trace: TracebackType | None) -> tuple[str, str]:
+    """Return the path of the innermost module that ran, and file, number and text of the model's innermost line."""
+    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+    module, line = "", ""
+    while trace is not None:
+        module = names.get(id(trace.tb_frame.f_locals.get("self")), module)
+        if not _NOT_THE_MODEL.intersection(Path(trace.tb_frame.f_code.co_filename).parents):
+            (frame,) = traceback.extract_tb(trace, limit=1)
+            line = f"{frame.filename}:{frame.lineno}" + (f", `{frame.line}`" if frame.line else "")
+        trace = trace.tb_next
+    return module, line
