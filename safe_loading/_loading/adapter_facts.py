@@ -98,7 +98,7 @@ def config_problems(config: Mapping[str, object]) -> list[str]:
     method = config.get("peft_type")
     if not isinstance(method, str) or not method:
         return [f'peft_type is {method!r}; it must name the method, such as "LORA"']
-    if method.upper() != "LORA":
+    if not _is_lora(config):
         return []
     problems = []
     for name in ("r", "lora_alpha"):
@@ -121,12 +121,16 @@ def factors_of_other_rank(config: Mapping[str, object], shapes: Mapping[str, Seq
         shapes: The shape of each tensor, by its key.
     """
     rank = config.get("r")
-    if isinstance(rank, bool) or not isinstance(rank, (int, float)):
+    if not _is_lora(config) or isinstance(rank, bool) or not isinstance(rank, (int, float)):
         return {}
     # A pattern gives some layers other ranks; with target_parameters the factors of all experts are stacked.
     if config.get("rank_pattern") or config.get("target_parameters"):
         return {}
     return {key: shape[0] for key, shape in shapes.items() if ".lora_A." in key and shape and shape[0] != rank}
+
+
+def _is_lora(config: Mapping[str, object]) -> bool:
+    return str(config.get("peft_type")).upper() == "LORA"
 
 
 def _advice(folder: Path) -> str:

@@ -1,10 +1,10 @@
-"""The base model of an adapter: its class, its skeleton on meta, and its weights straight onto one device."""
+"""The base model of an adapter: the class that loads it, a model of it on meta, and its load onto one device."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from safe_loading._checkpoint.faults import listed
 from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 from safe_loading._model.layout.fit import misfits
@@ -33,49 +34,56 @@ _AUTO_CLASSES = {
     "FEATURE_EXTRACTION": "AutoModel",
 }
 _HEADS = ("SEQ_CLS", "TOKEN_CLS")
-# What this call decides itself; a second value for it would contradict the first.
-_DECIDED = {
-    "device_map": "device=",
-    "max_memory": "device= (one device takes everything)",
-    "dtype": "dtype=",
-    "torch_dtype": "dtype=",
-    "revision": "base_revision=",
-    "subfolder": "base_subfolder=",
-    "low_cpu_mem_usage": "nothing: it always is",
-    "output_loading_info": "nothing: the report has it",
+
+LoadingInfo = Mapping[str, Iterable[object]]
+"""What ``from_pretrained(output_loading_info=True)`` tells: ``missing_keys``, ``mismatched_keys``, ..."""
+
+# Arguments of from_pretrained that the verbs set themselves, and what to use instead.
+_RESERVED = {
+    "device_map": "use device=",
+    "max_memory": "use device= (one device takes everything)",
+    "dtype": "use dtype=",
+    "torch_dtype": "use dtype=",
+    "revision": "use base_revision=",
+    "subfolder": "use base_subfolder=",
+    "low_cpu_mem_usage": "leave it out: it is always on",
+    "output_loading_info": "leave it out: the report has it",
 }
 
 
-def check_base_kwargs(base_kwargs: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments that this call decides itself.
+def check_base_kwargs(base_kwargs: EngineKwargs) -> None:
+    """Refuse keyword arguments that the verbs set themselves.
 
     Raises:
-        ArgumentError: Some are there; each is named with the argument to use.
+        ArgumentError: Some are there; each is named with the argument to use instead.
     """
-    problems = [f"base_kwargs[{name!r}]: use {use}" for name, use in _DECIDED.items() if name in base_kwargs]
+    problems = [f"base_kwargs[{name!r}]: {instead}" for name, instead in _RESERVED.items() if name in base_kwargs]
     if problems:
-        raise ArgumentError("base_kwargs holds what this call decides itself:", problems)
+        raise ArgumentError("base_kwargs has arguments that this call sets itself:", problems)
 
 
 def check_dtypes(dtype: object, adapter_dtype: object) -> None:
-    """Refuse what is no dtype of weights.
+    """Refuse what cannot be the dtype of weights.
 
     Raises:
-        ArgumentError: ``dtype`` is neither a floating dtype nor "auto", or ``adapter_dtype`` neither one nor None.
+        ArgumentError: ``dtype`` is neither a floating-point dtype nor "auto", or ``adapter_dtype`` is neither a
+            floating-point dtype nor None.
     """
     for name, value, other in (("dtype", dtype, "auto"), ("adapter_dtype", adapter_dtype, None)):
         if value != other and not (isinstance(value, torch.dtype) and value.is_floating_point):
-            raise ArgumentError(f"{name}={value!r}; pass a floating torch.dtype, as torch.bfloat16, or {other!r}.")
+            raise ArgumentError(
+                f"{name}={value!r}; pass a floating-point torch.dtype such as torch.bfloat16, or {other!r}."
+            )
 
 
-def base_config(folder: Path, base_kwargs: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return the base's config; one that lies in a GGUF file is not read here.
+def base_config(folder: Path, base_kwargs: EngineKwargs) -> PreTrainedConfig:
+    """Return the base's config, from config.json or else from its GGUF file.
 
     Raises:
-        CheckpointError: It is not there, damaged, or refused by transformers.
-        ArgumentError: It needs code that is not trusted.
+        CheckpointError: The config is missing or damaged, or transformers refuses it.
+        ArgumentError: It needs remote code, and ``trust_remote_code`` is not True.
     """
-    # trust_remote_code is said, and not left open: transformers would ask on the terminal and wait
+    # Never left open: without an explicit value transformers would ask on the terminal, and wait.
     trusted = bool(base_kwargs.get("trust_remote_code", False))
     if base_kwargs.get("gguf_file") and not (folder / CONFIG).exists():
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=base_kwargs["gguf_file"])
@@ -83,39 +91,41 @@ def base_config(folder: Path, base_kwargs: Mapping[str, Any]) -> PreTrainedConfi
     return read_config(folder, trust_remote_code=trusted)
 
 
-def auto_class_for(facts: AdapterFacts, config: PreTrainedConfig) -> Any:
-    """Return the class that loads the base: by the adapter's task type, its auto mapping, or the base's architecture.
+def auto_class_for(facts: AdapterFacts, config: PreTrainedConfig) -> ModelClass:
+    """Return the class that loads the base: from the adapter's task type, its auto mapping, or the base's architecture.
 
     Args:
         facts: The adapter.
         config: The config of the base.
 
     Raises:
-        AdapterError: None of the three says it.
+        AdapterError: None of the three names a class of transformers.
     """
+    # The task type comes first: it is what the adapter was trained for, whatever head the base was saved with.
     task = facts.config.get("task_type")
     if task in _AUTO_CLASSES:
-        auto = getattr(transformers, _AUTO_CLASSES[task])
-        # adapters of image-text models say CAUSAL_LM too, and that auto class does not know them
-        if type(config) in auto._model_mapping or auto.__name__ in (getattr(config, "auto_map", None) or {}):
-            return auto
+        auto_class: ModelClass = getattr(transformers, _AUTO_CLASSES[task])
+        # Adapters of image-text models have CAUSAL_LM too, and that auto class does not know such models.
+        remote_code = getattr(config, "auto_map", None) or {}
+        if type(config) in getattr(auto_class, "_model_mapping", {}) or auto_class.__name__ in remote_code:
+            return auto_class
     mapping = facts.config.get("auto_mapping") or {}
-    name = mapping.get("base_model_class")
-    # The parent library is a module path that a file names: only transformers' own classes are looked up.
-    if name and str(mapping.get("parent_library", "")).split(".")[0] == "transformers" and hasattr(transformers, name):
-        return getattr(transformers, name)
     architectures = config.architectures or []
-    for architecture in architectures:
-        if hasattr(transformers, architecture):
-            return getattr(transformers, architecture)
+    # The parent library is a module path that a file names, so it is not imported: only transformers is searched.
+    of_transformers = str(mapping.get("parent_library", "")).split(".")[0] == "transformers"
+    for name in (mapping.get("base_model_class") if of_transformers else None, *architectures):
+        model_class: ModelClass | None = getattr(transformers, name or "", None)
+        if model_class is not None:
+            return model_class
     raise AdapterError(
         f"{facts.folder}: neither task_type ({task!r}) nor auto_mapping ({mapping!r}) nor the base's architectures "
-        f"({architectures}) say which class loads the base. Pass auto_class=, as transformers.AutoModelForCausalLM."
+        f"({architectures}) name a class that loads the base. Pass auto_class=, such as "
+        f"transformers.AutoModelForCausalLM."
     )
 
 
 def skeleton(
-    auto_class: Any, folder: Path, dtype: torch.dtype | str, base_kwargs: Mapping[str, Any]
+    auto_class: Any, folder: Path, dtype: torch.dtype | str, base_kwargs: EngineKwargs
 ) -> torch.nn.Module | None:
     """Return the base on meta, in the dtype that it will have, or None when its class cannot be built so."""
     try:
@@ -125,7 +135,7 @@ def skeleton(
 
 
 def built_on_meta(
-    auto_class: Any, folder: Path, dtype: torch.dtype | str, base_kwargs: Mapping[str, Any]
+    auto_class: Any, folder: Path, dtype: torch.dtype | str, base_kwargs: EngineKwargs
 ) -> torch.nn.Module:
     """Return the base on meta, in the dtype that it will have; its class may raise anything."""
     with warnings.catch_warnings():
@@ -150,20 +160,20 @@ def built_from_config(
 
 
 def check_fit(
-    model: torch.nn.Module, checkpoint: Checkpoint, ready: Sequence[Adapter], layout: CheckpointLayout | None = None
+    model: torch.nn.Module, checkpoint: Checkpoint, adapters: Sequence[Adapter], layout: CheckpointLayout | None = None
 ) -> None:
-    """Compare the headers of the base with its skeleton, before a weight is read.
+    """Compare the headers of the base with the model on meta, before a weight is read.
 
-    Quantized bases are left to transformers: their skeleton is made by the quantizer, while it loads.
+    Quantized bases are left to transformers: their modules are made by the quantizer during the load.
 
     Raises:
-        CheckpointError: Weights would start at random, or be dropped or cast from another kind.
+        CheckpointError: Weights would start at random, be dropped, or be cast from integers to floats or back.
     """
     if not isinstance(model, PreTrainedModel) or getattr(model.config, "quantization_config", None) is not None:
         return
-    saved = brought(ready)
+    replaced = replaced_modules(adapters)
     layout = layout or read_layout(model, checkpoint.tensors)
-    problems = misfits(model, checkpoint, layout, lambda name: not saved.isdisjoint(name.split(".")))
+    problems = misfits(model, checkpoint, layout, lambda name: not replaced.isdisjoint(name.split(".")))
     if problems:
         raise CheckpointError(
             f"{checkpoint.folder} does not fill the {type(model).__name__} of its config.json; nothing was done. Pass "
@@ -173,52 +183,52 @@ def check_fit(
 
 
 def load_base(
-    auto_class: Any,
+    auto_class: ModelClass,
     folder: Path,
     device: torch.device,
     dtype: torch.dtype | str,
-    base_kwargs: Mapping[str, Any],
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+    base_kwargs: EngineKwargs,
+) -> tuple[PreTrainedModel, LoadingInfo]:
     """Load the base onto ``device`` and nowhere else.
 
     Returns:
         The model in eval mode, and transformers' loading info (``missing_keys`` and the like).
     """
-    arguments: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    arguments: dict[str, object] = {"dtype": dtype, "output_loading_info": True}
     arguments |= {"use_safetensors": True, "trust_remote_code": False, **base_kwargs}
     if device.type != "cpu":
-        # With an index, always: transformers' loader threads have lost the current device and read "cuda" as 0.
-        # For the CPU no map at all: peft's own later calls take {"": "cpu"} for offloading and dispatch anew.
+        # Always with an index: transformers' loader threads do not inherit the current device and take "cuda" for 0.
+        # No map for the CPU: peft's own later calls would take {"": "cpu"} for offloading, and dispatch again.
         arguments["device_map"] = {"": device}
     try:
         model, info = auto_class.from_pretrained(folder, **arguments)
     except (SafeLoadingError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # the class of the model, its quantizer, or code of the repository
+    except Exception as error:  # from the class of the model, its quantizer, or remote code
         raise CheckpointError(
-            f"{folder / CONFIG}: transformers cannot load the base from it: {type(error).__name__}: {error}"
+            f"{folder / CONFIG}: transformers cannot load the base: {type(error).__name__}: {error}"
         ) from error
     return model, info
 
 
 def name_base(model: torch.nn.Module, source: str | os.PathLike[str]) -> None:
-    """Let the model bear the name that the user gave, not the path of the cache that it was read from."""
+    """Give the model the name that the user passed, in place of the path in the cache that it was read from."""
     config = getattr(model, "config", None)
     if config is not None:
         config._name_or_path = os.fspath(source)
     model.__dict__["name_or_path"] = os.fspath(source)
 
 
-def loading_findings(info: Mapping[str, Any], ready: Sequence[Adapter], source: str) -> list[Finding]:
+def loading_findings(info: LoadingInfo, adapters: Sequence[Adapter], source: str) -> list[Finding]:
     """Return a finding for each weight of the base that its checkpoint did not fill.
 
-    Weights that an adapter's ``modules_to_save`` replaces (a new classification head) are left out.
+    Weights that an adapter replaces (a new classification head) are left out.
     """
-    saved = brought(ready)
+    replaced = replaced_modules(adapters)
     findings = []
     for kind, what in (("missing_keys", "is not in the checkpoint"), ("mismatched_keys", "has another shape there")):
         for entry in sorted(map(str, info.get(kind) or ())):
-            if saved.intersection(entry.split(".")):
+            if not replaced.isdisjoint(entry.split(".")):
                 continue
             findings.append(
                 Finding(
@@ -236,18 +246,18 @@ def loading_findings(info: Mapping[str, Any], ready: Sequence[Adapter], source: 
                 "base-key-unexpected",
                 "warning",
                 f"{source}: {unexpected[0]}",
-                f"{len(unexpected)} tensors of the checkpoint are no part of the class that was loaded, and were left "
+                f"{len(unexpected)} tensors of the checkpoint do not exist in the class that was loaded, and were left "
                 f"out: {listed(unexpected)}.",
-                "none, when they are a head for another task; else auto_class= for the class that it was saved as.",
+                "none if they are a head for another task; otherwise auto_class= for the class that it was saved as.",
             )
         )
     return findings
 
 
 def untied_findings(model: torch.nn.Module, source: str) -> list[Finding]:
-    """Return a finding when the config ties two weights that the checkpoint holds with two values.
+    """Return a finding when the config ties two weights that have different values in the checkpoint.
 
-    transformers then leaves them apart, with a line in the log.
+    transformers then leaves them untied, and only logs it.
     """
     if not wants_tie(model):
         return []
@@ -259,13 +269,15 @@ def untied_findings(model: torch.nn.Module, source: str) -> list[Finding]:
             "base-untied",
             "error",
             f"{source}: lm_head, the output embeddings",
-            "the config says tie_word_embeddings=True, and the checkpoint holds two weights with other values.",
-            "set tie_word_embeddings to false in config.json when both are meant; else delete the one that is not.",
+            "the config says tie_word_embeddings=True, and the checkpoint has two weights with different values.",
+            "set tie_word_embeddings to false in config.json if both are intended; otherwise delete the wrong one.",
         )
     ]
 
 
-def brought(ready: Sequence[Adapter]) -> set[str]:
-    """Return the names of the modules that an adapter brings whole (a new classification head)."""
-    saved = {name for adapter in ready for name in (getattr(adapter.config, "modules_to_save", None) or ())}
-    return saved | ({"score", "classifier"} if any(a.config.task_type in _HEADS for a in ready) else set())
+def replaced_modules(adapters: Sequence[Adapter]) -> set[str]:
+    """Return the names of the modules that an adapter replaces as a whole, such as a new classification head."""
+    saved = {name for adapter in adapters for name in (getattr(adapter.config, "modules_to_save", None) or ())}
+    # peft's classes for classification add these two to modules_to_save themselves, so a config need not name them
+    # (PeftModelForSequenceClassification.__init__).
+    return saved | ({"score", "classifier"} if any(a.config.task_type in _HEADS for a in adapters) else set())

@@ -18,12 +18,12 @@ def canonical_key(key: str, *, prompt_learning: bool = False, own_module: bool =
 
     Takes off ``_fsdp_wrapped_module.``, ``_orig_mod.``, ``_checkpoint_wrapped_module.`` anywhere and the ``module.``
     of DistributedDataParallel in front, puts ``base_model.model.`` in front when it is missing, and takes an adapter's
-    name out of ``lora_A.<name>.weight`` (a raw ``state_dict()`` has it).
+    name out of ``lora_A.<name>.weight``, which a raw ``state_dict()`` has.
 
     Args:
         key: A key of an adapter file.
-        prompt_learning: Whether the adapter is one of prompt learning, whose keys have no prefix.
-        own_module: Whether the base model has a child called ``module``, which then is no wrapper.
+        prompt_learning: Whether the method is prompt learning, whose keys have no prefix.
+        own_module: Whether the base model has a child called ``module``, which is not a wrapper then.
     """
     key = _strip_ddp(canonical(key))
     if prompt_learning:
@@ -45,7 +45,7 @@ def _strip_ddp(key: str) -> str:
 def renames(
     keys: Iterable[str], *, prompt_learning: bool = False, own_module: bool = False
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the canonical names of the keys that have another one, and the collisions that renaming would make.
+    """Return the canonical keys of those that differ from theirs, and what would collide when they are renamed.
 
     Returns:
         ``{key on disk: canonical key}`` for those that differ, and a problem for each pair of keys on disk that mean
@@ -65,12 +65,12 @@ def renames(
 
 
 def layer_indices(keys: Iterable[str]) -> set[int]:
-    """Return the indices of the layers that the keys name: the first number of each, as an expert's comes later."""
+    """Return the layer numbers in the keys: the first number of each, since an expert's number comes after it."""
     numbers = (next((part for part in key.split(".") if part.isdigit()), None) for key in keys)
     return {int(number) for number in numbers if number is not None}
 
 
 def summarize(changed: Mapping[str, str]) -> str:
-    """Return one line that says how many keys were renamed, with the first as the example."""
+    """Return how many keys were renamed, with the first as an example."""
     old, new = next(iter(changed.items()))
-    return f"{len(changed)} key(s) renamed, as {old!r} to {new!r}"
+    return f"{len(changed)} key(s) renamed, for example {old!r} to {new!r}"

@@ -21,8 +21,17 @@ from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.contexts import one_device, totals
 from safe_loading.errors import AdapterError
 
-from . import base_model as bases
 from .attach import Adapter, Attached, attach, check_on_meta
+from .base_model import (
+    auto_class_for,
+    base_config,
+    check_fit,
+    load_base,
+    loading_findings,
+    name_base,
+    skeleton,
+    untied_findings,
+)
 from .report import LoadedPart
 
 
@@ -76,15 +85,15 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
             f"The base folder {folder} holds an adapter too ({ADAPTER_CONFIG}), which transformers would load into the "
             f"base without being asked. Move the adapter's files to a folder of their own."
         )
-    config = bases.base_config(folder, options.base_kwargs)
-    auto_class = options.auto_class or bases.auto_class_for(adapters[0].facts, config)
+    config = base_config(folder, options.base_kwargs)
+    auto_class = options.auto_class or auto_class_for(adapters[0].facts, config)
     checkpoint = None
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
         checkpoint = read_checkpoint(folder, variant=options.base_kwargs.get("variant"), kind="model")
-    meta_model = bases.skeleton(auto_class, folder, options.dtype, options.base_kwargs)
+    meta_model = skeleton(auto_class, folder, options.dtype, options.base_kwargs)
     if meta_model is not None and options.strict:
         if checkpoint is not None:
-            bases.check_fit(meta_model, checkpoint, adapters)
+            check_fit(meta_model, checkpoint, adapters)
         check_on_meta(meta_model, adapters)
     return BaseOnDisk(base, auto_class, checkpoint)
 
@@ -118,13 +127,11 @@ def load(
 def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options: LoadOptions) -> Loaded:
     start = time.perf_counter()
     source = base.resolved.source
-    model, info = bases.load_base(
-        base.auto_class, base.resolved.folder, options.device, options.dtype, options.base_kwargs
-    )
+    model, info = load_base(base.auto_class, base.resolved.folder, options.device, options.dtype, options.base_kwargs)
     if base.checkpoint is not None:
         require_unchanged(base.checkpoint)
-    bases.name_base(model, source)
-    findings = [*bases.loading_findings(info, adapters, source), *bases.untied_findings(model, source)]
+    name_base(model, source)
+    findings = [*loading_findings(info, adapters, source), *untied_findings(model, source)]
     errors = [str(finding) for finding in findings if finding.severity == "error"]
     if errors and options.strict:
         raise AdapterError(f"{source!r} does not fill {type(model).__name__}:", errors)

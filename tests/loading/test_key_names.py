@@ -67,7 +67,7 @@ def test_two_keys_for_one_tensor_are_a_problem() -> None:
 
 def test_summary_counts_and_shows_one() -> None:
     changed, _ = renames([f"module.{Q}", f"module.{Q.replace('lora_A', 'lora_B')}"])
-    assert summarize(changed) == f"2 key(s) renamed, as {f'module.{Q}'!r} to {Q!r}"
+    assert summarize(changed) == f"2 key(s) renamed, for example {f'module.{Q}'!r} to {Q!r}"
 
 
 def test_layer_indices() -> None:

@@ -35,7 +35,7 @@ from safe_loading import (
     merge_lora_inplace,
 )
 from safe_loading._loading import adapter_values as values
-from safe_loading._loading import base_model as bases
+from safe_loading._loading import load as steps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS = torch.arange(1, 25).reshape(2, 12)
@@ -827,7 +827,7 @@ def test_a_base_that_is_written_again_while_it_is_loaded_is_an_error(
     tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
-    original = bases.load_base
+    original = steps.load_base
 
     def rewritten(*arguments: Any) -> Any:
         result = original(*arguments)
@@ -835,7 +835,7 @@ def test_a_base_that_is_written_again_while_it_is_loaded_is_an_error(
         shard.write_bytes(shard.read_bytes())
         return result
 
-    monkeypatch.setattr(bases, "load_base", rewritten)
+    monkeypatch.setattr(steps, "load_base", rewritten)
     with pytest.raises(CheckpointError, match=r"1 of 7 files were written again while they were read"):
         load_peft_on_rank(tiny_adapter, base)
     monkeypatch.undo()
