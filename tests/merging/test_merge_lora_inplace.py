@@ -825,7 +825,7 @@ def test_a_saved_module_is_that_of_the_named_adapter() -> None:
         assert bool((merge_lora_inplace(model(), adapter_names=names).head.weight == head).all())
     assert torch.equal(merge_lora_inplace(model(), adapter_names=["c"]).head.weight, Zoo().head.weight)
     before = bits(both := model())
-    with pytest.raises(MergeError, match=r"head: the adapters \['a', 'b'\] each bring a content of it"):
+    with pytest.raises(MergeError, match=r"head: the adapters \['a', 'b'\] each have a copy of it"):
         merge_lora_inplace(both, adapter_names=["a", "b"])
     assert bits(both) == before
 

@@ -404,7 +404,7 @@ def scaled_otherwise() -> Any:
 @pytest.mark.parametrize(
     ("make", "config", "plain", "wide"),
     [
-        (experts, {"target_parameters": ["0.gate_up_proj"]}, "float8_e4m3fn. Dequantize", "FP8Experts is no Linear"),
+        (experts, {"target_parameters": ["0.gate_up_proj"]}, "float8_e4m3fn. Dequantize", "FP8Experts is not a Linear"),
         (grouped, {"target_modules": ["0"]}, "groups of rows", "groups of rows"),
         (
             scaled_otherwise,
@@ -424,7 +424,7 @@ def test_fp8_that_is_not_known_is_refused(make: Any, config: Any, plain: str, wi
 
 def test_what_stays_quantized_beside_the_layers_with_adapters_is_refused() -> None:
     model = adapted(nn.ModuleDict({"0": nn.Linear(32, 32), "1": experts()}), target_modules=["0"])
-    with pytest.raises(MergeError, match="1: its quantized FP8Experts is no Linear"):
+    with pytest.raises(MergeError, match="1: its quantized FP8Experts is not a Linear"):
         merge_lora_inplace(model, dequantize=True)
     assert type(merge_lora_inplace(model)["1"]).__name__ == "FP8Experts"
 

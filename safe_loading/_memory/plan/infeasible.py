@@ -41,7 +41,7 @@ def infeasible(
         shortages[running[number]] = missing + max(kept - request.limits.get(running[number], 0), 0)
     device = min(shortages, key=lambda key: shortages[key])
     missing = shortages[device]
-    needs = sum(block.resident for block in puzzle.groups)
+    needs = sum(block.kept for block in puzzle.blocks)
     there = sum(request.limits.get(key, 0) for key in running)
     wanted = request.limits.get(device, 0) + missing
     limits = ", ".join(f"{key}: {format_bytes(request.limits.get(key, 0))}" for key in running)
@@ -51,9 +51,9 @@ def infeasible(
         f"{format_bytes(there)} in all. Device {device!r} is {missing} bytes ({format_bytes(missing)}) short; the "
         f"smallest change of one limit that would do: max_memory[{device!r}] = {wanted}."
     ]
-    biggest = max(puzzle.groups, key=lambda block: block.resident, default=None)
+    biggest = max(puzzle.blocks, key=lambda block: block.kept, default=None)
     if biggest is not None and needs <= there:
-        parts.append(f"No order of the devices works; the largest piece is {format_bytes(biggest.resident)}.")
+        parts.append(f"No order of the devices works; the largest piece is {format_bytes(biggest.kept)}.")
     if merged:
         parts.append(f"Kept on one device, for an operation there met tensors of two: {', '.join(merged)}.")
     if extra:
@@ -67,7 +67,7 @@ def _by_offloading(request: PlanRequest, puzzle: Puzzle, away: Sequence[Away]) -
     if request.offload != "never":
         there = ", ".join(f"{host} {format_bytes(request.limits.get(host, 0))}" for host in request.hosts)
         return f"Offloading to {there or 'nowhere'} does not make it fit."
-    if request.running == ["cpu"] or len(puzzle.groups) > _MOST_BLOCKS:
+    if request.running == ["cpu"] or len(puzzle.blocks) > _MOST_BLOCKS:
         return ""
     split = offload(puzzle, away, [UNLIMITED], request.objective, request.main_of)
     return f"Or pass offload='cpu', which would keep {format_bytes(split.bytes)} on the host." if split else ""

@@ -155,7 +155,7 @@ class Planner:
         """Return the map, and what each device will hold by the costs of the units."""
         request, running = self.request, self.request.running
         held = [LayerGroup(request.overhead.get(d, 0) + self.extra.get(d, 0)) for d in running]
-        limits = [request.limits.get(d, 0) - block.resident for d, block in zip(running, held, strict=True)]
+        limits = [request.limits.get(d, 0) - block.kept for d, block in zip(running, held, strict=True)]
         puzzle = Puzzle([cost.block for cost in priced], layout.tied, [max(limit, 0) for limit in limits])
         placement = puzzle.solve(request.objective)
         places: Sequence[int] | None = placement.device_of if placement is not None else None

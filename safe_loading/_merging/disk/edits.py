@@ -17,7 +17,7 @@ from safe_loading._loading.attach import Adapter
 from safe_loading._loading.slots import route
 from safe_loading._merging.weights.lora_layers import adapters_of
 from safe_loading._merging.weights.update import Update
-from safe_loading._merging.weights.variants import CannotMerge, refuse_own_forward
+from safe_loading._merging.weights.variants import CannotMergeError, refuse_own_forward
 from safe_loading._merging.weights.writable_tensors import equal_updates
 
 from .base_changing_init import BaseChangingInit, start_of
@@ -186,7 +186,7 @@ class Edits:
         layer = module.token_adapter
         try:
             refuse_own_forward(_base_below(module), replaces_rows=True)
-        except CannotMerge as reason:
+        except CannotMergeError as reason:
             self.problems.append(f"{_plain(path)}: {reason}")
         for name in order:
             if name not in layer.trainable_tokens_delta:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from peft.tuners.lora import layer as lora
 
-from safe_loading._merging.weights.lora_layers import adapters_of, is_blocked, targets
+from safe_loading._merging.weights.lora_layers import adapters_of, is_blocked, merge_targets
 from safe_loading._merging.weights.update import Update
-from safe_loading._merging.weights.variants import CannotMerge
+from safe_loading._merging.weights.variants import CannotMergeError
+from safe_loading._model.peft_layers import is_lora_layer
 
 Found = list[tuple[torch.nn.Module, str, tuple[int, ...], Update]]
 
@@ -29,24 +30,25 @@ def layer_updates(path: str, layer: lora.LoraLayer, adapters: Sequence[str]) -> 
         the matrix; and the problems.
     """
     names = [name for name in adapters if name in adapters_of(layer)]
-    if not names:
+    wraps_parameter = type(layer) is lora.ParamWrapper
+    if not names or not is_lora_layer(layer):
         return [], []
-    if not is_blocked(layer, names):  # type: ignore[arg-type]  # each LoraLayer is a module, which peft does not say
+    if not is_blocked(layer, names):
         kinds = [type(layer).__name__, *(type(each).__name__ for each in layer.lora_variant.values())]
         return [], [
             f"{path}: {' with '.join(kinds)} has a merge of its own, which needs the model. Load it, merge it with "
             f"merge_lora_inplace and save it with save_pretrained"
         ]
     try:
-        found = targets(layer, names)
-    except CannotMerge as reason:
+        found = merge_targets(layer, names)
+    except CannotMergeError as reason:
         return [], [f"{path}: {reason}"]
     result: Found = []
     for target in found:
-        fused = type(layer) is lora.ParamWrapper and target.tensor.dim() == 3
-        for number, piece in enumerate(target.pieces):
+        fused = wraps_parameter and target.tensor.dim() == 3
+        for number, matrix in enumerate(target.matrices):
             index = (number,) if fused else ()
-            result.append((target.owner, target.attribute, index, _real(piece.update)))
+            result.append((target.owner, target.attribute, index, _real(matrix.update)))
     return result, []
 
 

@@ -6,97 +6,164 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from peft.utils.other import AuxiliaryTrainingWrapper
 
+from safe_loading._core import progress
+from safe_loading._model.peft_layers import is_lora_layer
+from safe_loading.errors import MergeError
+
 from .fp8_merge import merge_fp8
-from .lora_layers import MatrixPart
-from .merge_plan import LayerMerge
-from .offloaded import Offloaded
-from .trainable_tokens import Tokens
-from .update import PartlyMerged, merge_matrix
+from .lora_layers import MatrixUpdate, data_of
+from .merge_plan import LayerMerge, MergePlan
+from .offloaded import OffloadedWeights
+from .trainable_tokens import TokenRows
+from .update import PartlyMergedError, merge_matrix
+from .writable_tensors import parents_of
 
-Places = dict[int, list[tuple[torch.nn.Module, str]]]
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTuner
+
+    from safe_loading._model.peft_layers import TunerModule
+
+_Parents = dict[int, list[tuple[torch.nn.Module, str]]]
 
 
-class HalfMerged(Exception):
-    """A layer of which a part is merged and a part is not: which weight, and how many of its rows."""
+class HalfMergedError(Exception):
+    """A layer was merged in part: which weight could not be finished, and how many of its rows are merged."""
 
 
-def merge_by_blocks(job: LayerMerge, store: Offloaded, *, scratch_bytes: int, unload: bool) -> None:
-    """Overwrite the weights of a job, in the offload store too, and mark its layers as merged.
+def carry_out(
+    tuner: BaseTuner,
+    plan: MergePlan,
+    offloaded: OffloadedWeights,
+    *,
+    scratch_bytes: int,
+    unload: bool,
+    show_progress: bool,
+) -> None:
+    """Write, mark and unload the layers of a plan, group by group; what a group held in memory is freed with it.
+
+    Raises:
+        MergeError: The memory ran out; the message says which layers are merged.
+        KeyboardInterrupt: Ctrl-C was pressed; the layer at work was finished first.
+    """
+    parents = parents_of(tuner.model) if unload else {}
+    groups, total = plan.groups, len(plan.groups)
+    bar = progress.Bar("merging", total, unit=" layers", shown=show_progress)
+    with bar, _deferred_interrupts() as interrupts:
+        for _ in range(total):
+            if interrupts:
+                break
+            for job in groups[0]:
+                if job.method in ("blocks", "tokens"):
+                    try:
+                        _merge_layer(job, offloaded, scratch_bytes=scratch_bytes, unload=unload)
+                    except (MemoryError, RuntimeError, HalfMergedError) as error:
+                        raise _stopped(error, plan, total) from error
+            for job in groups.pop(0):
+                if unload and job.method != "dequantised":
+                    _unload_layer(job, tuner, parents)
+            bar.advance()
+    if interrupts:
+        rest = [job.path for job in plan.jobs]
+        raise KeyboardInterrupt(
+            f"merge_lora_inplace: {total - len(groups)} of {total} layers are merged, the others are unchanged "
+            f"({', '.join(rest[:3])}, ...). Call it again with the same arguments to merge the rest."
+        )
+
+
+def _merge_layer(job: LayerMerge, offloaded: OffloadedWeights, *, scratch_bytes: int, unload: bool) -> None:
+    """Overwrite the weights of a layer, in the offload store too, and mark it as merged.
 
     Raises:
         MemoryError, RuntimeError: The memory ran out before anything of the layer was written.
-        HalfMerged: It ran out later, and sufficed not even for the smallest blocks.
+        HalfMergedError: It ran out later, and did not suffice for the smallest blocks either.
     """
     written = 0
     for target in job.targets:
-        if isinstance(target, Tokens):
+        if isinstance(target, TokenRows):
             target.write()
             continue
-        for piece in target.pieces:
+        for matrix in target.matrices:
             try:
-                norms = _merged(piece, scratch_bytes, begun=written > 0)
-            except (MemoryError, RuntimeError, PartlyMerged) as error:
-                if written or isinstance(error, PartlyMerged):
-                    raise HalfMerged(f"{job.name_of(target)}: {error}") from error
+                norms = _merge_matrix(matrix, scratch_bytes, begun=written > 0)
+            except (MemoryError, RuntimeError, PartlyMergedError) as error:
+                if written or isinstance(error, PartlyMergedError):
+                    raise HalfMergedError(f"{job.name_of(target)}: {error}") from error
                 raise
             written += 1
             if not unload and target.attribute != "bias":
                 for index, norm in norms.items():
-                    _keep_norm(job.layer, piece.update.terms[index].name, norm)
-    store.settle((target.owner, name) for target in job.targets for name in target.written)
+                    _keep_norm(job.layer, matrix.update.terms[index].name, norm)
+    offloaded.write_back((target.owner, name) for target in job.targets for name in target.written)
     for layer, names in job.marks:
         layer.merged_adapters.extend(names)
     job.targets.clear()  # views of the adapter's tensors, which unloading frees
 
 
-def _merged(piece: MatrixPart, scratch_bytes: int, *, begun: bool) -> dict[int, torch.Tensor]:
-    if piece.fp8 is not None:
-        merge_fp8(piece.update, piece.fp8, scratch_bytes=scratch_bytes)
+def _merge_matrix(matrix: MatrixUpdate, scratch_bytes: int, *, begun: bool) -> dict[int, torch.Tensor]:
+    if matrix.fp8 is not None:
+        merge_fp8(matrix.update, matrix.fp8, scratch_bytes=scratch_bytes)
         return {}
     try:
-        return merge_matrix(piece.update, piece.matrix, scratch_bytes=scratch_bytes)
-    except (MemoryError, RuntimeError):  # before the first row of this piece was written
+        return merge_matrix(matrix.update, matrix.matrix, scratch_bytes=scratch_bytes)
+    except (MemoryError, RuntimeError):  # before the first row of this matrix was written
         if not begun:
             raise
-        return merge_matrix(piece.update, piece.matrix, scratch_bytes=1)
+        # Other weights of the layer are merged already, so this one has to be: in the smallest blocks.
+        return merge_matrix(matrix.update, matrix.matrix, scratch_bytes=1)
 
 
-def unload(job: LayerMerge, tuner: Any, places: Places) -> None:
-    """Put the base layer in the place of the tuner layer, wherever that stands."""
-    layer: Any = job.layer
-    if hasattr(layer, "unload_and_optionally_merge_module"):
-        base = layer.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
+def _keep_norm(layer: TunerModule, name: str, norm: torch.Tensor) -> None:
+    """Leave a norm where peft's unmerge looks for it, in the shape that it expects."""
+    if is_lora_layer(layer):  # no other layer has a DoRA
+        magnitude = data_of(layer.lora_magnitude_vector[name])
+        layer._cache_store(f"{name}-weight_norm", norm.to(magnitude.dtype).view_as(magnitude))
+
+
+def _unload_layer(job: LayerMerge, tuner: BaseTuner, parents: _Parents) -> None:
+    """Replace the tuner layer by its base layer in each of its parents."""
+    layer = job.layer
+    take_off = getattr(layer, "unload_and_optionally_merge_module", None)
+    if take_off is not None:
+        base = take_off(merge=False, safe_merge=False, adapter_names=None)
     else:
         base = layer.get_base_layer()
-    for parent, name in places.get(id(layer), []):
+    for parent, name in parents.get(id(layer), []):
         if not isinstance(parent, AuxiliaryTrainingWrapper):  # unloaded with its wrapper
             tuner._replace_module(parent, name, base, layer)
 
 
+def _stopped(error: Exception, plan: MergePlan, total: int) -> MergeError:
+    """Return what is raised when something, most likely the memory, ran out while weights were written."""
+    state = f"{total - len(plan.groups)} of {total} layers are merged"
+    if isinstance(error, HalfMergedError):
+        return MergeError(
+            f"The merge stopped within a layer, which could not be finished; {state}, and this one in part:",
+            [f"{error}. Its weight is neither the base's nor the merged one: load the base anew."],
+        )
+    return MergeError(
+        f"The merge stopped between two layers; {state}, the others are unchanged:",
+        [f"{plan.jobs[0].path}: {error or type(error).__name__}. Free memory, and call it again: it merges the rest."],
+    )
+
+
 @contextmanager
-def interrupts_wait() -> Iterator[list[int]]:
-    """Inside, Ctrl-C does not interrupt; what yields is the list of the signals that came meanwhile."""
-    came: list[int] = []
+def _deferred_interrupts() -> Iterator[list[int]]:
+    """Keep Ctrl-C from interrupting inside; yields the list of the signals that arrived meanwhile."""
+    arrived: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield came  # only the main thread gets the signal
+        yield arrived  # only the main thread gets the signal
         return
     before = signal.getsignal(signal.SIGINT)
     if before is None:  # set by C code, and cannot be put back from here
-        yield came
+        yield arrived
         return
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))
     try:
-        yield came
+        yield arrived
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _keep_norm(layer: Any, name: str, norm: torch.Tensor) -> None:
-    """Leave the norm where peft's unmerge looks for it, in the shape that it expects."""
-    magnitude = layer.lora_magnitude_vector[name].weight
-    layer._cache_store(f"{name}-weight_norm", norm.to(magnitude.dtype).view_as(magnitude))

@@ -4,71 +4,77 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from safe_loading._core.report import Finding, format_bytes
+from safe_loading._model.peft_layers import is_lora_layer, outermost_tuner_layers
 from safe_loading._model.quantized.decode import decoded_weight
 from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
 from safe_loading._model.tensor_values import is_finite
 
-from .lora_layers import linear_terms, whole
+from .lora_layers import data_of, gathered, linear_terms
 from .merge_plan import LayerMerge
 from .rounding import round_into
-from .update import ROWS, RowMerger, Update
-from .variants import MERGE_BEFORE_QUANTIZING, SCALES_OFFLOADED, CannotMerge, is_known, refuse_impossible
-from .writable_tensors import parents_of, tuner_layers
+from .update import ROWS, RowMerger, Term, Update
+from .variants import MERGE_BEFORE_QUANTIZING, SCALES_OFFLOADED, CannotMergeError, is_known, refuse_impossible
+from .writable_tensors import parents_of
+
+if TYPE_CHECKING:
+    from safe_loading._model.peft_layers import LoraModule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replacement:
-    """A plain layer, and what it takes the place of.
+    """A plain layer, and the quantized one that it replaces.
 
     Attributes:
-        path: The place in the model.
+        path: The path in the model.
         old: The quantized layer, or the tuner layer around it.
         new: The plain layer.
     """
 
     path: str
-    old: Any
+    old: torch.nn.Module
     new: torch.nn.Linear
 
 
-def dequantized(
-    model: Any, jobs: Sequence[LayerMerge], *, scratch_bytes: int, check_finite: bool
+def dequantized_layers(
+    model: torch.nn.Module, jobs: Sequence[LayerMerge], *, scratch_bytes: int, check_finite: bool
 ) -> tuple[list[Replacement], list[str]]:
     """Make the plain layers; the model is not changed.
 
     Args:
         model: The base, with its adapters.
         jobs: The quantized layers that have adapters.
-        scratch_bytes: The largest temporary beside one layer's values.
-        check_finite: Whether what is merged must be finite.
+        scratch_bytes: The largest temporary besides the values of one layer.
+        check_finite: Whether the merged values must be finite.
 
     Returns:
-        A replacement for each of ``jobs``, and for each quantized layer without adapters; and what forbids it.
+        A replacement for each of ``jobs`` and for each quantized layer without adapters; and the problems that forbid
+        making one.
     """
-    made: list[Replacement] = []
+    replacements: list[Replacement] = []
     problems: list[str] = []
-    for path, layer, names in _quantized(model, jobs):
+    for path, layer, names in _quantized_layers(model, jobs):
         try:
-            made.append(Replacement(path, layer, _plain(model, layer, names, scratch_bytes, check_finite)))
-        except CannotMerge as reason:
+            new = _dequantized(model, layer, names, scratch_bytes=scratch_bytes, check_finite=check_finite)
+            replacements.append(Replacement(path, layer, new))
+        except CannotMergeError as reason:
             problems.append(f"{path}: {reason}.")
         except NotImplementedError as reason:
             problems.append(f"{path}: {reason}. {MERGE_BEFORE_QUANTIZING}.")
-    return made, problems
+    return replacements, problems
 
 
-def put_in_place(model: Any, made: Sequence[Replacement]) -> list[Finding]:
-    """Put the plain layers where the quantized ones stand, and take the quantization out of the config."""
-    places = parents_of(model)
-    for replacement in made:
-        for parent, name in places.get(id(replacement.old), []):
+def replace_quantized(model: torch.nn.Module, replacements: Sequence[Replacement]) -> list[Finding]:
+    """Put the plain layers in place of the quantized ones, and take the quantization out of the config."""
+    parents = parents_of(model)
+    for replacement in replacements:
+        for parent, name in parents.get(id(replacement.old), []):
             setattr(parent, name, replacement.new)
-    if not made:
+    if not replacements:
         return []
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
@@ -76,13 +82,13 @@ def put_in_place(model: Any, made: Sequence[Replacement]) -> list[Finding]:
     for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
         if getattr(model, flag, False):
             setattr(model, flag, False)
-    size = sum(replacement.new.weight.nbytes for replacement in made)
-    dtypes = sorted({str(replacement.new.weight.dtype).removeprefix("torch.") for replacement in made})
+    size = sum(replacement.new.weight.nbytes for replacement in replacements)
+    dtypes = sorted({str(replacement.new.weight.dtype).removeprefix("torch.") for replacement in replacements})
     return [
         Finding(
             "dequantised",
             "info",
-            f"{len(made)} layers, as {made[0].path}",
+            f"{len(replacements)} layers, for example {replacements[0].path}",
             f"quantized layers are plain ones in {', '.join(dtypes)} now, {format_bytes(size)}; each element was "
             f"rounded once, after everything was added.",
             "none; dequantize=False keeps the model quantized, and rounds what the adapters add to its codes.",
@@ -91,9 +97,11 @@ def put_in_place(model: Any, made: Sequence[Replacement]) -> list[Finding]:
     ]
 
 
-def _quantized(model: torch.nn.Module, jobs: Sequence[LayerMerge]) -> Iterator[tuple[str, Any, Sequence[str]]]:
-    """Yield place, layer and adapters of every quantized layer."""
-    inside = {id(part) for _, layer in tuner_layers(model) for part in _modules(layer)}
+def _quantized_layers(
+    model: torch.nn.Module, jobs: Sequence[LayerMerge]
+) -> Iterator[tuple[str, torch.nn.Module, Sequence[str]]]:
+    """Yield path, layer and adapters of every quantized layer."""
+    inside = {id(module) for _, layer in outermost_tuner_layers(model) for module in layer.modules()}
     for job in jobs:
         yield job.path, job.layer, job.names
     for path, module in model.named_modules():
@@ -101,74 +109,80 @@ def _quantized(model: torch.nn.Module, jobs: Sequence[LayerMerge]) -> Iterator[t
             yield path, module, ()
 
 
-def _modules(layer: Any) -> Iterator[Any]:
-    yield from layer.modules()
-
-
-def _plain(model: Any, layer: Any, names: Sequence[str], scratch_bytes: int, check_finite: bool) -> torch.nn.Linear:
-    base: Any = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
+def _dequantized(
+    model: torch.nn.Module, layer: torch.nn.Module, names: Sequence[str], *, scratch_bytes: int, check_finite: bool
+) -> torch.nn.Linear:
+    """Return a plain Linear with what a quantized layer and its adapters stand for."""
+    lora = layer if is_lora_layer(layer) else None
+    base = layer if lora is None else lora.get_base_layer()
     if not isinstance(base, torch.nn.Linear):
-        raise CannotMerge(
-            f"its quantized {type(base).__name__} is no Linear, which alone is dequantized here. "
+        raise CannotMergeError(
+            f"its quantized {type(base).__name__} is not a Linear, and only those are dequantized here. "
             f"{MERGE_BEFORE_QUANTIZING}"
         )
     if base.weight.is_meta or has_offloaded_codes(base):
-        raise CannotMerge(SCALES_OFFLOADED)
-    if names:
-        _check_variants(layer, names)
-    dtype = _dtype(model, base)
-    values = decoded_weight(base)
-    terms = linear_terms(_not_transposed(layer), names) if names else []
+        raise CannotMergeError(SCALES_OFFLOADED)
+    terms = [] if lora is None or not names else _terms(lora, names)
+    dtype, values = _compute_dtype(model, base), decoded_weight(base)
     with torch.device("meta"):
         new = torch.nn.Linear(values.shape[1], values.shape[0], bias=base.bias is not None)
-    weight = torch.empty(values.shape, dtype=dtype, device=values.device)
-    merger = RowMerger(
-        Update((values.shape[0], values.shape[1]), tuple(terms)),
-        torch.float64,
-        values.device,
-        scratch_bytes=scratch_bytes,
-    )
-    step = max(ROWS, scratch_bytes // (8 * values.shape[1]) // ROWS * ROWS)
-    for start in range(0, len(values), step):
-        block = values[start : start + step].double()
-        merger.merge(block, start)
-        round_into(block, weight[start : start + step])
+    weight = _merged_weight(values, terms, dtype, scratch_bytes)
     if check_finite and not is_finite(weight):
-        raise CannotMerge(f"a merged element is NaN, infinite or beyond the largest number of {dtype}")
+        raise CannotMergeError(f"a merged element is NaN, infinite or beyond the largest number of {dtype}")
     new.weight = torch.nn.Parameter(weight, requires_grad=False)
-    bias: torch.Tensor | None = base.bias  # torch says that it is never None
-    if bias is not None or any(layer.lora_bias.get(name) for name in names):
-        new.bias = torch.nn.Parameter(_bias(layer, base, names, dtype), requires_grad=False)
+    bias = _merged_bias(base, lora, names, dtype)
+    new.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias, requires_grad=False))
     return new.train(base.training)
 
 
-def _check_variants(layer: Any, names: Sequence[str]) -> None:
+def _terms(layer: LoraModule, names: Sequence[str]) -> list[Term]:
     refuse_impossible(layer, names)
     for name in names:
         if not is_known(layer.lora_variant.get(name)):
             kind = type(layer.lora_variant[name]).__name__
-            raise CannotMerge(f"adapter {name!r} is a {kind}, which is not known here. Keep it as an adapter")
-
-
-def _bias(layer: Any, base: Any, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
-    having = [name for name in names if layer.lora_bias.get(name)]
-    if base.bias is None:
-        raise CannotMerge(f"adapter {having[0]!r} has lora_bias=True, and the layer has no bias to add it to")
-    bias = base.bias.detach().double()
-    for name in having:
-        bias = bias + layer.scaling[name] * whole(layer.lora_B[name].bias.data).double().to(bias.device)
-    out = torch.empty(bias.shape, dtype=dtype, device=bias.device)
-    round_into(bias, out)
-    return out
-
-
-def _not_transposed(layer: Any) -> Any:
+            raise CannotMergeError(f"adapter {name!r} is a {kind}, which is not known here. Keep it as an adapter")
     if getattr(layer, "fan_in_fan_out", False):
-        raise CannotMerge("its quantized weight is stored transposed, which is not known here")
-    return layer
+        raise CannotMergeError("its quantized weight is stored transposed, which is not known here")
+    return linear_terms(layer, names, transposed=False)
 
 
-def _dtype(model: Any, base: Any) -> torch.dtype:
+def _merged_weight(values: torch.Tensor, terms: Sequence[Term], dtype: torch.dtype, scratch_bytes: int) -> torch.Tensor:
+    """Add terms to decoded values and round the sums, block by block."""
+    weight = torch.empty(values.shape, dtype=dtype, device=values.device)
+    rows, columns = values.shape
+    # In float64, rounded afterwards: a merger of the result's dtype would read rows that were rounded to it already.
+    merger = RowMerger(Update((rows, columns), tuple(terms)), torch.float64, values.device, scratch_bytes=scratch_bytes)
+    step = max(ROWS, scratch_bytes // (8 * columns) // ROWS * ROWS)
+    for start in range(0, rows, step):
+        block = values[start : start + step].double()
+        merger.merge(block, start)
+        round_into(block, weight[start : start + step])
+    return weight
+
+
+def _merged_bias(
+    base: torch.nn.Linear, layer: LoraModule | None, names: Sequence[str], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Return the bias with those of lora_B added, rounded once; None when there is none."""
+    bias: torch.Tensor | None = base.bias  # torch's stubs say that it is never None
+    with_bias = [] if layer is None else [name for name in names if layer.lora_bias.get(name)]
+    if bias is None:
+        if with_bias:
+            raise CannotMergeError(
+                f"adapter {with_bias[0]!r} has lora_bias=True, and the layer has no bias to add it to"
+            )
+        return None
+    total = bias.detach().double()
+    if layer is not None:
+        for name in with_bias:
+            added = gathered(data_of(layer.lora_B[name], "bias"))
+            total = total + layer.scaling[name] * added.double().to(total.device)
+    rounded = torch.empty(total.shape, dtype=dtype, device=total.device)
+    round_into(total, rounded)
+    return rounded
+
+
+def _compute_dtype(model: torch.nn.Module, base: torch.nn.Linear) -> torch.dtype:
     """Return the dtype in which a quantized layer computes: its own, or the model's."""
     dtype = getattr(base, "compute_dtype", None)
     if dtype is None:

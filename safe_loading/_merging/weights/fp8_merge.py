@@ -8,7 +8,7 @@ from safe_loading._model.quantized.decode import Fp8Matrix, scale_grid, spread_s
 from safe_loading._model.tensor_values import is_finite
 
 from .rounding import round_to_fp8
-from .update import ROWS, PartlyMerged, RowMerger, Update
+from .update import ROWS, PartlyMergedError, RowMerger, Update
 
 
 def merge_fp8(update: Update, matrix: Fp8Matrix, *, scratch_bytes: int) -> None:
@@ -16,7 +16,7 @@ def merge_fp8(update: Update, matrix: Fp8Matrix, *, scratch_bytes: int) -> None:
 
     Raises:
         MemoryError, RuntimeError: The memory ran out before anything was written.
-        PartlyMerged: It ran out later, and again when the same rows were tried once more.
+        PartlyMergedError: It ran out later, and again when the same rows were tried once more.
     """
     merger, step = _merger(update, matrix, scratch_bytes), _rows_at_once(matrix)
 
@@ -28,13 +28,13 @@ def merge_fp8(update: Update, matrix: Fp8Matrix, *, scratch_bytes: int) -> None:
     for start in range(0, len(matrix.codes), step):
         try:
             merge(start)
-        except (MemoryError, RuntimeError, PartlyMerged) as error:
+        except (MemoryError, RuntimeError, PartlyMergedError) as error:
             try:
                 merge(start)
-            except (MemoryError, RuntimeError, PartlyMerged):
+            except (MemoryError, RuntimeError, PartlyMergedError):
                 if not start:
                     raise MemoryError(str(error)) from error
-                raise PartlyMerged(start, error) from error
+                raise PartlyMergedError(start, error) from error
 
 
 def why_fp8_not_finite(update: Update, matrix: Fp8Matrix, *, scratch_bytes: int) -> str | None:

@@ -1,9 +1,16 @@
-"""Weights that accelerate keeps in the host's memory or on disk: brought into reach for a merge, and put back."""
+"""Weights that accelerate offloads to the host's memory or to disk: put into their modules for a merge, and back.
+
+accelerate's own tool, ``align_module_device`` (``AlignDevicesHook.pre_forward`` and ``post_forward``), cannot be used
+here: it drops what was changed. A weight from disk, or one copied to another execution device, is put on meta again
+without being written anywhere. Besides, it aligns one module at a time, while all weights must be read before the first
+is written; and it makes copies, whose memory no longer shows which weights are tied.
+"""
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
+import math
 import os
 import secrets
 import shutil
@@ -20,38 +27,50 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from safe_loading._core.report import Finding, format_bytes
+from safe_loading._model.peft_layers import outermost_tuner_layers
 from safe_loading.errors import MergeError
 
-from .writable_tensors import tuner_layers
-
-_OURS = "merged_copy"  # marks an entry of an offload index whose file was written here
+_MERGED_COPY = "merged_copy"  # marks an entry of an offload index whose file was written here
 
 
 @dataclasses.dataclass(eq=False)
-class _Place:
+class _OffloadedTensor:
     """One offloaded tensor.
 
     Attributes:
-        module: The module that holds it.
+        module: The module that has it.
         name: Its name there.
-        meta: What stands there while it is not used.
-        loader: accelerate's loader when it lies on disk; None when the store is a tensor in memory.
+        meta: What the module has in its place while it is not used.
+        loader: accelerate's loader if it lies on disk; None if the store is a tensor in memory.
         key: Its name in the loader.
     """
 
     module: torch.nn.Module
     name: str
     meta: torch.Tensor
-    loader: Any = None
+    loader: OffloadedWeightsLoader | None = None
     key: str = ""
 
+    def set(self, value: torch.Tensor) -> None:
+        """Put a tensor into the module."""
+        if self.name in self.module._parameters:
+            self.module._parameters[self.name] = torch.nn.Parameter(value, requires_grad=self.meta.requires_grad)
+        else:
+            self.module._buffers[self.name] = value
 
-class Offloaded:
-    """Context manager: inside, offloaded tensors stand in their modules, as accelerate's stores hold them.
+    def unset(self) -> None:
+        """Put the tensor on meta back into the module, if it still has one of this name."""
+        for tensors in self.module.__dict__["_parameters"], self.module.__dict__["_buffers"]:
+            if self.name in tensors:
+                tensors[self.name] = self.meta
+
+
+class OffloadedWeights:
+    """Context manager: inside, offloaded tensors are in their modules, as accelerate's stores hold them.
 
     What a hook keeps in memory is the store's own tensor, so it is merged in place. What lies on disk is mapped
-    privately: nothing is ever written to a checkpoint or to the caller's offload folder. :meth:`settle` writes what
-    changed to new files, and lets the loader read those.
+    privately: nothing is ever written to a checkpoint or to the caller's offload folder. :meth:`write_back` writes what
+    changed to new files, and makes the loader read those.
 
     Args:
         model: The model with its adapters.
@@ -62,32 +81,32 @@ class Offloaded:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._places: dict[tuple[int, str], _Place] = {}
+        self._tensors: dict[tuple[int, str], _OffloadedTensor] = {}
         self._hooks: list[AlignDevicesHook] = []
         self._folders: dict[int, Path] = {}
         self._converted: dict[tuple[int, str], Path] = {}
-        self._kept = 0
+        self._written_bytes = 0
         self.on_disk: dict[tuple[int, str], str] = {}
 
-    def __enter__(self) -> Offloaded:
+    def __enter__(self) -> OffloadedWeights:
         """Put the tensors into their modules."""
         try:
-            self._fill()
+            self._bring_in()
         except BaseException:
             self._restore()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave what is offloaded on meta again."""
+        """Put what is offloaded on meta again."""
         self._restore()
 
-    def lacking(self, changed: Iterable[tuple[torch.nn.Module, str]]) -> list[str]:
-        """Return a problem for each disk that has too little room for the weights that will change."""
+    def full_disks(self, changed: Iterable[tuple[torch.nn.Module, str]]) -> list[str]:
+        """Return a problem for each disk with too little room for the weights that will change."""
         needed: dict[str, int] = {}
-        for place in self._of(changed):
-            folder = str(place.loader.save_folder or tempfile.gettempdir())
-            needed[folder] = needed.get(folder, 0) + place.meta.nbytes
+        for offloaded, loader in self._on_disk(changed):
+            folder = str(loader.save_folder or tempfile.gettempdir())
+            needed[folder] = needed.get(folder, 0) + offloaded.meta.nbytes
         return [
             f"{folder}: the merged weights that are offloaded to disk need {format_bytes(size)}, and it has "
             f"{format_bytes(free)}. Free some, or load the model with another offload_folder"
@@ -95,25 +114,30 @@ class Offloaded:
             if size > (free := shutil.disk_usage(folder).free)
         ]
 
-    def settle(self, changed: Iterable[tuple[torch.nn.Module, str]]) -> None:
-        """Write changed weights that lie on disk to files of their own, all of them, and only then point to those."""
+    def write_back(self, changed: Iterable[tuple[torch.nn.Module, str]]) -> None:
+        """Write changed weights that lie on disk to files of their own, all of them, and only then point to those.
+
+        Raises:
+            MergeError: A file cannot be written; the loader still reads the weights as they were.
+        """
         entries = []
-        for place in self._of(changed):
-            held = {**place.module._parameters, **place.module._buffers}[place.name]
-            if held is not None:
-                path = self._written(held.detach(), place)
-                entries.append((place, _entry(path, place.key, held.dtype)))
-        for place, entry in entries:
-            before = place.loader.index.get(place.key)
-            place.loader.index[place.key] = entry
-            self._kept += place.meta.nbytes
-            if before is not None and before.get(_OURS):
+        for offloaded, loader in self._on_disk(changed):
+            tensors = {**offloaded.module._parameters, **offloaded.module._buffers}
+            merged = tensors[offloaded.name]
+            if merged is not None:
+                path = self._write_file(merged.detach(), offloaded, loader)
+                entries.append((offloaded, loader, _index_entry(path, offloaded.key, merged.dtype)))
+        for offloaded, loader, entry in entries:
+            before = loader.index.get(offloaded.key)
+            loader.index[offloaded.key] = entry
+            self._written_bytes += offloaded.meta.nbytes
+            if before is not None and before.get(_MERGED_COPY):
                 Path(before["safetensors_file"]).unlink(missing_ok=True)
-            self._leave(place)  # its private pages are not needed any more
+            offloaded.unset()  # frees the private pages
 
     def findings(self) -> list[Finding]:
-        """Return where the merged weights lie that are offloaded to disk."""
-        folders = sorted(str(folder) for folder in self._folders.values() if self._kept)
+        """Return a finding that says where the merged weights lie that are offloaded to disk."""
+        folders = sorted(str(folder) for folder in self._folders.values() if self._written_bytes)
         if not folders:
             return []
         return [
@@ -124,49 +148,46 @@ class Offloaded:
                 "merged weights that are offloaded to disk lie in new files there; the checkpoint and the files that "
                 "they were read from are unchanged.",
                 "keep the folder as long as the model is used; save_pretrained writes the whole model.",
-                self._kept,
+                self._written_bytes,
             )
         ]
 
-    def _fill(self) -> None:
-        layers: list[Any] = [layer for _, layer in tuner_layers(self._model)]
-        inside = {id(part) for layer in layers for part in layer.modules()}
+    def _bring_in(self) -> None:
+        layers = outermost_tuner_layers(self._model)
+        inside = {id(module) for _, layer in layers for module in layer.modules()}
         for path, module in self._model.named_modules():
-            tuned = id(module) in inside
-            for hook in _hooks_of(module):
+            for hook in _offloading_hooks(module):
                 for name, tensor in list(named_module_tensors(module, recurse=hook.place_submodules)):
                     if tensor.is_meta:
                         owner, _, attribute = name.rpartition(".")
-                        place = _Place(module.get_submodule(owner), attribute, tensor)
-                        self._put(place, hook, name, f"{path}.{name}", tuned=tuned)
+                        offloaded = _OffloadedTensor(module.get_submodule(owner), attribute, tensor)
+                        self._bring_tensor(offloaded, hook, name, f"{path}.{name}", of_tuner=id(module) in inside)
                 if hook not in self._hooks:
                     self._hooks.append(hook)
                     hook.offload = False  # else peft's unload brings the whole model onto its device, layer by layer
 
-    def _put(self, place: _Place, hook: AlignDevicesHook, name: str, path: str, *, tuned: bool) -> None:
-        value, loader, key = _stored(hook.weights_map, name)
-        spot = (id(place.module), place.name)
-        if loader is not None and tuned:
-            place.loader, place.key = loader, key
-            value = _mapped(loader, key)
+    def _bring_tensor(
+        self, offloaded: _OffloadedTensor, hook: AlignDevicesHook, name: str, path: str, *, of_tuner: bool
+    ) -> None:
+        value, loader, key = _look_up(hook.weights_map, name)
+        place = (id(offloaded.module), offloaded.name)
+        if loader is not None and of_tuner:
+            offloaded.loader, offloaded.key = loader, key
+            value = _map_privately(loader, key)
             entry = loader.index[key]
             dtype = getattr(torch, entry["dtype"]) if "dtype" in entry else value.dtype
             if value.dtype != dtype:
-                self._converted[spot] = file = self._written(value.to(dtype), place)
-                value = _from_safetensors(file, key)
-            self.on_disk[spot] = path
-        if value is None:
-            return
-        self._places[spot] = place
-        if place.name in place.module._parameters:
-            grad = place.meta.requires_grad
-            place.module._parameters[place.name] = torch.nn.Parameter(value, requires_grad=grad)
-        else:
-            place.module._buffers[place.name] = value
+                # The converted values go to a file too, so that the whole model never has to fit into the memory.
+                self._converted[place] = file = self._write_file(value.to(dtype), offloaded, loader)
+                value = _map_safetensors(file, key)
+            self.on_disk[place] = path
+        if value is not None:
+            self._tensors[place] = offloaded
+            offloaded.set(value)
 
     def _restore(self) -> None:
-        for place in self._places.values():
-            self._leave(place)
+        for offloaded in self._tensors.values():
+            offloaded.unset()
         for hook in self._hooks:
             hook.offload = True
         for file in self._converted.values():
@@ -174,30 +195,24 @@ class Offloaded:
         for folder in self._folders.values():
             if not any(folder.iterdir()):
                 folder.rmdir()
-        self._places.clear()
+        self._tensors.clear()
         self._hooks.clear()
 
-    @staticmethod
-    def _leave(place: _Place) -> None:
-        tensors: dict[str, Any] = (
-            place.module._parameters if place.name in place.module._parameters else place.module._buffers
-        )
-        if place.name in tensors:
-            tensors[place.name] = place.meta
-
-    def _of(self, changed: Iterable[tuple[torch.nn.Module, str]]) -> Iterator[_Place]:
+    def _on_disk(
+        self, changed: Iterable[tuple[torch.nn.Module, str]]
+    ) -> Iterator[tuple[_OffloadedTensor, OffloadedWeightsLoader]]:
         for module, name in changed:
-            place = self._places.get((id(module), name))
-            if place is not None and place.loader is not None:
-                yield place
+            offloaded = self._tensors.get((id(module), name))
+            if offloaded is not None and offloaded.loader is not None:
+                yield offloaded, offloaded.loader
 
-    def _written(self, tensor: torch.Tensor, place: _Place) -> Path:
-        folder = self._folders.get(id(place.loader))
+    def _write_file(self, tensor: torch.Tensor, offloaded: _OffloadedTensor, loader: OffloadedWeightsLoader) -> Path:
+        folder = self._folders.get(id(loader))
         if folder is None:
-            self._folders[id(place.loader)] = folder = _new_folder(place.loader.save_folder)
-        path = folder / f"{place.key}.{secrets.token_hex(4)}.safetensors"
+            self._folders[id(loader)] = folder = _new_folder(loader.save_folder)
+        path = folder / f"{offloaded.key}.{secrets.token_hex(4)}.safetensors"
         try:
-            save_file({place.key: tensor.cpu().contiguous()}, path)
+            save_file({offloaded.key: tensor.cpu().contiguous()}, path)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise MergeError(
@@ -207,13 +222,13 @@ class Offloaded:
         return path
 
 
-def _hooks_of(module: torch.nn.Module) -> list[AlignDevicesHook]:
+def _offloading_hooks(module: torch.nn.Module) -> list[AlignDevicesHook]:
     hook = getattr(module, "_hf_hook", None)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
     return [one for one in hooks if isinstance(one, AlignDevicesHook) and one.offload and one.weights_map is not None]
 
 
-def _stored(weights: Any, name: str) -> tuple[torch.Tensor | None, Any, str]:
+def _look_up(weights: object, name: str) -> tuple[torch.Tensor | None, OffloadedWeightsLoader | None, str]:
     """Return the tensor of a store in memory, or the loader of a store on disk, and the name there."""
     while isinstance(weights, PrefixedDataset):
         name, weights = f"{weights.prefix}{name}", weights.dataset
@@ -225,38 +240,37 @@ def _stored(weights: Any, name: str) -> tuple[torch.Tensor | None, Any, str]:
     return (value if isinstance(value, torch.Tensor) else None), None, name
 
 
-def _mapped(loader: Any, key: str) -> torch.Tensor:
+def _map_privately(loader: OffloadedWeightsLoader, key: str) -> torch.Tensor:
     """Return a tensor of a store on disk, mapped privately: what is written to it stays in this process."""
     entry: Mapping[str, Any] = loader.index[key]
     if entry.get("safetensors_file") is not None:
-        return _from_safetensors(entry["safetensors_file"], entry.get("weight_name", key))
-    shape, size = entry["shape"], 1
-    for length in shape:
-        size *= length
-    dtype, path = getattr(torch, entry["dtype"]), str(Path(loader.save_folder) / f"{key}.dat")
+        return _map_safetensors(entry["safetensors_file"], entry.get("weight_name", key))
+    shape, dtype = entry["shape"], getattr(torch, entry["dtype"])
+    size = math.prod(shape)
     if not size:
         return torch.empty(shape, dtype=dtype)
+    path = str(Path(loader.save_folder) / f"{key}.dat")
     return torch.from_file(path, shared=False, size=size, dtype=dtype).view(shape)
 
 
-def _from_safetensors(path: str | os.PathLike[str], name: str) -> torch.Tensor:
-    with safe_open(path, framework="pt", device="cpu") as file:
+def _map_safetensors(path: str | os.PathLike[str], name: str) -> torch.Tensor:
+    with safe_open(path, framework="pt", device="cpu") as file:  # maps its files privately
         tensor: torch.Tensor = file.get_tensor(name)
         return tensor
 
 
-def _entry(path: Path, key: str, dtype: torch.dtype) -> dict[str, Any]:
+def _index_entry(path: Path, key: str, dtype: torch.dtype) -> dict[str, object]:
     """Return the entry of an offload index, in the form of transformers."""
     return {
         "safetensors_file": str(path),
         "weight_name": key,
         "dtype": str(dtype).removeprefix("torch."),
-        _OURS: True,
+        _MERGED_COPY: True,
     }
 
 
 def _new_folder(inside: str | os.PathLike[str] | None) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="merged-", dir=inside))
-    if inside is None:  # nobody else knows of it
+    if inside is None:  # in the system's folder, where nobody else would delete it
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

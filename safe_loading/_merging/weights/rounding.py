@@ -1,4 +1,11 @@
-"""From float64 to the dtype of a weight with exactly one rounding, in place."""
+"""From float64 to the dtype of a weight with exactly one rounding, in place.
+
+torch converts float64 to 16 bits and to fp8 by way of float32, and so rounds twice. The second rounding goes wrong
+where the first one lands in the middle between two numbers of the target: ties go to even, though the float64 lay on
+one side. *Rounding to odd* makes the first rounding harmless: bits that are cut off leave a 1 in the last bit that is
+kept, so a number that is no middle never becomes one. That takes several passes over all elements, so a block in 16
+bits is converted by torch first, and only the few elements whose float32 may be a middle are made anew in this way.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +19,21 @@ _Bits = TypeVar("_Bits", torch.Tensor, npt.NDArray[np.int64])
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# A float32 may be a middle when these bits of it, which the target does not have, say so. A middle between two
-# bfloat16 has the highest of them alone. One between two float16 has none of the lowest 12, the subnormal ones too;
-# others have none either, but those do no harm: they are rounded once more, to the same number.
+# These bits of a float32, which the target does not have, tell whether it may be a middle. The middle between two
+# bfloat16 has the highest of them alone. That between two float16 has none of the lowest 12, and neither has that
+# between two subnormal ones; other numbers without them do no harm: they are rounded once more, to the same number.
 _LOW = {torch.bfloat16: 0xFFFF, torch.float16: 0xFFF}
 _MIDDLE = {torch.bfloat16: 0x8000, torch.float16: 0}
-# Elements that are looked at together: about one chunk of a hundred holds a middle by chance.
+# Elements that are searched together: about one chunk of a hundred holds a middle by chance.
 _CHUNKS = {torch.bfloat16: 512, torch.float16: 64}
 _BFLOAT16_MIDDLE = -(1 << 15)  # 0x8000 as an int16
-# The lowest bits of a float64: all but those of the target and two more.
+# The lowest bits of a float64: all but those of the target and two more, of which the last is the odd one.
 _DROPPED = {torch.bfloat16: (1 << 43) - 1, torch.float16: (1 << 40) - 1}
-
 _BEYOND_FLOAT32 = 29  # bits of a float64's fraction that a float32 does not have
 
 
 class Rounder:
     """Writes float64 blocks into a weight of one dtype, each element rounded once to the nearest, ties to even.
-
-    torch converts float64 to bfloat16 and float16 by way of float32, which rounds twice. That is wrong only where
-    the float32 lies in the middle between two numbers of the target and the float64 does not. So the float32 are
-    searched for such middles; they are few, and are made anew from their float64, so that no middle comes about.
 
     Args:
         dtype: The dtype of the weight.
@@ -51,11 +53,6 @@ class Rounder:
         """Return the scratch of a block per element, its float64 values included, in bytes."""
         return {torch.bfloat16: 12, torch.float16: 16}.get(dtype, 8)
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the scratch held here."""
-        return self._single.nbytes + self._low.nbytes
-
     def load(self, block: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Copy a block of the weight to float64, exactly, and return it."""
         if self._dtype == torch.float16:  # torch converts float16 to float64 one by one, but to float32 in vectors
@@ -65,7 +62,7 @@ class Rounder:
     def store(self, values: torch.Tensor, block: torch.Tensor) -> None:
         """Write contiguous float64 ``values`` into ``block``, which may have any strides."""
         if not self._narrow:
-            block.copy_(values)
+            block.copy_(values)  # one rounding at most: to float32
             return
         frame = self._frame(values.shape)
         frame.single.copy_(values)
@@ -80,10 +77,11 @@ class Rounder:
 
 
 class _Frame:
-    """The float32 of blocks of one shape, and views of them.
+    """The float32 of blocks of one shape, and the views of them through which middles are found and mended.
 
-    To make a view costs as much as a pass over thousands of elements, and so does each operator of torch on a handful
-    of them; numpy's cost a tenth.
+    A frame is made once per shape and kept: to make a view costs as much as a pass over thousands of elements. For the
+    same reason the few elements with middles are mended by numpy, whose operators cost a tenth of torch's on a handful
+    of elements.
 
     Attributes:
         single: The float32.
@@ -106,19 +104,20 @@ class _Frame:
         self._exact: torch.Tensor | None = None
 
     def mend(self, values: torch.Tensor) -> None:
-        """Make the float32 that may lie in a middle anew, so that they do not, unless their float64 does."""
+        """Make each float32 that may be a middle anew from its float64, so that it is one only if that is one too."""
         if self.single.device.type != "cpu":
             self._mend_on_device(values)
             return
         if values is not self._exact:
             flat, self._exact = values.view(-1).numpy().view(np.int64), values
             self._exact_rows, self._exact_rest = flat[: self._whole].reshape(self._rows.shape), flat[self._whole :]
-        if len(self._rest):
+        if len(self._rest):  # less than a chunk: mended without a search
             _make_anew(self._rest, slice(None), self._exact_rest, self._dtype)
         if not self._whole:
             return
         if self._dtype == torch.bfloat16:
-            # One reduction without a temporary. The high halves are looked at too: -0.0 is found without need.
+            # The low half of a middle is the least int16 of all, so one reduction without a temporary finds it. The
+            # high halves are searched too, as a view without them is not contiguous: that finds -0.0 needlessly.
             torch.amin(self._chunks, 1, out=self._least)
             at = (self._least_array == _BFLOAT16_MIDDLE).nonzero()[0]
         else:
@@ -132,33 +131,35 @@ class _Frame:
         """Do the same where numpy does not reach."""
         middle = (self.single.view(torch.int32) & _LOW[self._dtype]) == _MIDDLE[self._dtype]
         at = middle.nonzero(as_tuple=True)
-        self.single[at] = _to_odd(values[at].view(torch.int64), _DROPPED[self._dtype]).view(torch.float64).float()
+        odd = _round_to_odd(values[at].view(torch.int64), _DROPPED[self._dtype])
+        self.single[at] = odd.view(torch.float64).float()
+
+
+def round_into(values: torch.Tensor, out: torch.Tensor) -> None:
+    """Write float64 ``values`` into ``out``, of the same shape and any strides, each rounded once."""
+    Rounder(out.dtype, out.numel(), out.device).store(values.contiguous(), out)
+
+
+def round_to_fp8(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return float64 values in fp8, each rounded once to the nearest, ties to even."""
+    # Rounded to odd, a float64 is a float32 already, so the last step is the only one that rounds to nearest.
+    bits = _round_to_odd(values.contiguous().view(torch.int64), (1 << _BEYOND_FLOAT32) - 1)
+    return bits.view(torch.float64).float().to(dtype)
 
 
 def _make_anew(
     single: npt.NDArray[np.float32], at: npt.NDArray[np.intp] | slice, bits: npt.NDArray[np.int64], dtype: torch.dtype
 ) -> None:
     with np.errstate(over="ignore"):  # infinity is what a number beyond the dtype's largest becomes
-        single[at] = _to_odd(bits, _DROPPED[dtype]).view(np.float64)
+        single[at] = _round_to_odd(bits, _DROPPED[dtype]).view(np.float64)
 
 
-def _to_odd(bits: _Bits, dropped: int) -> _Bits:
-    """Return the bits of float64 without the lowest, which are folded into the last one kept.
+def _round_to_odd(bits: _Bits, dropped: int) -> _Bits:
+    """Return the bits of float64 numbers without the ``dropped`` lowest; the last one kept is 1 if any of those was.
 
-    What is rounded afterwards to a dtype with two bits less is rounded as the whole number would be. Works alike for
-    arrays of numpy and tensors, int64.
+    When the result is rounded to nearest in a dtype with at least two bits fewer, it becomes what the whole number
+    would become: it is a middle, or on one side of a middle, where the whole number is. Works alike for int64 arrays
+    of numpy and of torch.
     """
+    # Adding the mask carries into the last kept bit if any dropped bit is set, and OR keeps the bits that were there.
     return (bits | ((bits & dropped) + dropped)) & ~dropped
-
-
-def round_to_fp8(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return float64 values in fp8, each rounded once to the nearest, ties to even."""
-    # torch converts to fp8 by way of float32. Rounded to odd, a float64 is a float32 already, so the last step alone
-    # rounds.
-    bits = _to_odd(values.contiguous().view(torch.int64), (1 << _BEYOND_FLOAT32) - 1)
-    return bits.view(torch.float64).float().to(dtype)
-
-
-def round_into(values: torch.Tensor, out: torch.Tensor) -> None:
-    """Write float64 ``values`` into ``out``, of the same shape and any strides, each rounded once."""
-    Rounder(out.dtype, out.numel(), out.device).store(values.contiguous(), out)

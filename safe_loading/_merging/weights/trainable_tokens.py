@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 
 from safe_loading._model.tensor_values import is_finite
 
-from .lora_layers import tensor_of
-from .variants import CannotMerge, refuse_own_forward
+from .lora_layers import data_of
+from .variants import CannotMergeError, refuse_own_forward
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Tokens:
-    """Rows that are replaced.
+class TokenRows:
+    """Rows of a weight that are replaced.
 
     Attributes:
-        owner: The base module that holds the weight.
+        owner: The base module that has the weight.
         attribute: Its name there.
         tensor: Its data.
         rows: ``(row numbers, values)`` for each adapter.
@@ -47,27 +47,27 @@ class Tokens:
         for index, values in self.rows:
             self.tensor.index_copy_(0, index, values.to(self.tensor))
 
-    def same_rows(self, other: Tokens) -> bool:
-        """Return whether two replace the same rows by the same values."""
+    def equals(self, other: TokenRows) -> bool:
+        """Return whether ``other`` replaces the same rows by the same values."""
         return len(self.rows) == len(other.rows) and all(
             torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(self.rows, other.rows, strict=True)
         )
 
 
-def tokens(layer: Any, names: Sequence[str]) -> Tokens:
+def token_rows(layer: TrainableTokensLayer, names: Sequence[str]) -> TokenRows:
     """Return the rows that the adapters ``names`` of a ``TrainableTokensLayer`` replace.
 
     Raises:
-        CannotMerge: Two of them train the same token, or peft computes the layer otherwise than its weight says.
+        CannotMergeError: Two of them train the same token, or peft computes the layer with more than its weight.
     """
     refuse_own_forward(layer.base_layer, replaces_rows=True)
     try:
         layer._check_overlapping_tokens(list(names))
     except ValueError as error:
-        raise CannotMerge(f"two of its adapters train the same token ({error}). Merge one of them") from error
-    weight = tensor_of(layer.base_layer, "weight")
+        raise CannotMergeError(f"two of its adapters train the same token ({error}). Merge one of them") from error
+    weight = data_of(layer.base_layer)
     rows = tuple(
         (torch.tensor(layer.token_indices[name], device=weight.device), layer.trainable_tokens_delta[name].data)
         for name in names
     )
-    return Tokens(layer.base_layer, "weight", weight, rows)
+    return TokenRows(layer.base_layer, "weight", weight, rows)

@@ -23,22 +23,22 @@ from .rounding import Rounder
 # runs.
 ROWS = 8
 RANKS = 128
-SPARE_BYTES = 1 << 16  # given up when the memory runs out within a weight; the temporaries of a block are smaller
-LEFT_BYTES = 1 << 17  # of the left factors in float64, which are brought for many blocks at once
+SPARE_BYTES = 1 << 16  # freed when the memory runs out within a weight; the temporaries of a block are smaller
+LEFT_BYTES = 1 << 17  # of the left factors in float64, which are converted for many blocks at once
 WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices; their blocks are merged on the CPU
 
 
 def exact(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """Return a tensor in float64 on a device, its own by default; on the CPU where the device has no float64."""
-    return tensor.detach().to(_sums_on(device or tensor.device)).double()
+    return tensor.detach().to(_float64_device(device or tensor.device)).double()
 
 
-def _sums_on(device: torch.device) -> torch.device:
+def _float64_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
 
 
-class PartlyMerged(Exception):
-    """A weight could not be finished, for want of memory.
+class PartlyMergedError(Exception):
+    """The memory ran out before a weight was finished.
 
     Args:
         rows: How many rows, from the first, are merged.
@@ -47,12 +47,11 @@ class PartlyMerged(Exception):
 
     def __init__(self, rows: int, cause: BaseException) -> None:
         super().__init__(f"{rows} rows are merged, the rest is not ({cause})")
-        self.rows = rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Term:
-    """One adapter's part: ``scaling * left @ right`` in the shape of the weight.
+    """What one adapter adds: ``scaling * left @ right`` in the shape of the weight.
 
     Attributes:
         left: ``(rows, r)``: lora_B of a Linear; lora_A transposed where the weight is stored transposed.
@@ -71,13 +70,13 @@ class Term:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """Everything that is added to one weight, which is seen as a matrix of rows.
+    """Everything that is added to one weight, which is viewed as a matrix.
 
     Attributes:
         shape: Rows and columns.
-        terms: In the order in which the adapters are applied. For plain LoRA the order is of no consequence; a DoRA
-            term scales what the terms before it made, by magnitude / norm(weight before any term + its own delta).
-        axis: Along which dimension DoRA's magnitudes lie: 0, one for each row, or 1, one for each column.
+        terms: In the order in which the adapters are applied. For plain LoRA the order does not matter; a DoRA term
+            scales the sum of the weight and all terms up to its own, by magnitude / norm(weight + its own delta).
+        axis: The dimension along which DoRA's magnitudes lie: 0, one for each row, or 1, one for each column.
     """
 
     shape: tuple[int, int]
@@ -91,21 +90,21 @@ class Update:
 
     @property
     def needs_norms(self) -> bool:
-        """Whether :meth:`RowMerger.add_norms` must see the whole weight before a row of it can be merged."""
+        """Whether :meth:`RowMerger.add_norms` must read the whole weight before any row can be merged."""
         return self.axis == 1 and self.has_magnitude
 
 
 class RowMerger:
     """Applies an :class:`Update` to rows of its weight, block by block.
 
-    The result of a row is the same bits whatever the blocks, the threads, and the rows that are merged in one call.
+    The merged bits of a row do not depend on the blocks, the threads, and the rows that are merged in one call.
 
     Args:
         update: What is added.
         dtype: The dtype of the rows.
         device: Where the rows are.
         scratch_bytes: The largest temporary; never less than eight rows.
-        rows: The rows of one block, a multiple of eight, in the place of ``scratch_bytes``.
+        rows: The rows of one block, a multiple of eight, instead of ``scratch_bytes``.
 
     Attributes:
         norms: DoRA's norms by index of the term, float64; for ``axis`` 0 filled with the rows that were merged.
@@ -123,16 +122,16 @@ class RowMerger:
     ) -> None:
         height, columns = update.shape
         self.update = update
-        self._device = device = _sums_on(device)
-        # Not the first term: then what the terms before made and the weight itself are both needed.
-        late = any(term.magnitude is not None for term in update.terms[1:])
-        per_row = columns * (Rounder.bytes_per_element(dtype) + (16 if late else 0))
-        wanted = scratch_bytes // max(per_row, 1) // ROWS * ROWS if rows is None else rows
-        self.rows_per_block = max(ROWS, min(wanted, -(-height // ROWS) * ROWS))
+        self._device = device = _float64_device(device)
+        # A DoRA term that is not the first needs both the sum so far and the weight itself, for its norm.
+        late_dora = any(term.magnitude is not None for term in update.terms[1:])
+        per_row = columns * (Rounder.bytes_per_element(dtype) + (16 if late_dora else 0))
+        fitting = scratch_bytes // max(per_row, 1) // ROWS * ROWS if rows is None else rows
+        self.rows_per_block = max(ROWS, min(fitting, -(-height // ROWS) * ROWS))
         size = self.rows_per_block * columns
         self._values = torch.empty(size, dtype=torch.float64, device=device)
-        self._start = torch.empty_like(self._values) if late else None
-        self._own = torch.empty_like(self._values) if late else None
+        self._weight = torch.empty_like(self._values) if late_dora else None
+        self._own_sum = torch.empty_like(self._values) if late_dora else None
         self._rounder = Rounder(dtype, size, device)
         self._views: dict[int, torch.Tensor] = {}
         ranks = sum(term.left.shape[1] for term in update.terms)
@@ -144,7 +143,7 @@ class RowMerger:
         ]
         self._left_blocks = [left.split_with_sizes(_sizes(self._span, self.rows_per_block)) for left in self._left]
         right = [exact(term.right, device).contiguous() for term in update.terms]
-        self._right = [each.split_with_sizes(_sizes(each.shape[0], RANKS)) for each in right]
+        self._right = [factor.split_with_sizes(_sizes(factor.shape[0], RANKS)) for factor in right]
         self._magnitude = {
             index: exact(term.magnitude, device).reshape(-1)
             for index, term in enumerate(update.terms)
@@ -154,41 +153,47 @@ class RowMerger:
             index: torch.zeros(update.shape[update.axis], dtype=torch.float64, device=device)
             for index in self._magnitude
         }
-        self._normed = False
+        self._norms_are_squares = update.needs_norms
         self._spare: torch.Tensor | None = torch.empty(SPARE_BYTES, dtype=torch.uint8, device=device)
 
     def add_norms(self, rows: torch.Tensor, start: int) -> None:
-        """See some rows for DoRA's norms of columns; each row exactly once, from first to last, in groups of eight."""
-        for first, there in self._blocks(rows, start):
-            block = there.to(self._device)
+        """Add some rows to DoRA's norms of columns.
+
+        Every row must be added exactly once, from the first to the last, in groups of eight.
+        """
+        for first, stored in self._blocks(rows, start):
+            block = stored.to(self._device)
             for index in self._magnitude:
                 values, lead = self._load(block, first)
                 self._add(values, index, first - lead)
                 squares = values.square_().view(-1, ROWS, values.shape[1]).sum(1)
-                for group in squares:  # one after the other, so that the order is that of the rows
+                for group in squares:  # not sum(0): the order of the additions must not depend on the block
                     self.norms[index].add_(group)
 
     def merge(self, rows: torch.Tensor, start: int, into: torch.Tensor | None = None) -> None:
-        """Write the merged values of rows of the weight, the first of which is row ``start``, over them.
+        """Overwrite some rows of the weight with their merged values.
 
         Args:
             rows: The rows.
             start: Which row of the weight the first one is.
-            into: Where the values are written in the place of ``rows``: a tensor of the same shape and dtype.
+            into: Where the values are written instead: a tensor of the same shape and dtype.
+
+        Raises:
+            PartlyMergedError: The memory ran out, and again when the block was tried once more.
         """
         blocks = self._blocks(rows, start)
         targets = blocks if into is None else self._blocks(into, start)
-        for (first, there), (_, target) in zip(blocks, targets, strict=True):
-            block = there.to(self._device)
-            out = target if block is there else block
+        for (first, stored), (_, target) in zip(blocks, targets, strict=True):
+            block = stored.to(self._device)
+            out = target if block is stored else block
             try:
                 self._rounder.store(self._merged(block, first), out)
             except (MemoryError, RuntimeError) as error:
-                self._spare = None
-                try:  # a block is written by the last operation on it, so it can be merged once more
+                self._spare = None  # room for the temporaries of this block
+                try:  # the block's last operation is the one that writes it, so it can be merged once more
                     self._rounder.store(self._merged(block, first), out)
                 except (MemoryError, RuntimeError):
-                    raise PartlyMerged(first, error) from error
+                    raise PartlyMergedError(first, error) from error
             if out is not target:
                 target.copy_(out)
 
@@ -208,13 +213,17 @@ class RowMerger:
         return list(zip(itertools.accumulate(sizes, initial=start), rows.split_with_sizes(sizes), strict=False))
 
     def _load(self, block: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
-        """Copy rows into the buffer, filled up with zeros to whole groups of eight; returns it, and the rows before."""
+        """Copy rows into the buffer, padded with zeros to whole groups of eight.
+
+        Returns:
+            The buffer, and the number of rows of zeros before the block.
+        """
         count, lead = block.shape[0], first % ROWS
         rows = -(-(lead + count) // ROWS) * ROWS
         values = self._views.get(rows)
         if values is None:
             values = self._views[rows] = self._buffer(self._values, rows, block.shape[1])
-        if rows == count:  # by far the most blocks
+        if rows == count:  # nearly every block
             return self._rounder.load(block, values), 0
         values[:lead] = 0
         values[lead + count :] = 0
@@ -229,70 +238,70 @@ class RowMerger:
         """Add the delta of one term to whole groups of rows from row ``first`` of the weight."""
         rows, at = values.shape[0], first - self._left_from
         if self._left_from < 0 or not 0 <= at <= self._span - rows:
-            self._bring_left(first)
+            self._convert_left(first)
             at = 0
         number, beyond = divmod(at, self.rows_per_block)
         whole = rows == self.rows_per_block and not beyond
         left = self._left_blocks[index][number] if whole else self._left[index][at : at + rows]
         rank = 0
         for right in self._right[index]:
-            part = left if len(self._right[index]) == 1 else left[:, rank : rank + RANKS]
-            values.addmm_(part, right)
+            columns = left if len(self._right[index]) == 1 else left[:, rank : rank + RANKS]
+            values.addmm_(columns, right)
             rank += RANKS
 
-    def _bring_left(self, first: int) -> None:
-        """Hold the left factors, scaled, from row ``first`` on; beyond the last row they are zero."""
+    def _convert_left(self, first: int) -> None:
+        """Convert the left factors, scaled, from row ``first`` on; beyond the last row they are zero."""
         self._left_from = first
         for term, left in zip(self.update.terms, self._left, strict=True):
-            there = term.left.detach()[first : first + len(left)].to(self._device)
-            left[: len(there)].copy_(there).mul_(term.scaling)
-            left[len(there) :] = 0
+            stored = term.left.detach()[first : first + len(left)].to(self._device)
+            left[: len(stored)].copy_(stored).mul_(term.scaling)
+            left[len(stored) :] = 0
 
     def _merged(self, block: torch.Tensor, first: int) -> torch.Tensor:
         values, lead = self._load(block, first)
-        start = None if self._start is None else self._buffer(self._start, *values.shape).copy_(values)
-        own = values if self._own is None else self._buffer(self._own, *values.shape)
+        weight = None if self._weight is None else self._buffer(self._weight, *values.shape).copy_(values)
+        own_sum = values if self._own_sum is None else self._buffer(self._own_sum, *values.shape)
         for index, term in enumerate(self.update.terms):
             if term.magnitude is None:
                 self._add(values, index, first - lead)
-            elif index == 0 or start is None:
+            elif index == 0 or weight is None:
                 self._add(values, index, first - lead)
-                values.mul_(self._factor(index, values, first, lead, len(block)))
-            else:
-                own.copy_(start)
-                self._add(own, index, first - lead)
-                factor = self._factor(index, own, first, lead, len(block))
+                values.mul_(self._dora_factor(index, values, first, lead, len(block)))
+            else:  # the norm is that of the weight and this term alone, without the terms before
+                own_sum.copy_(weight)
+                self._add(own_sum, index, first - lead)
+                factor = self._dora_factor(index, own_sum, first, lead, len(block))
                 self._add(values, index, first - lead)
                 values.mul_(factor)
         return values if len(block) == len(values) else values[lead : lead + len(block)]
 
-    def _factor(self, index: int, values: torch.Tensor, first: int, lead: int, count: int) -> torch.Tensor:
+    def _dora_factor(self, index: int, values: torch.Tensor, first: int, lead: int, count: int) -> torch.Tensor:
         """Return magnitude / norm, to be multiplied with the buffer."""
         magnitude = self._magnitude[index]
         if self.update.axis == 1:
-            if not self._normed:
+            if self._norms_are_squares:
                 for norm in self.norms.values():
                     norm.sqrt_()
-                self._normed = True
+                self._norms_are_squares = False
             return magnitude / self.norms[index]
         norms: torch.Tensor = torch.linalg.vector_norm(values, dim=1, keepdim=True)
-        inside, of_rows = norms[lead : lead + count], slice(first, first + count)
-        self.norms[index][of_rows] = inside[:, 0]
-        torch.div(magnitude[of_rows].unsqueeze(1), inside, out=inside)  # rows beyond are zero, and thrown away
+        inside, rows = norms[lead : lead + count], slice(first, first + count)
+        self.norms[index][rows] = inside[:, 0]
+        torch.div(magnitude[rows].unsqueeze(1), inside, out=inside)  # the padding keeps its zeros, and is thrown away
         return norms
 
 
 def _sizes(count: int, size: int, first: int = 0) -> list[int]:
-    """Cut a number into the first piece, whole pieces and the rest."""
+    """Cut ``count`` into a first piece, whole pieces and the rest, as far as they are not empty."""
     whole, rest = divmod(count - first, size)
-    return [each for each in (first, *[size] * whole, rest) if each]
+    return [length for length in (first, *[size] * whole, rest) if length]
 
 
 def merge_matrix(update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 4 * MiB) -> dict[int, torch.Tensor]:
-    """Overwrite a whole weight, seen as a matrix, with its merged values.
+    """Overwrite a whole weight, viewed as a matrix, with its merged values.
 
     Returns:
-        DoRA's norms by index of the term, for whoever has to undo the merge.
+        DoRA's norms by index of the term; peft needs them to unmerge.
     """
     merger = RowMerger(update, matrix.dtype, matrix.device, scratch_bytes=scratch_bytes)
     if update.needs_norms:

@@ -1,0 +1,37 @@
+"""peft's tuner layers as the modules that they are, which peft's own annotations do not say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+if TYPE_CHECKING:
+    # BaseTunerLayer is a mixin: every class that peft puts into a model derives from torch.nn.Module as well.
+    class TunerModule(torch.nn.Module, BaseTunerLayer):
+        """A layer of any of peft's tuners."""
+
+    class LoraModule(TunerModule, LoraLayer):
+        """A layer of LoRA."""
+
+
+def is_tuner_layer(module: object) -> TypeGuard[TunerModule]:
+    """Return whether an object is a layer of one of peft's tuners."""
+    return isinstance(module, BaseTunerLayer)
+
+
+def is_lora_layer(module: object) -> TypeGuard[LoraModule]:
+    """Return whether an object is a layer of LoRA."""
+    return isinstance(module, LoraLayer)
+
+
+def outermost_tuner_layers(model: torch.nn.Module) -> list[tuple[str, TunerModule]]:
+    """Return the tuner layers of a model with their paths, without those that lie inside another one."""
+    layers: list[tuple[str, TunerModule]] = []
+    for path, module in model.named_modules():
+        # named_modules() walks depth first, so what lies inside a layer directly follows it.
+        if is_tuner_layer(module) and not any(path.startswith(f"{outer}.") for outer, _ in layers[-1:]):
+            layers.append((path, module))
+    return layers
