@@ -175,9 +175,11 @@ def _sharded_meta(folder: str) -> nn.Module:
 def _buffers(model: nn.Module, folder: str) -> nn.Module:
     # the peers leave inv_freq to their caller; it is given to them, so that only weights are compared
     from safe_loading import meta_model
-    from safe_loading._sharding.buffers import compute_buffers, place_buffers
+    from safe_loading._sharding.buffers import compute_buffers
 
-    place_buffers(model, compute_buffers(meta_model(folder)), device="cpu")
+    for name, value in compute_buffers(meta_model(folder)).items():
+        path, _, attribute = name.rpartition(".")
+        model.get_submodule(path)._buffers[attribute] = value
     return model
 
 

@@ -41,19 +41,16 @@ def ours(folder: Path, model: Any, dtype: Any) -> dict[str, Any]:
     from safe_loading._sharding import fsdp2
     from safe_loading._sharding.checkpoint_source import open_source
     from safe_loading._sharding.parameters import parameters_of
-    from safe_loading._sharding.read_plan import ShardTarget
-    from safe_loading._sharding.reading import read_targets
-    from safe_loading._sharding.tensor_slices import Flat
+    from safe_loading._sharding.reading import ShardTarget, read_targets
 
     source = open_source(folder, model)
     parameters = parameters_of(model)
     shards = fsdp2.allocate(parameters, RANK, WORLD, torch.device("cpu"))
     targets = [
-        ShardTarget(held.name, tuple(held.tensor.shape), dtype, Flat(own.start, own.stop), shards[held.name].view(-1))
-        for held, own in zip(parameters, fsdp2.stretches(parameters, RANK, WORLD), strict=True)
+        ShardTarget(own.name, own.start, own.stop, shards[own.name].view(-1))
+        for own in fsdp2.owned_ranges(parameters, RANK, WORLD)
     ]
-    report = read_targets(source, None, targets)
-    read = report.bytes_read / source.checkpoint.nbytes * WORLD
+    read = read_targets(source, targets) / sum(info.nbytes for info in source.checkpoint.tensors.values()) * WORLD
     return {"held": list(shards.values()), "read": read}
 
 

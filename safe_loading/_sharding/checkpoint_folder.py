@@ -1,4 +1,4 @@
-"""A checkpoint in a folder as the source of a wrap: which tensors it has, and this rank's parts read from it."""
+"""A checkpoint in a folder as the source of a wrap: which tensors it has, and reading what this rank owns of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -24,10 +23,8 @@ from safe_loading.errors import RanksDisagree
 
 from .checkpoint_source import CheckpointSource, disk_tensors, open_source
 from .local_shard import LocalShard
-from .read_plan import ShardTarget
-from .reading import differing, read_targets
+from .reading import ShardTarget, differing, read_targets
 from .setup import Setup
-from .tensor_slices import Flat, whole
 
 _SAMPLE_BYTES = 4096
 
@@ -78,51 +75,47 @@ class Folder:
                 sides,
             )
 
-    def read(self, setup: Setup, part: LocalShard) -> int:
-        """Read this rank's part into its memory; return the bytes that were read.
+    def read(self, shard: LocalShard) -> int:
+        """Read what this rank owns into its memory, and return how many bytes were read.
 
         Raises:
             CheckpointError: A file changed meanwhile, or cannot be read.
         """
         if self.source is None:
             return 0
-        report = read_targets(self.source, None, self._targets(setup, part))
+        bytes_read = read_targets(self.source, self._targets(shard))
         require_unchanged(self.source.checkpoint)
-        return report.bytes_read
+        return bytes_read
 
-    def differing(self, setup: Setup, part: LocalShard) -> list[str]:
+    def differing(self, shard: LocalShard) -> list[str]:
         """Return the tensors of which this rank does not hold what the folder does, by a second read."""
-        return [] if self.source is None else differing(self.source, self._targets(setup, part))
+        return [] if self.source is None else differing(self.source, self._targets(shard))
 
-    def _targets(self, setup: Setup, part: LocalShard) -> list[ShardTarget]:
-        held = {each.name: each.tensor for each in setup.everything()}
+    def _targets(self, shard: LocalShard) -> list[ShardTarget]:
         targets = [
-            self._target(held[each.name], each.name, Flat(each.start, each.stop), part.local[each.name])
-            for each in part.mine
-            if each.name in self.disk_name
+            ShardTarget(self.disk_name[own.name], own.start, own.stop, shard.local[own.name].view(-1))
+            for own in shard.owned
+            if own.name in self.disk_name
         ]
         targets += [
-            self._target(held[name], name, whole(held[name].shape), tensor)
-            for name, tensor in part.whole.items()
+            ShardTarget(self.disk_name[name], 0, tensor.numel(), tensor.view(-1))
+            for name, tensor in shard.replicated.items()
             if name in self.disk_name
         ]
         return targets
 
-    def _target(self, tensor: torch.Tensor, name: str, region: Any, destination: torch.Tensor) -> ShardTarget:
-        flat = destination.view(-1) if isinstance(region, Flat) else destination
-        return ShardTarget(self.disk_name[name], tuple(tensor.shape), tensor.dtype, region, flat)
-
 
 def find_folder(setup: Setup, ranks: Ranks) -> Path | None:
-    """Return the folder on this machine; a hub id is asked for once a node."""
-    if setup.folder is None:
+    """Return the folder on this machine; on each node one rank resolves a hub id."""
+    folder, timeout = setup.values.folder, setup.how.timeout
+    if folder is None:
         return None
-    if Path(setup.folder).is_dir():
-        return Path(setup.folder)
-    leader = ranks.leader(timeout=setup.timeout)
-    with ranks.together("find the checkpoint", timeout=setup.timeout) as phase:
+    if Path(folder).is_dir():
+        return Path(folder)
+    leader = ranks.leader(timeout=timeout)
+    with ranks.together("find the checkpoint", timeout=timeout) as phase:
         if ranks.rank == leader:
-            phase.payload = str(resolve(setup.folder, base_files({})).folder)
+            phase.payload = str(resolve(folder, base_files({})).folder)
     return Path(phase.results[ranks.index(leader)])
 
 
@@ -136,18 +129,19 @@ def open_folder(setup: Setup, path: Path | None) -> Folder:
         return Folder()
     base, prefix = base_of(setup.model)
     rename = _without_adapters(base)
-    source = open_source(path, base, init_new=lambda name: True, heads=True, names=rename)
+    source = open_source(path, base, is_new=lambda name: True, heads=True, names=rename)
     if source.layout.mismatched:
+        # opened again to be refused: everything may be missing here, as rank 0 may have it, but no shape may differ
         mismatched = frozenset(source.layout.mismatched)
-        open_source(path, base, init_new=lambda name: name not in mismatched, names=rename)
+        open_source(path, base, is_new=lambda name: name not in mismatched, names=rename)
     disk_name = {}
-    for held in setup.everything():
-        for name in held.names:
+    for tensor in setup.tensors.all:
+        for name in tensor.names:
             inside = rename(name.removeprefix(prefix)) if name.startswith(prefix) else None
-            if inside is not None and held.persistent and source.held_as(inside) is not None:
-                disk_name[held.name] = inside
+            if inside is not None and tensor.persistent and source.stored_as(inside) is not None:
+                disk_name[tensor.name] = inside
                 break
-    findings = (*source.checkpoint.findings, *_casts(setup, source, disk_name), *_heads(source))
+    findings = (*source.checkpoint.findings, *_dtype_findings(setup, source, disk_name), *_head_findings(source))
     return Folder(source, disk_name, _digest(source), findings)
 
 
@@ -211,7 +205,7 @@ def _without_adapters(base: nn.Module) -> Rename:
     return rename
 
 
-def _heads(source: CheckpointSource) -> list[Finding]:
+def _head_findings(source: CheckpointSource) -> list[Finding]:
     """Return a finding for the head of another task, which stays where it is."""
     if not source.heads:
         return []
@@ -226,25 +220,25 @@ def _heads(source: CheckpointSource) -> list[Finding]:
     ]
 
 
-def _casts(setup: Setup, source: CheckpointSource, disk_name: Mapping[str, str]) -> list[Finding]:
+def _dtype_findings(setup: Setup, source: CheckpointSource, disk_name: Mapping[str, str]) -> list[Finding]:
     """Return one finding for all tensors whose dtype on disk is not the model's."""
     cast = []
-    for held in setup.everything():
-        name = source.held_as(disk_name[held.name]) if held.name in disk_name else None
+    for tensor in setup.tensors.all:
+        name = source.stored_as(disk_name[tensor.name]) if tensor.name in disk_name else None
         infos = disk_tensors(source, name) if name is not None else []
-        if any(DTYPES.get(info.dtype) != held.tensor.dtype for info in infos):
-            cast.append((held, sorted({info.dtype for info in infos})))
+        if any(DTYPES.get(info.dtype) != tensor.tensor.dtype for info in infos):
+            cast.append((tensor, sorted({info.dtype for info in infos})))
     if not cast:
         return []
-    held, kinds = cast[0]
+    first, dtypes = cast[0]
     return [
         Finding(
             "dtype-cast",
             "info",
-            held.name,
-            f"the checkpoint has {', '.join(kinds)}, the model {held.tensor.dtype}, as {len(cast)} tensors in all; the "
-            f"model's dtype was kept.",
+            first.name,
+            f"the checkpoint has {', '.join(dtypes)}, the model {first.tensor.dtype}, as for {len(cast)} tensors in "
+            f"all; the model's dtype was kept.",
             "none needed; meta_model(folder) makes the model in the dtype of its checkpoint.",
-            sum(each.nbytes for each, _ in cast),
+            sum(tensor.nbytes for tensor, _ in cast),
         )
     ]

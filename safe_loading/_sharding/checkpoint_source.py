@@ -22,8 +22,6 @@ from safe_loading.errors import CheckpointError
 
 from .convert import made_by
 
-New = Callable[[str], bool] | Collection[str]
-
 
 class ExpectedTensor(NamedTuple):
     """What a model has under a name: a shape and a dtype, and no memory."""
@@ -39,13 +37,11 @@ class CheckpointSource:
     Attributes:
         checkpoint: The headers of its files.
         layout: Where each parameter and persistent buffer lies.
-        slots: What the model has, by name; a tied parameter stands under each of its names.
+        slots: What the model has, by name; a tied parameter is there under each of its names.
         same_as: For each tied name, all the names of that parameter.
         conversions: What makes the parameters whose layout cannot be followed, by their names.
-        missing: What the checkpoint does not hold and need not: names of new modules, and what the class says.
         config: The model's config, which transformers' converters read.
-        unexpected: What the checkpoint holds and the model does not know; empty unless that was allowed.
-        heads: Of these the tensors of another task's head, each with its file.
+        heads: The tensors of another task's head that the checkpoint holds, each with its file.
     """
 
     checkpoint: Checkpoint
@@ -53,31 +49,27 @@ class CheckpointSource:
     slots: Mapping[str, ExpectedTensor]
     same_as: Mapping[str, tuple[str, ...]]
     conversions: Mapping[str, Conversion]
-    missing: tuple[str, ...]
     config: Any
-    unexpected: tuple[str, ...]
     heads: tuple[str, ...] = ()
 
-    def held_as(self, name: str) -> str | None:
-        """Return the name under which the checkpoint holds a parameter: its own, or one that it is tied to."""
-        if name in self.layout.of or name in self.conversions:
+    def stored_as(self, name: str) -> str | None:
+        """Return the name under which the checkpoint has a parameter: its own, or one that it is tied to."""
+        if name in self.layout.of or name in self.conversions:  # nearly every one
             return name
-        return next(iter(self.all_held_as(name)), None)
+        return next(iter(self.all_stored_as(name)), None)
 
-    def all_held_as(self, name: str) -> tuple[str, ...]:
-        """Return all the names under which the checkpoint holds a parameter, its own first."""
+    def all_stored_as(self, name: str) -> Sequence[str]:
+        """Return all the names under which the checkpoint has a parameter, its own first."""
         names = (name, *(other for other in self.same_as.get(name, ()) if other != name))
-        return tuple(other for other in names if other in self.layout.of or other in self.conversions)
+        return [other for other in names if other in self.layout.of or other in self.conversions]
 
 
 def open_source(
     folder: str | os.PathLike[str],
     model: torch.nn.Module,
     *,
-    init_new: New = (),
-    strict: bool = True,
+    is_new: Callable[[str], bool] = lambda name: False,
     heads: bool = False,
-    variant: str | None = None,
     names: Callable[[str], str | None] = canonical,
 ) -> CheckpointSource:
     """Read the headers of a checkpoint and find the place of every parameter and persistent buffer; no tensor is read.
@@ -85,16 +77,14 @@ def open_source(
     Args:
         folder: The folder.
         model: The model as its class makes it (on meta, or real): before FSDP1 wraps it, and without an adapter.
-        init_new: What is new, and not expected in the checkpoint: names, or a function of a name.
-        strict: Whether tensors that the model does not know are an error; else they are listed in ``unexpected``.
-        heads: Whether the head of another task (a language model's, under a classifier) is no error; it is listed.
-        variant: The variant of the files, such as ``"fp16"``.
-        names: From a name in the model to the name that its class gives it; None for what is not of the checkpoint.
+        is_new: Whether a tensor of this name need not be in the checkpoint.
+        heads: Whether the head of another task (a language model's, under a classifier) is allowed; it is listed.
+        names: From a name in the model to the name that its class gives it; None for what no checkpoint has.
 
     Raises:
         CheckpointError: The checkpoint is not whole, or does not fit the model. All that is wrong is listed.
     """
-    checkpoint = read_checkpoint(Path(folder), variant=variant, kind="model")
+    checkpoint = read_checkpoint(Path(folder), kind="model")
     slots, same_as = _slots(model, names)
     layout = read_layout(model, checkpoint.tensors, slots)
     config = getattr(model, "config", None)
@@ -108,13 +98,12 @@ def open_source(
             if name in slots and shape != slots[name].shape and not problem:
                 disk = [tensor for group in conversion.sources.values() for tensor in group]
                 problems.append(_mismatch(name, slots[name], shape, checkpoint, disk))
-    is_new = _predicate(init_new)
-    source = CheckpointSource(checkpoint, layout, slots, same_as, conversions, (), config, ())
+    source = CheckpointSource(checkpoint, layout, slots, same_as, conversions, config)
     for name, shape in layout.mismatched.items():
         if not is_new(name):
             disk = [disk for disk, key in layout.key_of.items() if key == name]
             problems.append(_mismatch(name, slots[name], shape, checkpoint, disk))
-    lacking = [name for name in slots if source.held_as(name) is None and name not in layout.mismatched]
+    lacking = [name for name in slots if source.stored_as(name) is None and name not in layout.mismatched]
     lacking += [name for name in layout.mismatched if is_new(name)]
     optional = _pattern(getattr(model, "_keys_to_ignore_on_load_missing", None))
     problems += [
@@ -124,16 +113,14 @@ def open_source(
     ]
     unexpected = _unexpected(model, layout)
     others = [disk for disk in unexpected if heads and _is_head(model, disk, checkpoint.tensors)]
-    if strict:
-        problems += [_surplus(checkpoint, layout, disk) for disk in unexpected if disk not in others]
+    problems += [_surplus(checkpoint, layout, disk) for disk in unexpected if disk not in others]
     if problems:
         raise CheckpointError(
             f"{checkpoint.folder} does not fit this {type(model).__name__}; nothing was read. Pass the checkpoint that "
             f"the model was built from, and name what is truly new in init_new=:",
             problems,
         )
-    told = tuple(_surplus(checkpoint, layout, disk) for disk in others)
-    return dataclasses.replace(source, missing=tuple(lacking), unexpected=tuple(unexpected), heads=told)
+    return dataclasses.replace(source, heads=tuple(_surplus(checkpoint, layout, disk) for disk in others))
 
 
 def _slots(
@@ -227,13 +214,6 @@ def _of(slot: ExpectedTensor) -> str:
 
 def _pattern(patterns: Collection[str] | None) -> re.Pattern[str] | None:
     return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns))) if patterns else None
-
-
-def _predicate(new: New) -> Callable[[str], bool]:
-    if callable(new):
-        return new
-    names = frozenset(new)
-    return lambda name: name in names
 
 
 def disk_tensors(source: CheckpointSource, name: str) -> list[TensorInfo]:

@@ -1,8 +1,15 @@
-"""From a region of a parameter to the bytes of the files that it is made of: arithmetic, and no file is opened."""
+"""Which bytes of which files hold a range of a parameter's elements: arithmetic only, no file is opened.
+
+A rank owns a range of a parameter's elements in row-major order: whole rows with FSDP2, any range with FSDP1. The
+parameter may be put together from pieces of several tensors on disk (stacked experts, fused projections), each of
+them possibly transposed. So the range is taken apart into boxes, every box is intersected with every piece, and each
+intersection is a :class:`FileBlock`: a strided block of one tensor on disk, and its strides in memory.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -10,10 +17,19 @@ from typing import NamedTuple
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._model.layout.disk_blocks import DiskBlock, Whole
 
-from .tensor_slices import Box, Flat, Region, boxes
 
-Dim = tuple[int, int, int]
-"""How many elements a block has along a dimension, and their distance in the file and in memory, in elements."""
+class Dim(NamedTuple):
+    """One dimension of a block.
+
+    Attributes:
+        size: How many elements the block has along it.
+        on_disk: The distance between two of them in the file, in elements.
+        in_memory: Their distance in memory, in elements.
+    """
+
+    size: int
+    on_disk: int
+    in_memory: int
 
 
 class FileBlock(NamedTuple):
@@ -21,9 +37,9 @@ class FileBlock(NamedTuple):
 
     Attributes:
         info: The tensor.
-        begin: Its first byte in the file.
+        begin: The block's first byte in the file.
         to: Its first element in the destination.
-        dims: Its dimensions, in the order of the file; those that lie together are one.
+        dims: Its dimensions, slowest on disk first; dimensions that are contiguous on both sides are merged.
         itemsize: The bytes of an element in the file.
     """
 
@@ -35,101 +51,139 @@ class FileBlock(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are read."""
-        return self.itemsize * math.prod(count for count, _, _ in self.dims)
+        """How many bytes are read."""
+        return self.itemsize * math.prod(dim.size for dim in self.dims)
 
     @property
     def in_order(self) -> bool:
-        """Whether its elements stand in the file in the order of memory, so that runs of them can be read in place."""
-        _, on_disk, in_memory = self.dims[-1]
-        return on_disk == in_memory == 1
+        """Whether runs of elements are contiguous both in the file and in memory, so that they can be read in place."""
+        return self.dims[-1].on_disk == self.dims[-1].in_memory == 1
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Yield each run of a block that is in order: first byte in the file, first element in memory, count."""
+        """Yield each contiguous run of a block that is in order: first byte in the file, first element, count."""
         return _runs(self.begin, self.to, self.dims, self.itemsize)
 
     def packed(self) -> FileBlock:
-        """Return the block that puts the same elements one after another, in the order of the file."""
-        strides = row_major([count for count, _, _ in self.dims])
-        dims = [(count, on_disk, stride) for (count, on_disk, _), stride in zip(self.dims, strides, strict=True)]
-        joined = _joined(dims)
-        # elements that lie apart in the file are runs of one
-        return self._replace(to=0, dims=joined if joined[-1][1] == 1 else (*joined, (1, 1, 1)))
+        """Return the block that reads the same elements into contiguous memory, in the order of the file."""
+        strides = _row_major_strides([dim.size for dim in self.dims])
+        dims = _merged([Dim(dim.size, dim.on_disk, stride) for dim, stride in zip(self.dims, strides, strict=True)])
+        # elements that are apart in the file become runs of one element
+        return self._replace(to=0, dims=dims if dims[-1].on_disk == 1 else (*dims, Dim(1, 1, 1)))
 
-    def parts(self, limit: int) -> Iterator[FileBlock]:
-        """Yield blocks of at most ``limit`` bytes (at least one element) that are this one together."""
+    def split(self, limit: int) -> Iterator[FileBlock]:
+        """Yield blocks of at most ``limit`` bytes (at least one element) that together are this one."""
         if self.nbytes <= max(limit, self.itemsize):
             yield self
             return
-        (count, on_disk, in_memory), *inner = self.dims
-        step = max(1, limit // (self.nbytes // count))
-        for start in range(0, count, step):
-            dims = ((min(step, count - start), on_disk, in_memory), *inner)
-            moved = self._replace(begin=self.begin + start * on_disk * self.itemsize, to=self.to + start * in_memory)
-            # joined anew: a single step has a dimension less
-            yield from moved._replace(dims=_joined(dims)).parts(limit)
+        outer, *inner = self.dims
+        step = max(1, limit // (self.nbytes // outer.size))
+        for start in range(0, outer.size, step):
+            dims = (outer._replace(size=min(step, outer.size - start)), *inner)
+            begin, to = self.begin + start * outer.on_disk * self.itemsize, self.to + start * outer.in_memory
+            # merged anew: with a size of one the outer dimension is gone, and the next one can be split
+            yield from self._replace(begin=begin, to=to, dims=_merged(dims)).split(limit)
 
 
-def blocks_of(
-    whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int], region: Region
+def blocks_of_range(
+    whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int], start: int, stop: int
 ) -> Iterable[FileBlock]:
-    """Return the blocks that a region of a parameter is made of.
+    """Return the blocks that hold a range of a parameter's elements.
 
     Args:
-        whole: Where the parameter lies.
-        infos: The tensor on disk of each of its pieces.
-        itemsizes: The bytes of an element of each of them.
-        region: The part of the parameter that is wanted, which lies in row-major order in memory.
+        whole: Which pieces of tensors on disk the parameter is made of.
+        infos: The tensor on disk of each piece.
+        itemsizes: The bytes of an element of each of these tensors.
+        start: The first element of the range, in row-major order.
+        stop: The element after its last one.
     """
-    if _is_as_is(whole, infos):  # nearly every tensor of nearly every model
-        stretch = _stretch(region, whole.shape)
-        if stretch is not None:
-            start, numel = stretch
-            begin = infos[0].start + start * itemsizes[0]
-            return [FileBlock(infos[0], begin, 0, ((numel, 1, 1),), itemsizes[0])] if numel else []
-    return _cut_out(whole, infos, itemsizes, region)
+    if _is_one_tensor(whole, infos):  # nearly every parameter of nearly every model
+        begin = infos[0].start + start * itemsizes[0]
+        return [FileBlock(infos[0], begin, 0, (Dim(stop - start, 1, 1),), itemsizes[0])] if stop > start else []
+    return _intersections(whole, infos, itemsizes, start, stop)
 
 
-def _cut_out(
-    whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int], region: Region
-) -> Iterator[FileBlock]:
-    for to, box in boxes(region, whole.shape):
-        strides = row_major(box.size)
-        for piece, info, itemsize in zip(whole.pieces, infos, itemsizes, strict=True):
-            cut = _cut(piece, box, strides)
-            if cut is None:
-                continue
-            first, count, apart, moved = cut
-            on_disk = row_major(info.shape)
-            begin = info.start + itemsize * sum(at * stride for at, stride in zip(first, on_disk, strict=True))
-            yield FileBlock(info, begin, to + moved, _joined([*zip(count, on_disk, apart, strict=True)]), itemsize)
-
-
-def _is_as_is(whole: Whole, infos: Sequence[TensorInfo]) -> bool:
-    """Return whether a parameter is one tensor on disk, element for element."""
+def _is_one_tensor(whole: Whole, infos: Sequence[TensorInfo]) -> bool:
+    """Whether a parameter is one tensor on disk, element for element."""
     if len(infos) != 1 or whole.shape != infos[0].shape:
         return False
     dims = whole.pieces[0].dims
-    return dims == _in_turn(len(dims))
+    return dims == _untransposed(len(dims))
 
 
 @functools.cache
-def _in_turn(count: int) -> tuple[int, ...]:
+def _untransposed(count: int) -> tuple[int, ...]:
     return tuple(range(count))
 
 
-def _stretch(region: Region, shape: Sequence[int]) -> tuple[int, int] | None:
-    """Return the first element and the number of a region's elements, when they follow one another in the tensor."""
-    if isinstance(region, Flat):
-        return region.start, region.numel
-    if region.size[1:] != tuple(shape[1:]):
-        return None
-    rows = math.prod(shape[1:])
-    return (region.offset[0] * rows, region.size[0] * rows) if shape else (0, 1)
+class Box(NamedTuple):
+    """A rectangular part of a tensor.
+
+    Attributes:
+        offset: Its first element, per dimension.
+        size: Its size, per dimension.
+    """
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.size)
 
 
-def row_major(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor, in elements."""
+def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[int, Box]]:
+    """Yield the boxes that a range of elements is made of, each with the position of its first element in the range.
+
+    They are at most ``2 * dimensions - 1``: ragged rows at both ends, whole rows between them.
+    """
+    strides = _row_major_strides(shape)
+    at = start
+    while at < stop:
+        offset = tuple(at // stride % size for stride, size in zip(strides, shape, strict=True))
+        # the outermost dimension along which whole steps can be made from here
+        dim = next((dim for dim, stride in enumerate(strides) if at % stride == 0 and at + stride <= stop), None)
+        if dim is None:  # a scalar
+            yield at - start, Box((), ())
+            return
+        count = min(shape[dim] - offset[dim], (stop - at) // strides[dim])
+        yield at - start, Box(offset, (*itertools.repeat(1, dim), count, *shape[dim + 1 :]))
+        at += count * strides[dim]
+
+
+def _intersections(
+    whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int], start: int, stop: int
+) -> Iterator[FileBlock]:
+    for to, box in boxes_of_range(start, stop, whole.shape):
+        strides = _row_major_strides(box.size)
+        for piece, info, itemsize in zip(whole.pieces, infos, itemsizes, strict=True):
+            block = _intersection(piece, info, itemsize, box, strides, to)
+            if block is not None:
+                yield block
+
+
+def _intersection(
+    piece: DiskBlock, info: TensorInfo, itemsize: int, box: Box, strides: Sequence[int], to: int
+) -> FileBlock | None:
+    """Return what a piece has in common with a box that begins at ``to`` and has these strides; None for nothing."""
+    # per dimension on disk: the first element, how many, and their distance in memory
+    first, count, in_memory = [*piece.begin], [*piece.size], [0] * len(piece.size)
+    for dim, disk_dim in enumerate(piece.dims):
+        start, stop = box.offset[dim], box.offset[dim] + box.size[dim]
+        low, high = max(piece.at[dim], start), min(piece.at[dim] + piece.extent(dim), stop)
+        if low >= high:
+            return None
+        to += (low - start) * strides[dim]
+        if disk_dim >= 0:  # else the loader added the dimension by stacking, and the disk has none
+            first[disk_dim] += low - piece.at[dim]
+            count[disk_dim] = high - low
+            in_memory[disk_dim] = strides[dim]
+    on_disk = _row_major_strides(info.shape)
+    begin = info.start + itemsize * sum(at * stride for at, stride in zip(first, on_disk, strict=True))
+    return FileBlock(info, begin, to, _merged([*map(Dim, count, on_disk, in_memory)]), itemsize)
+
+
+def _row_major_strides(shape: Sequence[int]) -> list[int]:
     strides, step = [1] * len(shape), 1
     for dim in range(len(shape) - 1, -1, -1):
         strides[dim] = step
@@ -137,41 +191,25 @@ def row_major(shape: Sequence[int]) -> list[int]:
     return strides
 
 
-def _cut(piece: DiskBlock, box: Box, strides: Sequence[int]) -> tuple[list[int], list[int], list[int], int] | None:
-    """Return begin, size and distances in memory per disk dimension, and the place in the box; None if apart."""
-    first, count, apart, moved = [*piece.begin], [*piece.size], [0] * len(piece.size), 0
-    for dim, source in enumerate(piece.dims):
-        at, start, stop = piece.at[dim], box.offset[dim], box.offset[dim] + box.size[dim]
-        low, high = max(at, start), min(at + (1 if source < 0 else piece.size[source]), stop)
-        if low >= high:
-            return None
-        moved += (low - start) * strides[dim]
-        if source >= 0:
-            first[source] += low - at
-            count[source] = high - low
-            apart[source] = strides[dim]
-    return first, count, apart, moved
-
-
-def _joined(dims: Sequence[Dim]) -> tuple[Dim, ...]:
+def _merged(dims: Sequence[Dim]) -> tuple[Dim, ...]:
     """Return the same elements in as few dimensions as they need, at least one."""
     result: list[Dim] = []
     for dim in reversed(dims):
-        if dim[0] == 1:
+        if dim.size == 1:
             continue
         if result:
-            count, on_disk, in_memory = result[-1]
-            if dim[1] == count * on_disk and dim[2] == count * in_memory:
-                result[-1] = (count * dim[0], on_disk, in_memory)
+            inner = result[-1]
+            if dim.on_disk == inner.size * inner.on_disk and dim.in_memory == inner.size * inner.in_memory:
+                result[-1] = inner._replace(size=inner.size * dim.size)
                 continue
         result.append(dim)
-    return tuple(reversed(result)) or ((1, 1, 1),)
+    return tuple(reversed(result)) or (Dim(1, 1, 1),)
 
 
 def _runs(begin: int, to: int, dims: Sequence[Dim], itemsize: int) -> Iterator[tuple[int, int, int]]:
-    if len(dims) == 1:
-        yield begin, to, dims[0][0]
+    outer, *inner = dims
+    if not inner:
+        yield begin, to, outer.size
         return
-    (count, on_disk, in_memory), *inner = dims
-    for number in range(count):
-        yield from _runs(begin + number * on_disk * itemsize, to + number * in_memory, inner, itemsize)
+    for number in range(outer.size):
+        yield from _runs(begin + number * outer.on_disk * itemsize, to + number * outer.in_memory, inner, itemsize)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
+from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from safe_loading._core.names import canonical
@@ -23,7 +24,7 @@ from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import ArgumentError
 
 from .fsdp_units import ShardingUnit
-from .scatter import ElementRange
+from .local_shard import ElementRange
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -31,48 +32,46 @@ def is_unit(module: nn.Module) -> bool:
     return isinstance(module, FullyShardedDataParallel)
 
 
-def mixed_precision_policy(asked: Any) -> MixedPrecision | None:
-    """Return the policy that is meant; a dtype means computing in it and reducing gradients in float32.
+def mixed_precision_policy(policy: object) -> MixedPrecision | None:
+    """Return a policy of FSDP1; a dtype stands for computing in it and reducing gradients in float32.
 
     Raises:
         ArgumentError: It is neither a dtype nor a policy of FSDP1.
     """
-    if isinstance(asked, torch.dtype):
-        return MixedPrecision(param_dtype=asked, reduce_dtype=torch.float32)
-    if asked is None or isinstance(asked, MixedPrecision):
-        return asked
-    raise ArgumentError(f"mixed_precision={asked!r}: FSDP1 takes a MixedPrecision, a torch.dtype or None.")
+    if isinstance(policy, torch.dtype):
+        return MixedPrecision(param_dtype=policy, reduce_dtype=torch.float32)
+    if policy is None or isinstance(policy, MixedPrecision):
+        return policy
+    raise ArgumentError(f"mixed_precision={policy!r}: FSDP1 takes a MixedPrecision, a torch.dtype or None.")
 
 
-def offload_policy(asked: Any, device: torch.device) -> CPUOffload | None:
-    """Return the policy that is meant; on the CPU there is none: FSDP1 would pin the shards for a device.
+def offload_policy(policy: object, device: torch.device) -> CPUOffload | None:
+    """Return a policy of FSDP1; none on the CPU, where FSDP1 would pin the shards for an accelerator.
 
     Raises:
         ArgumentError: It is neither a bool nor a policy of FSDP1.
     """
-    if isinstance(asked, CPUOffload):
-        return asked if device.type != "cpu" else None
-    if not isinstance(asked, bool):
-        raise ArgumentError(f"cpu_offload={asked!r}: pass a bool or a CPUOffload of torch.distributed.fsdp.")
-    return CPUOffload(offload_params=True) if asked and device.type != "cpu" else None
+    if isinstance(policy, CPUOffload):
+        return policy if device.type != "cpu" else None
+    if not isinstance(policy, bool):
+        raise ArgumentError(f"cpu_offload={policy!r}: pass a bool or a CPUOffload of torch.distributed.fsdp.")
+    return CPUOffload(offload_params=True) if policy and device.type != "cpu" else None
 
 
 def check(parameters: Sequence[ModelTensor]) -> list[str]:
-    """Return what FSDP1 would refuse, before it has touched anything."""
+    """Return what FSDP1 would refuse only after it has changed the model."""
     problems = []
-    for held in parameters:
-        tensor = held.tensor
+    for parameter in parameters:
+        name, tensor = parameter.name, parameter.tensor
         if not tensor.is_contiguous():
-            problems.append(f"{held.name} is not contiguous (strides {list(tensor.stride())}): call .contiguous()")
+            problems.append(f"{name} is not contiguous (strides {list(tensor.stride())}): call .contiguous()")
         elif is_four_bit(tensor) and not tensor.dtype.is_floating_point:
             problems.append(
-                f"{held.name} is a 4-bit weight kept in {tensor.dtype}, and FSDP1 flattens floating dtypes only: load "
+                f"{name} is a 4-bit weight stored as {tensor.dtype}, and FSDP1 flattens floating dtypes only: load "
                 f"the base with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16), the dtype of the model"
             )
         elif not tensor.dtype.is_floating_point:
-            problems.append(
-                f"{held.name} is {tensor.dtype}, and FSDP1 flattens floating dtypes only: ignored= keeps it"
-            )
+            problems.append(f"{name} is {tensor.dtype}, and FSDP1 flattens floating dtypes only: ignored= keeps it")
     return problems
 
 
@@ -85,24 +84,24 @@ def wrap(
     offload: CPUOffload | None,
     ignored: Collection[nn.Parameter],
 ) -> FullyShardedDataParallel:
-    """Wrap each unit over meta, without a value: ``param_init_fn`` makes empty memory for one unit at a time.
+    """Wrap each unit while it is on meta: ``param_init_fn`` gives one unit at a time empty memory and no values.
 
-    Neither ``sync_module_states`` nor any rank's own values are used, so nothing travels and nothing is initialized
-    twice. Original parameters are kept, so that trained and frozen ones may share a unit.
+    Neither ``sync_module_states`` nor any rank's own values are used, so nothing is sent and nothing is initialized
+    twice. ``use_orig_params`` lets trained and frozen parameters share a unit.
     """
     modules = dict(model.named_modules())
     chosen = {modules[name] for unit in units for name in unit.modules if name}
     strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own deprecation
+        warnings.simplefilter("ignore")  # FullyShardedDataParallel warns of its own deprecation
         return FullyShardedDataParallel(
             model,
             sharding_strategy=strategy,
             cpu_offload=offload,
             auto_wrap_policy=CustomPolicy(lambda module: module in chosen),
             mixed_precision=mixed_precision,
-            param_init_fn=_empty(device),
-            device_id=device,  # on the CPU too: without it FSDP1 wants an accelerator
+            param_init_fn=_allocate_empty(device),
+            device_id=device,  # also for the CPU: without it FSDP1 takes the current accelerator
             sync_module_states=False,
             use_orig_params=True,
             ignored_states=list(ignored) or None,
@@ -110,10 +109,10 @@ def wrap(
         )
 
 
-def _empty(device: torch.device) -> Callable[[nn.Module], None]:
-    """Return a ``param_init_fn`` that gives a module's own meta parameters memory; tied ones stay one.
+def _allocate_empty(device: torch.device) -> Callable[[nn.Module], None]:
+    """Return a ``param_init_fn`` that gives a module's own meta parameters memory, and keeps tied ones tied.
 
-    Not ``Module.to_empty``: it unties what is tied, and makes a buffer that has values on the host empty.
+    ``Module.to_empty`` would untie them, and would also empty a buffer that has values on the host.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
 
@@ -128,59 +127,79 @@ def _empty(device: torch.device) -> Callable[[nn.Module], None]:
     return param_init_fn
 
 
-def stretches(model: nn.Module, rank: int, ranks: int) -> list[ElementRange]:
+class _OwnedPart(NamedTuple):
+    """What a rank owns of one parameter. All numbers count elements of the unit's flat parameter.
+
+    Attributes:
+        flat: The flat parameter.
+        shard_start: The first element of the rank's shard.
+        name: The parameter.
+        first: The parameter's first element.
+        start: The first element that the rank owns of it.
+        stop: The element after the last that the rank owns of it.
+    """
+
+    flat: FlatParameter
+    shard_start: int
+    name: str
+    first: int
+    start: int
+    stop: int
+
+
+def owned_ranges(model: nn.Module, rank: int, ranks: int) -> list[ElementRange]:
     """Return what one rank of the shard group owns: its part of each unit's flat parameter."""
-    found = []
-    for flat, unit in _flats(model):
-        start, stop = _chunk(flat, rank, ranks)
-        for name, first, count in _layout(flat, unit):
-            begin, end = max(first, start), min(first + count, stop)
-            if begin < end:
-                found.append(ElementRange(name, begin - first, end - first, flat.dtype))
-    return found
+    return [
+        ElementRange(part.name, part.start - part.first, part.stop - part.first, part.flat.dtype)
+        for part in _owned_parts(model, rank, ranks)
+    ]
 
 
-def shards(model: nn.Module, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+def local_shards(model: nn.Module, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     """Return this rank's part of each parameter, flat, as a view into the local shard."""
-    found = {}
-    for flat, unit in _flats(model):
-        start, stop = _chunk(flat, rank, ranks)
-        for name, first, count in _layout(flat, unit):
-            begin, end = max(first, start), min(first + count, stop)
-            if begin < end:
-                found[name] = flat.data[begin - start : end - start]
-    return found
+    return {
+        part.name: part.flat.data[part.start - part.shard_start : part.stop - part.shard_start]
+        for part in _owned_parts(model, rank, ranks)
+    }
 
 
-def _flats(model: nn.Module) -> list[tuple[Any, str]]:
-    """Return the flat parameter and the canonical name of each unit."""
-    found = []
+def _owned_parts(model: nn.Module, rank: int, ranks: int) -> Iterator[_OwnedPart]:
+    for flat, unit in _flat_parameters(model):
+        shard_start, shard_stop = _shard_bounds(flat, rank, ranks)
+        for name, first, count in _parameters_in(flat, unit):
+            start, stop = max(first, shard_start), min(first + count, shard_stop)
+            if start < stop:
+                yield _OwnedPart(flat, shard_start, name, first, start, stop)
+
+
+def _flat_parameters(model: nn.Module) -> Iterator[tuple[FlatParameter, str]]:
+    """Yield the flat parameter and the canonical name of each unit."""
     for name, module in model.named_modules():
-        handle = getattr(module, "_handle", None) if is_unit(module) else None
-        if handle is not None:
-            found.append((handle.flat_param, canonical(name)))
-    return found
+        flat = module._flat_param if isinstance(module, FullyShardedDataParallel) else None
+        if flat is not None:  # a unit whose parameters are all ignored has none
+            yield flat, canonical(name)
 
 
-def _chunk(flat: Any, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the elements of a flat parameter that a rank holds; torch splits it as ``chunk`` does."""
+def _shard_bounds(flat: FlatParameter, rank: int, ranks: int) -> tuple[int, int]:
+    """Return the first element that a rank owns and the one after its last: torch splits as ``chunk`` does."""
+    # not flat.numel(), which is that of the local shard once torch has split it
     total = sum(flat._numels_with_padding)
     size = -(-total // ranks)
     return min(rank * size, total), min((rank + 1) * size, total)
 
 
-def _layout(flat: Any, unit: str) -> list[tuple[str, int, int]]:
-    """Return each parameter of a flat one with its first element and its number of elements."""
-    found, at = [], 0
+def _parameters_in(flat: FlatParameter, unit: str) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, first element and number of elements of each parameter in a flat one."""
+    at = 0
     names = iter(flat._fqns)
+    # torch puts padding between the parameters, which aligns them
     for count, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
         if not is_padding:
             name = canonical(next(names))
-            found.append((f"{unit}.{name}" if unit else name, at, count))
+            yield f"{unit}.{name}" if unit else name, at, count
         at += count
-    return found
 
 
 def local_bytes(model: nn.Module) -> int:
     """Return the size of the local shards."""
-    return sum(flat.data.numel() * flat.itemsize for flat, _ in _flats(model))
+    return sum(flat.data.numel() * flat.itemsize for flat, _ in _flat_parameters(model))

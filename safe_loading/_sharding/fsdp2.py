@@ -1,10 +1,9 @@
-"""FSDP2: which rows a rank owns, ``fully_shard`` over meta, and local shards put in its place."""
+"""FSDP2: which rows a rank owns, ``fully_shard`` over meta, and the local shards put in place."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,58 +21,58 @@ from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import ArgumentError, DeviceError
 
 from .fsdp_units import ShardingUnit
-from .scatter import ElementRange
+from .local_shard import ElementRange
 
 # Methods of wrappers (value heads, reward models) that compute without calling the wrapper's own forward.
 FORWARD_METHODS = ("generate", "score", "value", "get_value", "get_values", "compute_value", "compute_values")
 
 
-def mixed_precision_policy(asked: Any) -> MixedPrecisionPolicy:
-    """Return the policy that is meant; a dtype means computing in it and reducing gradients in float32.
+def mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
+    """Return a policy of FSDP2; a dtype stands for computing in it and reducing gradients in float32.
 
     Raises:
         ArgumentError: It is neither a dtype nor a policy of FSDP2.
     """
-    if asked is None:
+    if policy is None:
         return MixedPrecisionPolicy()
-    if isinstance(asked, torch.dtype):
-        return MixedPrecisionPolicy(param_dtype=asked, reduce_dtype=torch.float32)
-    if isinstance(asked, MixedPrecisionPolicy):
-        return asked
-    raise ArgumentError(f"mixed_precision={asked!r}: FSDP2 takes a MixedPrecisionPolicy, a torch.dtype or None.")
+    if isinstance(policy, torch.dtype):
+        return MixedPrecisionPolicy(param_dtype=policy, reduce_dtype=torch.float32)
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    raise ArgumentError(f"mixed_precision={policy!r}: FSDP2 takes a MixedPrecisionPolicy, a torch.dtype or None.")
 
 
-def offload_policy(asked: Any, device: torch.device) -> OffloadPolicy:
-    """Return the policy that is meant; host memory is pinned only where there is a device to copy to.
+def offload_policy(policy: object, device: torch.device) -> OffloadPolicy:
+    """Return a policy of FSDP2; host memory is pinned only where there is an accelerator to copy to.
 
     Raises:
         ArgumentError: It is neither a bool nor a policy of FSDP2.
     """
-    if isinstance(asked, CPUOffloadPolicy) and device.type == "cpu":
+    if isinstance(policy, CPUOffloadPolicy) and device.type == "cpu":
         return CPUOffloadPolicy(pin_memory=False)
-    if isinstance(asked, OffloadPolicy):
-        return asked
-    if not isinstance(asked, bool):
-        raise ArgumentError(f"cpu_offload={asked!r}: pass a bool or an OffloadPolicy of torch.distributed.fsdp.")
-    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if asked else OffloadPolicy()
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    if not isinstance(policy, bool):
+        raise ArgumentError(f"cpu_offload={policy!r}: pass a bool or an OffloadPolicy of torch.distributed.fsdp.")
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if policy else OffloadPolicy()
 
 
 def offloads(policy: object) -> bool:
-    """Whether the shards lie on the host."""
+    """Whether the shards stay on the host, by a policy of either version."""
     return isinstance(policy, CPUOffloadPolicy) or bool(getattr(policy, "offload_params", False))
 
 
 def check(parameters: Sequence[ModelTensor]) -> list[str]:
-    """Return what ``fully_shard`` would refuse, before it has touched anything."""
+    """Return what ``fully_shard`` would refuse only after it has changed the model."""
     problems = []
-    for held in parameters:
-        tensor = held.tensor
+    for parameter in parameters:
+        name, tensor = parameter.name, parameter.tensor
         if tensor.ndim == 0:
-            problems.append(f"{held.name} is a scalar: make it a tensor of one element, or pass it in ignored=")
+            problems.append(f"{name} is a scalar: make it a tensor of one element, or pass it in ignored=")
         elif not tensor.is_contiguous():
-            problems.append(f"{held.name} is not contiguous (strides {list(tensor.stride())}): call .contiguous()")
+            problems.append(f"{name} is not contiguous (strides {list(tensor.stride())}): call .contiguous()")
         elif isinstance(tensor, DTensor):
-            problems.append(f"{held.name} is a DTensor already: wrap the plain model")
+            problems.append(f"{name} is a DTensor already: wrap the plain model")
     return problems
 
 
@@ -83,26 +82,26 @@ def own_rows(shape: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
     return min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
 
 
-def stretches(parameters: Sequence[ModelTensor], rank: int, ranks: int) -> list[ElementRange]:
+def owned_ranges(parameters: Sequence[ModelTensor], rank: int, ranks: int) -> list[ElementRange]:
     """Return what one rank of the shard group owns."""
-    found = []
-    for held in parameters:
-        tensor = held.tensor
+    ranges = []
+    for parameter in parameters:
+        tensor = parameter.tensor
         shape = tensor.shape
         start, stop = own_rows(shape, rank, ranks)
         row = math.prod(shape[1:])
-        found.append(ElementRange(held.names[0], start * row, stop * row, tensor.dtype))
-    return found
+        ranges.append(ElementRange(parameter.names[0], start * row, stop * row, tensor.dtype))
+    return ranges
 
 
 def allocate(parameters: Sequence[ModelTensor], rank: int, ranks: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Return an empty local shard for each parameter, in the shape that FSDP2 gives it."""
     shards = {}
-    for held in parameters:
-        tensor = held.tensor
+    for parameter in parameters:
+        tensor = parameter.tensor
         rows, *rest = tensor.shape
         start, stop = own_rows((rows,), rank, ranks)
-        shards[held.names[0]] = torch.empty((stop - start, *rest), dtype=tensor.dtype, device=device)
+        shards[parameter.names[0]] = torch.empty((stop - start, *rest), dtype=tensor.dtype, device=device)
     return shards
 
 
@@ -114,14 +113,14 @@ def wrap(
     offload: OffloadPolicy,
     ignored: Collection[nn.Parameter],
 ) -> None:
-    """Apply ``fully_shard`` to each unit, the root last."""
+    """Apply ``fully_shard`` to each unit, the root last: a unit leaves out what the units inside it have taken."""
     modules = dict(model.named_modules())
     for unit in units:
         targets = [modules[name] for name in unit.modules]
         fully_shard(
             targets[0] if len(targets) == 1 else targets,
             mesh=mesh,
-            # the root decides for itself: torch keeps it gathered for the backward pass
+            # None for the root too, for which torch decides: it stays gathered until the backward pass
             reshard_after_forward=False if unit.keeps and unit.modules != ("",) else None,
             mp_policy=mixed_precision,
             offload_policy=offload,
@@ -129,42 +128,33 @@ def wrap(
         )
 
 
-def register_methods(model: nn.Module, asked: Sequence[str]) -> tuple[str, ...]:
-    """Let the root gather its parameters before methods that bypass its forward; return their names."""
-    names = [name for name in asked if name]
-    if not asked and not _generates_through_forward(model):
-        names = [name for name in FORWARD_METHODS if callable(_method(model, name))]
-    for name in names:
-        register_fsdp_forward_method(model, name)
-    return tuple(names)
-
-
-def _generates_through_forward(model: nn.Module) -> bool:
-    """Whether it is a model of transformers or peft, whose methods call ``self(...)``."""
-    return any(kind.__name__ in ("PreTrainedModel", "PeftModel") for kind in type(model).__mro__)
-
-
-def _method(model: nn.Module, name: str) -> Callable[..., Any] | None:
-    found = getattr(type(model), name, None)
-    return found if callable(found) and not isinstance(found, type) else None
+def register_methods(model: nn.Module) -> None:
+    """Let the root gather its parameters before methods that bypass its forward."""
+    if any(kind.__name__ in ("PreTrainedModel", "PeftModel") for kind in type(model).__mro__):
+        return  # methods of transformers and peft models compute through self(...)
+    for name in FORWARD_METHODS:
+        method = getattr(type(model), name, None)
+        if callable(method) and not isinstance(method, type):
+            register_fsdp_forward_method(model, name)
 
 
 def install(parameters: Sequence[ModelTensor], shards: Mapping[str, torch.Tensor]) -> None:
-    """Put local shards into the places of the parameters that ``fully_shard`` left on meta; ties stay.
+    """Put local shards in place of the parameters that ``fully_shard`` left on meta; ties stay.
 
     Raises:
-        DeviceError: torch sharded a parameter in another way than was read; nothing that a caller can cause.
+        DeviceError: torch sharded a parameter in another way than it was read; nothing that a caller can cause.
     """
-    for held in parameters:
-        module, attribute = held.places[0]
-        sharded: Any = module._parameters[attribute]
-        shard = shards[held.name]
+    for parameter in parameters:
+        module, attribute = parameter.places[0]
+        sharded: object = module._parameters[attribute]  # torch's stubs know no parameter that is a DTensor
+        shard = shards[parameter.name]
         if not isinstance(sharded, DTensor) or sharded._local_tensor.shape != shard.shape:
             raise DeviceError(
-                f"{held.name}: torch {torch.__version__} gives this rank {getattr(sharded, 'placements', 'all of it')}"
-                f", this package read {list(shard.shape)}. Please report it."
+                f"{parameter.name}: torch {torch.__version__} gives this rank "
+                f"{getattr(sharded, 'placements', 'all of it')}, this package read {list(shard.shape)}. "
+                f"Please report it."
             )
-        # not from_local: with offloading the shard lies on the host and the mesh on devices, and it would move it
-        make: Any = DTensor
+        # not from_local, which would move a shard that is offloaded to the host to the device of the mesh
+        make: Callable[..., torch.Tensor] = DTensor  # torch annotates the arguments of a subclass of Tensor only
         tensor = make(shard, sharded._spec, requires_grad=False)
-        held.put(nn.Parameter(tensor, requires_grad=held.tensor.requires_grad))
+        parameter.put(nn.Parameter(tensor, requires_grad=parameter.tensor.requires_grad))

@@ -1,32 +1,57 @@
-"""What each rank owns of a model, and the memory of this rank's own part."""
+"""Which elements each rank owns, and the memory of this rank's own."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-from .scatter import ElementRange
+
+class ElementRange(NamedTuple):
+    """A range of a tensor's elements, in row-major order.
+
+    Attributes:
+        name: The tensor.
+        start: The first element.
+        stop: The element after the last.
+        dtype: The dtype in which the elements are stored and sent.
+    """
+
+    name: str
+    start: int
+    stop: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return (self.stop - self.start) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalShard:
-    """Where the values of a wrap go.
+    """Where the values of a wrap go on this rank.
 
     Attributes:
-        owned: From a rank of the shard group to what it owns, in the order of the parameters; the same on every rank.
-        at: This rank's place in its shard group.
-        local: The memory of what this rank owns, by name.
-        whole: The memory of the tensors that nobody splits, by name.
+        owned_by: From a rank of the shard group to the ranges that it owns, in the order of the parameters; the same
+            on every rank.
+        shard_rank: This rank's place in its shard group.
+        local: The memory of the ranges that this rank owns, by name.
+        replicated: The memory of the tensors that every rank keeps whole, by name.
     """
 
-    owned: Callable[[int], Sequence[ElementRange]]
-    at: int
+    owned_by: Callable[[int], Sequence[ElementRange]]
+    shard_rank: int
     local: Mapping[str, torch.Tensor]
-    whole: Mapping[str, torch.Tensor]
+    replicated: Mapping[str, torch.Tensor]
 
     @property
-    def mine(self) -> Sequence[ElementRange]:
-        """What this rank owns."""
-        return self.owned(self.at)
+    def owned(self) -> Sequence[ElementRange]:
+        """The ranges that this rank owns."""
+        return self.owned_by(self.shard_rank)
+
+    def local_ranges(self, names: frozenset[str]) -> list[ElementRange]:
+        """Return the owned ranges of some tensors, counted from the start of their memory in ``local``."""
+        return [ElementRange(own.name, 0, own.stop - own.start, own.dtype) for own in self.owned if own.name in names]

@@ -21,77 +21,88 @@ from safe_loading.errors import AdapterError, ArgumentError
 
 from .parameters import parameters_of
 
+# The settings of an adapter that decide what its tensors compute.
 _SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 
-InitNew = Callable[[nn.Module], Any]
+InitNew = Callable[[nn.Module], object]
 
 
-def initialized(model: nn.Module, lacking: Sequence[ModelTensor], init_new: InitNew) -> dict[str, torch.Tensor]:
-    """Call ``init_new`` on each module that holds new parameters, and return their values.
+def initialized(model: nn.Module, new: Sequence[ModelTensor], init_new: InitNew) -> dict[str, torch.Tensor]:
+    """Call ``init_new`` on each module that has new parameters, and return their values.
 
-    The modules come in the order of ``named_modules``; for the call the new parameters lie on the host, and nothing
-    else is there. Numbers are drawn from the generator of the CPU, whose state is put back afterwards: the ranks that
-    draw nothing must draw the same later on.
+    The modules come in the order of ``named_modules``. During the call the new parameters are on the host, and every
+    other tensor is as it was. Numbers are drawn from the generator of the CPU, whose state is restored afterwards: the
+    other ranks draw nothing here, and all ranks must draw the same later on.
 
     Raises:
         ArgumentError: ``init_new`` left a parameter without values.
     """
     by_module: dict[nn.Module, list[tuple[str, ModelTensor]]] = defaultdict(list)
-    for held in lacking:
-        module, attribute = held.places[0]
-        by_module[module].append((attribute, held))
+    for parameter in new:
+        module, attribute = parameter.places[0]
+        by_module[module].append((attribute, parameter))
     values: dict[str, torch.Tensor] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for module in model.modules():
             if module in by_module:
-                values.update(_called(module, by_module[module], init_new))
-    left = [name for name, value in values.items() if value.is_floating_point() and bool(value.isnan().any())]
-    if left:
-        raise ArgumentError("init_new left parameters without values:", left)
+                values.update(_initialized_module(module, by_module[module], init_new))
+    unwritten = [name for name, value in values.items() if _has_nan(value)]
+    if unwritten:
+        raise ArgumentError("init_new left parameters without values:", unwritten)
     return values
 
 
-def _called(module: nn.Module, held: Sequence[tuple[str, ModelTensor]], init_new: InitNew) -> dict[str, torch.Tensor]:
+def _initialized_module(
+    module: nn.Module, new: Sequence[tuple[str, ModelTensor]], init_new: InitNew
+) -> dict[str, torch.Tensor]:
     before = dict(module._parameters)
     try:
-        for attribute, each in held:
-            tensor = each.tensor
-            fill = float("nan") if tensor.is_floating_point() else 0
-            empty = torch.full(tensor.shape, fill, dtype=tensor.dtype, device="cpu")
-            module._parameters[attribute] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        for attribute, parameter in new:
+            tensor = parameter.tensor
+            poisoned = torch.full(tensor.shape, _poison(tensor), dtype=tensor.dtype, device="cpu")
+            module._parameters[attribute] = nn.Parameter(poisoned, requires_grad=tensor.requires_grad)
         init_new(module)
-        return {each.name: getattr(module, attribute).detach() for attribute, each in held}
+        return {parameter.name: getattr(module, attribute).detach() for attribute, parameter in new}
     finally:
         module._parameters.update(before)
 
 
-def adapter_values(model: nn.Module, lacking: Sequence[ModelTensor]) -> dict[str, torch.Tensor]:
-    """Return what peft gave to adapters that it then moved to meta with their base.
+def _poison(tensor: torch.Tensor) -> float:
+    """Return what marks an element that nobody has written; integers have no such value."""
+    return float("nan") if tensor.is_floating_point() else 0
+
+
+def _has_nan(value: torch.Tensor) -> bool:
+    return value.is_floating_point() and bool(value.isnan().any())
+
+
+def remade_adapters(model: nn.Module, missing: Sequence[ModelTensor]) -> dict[str, torch.Tensor]:
+    """Return the values that peft gave to adapters before it moved them to meta with their base.
 
     peft makes an adapter on the host, initializes it, and moves it to the device of its base; on meta the values are
-    lost. They are made again by peft itself, on a copy of the skeleton. Where the random generator stands as it would
-    after these draws from its seed (``manual_seed``, ``get_peft_model``, this call), they are the very same values;
-    otherwise they are drawn from where it stands now. The generator is left as it was.
+    lost. peft itself makes them again here, on a copy of the model without weights. They are the very same values if
+    the random generator is where these draws from its seed would leave it (``manual_seed``, ``get_peft_model``, this
+    call); otherwise they are drawn from its present state. The generator is left as it was.
 
     Raises:
         ArgumentError: The adapter is initialized from the weights of its base, which are not there yet.
     """
     peft: Any = sys.modules.get("peft")
-    if peft is None or not lacking or not isinstance(model, peft.PeftModel):
+    if peft is None or not missing or not isinstance(model, peft.PeftModel):
         return {}
-    wanted = {held.name for held in lacking}
-    now = torch.get_rng_state()
+    names = {parameter.name for parameter in missing}
+    state = torch.get_rng_state()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(torch.initial_seed())
-        values = _attached_again(peft, model, wanted)
-        if not torch.equal(torch.get_rng_state(), now):
-            torch.set_rng_state(now)
-            values = _attached_again(peft, model, wanted)
+        values = _attached_again(peft, model, names)
+        if not torch.equal(torch.get_rng_state(), state):
+            torch.set_rng_state(state)
+            values = _attached_again(peft, model, names)
     return values
 
 
 def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return the values of adapters, in the places that peft gives them.
+    """Return the values of adapters, by the names that peft gives them in the model.
 
     Args:
         model: The model that has the adapters.
@@ -99,7 +110,7 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
 
     Raises:
         ArgumentError: The model has no such adapter.
-        AdapterError: The files hold tensors that the model has no place for, or lack some, or scale them otherwise.
+        AdapterError: The files hold tensors that the model has no place for, or miss some, or have other settings.
         CheckpointError: There is no such folder, the hub does not give it, or a file is damaged.
     """
     if not sources:
@@ -110,33 +121,34 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
         raise ArgumentError(f"adapters= names {sorted(sources)}, the model has the adapters {sorted(configs)}.")
     folders = {name: resolve(source, adapter_files) for name, source in sources.items()}
     with torch.random.fork_rng(devices=[]):
-        twin = _twin(peft, model)
+        weightless = _copy_without_weights(peft, model)
     problems = []
-    for name, found in folders.items():
-        facts = read_adapter(found)
+    for name, folder in folders.items():
+        facts = read_adapter(folder)
         problems += _other_settings(facts, configs[name])
         tensors = read_tensors(facts)
-        problems += [str(each) for each in value_findings(facts, tensors) if each.severity == "error"]
+        problems += [str(finding) for finding in value_findings(facts, tensors) if finding.severity == "error"]
         try:
-            result = peft.set_peft_model_state_dict(twin, tensors, adapter_name=name)
+            result = peft.set_peft_model_state_dict(weightless, tensors, adapter_name=name)
         except (RuntimeError, ValueError, KeyError) as error:  # a shape, or a key that peft cannot map
             problems.append(f"{facts.weights}: {' '.join(str(error).split())}")
             continue
         problems += [f"{facts.folder}: {key} has no place in the model" for key in result.unexpected_keys]
-        own = [key for key in result.missing_keys if f".{name}." in f"{key}."]
-        problems += [f"{facts.folder} lacks {key}" for key in own]
+        # peft lists the base's weights as missing too
+        missing = [key for key in result.missing_keys if f".{name}." in f"{key}."]
+        problems += [f"{facts.folder} has no {key}" for key in missing]
     if problems:
         raise AdapterError("The adapters do not fit the model:", problems)
-    # the weights of the base are one element each, and NaN
+    # the weights of the base are expanded from one element each, which is not contiguous
     return {
-        held.name: held.tensor.detach()
-        for held in parameters_of(twin)
-        if held.tensor.is_contiguous() and any(f".{name}." in f"{held.name}." for name in folders)
+        parameter.name: parameter.tensor.detach()
+        for parameter in parameters_of(weightless)
+        if parameter.tensor.is_contiguous() and any(f".{name}." in f"{parameter.name}." for name in folders)
     }
 
 
-def _other_settings(facts: AdapterFacts, config: Any) -> list[str]:
-    """Return the settings that decide what an adapter computes, where the file and the model differ."""
+def _other_settings(facts: AdapterFacts, config: object) -> list[str]:
+    """Return the settings that differ between an adapter's file and the model, one per line."""
     return [
         f"{facts.folder / ADAPTER_CONFIG}: {field} is {facts.config[field]!r}, and the model's adapter has "
         f"{getattr(config, field)!r}"
@@ -145,37 +157,37 @@ def _other_settings(facts: AdapterFacts, config: Any) -> list[str]:
     ]
 
 
-def _attached_again(peft: Any, model: Any, wanted: Collection[str]) -> dict[str, torch.Tensor]:
-    twin = _twin(peft, model)
-    values = {held.name: held.tensor.detach() for held in parameters_of(twin) if held.name in wanted}
-    # a copy of a module of the base is as new as the module itself
+def _attached_again(peft: Any, model: Any, names: Collection[str]) -> dict[str, torch.Tensor]:
+    weightless = _copy_without_weights(peft, model)
+    values = {each.name: each.tensor.detach() for each in parameters_of(weightless) if each.name in names}
+    # a copy of a module of the base has values only where the base has them
     values = {name: value for name, value in values.items() if ".modules_to_save." not in name}
-    unknown = [name for name, value in values.items() if value.is_floating_point() and bool(value.isnan().any())]
+    unknown = [name for name, value in values.items() if _has_nan(value)]
     if unknown:
         raise _needs_base(model, f"{unknown[0]} is made from the weights of the base")
     return values
 
 
-def _twin(peft: Any, model: Any) -> Any:
+def _copy_without_weights(peft: Any, model: Any) -> Any:
     """Return a model with the same adapters, initialized on the host, over a base whose weights take no memory."""
     base = copy.deepcopy(model).unload()
-    for held in parameters_of(base):
-        # what is made from a weight becomes NaN
-        fill = float("nan") if held.tensor.is_floating_point() else 0
-        one = torch.full((), fill, dtype=held.tensor.dtype, device="cpu")
-        held.put(nn.Parameter(one.expand(held.tensor.shape), requires_grad=False))
-    twin: Any = None
+    for parameter in parameters_of(base):
+        tensor = parameter.tensor
+        # NaN, so that whatever peft computes from a weight of the base is NaN too and can be told
+        one = torch.full((), _poison(tensor), dtype=tensor.dtype, device="cpu")
+        parameter.put(nn.Parameter(one.expand(tensor.shape), requires_grad=False))
+    weightless: Any = None
     try:
         for name, config in model.peft_config.items():
             own = copy.deepcopy(config)
             own.inference_mode = False
-            if twin is None:
-                twin = peft.get_peft_model(base, own, adapter_name=name)
+            if weightless is None:
+                weightless = peft.get_peft_model(base, own, adapter_name=name)
             else:
-                twin.add_adapter(name, own)
+                weightless.add_adapter(name, own)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         raise _needs_base(model, str(error)) from error
-    return twin
+    return weightless
 
 
 def initialized_adapters(made: Mapping[str, torch.Tensor]) -> list[Finding]:

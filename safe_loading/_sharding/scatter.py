@@ -1,42 +1,72 @@
-"""Weights that one rank has, to the ranks that own them: every byte travels once, in blocks of bounded size."""
+"""Sends weights that rank 0 has to the ranks that own them: every byte travels once, in blocks of bounded size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from safe_loading._core.progress import Bar
+from safe_loading._core import progress as _progress
 from safe_loading._core.report import MiB
+from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.waiting import Waiting
+
+from .local_shard import ElementRange, LocalShard
+from .setup import Setup
+from .value_sources import RootValues
 
 BLOCK_BYTES = 32 * MiB  # in flight on the rank that sends, over all its receivers
 
 ReadValue = Callable[[str], torch.Tensor]
 
 
-class ElementRange(NamedTuple):
-    """A run of elements of a tensor, counted in its contiguous form, that one rank owns.
+def send_root_values(
+    setup: Setup, mesh: DeviceMesh, root_values: RootValues, shard: LocalShard, waiting: Waiting
+) -> int:
+    """Move the values that rank 0 gives to the ranks that own them, and return the bytes that this rank sent.
 
-    Attributes:
-        name: The tensor.
-        start: The first element.
-        stop: The element after the last.
-        dtype: The dtype in which it travels and is kept.
+    Within the root's shard group each rank is sent its own ranges; then, with several replicas, each rank of that
+    group passes its ranges on to its copies in the other groups. So a byte arrives at a rank once.
+
+    Args:
+        setup: What is wrapped.
+        mesh: The mesh.
+        root_values: What the root gives.
+        shard: What each rank owns, and the memory of this rank's own.
+        waiting: How to wait for one collective.
     """
-
-    name: str
-    start: int
-    stop: int
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return (self.stop - self.start) * self.dtype.itemsize
+    names = root_values.names
+    if not names:
+        return 0
+    coordinate = mesh.get_coordinate() or [0]
+    shard_group, device = mesh.get_group(mesh.ndim - 1), setup.where.device
+    read = root_values.tensors.__getitem__ if not any(coordinate) else None
+    of_ranks = [[own for own in shard.owned_by(rank) if own.name in names] for rank in range(setup.where.shards)]
+    replicated = [
+        ElementRange(each.name, 0, each.tensor.numel(), each.tensor.dtype)
+        for each in (*setup.tensors.ignored, *setup.tensors.buffers)
+        if each.name in names
+    ]
+    mine = shard.local_ranges(names)
+    total = sum(each.nbytes for each in (*mine, *replicated))
+    sent = 0
+    with _progress.bar_of_a_rank("scattering", total, local_rank()) as bar:
+        in_first_group = len(coordinate) == 1 or coordinate[0] == 0
+        if in_first_group:
+            _warm_up(shard_group, device, waiting)
+            sent += scatter(of_ranks, read, shard.local.__getitem__, shard_group, device, waiting, bar)
+            sent += broadcast(replicated, read, shard.replicated.__getitem__, shard_group, device, waiting, bar)
+        if len(coordinate) == 2:
+            replica_group = mesh.get_group(0)
+            _warm_up(replica_group, device, waiting)
+            moved = None if in_first_group else bar  # the first group has its values, and the bar has counted them
+            for ranges, tensors in ((mine, shard.local), (replicated, shard.replicated)):
+                pass_on = tensors.__getitem__ if in_first_group else None
+                sent += broadcast(ranges, pass_on, tensors.__getitem__, replica_group, device, waiting, moved)
+    return sent
 
 
 def scatter(
@@ -45,60 +75,84 @@ def scatter(
     into: ReadValue,
     group: dist.ProcessGroup,
     device: torch.device,
-    *,
-    root: int = 0,
     waiting: Waiting,
-    block_bytes: int = BLOCK_BYTES,
-    bar: Bar | None = None,
+    bar: _progress.Bar | None = None,
 ) -> int:
-    """Send each rank of a group the stretches that it owns, and nothing else.
+    """Send each rank of a group the ranges that it owns, and nothing else; the first rank of the group sends.
 
     Args:
         owned: For each rank of the group what it owns, in one order; the same on every rank.
-        source: On the root, the whole tensor of a name; elsewhere None.
-        into: This rank's local tensor of a name, contiguous, with as many elements as the stretch.
+        source: On the first rank, the whole tensor of a name; elsewhere None.
+        into: This rank's local tensor of a name, contiguous, with as many elements as the range.
         group: The ranks.
         device: Where the blocks are made: one that the group's backend can send from.
-        root: The rank within the group that has the weights.
         waiting: How to wait for a block; it raises when that takes too long or a rank is lost.
-        block_bytes: The scratch of the root.
-        bar: Moved by the bytes that come into this rank's tensors.
+        bar: Advanced by the bytes that arrive in this rank's tensors.
 
     Returns:
         The bytes that this rank sent.
     """
     here, size = dist.get_rank(group), dist.get_world_size(group)
-    lengths = [sum(stretch.nbytes for stretch in stretches) for stretches in owned]
-    block = max(1, min(max(lengths, default=1), block_bytes // size))
-    sinks = _Bytes([_bytes_of(into(stretch.name)) for stretch in owned[here]])
-    streams = [] if source is None else [_Bytes(pieces(stretches, source)) for stretches in owned]
+    lengths = [sum(each.nbytes for each in ranges) for ranges in owned]
+    # all receivers share the limit, so that the sender's blocks together stay within it
+    block = max(1, min(max(lengths, default=1), BLOCK_BYTES // size))
+    sink = _ByteStream([_bytes_of(into(own.name)) for own in owned[here]])
+    streams = [] if source is None else [_ByteStream(range_bytes(ranges, source)) for ranges in owned]
     blocks = [torch.empty(block, dtype=torch.uint8, device=device) for _ in range(max(1, len(streams)))]
     sent = 0
     for done in range(0, max(lengths, default=0), block):
-        parts = [max(0, min(block, length - done)) for length in lengths]
+        counts = [max(0, min(block, length - done)) for length in lengths]
         calls, peers = [], []
         for rank, stream in enumerate(streams):
-            stream.read(blocks[rank][: parts[rank]])
-            if rank != root and parts[rank]:
-                calls.append(_call(dist.isend, blocks[rank][: parts[rank]], rank, group))
+            stream.read(blocks[rank][: counts[rank]])
+            if rank != 0 and counts[rank]:
+                calls.append(_call(dist.isend, blocks[rank][: counts[rank]], rank, group))
                 peers.append(dist.get_global_rank(group, rank))
-                sent += parts[rank]
-        if here != root and parts[here]:
-            calls.append(_call(dist.irecv, blocks[0][: parts[here]], root, group))
-            peers.append(dist.get_global_rank(group, root))
+                sent += counts[rank]
+        if here != 0 and counts[here]:
+            calls.append(_call(dist.irecv, blocks[0][: counts[here]], 0, group))
+            peers.append(dist.get_global_rank(group, 0))
         works = waiting.begin(partial(dist.batch_isend_irecv, calls)) if calls else ()
         for peer, work in zip(peers, works, strict=False):  # NCCL makes one work of all
             waiting.work(work, f"rank {peer}")
-        sinks.write(blocks[root if streams else 0][: parts[here]])
+        sink.write(blocks[0][: counts[here]])
         if bar is not None:
-            bar.advance(parts[here])
+            bar.advance(counts[here])
     return sent
 
 
-def meet(group: dist.ProcessGroup, device: torch.device, waiting: Waiting) -> None:
-    """Bring all ranks of a group together once, though some of them may have nothing to send or to receive later.
+def broadcast(
+    ranges: Sequence[ElementRange],
+    source: ReadValue | None,
+    into: ReadValue,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    waiting: Waiting,
+    bar: _progress.Bar | None = None,
+) -> int:
+    """Send every rank of a group all the ranges; arguments and result are those of :func:`scatter`."""
+    total = sum(each.nbytes for each in ranges)
+    block = max(1, min(total, BLOCK_BYTES))
+    stream = None if source is None else _ByteStream(range_bytes(ranges, source))
+    sink = _ByteStream([_bytes_of(into(each.name)) for each in ranges])
+    buffer = torch.empty(block, dtype=torch.uint8, device=device)
+    first = dist.get_global_rank(group, 0)
+    for done in range(0, total, block):
+        filled = buffer[: min(block, total - done)]
+        if stream is not None:
+            stream.read(filled)
+        work = waiting.begin(partial(dist.broadcast, filled, first, group=group, async_op=True))
+        waiting.work(work, "all ranks")
+        sink.write(filled)
+        if bar is not None:
+            bar.advance(len(filled))
+    return total * (dist.get_world_size(group) - 1) if stream is not None else 0
 
-    NCCL makes the communicator of a group in its first call, and that call waits for all of them by itself.
+
+def _warm_up(group: dist.ProcessGroup, device: torch.device, waiting: Waiting) -> None:
+    """Let all ranks of a group do one collective, even those that have nothing to send or to receive later.
+
+    NCCL makes the communicator of a group in its first call, which blocks until every rank of the group has made it.
     """
     nothing = torch.empty(1, dtype=torch.uint8, device=device)
     first = dist.get_global_rank(group, 0)
@@ -111,49 +165,18 @@ def _call(
     return dist.P2POp(kind, block, peer=dist.get_global_rank(group, peer), group=group)
 
 
-def broadcast(
-    stretches: Sequence[ElementRange],
-    source: ReadValue | None,
-    into: ReadValue,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    root: int = 0,
-    waiting: Waiting,
-    block_bytes: int = BLOCK_BYTES,
-    bar: Bar | None = None,
-) -> int:
-    """Send every rank of a group all the stretches; arguments and result as :func:`scatter` has them."""
-    total = sum(stretch.nbytes for stretch in stretches)
-    block = max(1, min(total, block_bytes))
-    stream = None if source is None else _Bytes(pieces(stretches, source))
-    sinks = _Bytes([_bytes_of(into(stretch.name)) for stretch in stretches])
-    buffer = torch.empty(block, dtype=torch.uint8, device=device)
-    first = dist.get_global_rank(group, root)
-    for done in range(0, total, block):
-        part = buffer[: min(block, total - done)]
-        if stream is not None:
-            stream.read(part)
-        work = waiting.begin(partial(dist.broadcast, part, first, group=group, async_op=True))
-        waiting.work(work, "all ranks")
-        sinks.write(part)
-        if bar is not None:
-            bar.advance(len(part))
-    return total * (dist.get_world_size(group) - 1) if stream is not None else 0
-
-
-def pieces(stretches: Sequence[ElementRange], source: ReadValue) -> Iterator[torch.Tensor]:
-    """Yield the bytes of each stretch of its whole tensor."""
-    for stretch in stretches:
-        whole = source(stretch.name).detach().contiguous().view(-1)
-        yield _bytes_of(whole[stretch.start : stretch.stop].to(stretch.dtype))
+def range_bytes(ranges: Sequence[ElementRange], source: ReadValue) -> Iterator[torch.Tensor]:
+    """Yield the bytes of each range, taken from its whole tensor."""
+    for each in ranges:
+        whole = source(each.name).detach().contiguous().view(-1)
+        yield _bytes_of(whole[each.start : each.stop].to(each.dtype))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-class _Bytes:
+class _ByteStream:
     """Tensors of bytes, one after the other, as one stream."""
 
     def __init__(self, tensors: Sequence[torch.Tensor] | Iterator[torch.Tensor]) -> None:

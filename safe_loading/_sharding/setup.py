@@ -1,12 +1,12 @@
-"""What is to be done, worked out on each rank alone before anything is touched."""
+"""What a rank is asked to wrap, where and how: worked out on each rank alone, before anything is touched."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,97 +21,154 @@ from safe_loading._ranks.waiting import Waiting
 from safe_loading.errors import ArgumentError
 
 from . import fsdp1, fsdp2
-from .added_after_wrap import Wrapped, attached, attached_units, wrapped_before
-from .fsdp_units import ShardingUnit, Wrap, plan_units
-from .parameters import buffers_of, described, ignored_parameters, parameters_of
+from .added_after_wrap import Wrapped, attached
+from .fsdp_units import ShardingUnit
+from .new_values import InitNew
+from .parameters import Ignored, buffers_of, described, ignored_parameters, parameters_of
 
-Verify = Literal["off", "structure", "bytes"]
 WrapSource = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
-    """What a rank was asked for, checked.
+class ValueOrigin:
+    """Where the values of the model come from.
 
     Attributes:
-        model: The model.
-        source: Where the weights come from.
-        version: 1 or 2.
-        device: Where the shards go when nothing is offloaded.
-        mesh: The sizes of the mesh: ``(shards,)`` or ``(replicas, shards)``.
-        given_mesh: The caller's own.
-        units: What is gathered together, the root last.
-        sharded: The parameters that are split.
-        whole: The parameters that every rank keeps whole (``ignored``).
-        buffers: The buffers, which every rank keeps whole.
-        mixed_precision: The policy of the version's FSDP.
-        offload: The policy of the version's FSDP.
+        source: A folder or hub id, a state dict on rank 0, or None for rank 0's own model.
         adapters: Folders or hub ids of adapters, by the names that they have in the model.
-        init_new: What gives new parameters their values.
-        verify: How much is checked at the end.
-        timeout: Longest wait for the other ranks, in seconds.
-        left: What an earlier call wrapped or kept whole, and this one leaves alone.
+        init_new: Gives new parameters their values.
     """
 
-    model: nn.Module
     source: WrapSource
-    version: int
-    device: torch.device
-    mesh: tuple[int, ...]
-    given_mesh: DeviceMesh | None
-    units: tuple[ShardingUnit, ...]
-    sharded: tuple[ModelTensor, ...]
-    whole: tuple[ModelTensor, ...]
-    buffers: tuple[ModelTensor, ...]
-    mixed_precision: Any
-    offload: Any
     adapters: Mapping[str, str]
-    init_new: Any
-    verify: Verify
-    timeout: float
-    left: tuple[ModelTensor, ...] = ()
-
-    @property
-    def shards(self) -> int:
-        """Over how many ranks a parameter is split."""
-        return self.mesh[-1]
-
-    @property
-    def host(self) -> torch.device:
-        """Where the local shards lie: the device, or the host when they are offloaded."""
-        return torch.device("cpu") if fsdp2.offloads(self.offload) else self.device
+    init_new: InitNew | None
 
     @property
     def folder(self) -> str | None:
         """The source when it is a folder or a hub id."""
         return os.fspath(self.source) if isinstance(self.source, (str, os.PathLike)) else None
 
-    def everything(self) -> tuple[ModelTensor, ...]:
-        """Return all tensors."""
-        return (*self.sharded, *self.whole, *self.buffers)
+
+@dataclasses.dataclass(frozen=True)
+class WrapPlace:
+    """Where the shards go.
+
+    Attributes:
+        mesh_sizes: The sizes of the mesh: ``(shards,)`` or ``(replicas, shards)``.
+        given_mesh: The caller's own mesh; None where one has to be made.
+        device: The device of this rank.
+    """
+
+    mesh_sizes: tuple[int, ...]
+    given_mesh: DeviceMesh | None
+    device: torch.device
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks a parameter is split."""
+        return self.mesh_sizes[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class WrapOptions:
+    """How FSDP wraps, and how much is checked.
+
+    Attributes:
+        version: 1 or 2.
+        mixed_precision: The policy of that version's FSDP.
+        offload: The policy of that version's FSDP.
+        verify: How much is checked at the end: ``"off"``, ``"structure"`` or ``"bytes"``.
+        timeout: Longest wait for the other ranks, in seconds.
+    """
+
+    version: int
+    mixed_precision: Any
+    offload: Any
+    verify: str
+    timeout: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRoles:
+    """What happens to each tensor of the model.
+
+    Attributes:
+        sharded: The parameters that are split.
+        ignored: The parameters that every rank keeps whole, because the caller wants it so.
+        buffers: The buffers, which every rank keeps whole.
+        left_alone: What an earlier call wrapped or kept whole.
+    """
+
+    sharded: tuple[ModelTensor, ...]
+    ignored: tuple[ModelTensor, ...]
+    buffers: tuple[ModelTensor, ...]
+    left_alone: tuple[ModelTensor, ...]
+
+    @property
+    def parameters(self) -> tuple[ModelTensor, ...]:
+        """The parameters that this call gives values."""
+        return (*self.sharded, *self.ignored)
+
+    @property
+    def saved_buffers(self) -> tuple[ModelTensor, ...]:
+        """The buffers that a checkpoint holds."""
+        return tuple(buffer for buffer in self.buffers if buffer.persistent)
+
+    @property
+    def all(self) -> tuple[ModelTensor, ...]:
+        """All tensors that this call is about."""
+        return (*self.parameters, *self.buffers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a rank is asked to do, checked.
+
+    Attributes:
+        model: The model.
+        values: Where its values come from.
+        where: Where the shards go.
+        how: How FSDP wraps, and how much is checked.
+        tensors: What happens to each tensor.
+        units: What is gathered together, the root last.
+    """
+
+    model: nn.Module
+    values: ValueOrigin
+    where: WrapPlace
+    how: WrapOptions
+    tensors: TensorRoles
+    units: tuple[ShardingUnit, ...]
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Where the local shards are: the device of this rank, or the host when they are offloaded."""
+        return torch.device("cpu") if fsdp2.offloads(self.how.offload) else self.where.device
 
     def arguments(self) -> dict[str, str]:
-        """Return what the ranks must agree on, beside the tensors and the units."""
+        """Return what the ranks must agree on, besides the tensors and the units."""
+        given_mesh = self.where.given_mesh
+        ranks_of_mesh = given_mesh.mesh.tolist() if given_mesh is not None else ""
         return {
-            "version": str(self.version),
-            "source": "a folder" if self.folder is not None else "rank 0",
-            "mesh": f"{list(self.mesh)} {self.given_mesh.mesh.tolist() if self.given_mesh is not None else ''}".strip(),
-            "mixed_precision": str(self.mixed_precision),
-            "cpu_offload": str(self.offload),
-            "device": self.device.type,
-            "ignored": str([held.name for held in self.whole]),
-            "adapters": str(sorted(self.adapters)),
-            "init_new": "given" if self.init_new is not None else "None",
-            "verify": self.verify,
+            "version": str(self.how.version),
+            "source": "a folder" if self.values.folder is not None else "rank 0",
+            "mesh": f"{list(self.where.mesh_sizes)} {ranks_of_mesh}".strip(),
+            "mixed_precision": str(self.how.mixed_precision),
+            "cpu_offload": str(self.how.offload),
+            "device": self.where.device.type,
+            "ignored": str([tensor.name for tensor in self.tensors.ignored]),
+            "adapters": str(sorted(self.values.adapters)),
+            "init_new": "given" if self.values.init_new is not None else "None",
+            "verify": self.how.verify,
         }
 
     def lines(self) -> list[str]:
         """Return a line for each tensor."""
-        return described((*self.sharded, *self.whole), self.buffers)
+        return described(self.tensors.parameters, self.tensors.buffers)
 
 
 def ranks_of(mesh: object) -> Ranks:
-    """Return who wraps together.
+    """Return the ranks that wrap together.
 
     Raises:
         ArgumentError: ``torch.distributed`` is not initialized, or this rank is not in the mesh.
@@ -124,86 +181,12 @@ def ranks_of(mesh: object) -> Ranks:
     return Ranks.resolve(mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else "all")
 
 
-def prepare(
-    model: nn.Module,
-    source: WrapSource,
-    ranks: Ranks,
-    *,
-    version: int,
-    mesh: DeviceMesh | Sequence[int] | None,
-    wrap: Wrap | None,
-    mixed_precision: Any,
-    cpu_offload: Any,
-    device: torch.device | str | int | None,
-    ignored: Any,
-    adapters: Any,
-    init_new: Any,
-    verify: Verify,
-    timeout: float,
-) -> Setup:
-    """Check the arguments against the model, and return what is to be done.
+def check_kinds(model: object, source: object, version: object, init_new: object, verify: object) -> None:
+    """Refuse arguments of a wrong kind, and a model that FSDP1 wrapped.
 
     Raises:
-        ArgumentError: They contradict each other or the model; what FSDP would refuse is found here.
+        ArgumentError: The first of them.
     """
-    _check_words(model, source, version, init_new, verify)
-    before = wrapped_before(model)
-    if before is not None:
-        _check_attached(source, version, mesh, wrap, adapters, before)
-        mesh, wrap = before.mesh, None
-        mixed_precision = before.mixed_precision if mixed_precision is None else mixed_precision
-        cpu_offload = before.offload if cpu_offload is False and before.offload is not None else cpu_offload
-    if isinstance(mesh, DeviceMesh) and device is None and mesh.device_type == "cpu":
-        device = "cpu"
-    own = own_device(device)
-    sizes = _sizes(mesh, ranks, own, version)
-    kept = ignored_parameters(model, ignored)
-    everything = parameters_of(model)
-    parameters = everything if before is None else attached(model, before)
-    taken = {id(held.tensor) for held in parameters}
-    sharded = tuple(held for held in parameters if held.tensor not in kept)
-    kind: Any = fsdp2 if version == 2 else fsdp1
-    problems = kind.check(sharded)
-    if problems:
-        raise ArgumentError(f"FSDP{version} cannot shard this {type(model).__name__}:", problems)
-    return Setup(
-        model=model,
-        source=source,
-        version=version,
-        device=own,
-        mesh=sizes,
-        given_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
-        units=attached_units(model, sharded) if before else plan_units(model, wrap, ignored=kept, flat=version == 1),
-        sharded=sharded,
-        whole=tuple(held for held in parameters if held.tensor in kept),
-        buffers=buffers_of(model) if before is None else (),
-        mixed_precision=kind.mixed_precision_policy(mixed_precision),
-        offload=kind.offload_policy(cpu_offload, own),
-        adapters=_adapters(model, adapters),
-        init_new=init_new,
-        verify=verify,
-        timeout=timeout,
-        left=tuple(held for held in everything if id(held.tensor) not in taken),
-    )
-
-
-def make_mesh(setup: Setup, waiting: Waiting) -> DeviceMesh:
-    """Return the mesh; a collective where it has to be made, in which torch itself knows no dead rank and no limit.
-
-    Raises:
-        RankError: A rank failed or ended meanwhile.
-        RankTimeout: It took too long.
-    """
-    if setup.given_mesh is not None:
-        return setup.given_mesh
-    if setup.device.type != "cpu":
-        torch.accelerator.set_device_index(setup.device)
-    # transformers' names; peft takes the dimension "fsdp" for FSDP2, and any other for tensor parallelism
-    names = ("dp_replicate", "fsdp")[-len(setup.mesh) :]
-    return waiting.call(lambda: init_device_mesh(setup.device.type, setup.mesh, mesh_dim_names=names))
-
-
-def _check_words(model: object, source: object, version: object, init_new: object, verify: object) -> None:
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a {type(model).__name__}: pass a torch.nn.Module; meta_model makes one.")
     if source is not None and not isinstance(source, (str, os.PathLike, Mapping)):
@@ -216,15 +199,19 @@ def _check_words(model: object, source: object, version: object, init_new: objec
         raise ArgumentError(f"init_new is a {type(init_new).__name__}: pass a function that initializes a module.")
     if any(fsdp1.is_unit(module) for _, module in walk_modules(model)):
         raise ArgumentError(
-            f"This {type(model).__name__} is wrapped by FSDP1 already. What was attached after that (an adapter) is "
-            f"plain tensors, which every rank would train alone: attach it first, then wrap; or use version=2."
+            f"This {type(model).__name__} is wrapped by FSDP1 already. Anything attached since (an adapter) is plain "
+            f"tensors, which every rank would train alone: attach it first, then wrap; or use version=2."
         )
 
 
-def _check_attached(
-    source: WrapSource, version: int, mesh: object, wrap: object, adapters: object, before: Wrapped
+def check_second_call(
+    before: Wrapped, source: WrapSource, version: int, mesh: object, wrap: object, adapters: object
 ) -> None:
-    """Refuse what a second call, which shards what was attached since, has no use for."""
+    """Refuse arguments that a second call, which shards what was attached since the first, cannot use.
+
+    Raises:
+        ArgumentError: All of them.
+    """
     problems = []
     if version == 1:
         problems.append("version=1: the model is wrapped by FSDP2")
@@ -233,14 +220,86 @@ def _check_attached(
     if mesh is not None and mesh != before.mesh:
         problems.append(f"mesh={mesh}: the units have {before.mesh}")
     if wrap is not None:
-        problems.append("wrap=: what was attached is gathered beside the unit that it is in")
+        problems.append("wrap=: whatever was attached becomes units of its own, next to the unit that it is in")
     if adapters is not None:
         problems.append("adapters=: read the adapter with PeftModel.from_pretrained or load_adapter, then call this")
     if problems:
-        raise ArgumentError("The model is wrapped already, and this call shards what was attached since:", problems)
+        raise ArgumentError("The model is wrapped already; this call shards what was attached since:", problems)
 
 
-def _adapters(model: nn.Module, adapters: Any) -> dict[str, str]:
+def find_place(mesh: object, device: torch.device | str | int | None, ranks: Ranks, version: int) -> WrapPlace:
+    """Return where the shards go.
+
+    Raises:
+        ArgumentError: The mesh is none, or does not fit the ranks or the device.
+        DeviceError: There is no device for this rank.
+    """
+    given_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+    if given_mesh is not None and device is None and given_mesh.device_type == "cpu":
+        device = "cpu"
+    own = own_device(device)
+    return WrapPlace(_mesh_sizes(mesh, ranks, own, version), given_mesh, own)
+
+
+def assign_roles(
+    model: nn.Module, ignored: Iterable[Ignored], version: int, before: Wrapped | None
+) -> tuple[TensorRoles, set[nn.Parameter]]:
+    """Return what happens to each tensor, and the ignored parameters.
+
+    Args:
+        model: The model.
+        ignored: The parameters that every rank keeps whole, as the caller names them.
+        version: 1 or 2.
+        before: How an earlier call wrapped the model; then only what was attached since is sharded.
+
+    Raises:
+        ArgumentError: ``ignored`` names what is not there, or the model holds what FSDP would refuse.
+    """
+    kept = ignored_parameters(model, ignored)
+    every = parameters_of(model)
+    parameters = every if before is None else attached(model, before)
+    taken = {id(parameter.tensor) for parameter in parameters}
+    roles = TensorRoles(
+        sharded=tuple(parameter for parameter in parameters if parameter.tensor not in kept),
+        ignored=tuple(parameter for parameter in parameters if parameter.tensor in kept),
+        buffers=buffers_of(model) if before is None else (),
+        left_alone=tuple(parameter for parameter in every if id(parameter.tensor) not in taken),
+    )
+    problems = fsdp2.check(roles.sharded) if version == 2 else fsdp1.check(roles.sharded)
+    if problems:
+        raise ArgumentError(f"FSDP{version} cannot shard this {type(model).__name__}:", problems)
+    return roles, kept
+
+
+def resolve_options(
+    version: int,
+    mixed_precision: object,
+    cpu_offload: object,
+    device: torch.device,
+    before: Wrapped | None,
+    *,
+    verify: str,
+    timeout: float,
+) -> WrapOptions:
+    """Return how FSDP wraps; what a second call leaves open is what the first one was asked for.
+
+    Raises:
+        ArgumentError: A policy is not one of this version's FSDP.
+    """
+    if before is not None:
+        mixed_precision = before.mixed_precision if mixed_precision is None else mixed_precision
+        cpu_offload = before.offload if cpu_offload is False and before.offload is not None else cpu_offload
+    fsdp = fsdp2 if version == 2 else fsdp1
+    precision, offload = fsdp.mixed_precision_policy(mixed_precision), fsdp.offload_policy(cpu_offload, device)
+    return WrapOptions(version, precision, offload, verify, timeout)
+
+
+def name_adapters(model: nn.Module, adapters: object) -> dict[str, str]:
+    """Return the adapters' folders or hub ids by name; a single one is the first adapter of the model.
+
+    Raises:
+        ArgumentError: They are neither a folder or hub id nor a mapping of them.
+    """
     if adapters is None:
         return {}
     if isinstance(adapters, (str, os.PathLike)):
@@ -248,10 +307,26 @@ def _adapters(model: nn.Module, adapters: Any) -> dict[str, str]:
         adapters = {name: adapters}
     if not isinstance(adapters, Mapping):
         raise ArgumentError(f"adapters={adapters!r:.80}: pass a folder or hub id, or {{name: folder}} for several.")
-    return {name: path_text(each, f"adapters[{name!r}]") for name, each in adapters.items()}
+    return {name: path_text(folder, f"adapters[{name!r}]") for name, folder in adapters.items()}
 
 
-def _sizes(mesh: object, ranks: Ranks, device: torch.device, version: int) -> tuple[int, ...]:
+def make_mesh(where: WrapPlace, waiting: Waiting) -> DeviceMesh:
+    """Return the mesh; making one is a collective, in which torch notices no dead rank and has no time limit.
+
+    Raises:
+        RankError: A rank failed or ended meanwhile.
+        RankTimeout: It took too long.
+    """
+    if where.given_mesh is not None:
+        return where.given_mesh
+    if where.device.type != "cpu":
+        torch.accelerator.set_device_index(where.device)
+    # transformers' names; peft takes the dimension "fsdp" for FSDP2, and any other for tensor parallelism
+    names = ("dp_replicate", "fsdp")[-len(where.mesh_sizes) :]
+    return waiting.call(lambda: init_device_mesh(where.device.type, where.mesh_sizes, mesh_dim_names=names))
+
+
+def _mesh_sizes(mesh: object, ranks: Ranks, device: torch.device, version: int) -> tuple[int, ...]:
     if mesh is None:
         return (ranks.size,)
     if isinstance(mesh, DeviceMesh):
@@ -267,7 +342,7 @@ def _sizes(mesh: object, ranks: Ranks, device: torch.device, version: int) -> tu
     if len(sizes) not in (1, 2) or math.prod(sizes) != ranks.size or min(sizes) < 1:
         raise ArgumentError(f"mesh={list(sizes)}: there are {ranks.size} ranks; pass (shards,) or (replicas, shards).")
     if version == 1 and len(sizes) == 2 and sizes[0] > sizes[1] == 1:
-        # torch takes NO_SHARD where a shard group has one rank, and that knows no other group
+        # with a shard group of one rank torch falls back to NO_SHARD, which ignores the replicas' group
         raise ArgumentError(
             f"mesh={list(sizes)}: with one shard FSDP1 sums no gradients over the replicas, and each would train "
             f"alone. Use version=2, or DistributedDataParallel."

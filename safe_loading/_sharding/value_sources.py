@@ -1,26 +1,22 @@
-"""Where each tensor's values come from, and their way into the local shards."""
+"""Where the values come from that no folder has: collected on rank 0, and agreed on by name."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from safe_loading._core import progress as _progress
 from safe_loading._core.names import canonical
 from safe_loading._core.report import Finding
 from safe_loading._model.tensors import ModelTensor
 from safe_loading._ranks.exchange import Ranks
-from safe_loading._ranks.launcher import local_rank
-from safe_loading._ranks.waiting import Waiting
 from safe_loading.errors import CheckpointError
 
-from .local_shard import LocalShard
-from .scatter import ElementRange, broadcast, meet, scatter
+from .new_values import initialized, initialized_adapters, loaded_adapters, remade_adapters
 from .setup import Setup
 
 
@@ -30,40 +26,121 @@ class RootValues:
 
     Attributes:
         names: The tensors, on every rank the same.
-        values: Their values, on the root; empty elsewhere.
+        tensors: Their values, on the root; empty elsewhere.
         findings: What is worth knowing about them.
     """
 
     names: frozenset[str] = frozenset()
-    values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     findings: list[Finding] = dataclasses.field(default_factory=list)
 
 
-def from_state_dict(setup: Setup, state: Mapping[str, torch.Tensor]) -> RootValues:
-    """Match a state dict with the model, strictly.
+# Gives values, and findings about them, given the names of the tensors that no earlier source has.
+ValueSource = Callable[[Setup, Set[str]], RootValues]
+
+
+def collect_root_values(setup: Setup, on_disk: Set[str], heads: Sequence[str]) -> RootValues:
+    """Collect the values that rank 0 gives: those of every tensor that the folder does not have.
+
+    Args:
+        setup: What is wrapped.
+        on_disk: The tensors that the folder has.
+        heads: The tensors of another task's head in the folder, which the model does not have.
 
     Raises:
-        CheckpointError: Keys are unexpected, shapes differ, or values are not there or contradict each other.
+        ArgumentError: An adapter is not the model's or cannot be initialized, or ``init_new`` leaves something out.
+        AdapterError: An adapter does not fit the model.
+        CheckpointError: A source does not fit the model, or a tensor has no values in any of them.
     """
-    by_name = {name: held for held in setup.everything() for name in held.names}
-    given = RootValues()
+    # The order is the precedence: a tensor's values are those of the first source that has it.
+    sources: tuple[ValueSource, ...] = (
+        # before the folder as well: the caller names the adapters apart from the base
+        _from_adapters,
+        # what the caller passes as source= decides over what rank 0's model happens to have
+        _from_state_dict,
+        # real values decide over made ones: an adapter on rank 0 may be a trained one
+        _from_rank_0,
+        # before init_new, which is for modules that nobody else can initialize
+        _from_peft_initialization,
+        _from_init_new,
+    )
+    root_values = RootValues()
+    for source in sources:
+        missing = {each.name for each in setup.tensors.all} - root_values.tensors.keys() - on_disk
+        new = source(setup, missing)
+        root_values.tensors = new.tensors | root_values.tensors
+        root_values.findings += new.findings
+    required = (*setup.tensors.parameters, *setup.tensors.saved_buffers)
+    without_values = [each for each in required if each.name not in root_values.tensors and each.name not in on_disk]
+    _refuse_missing(setup, without_values, len(required), heads)
+    return root_values
+
+
+def _from_adapters(setup: Setup, missing: Set[str]) -> RootValues:
+    """The folders of ``adapters=``, with all that they have."""
+    return RootValues(tensors=loaded_adapters(setup.model, setup.values.adapters))
+
+
+def _from_state_dict(setup: Setup, missing: Set[str]) -> RootValues:
+    """The state dict of ``source=``, which is matched as a whole."""
+    source = setup.values.source
+    return match_state_dict(setup.tensors.all, source) if isinstance(source, Mapping) else RootValues()
+
+
+def _from_rank_0(setup: Setup, missing: Set[str]) -> RootValues:
+    """Rank 0's own model: without a source everything that it has, and otherwise what the source may lack."""
+    tensors = setup.tensors
+    if isinstance(setup.values.source, Mapping):
+        allowed = tensors.saved_buffers  # a parameter that the state dict lacks is an error
+    elif setup.values.folder is not None:
+        allowed = (*tensors.parameters, *tensors.saved_buffers)
+    else:
+        allowed = tensors.all
+    return RootValues(tensors={each.name: each.tensor for each in allowed if each.name in missing and not each.is_meta})
+
+
+def _from_peft_initialization(setup: Setup, missing: Set[str]) -> RootValues:
+    """The values that peft gave to new adapters, and lost when it moved them to meta."""
+    if setup.tensors.left_alone:  # a second call: an adapter attached to a sharded base keeps its values
+        return RootValues()
+    parameters = [each for each in setup.tensors.parameters if each.name in missing]
+    made = remade_adapters(setup.model, parameters)
+    return RootValues(tensors=made, findings=initialized_adapters(made))
+
+
+def _from_init_new(setup: Setup, missing: Set[str]) -> RootValues:
+    """What ``init_new=`` writes into new parameters."""
+    parameters = [each for each in setup.tensors.parameters if each.name in missing]
+    if setup.values.init_new is None or not parameters:
+        return RootValues()
+    return RootValues(tensors=initialized(setup.model, parameters, setup.values.init_new))
+
+
+def match_state_dict(tensors: Sequence[ModelTensor], state: Mapping[str, torch.Tensor]) -> RootValues:
+    """Match a state dict with a model, strictly.
+
+    Raises:
+        CheckpointError: Keys are unexpected, shapes differ, or values are missing or contradict each other.
+    """
+    by_name = {name: tensor for tensor in tensors for name in tensor.names}
+    matched = RootValues()
     problems = []
-    for key, tensor in state.items():
-        held = by_name.get(canonical(key))
-        if held is None:
+    for key, value in state.items():
+        tensor = by_name.get(canonical(key))
+        if tensor is None:
             problems.append(f"{key}: the model has no such tensor")
-        elif problem := _misfit(held, tensor, given.values.get(held.name)):
+        elif problem := _misfit(tensor, value, matched.tensors.get(tensor.name)):
             problems.append(f"{key}: {problem}")
-        elif held.name not in given.values:
-            given.values[held.name] = tensor
-            if tensor.dtype != held.tensor.dtype:
-                given.findings.append(_cast(held, tensor.dtype, "the state dict"))
+        elif tensor.name not in matched.tensors:
+            matched.tensors[tensor.name] = value
+            if value.dtype != tensor.tensor.dtype:
+                matched.findings.append(_dtype_finding(tensor, value.dtype))
     if problems:
         raise CheckpointError("The state dict does not fit the model:", problems)
-    return given
+    return matched
 
 
-def _misfit(held: ModelTensor, value: object, first: torch.Tensor | None) -> str | None:
+def _misfit(tensor: ModelTensor, value: object, first: torch.Tensor | None) -> str | None:
     """Return why a tensor cannot have a value; ``first`` is what it was given under another of its names."""
     if not isinstance(value, torch.Tensor):
         return f"the state dict has a {type(value).__name__}, which is no tensor"
@@ -71,112 +148,61 @@ def _misfit(held: ModelTensor, value: object, first: torch.Tensor | None) -> str
         return "the state dict has a DTensor, a part of the values: pass its full_tensor()"
     if value.is_meta:
         return "the state dict has it on meta, without values"
-    if value.shape != held.tensor.shape:
-        return f"the state dict has {list(value.shape)}, the model {list(held.tensor.shape)}"
+    if value.shape != tensor.tensor.shape:
+        return f"the state dict has {list(value.shape)}, the model {list(tensor.tensor.shape)}"
     if first is None or first is value or torch.equal(first, value.to(first)):
         return None
-    return f"{', '.join(held.names)} are one parameter of the model, and two values in the state dict"
+    return f"{', '.join(tensor.names)} are one parameter of the model, and two values in the state dict"
 
 
-def from_model(held: Sequence[ModelTensor]) -> RootValues:
-    """Take the values that this rank's model has."""
-    return RootValues(values={each.name: each.tensor for each in held if not each.is_meta})
+def _dtype_finding(tensor: ModelTensor, dtype: torch.dtype) -> Finding:
+    return Finding(
+        "dtype-cast",
+        "info",
+        tensor.name,
+        f"the state dict has {dtype}, the model {tensor.tensor.dtype}; the model's dtype was kept.",
+        "none needed; build the model in the dtype of the checkpoint to avoid the rounding.",
+        tensor.nbytes,
+    )
 
 
-def agree_on_names(
-    ranks: Ranks, root: int, given: RootValues, held: Sequence[ModelTensor], *, timeout: float
-) -> RootValues:
-    """Tell every rank which tensors the root gives; an exchange of a bit a tensor."""
-    bits = "".join("1" if each.name in given.values else "0" for each in held) if ranks.rank == root else ""
-    told = ranks.exchange("learn what rank 0 gives", bits, timeout=timeout)[ranks.index(root)]
-    names = frozenset(each.name for each, bit in zip(held, told, strict=True) if bit == "1")
-    return dataclasses.replace(given, names=names)
-
-
-def missing(
-    held: Sequence[ModelTensor], given: RootValues, on_disk: Set[str], setup: Setup, *, heads: Sequence[str] = ()
-) -> None:
+def _refuse_missing(setup: Setup, missing: Sequence[ModelTensor], required: int, heads: Sequence[str]) -> None:
     """Refuse a model of which something would stay without values.
 
     Raises:
-        CheckpointError: Tensors that nothing fills; with them, what the folder holds of another head.
+        CheckpointError: Tensors that nothing fills; with them, the tensors of another head in the folder.
     """
-    lacking = [_lacking(each) for each in held if each.name not in given.values and each.name not in on_disk]
-    if setup.init_new is None and heads and not lacking:
+    folder, init_new = setup.values.folder, setup.values.init_new
+    if init_new is None and heads and not missing:
         raise CheckpointError(
-            f"The folder {setup.folder} holds a head that the model does not have. Build the model with it, or pass "
+            f"The folder {folder} holds a head that the model does not have. Build the model with it, or pass "
             f"init_new=fn(module) where the model has a new one of its own:",
             heads,
         )
-    if lacking:
-        fix = "init_new= left them out" if setup.init_new else "pass init_new=fn(module) if they are new"
-        where = f"the folder {setup.folder}" if setup.folder is not None else "the source"
+    if missing:
+        fix = "init_new= left them out" if init_new else "pass init_new=fn(module) if they are new"
+        where = f"the folder {folder}" if folder is not None else "the source"
         raise CheckpointError(
-            f"{len(lacking)} of {len(held)} tensors have no values: neither {where} has them nor rank 0; {fix}:",
-            [*lacking, *heads],
+            f"{len(missing)} of {required} tensors have no values: neither {where} has them nor rank 0; {fix}:",
+            [*map(_missing_line, missing), *heads],
         )
 
 
-def _lacking(held: ModelTensor) -> str:
-    return held.line() if isinstance(held.tensor, nn.Parameter) else f"{held.line()}, a buffer: set it on rank 0"
+def _missing_line(tensor: ModelTensor) -> str:
+    line = tensor.line()
+    return line if isinstance(tensor.tensor, nn.Parameter) else f"{line}, a buffer: set it on rank 0"
 
 
-def deliver(setup: Setup, mesh: DeviceMesh, given: RootValues, part: LocalShard, waiting: Waiting) -> int:
-    """Move what the root gives to the ranks that own it, and return the bytes that this rank sent.
-
-    Within the root's shard group each rank is sent its own part; then, with several replicas, each of them hands its
-    part to its copies. So a byte comes to a rank once.
-
-    Args:
-        setup: What is done.
-        mesh: The mesh.
-        given: What the root gives.
-        part: What each rank owns, and where this rank's part goes.
-        waiting: How to wait for one collective.
-    """
-    names = given.names
-    if not names:
-        return 0
-    coordinate = mesh.get_coordinate() or [0]
-    shard_group, device = mesh.get_group(mesh.ndim - 1), setup.device
-    is_root = not any(coordinate)
-    source = given.values.__getitem__ if is_root else None
-    parts = [[stretch for stretch in part.owned(rank) if stretch.name in names] for rank in range(setup.shards)]
-    entire = [
-        ElementRange(held.name, 0, held.tensor.numel(), held.tensor.dtype)
-        for held in (*setup.whole, *setup.buffers)
-        if held.name in names
-    ]
-    mine = [ElementRange(each.name, 0, each.stop - each.start, each.dtype) for each in parts[part.at]]
-    total = sum(stretch.nbytes for stretch in (*mine, *entire))
-    sent = 0
-    with _progress.bar_of_a_rank("scattering", total, local_rank()) as bar:
-        first = len(coordinate) == 1 or coordinate[0] == 0
-        if first:
-            meet(shard_group, device, waiting)
-            sent += scatter(parts, source, part.local.__getitem__, shard_group, device, waiting=waiting, bar=bar)
-            sent += broadcast(entire, source, part.whole.__getitem__, shard_group, device, waiting=waiting, bar=bar)
-        if len(coordinate) == 2:
-            copies = mesh.get_group(0)
-            meet(copies, device, waiting)
-            moved = None if first else bar  # the first has its part already
-            for stretches, tensors in ((mine, part.local), (entire, part.whole)):
-                read = tensors.__getitem__ if first else None
-                sent += broadcast(stretches, read, tensors.__getitem__, copies, device, waiting=waiting, bar=moved)
-    return sent
+def agree_on_names(
+    ranks: Ranks, root: int, root_values: RootValues, tensors: Sequence[ModelTensor], *, timeout: float
+) -> RootValues:
+    """Tell every rank which tensors the root gives; one exchange of a bit per tensor."""
+    bits = "".join("1" if each.name in root_values.tensors else "0" for each in tensors) if ranks.rank == root else ""
+    bits_of_root = ranks.exchange("learn what rank 0 gives", bits, timeout=timeout)[ranks.index(root)]
+    names = frozenset(each.name for each, bit in zip(tensors, bits_of_root, strict=True) if bit == "1")
+    return dataclasses.replace(root_values, names=names)
 
 
 def root_of(mesh: DeviceMesh) -> int:
     """Return the global rank whose weights are taken."""
     return int(mesh.mesh.flatten()[0])
-
-
-def _cast(held: ModelTensor, dtype: torch.dtype, where: str) -> Finding:
-    return Finding(
-        "dtype-cast",
-        "info",
-        held.name,
-        f"{where} has {dtype}, the model {held.tensor.dtype}; the model's dtype was kept.",
-        "none needed; build the model in the dtype of the checkpoint to avoid the rounding.",
-        held.nbytes,
-    )

@@ -13,14 +13,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from safe_loading._core.log import logger
 
-from .added_after_wrap import wrapped_before
+from .added_after_wrap import attached_units, wrapped_before
 from .agree import agree
-from .fsdp_units import Wrap
+from .fsdp_units import Wrap, plan_units
 from .peak_memory import Peak
 from .report import FsdpReport, FsdpUnit
-from .run import Done, carry_out
+from .run import WrapResult, run_wrap
 from .saving import make_saving_whole
-from .setup import Setup, prepare, ranks_of
+from .setup import (
+    Setup,
+    ValueOrigin,
+    assign_roles,
+    check_kinds,
+    check_second_call,
+    find_place,
+    name_adapters,
+    ranks_of,
+    resolve_options,
+)
 
 
 def wrap_fsdp_meta_safe(
@@ -87,48 +97,46 @@ def wrap_fsdp_meta_safe(
     before = wrapped_before(model)
     ranks = ranks_of(mesh if before is None else before.mesh)
     with ranks.together("check the arguments", timeout=timeout):
-        setup = prepare(
-            model,
-            source,
-            ranks,
-            version=version,
-            mesh=mesh,
-            wrap=wrap,
-            mixed_precision=mixed_precision,
-            cpu_offload=cpu_offload,
-            device=device,
-            ignored=ignored,
-            adapters=adapters,
-            init_new=init_new,
-            verify=verify,
-            timeout=timeout,
+        check_kinds(model, source, version, init_new, verify)
+        if before is not None:
+            check_second_call(before, source, version, mesh, wrap, adapters)
+        where = find_place(mesh if before is None else before.mesh, device, ranks, version)
+        tensors, kept = assign_roles(model, ignored, version, before)
+        if before is None:
+            units = plan_units(model, wrap, ignored=kept, flat=version == 1)
+        else:
+            units = attached_units(model, tensors.sharded)
+        how = resolve_options(
+            version, mixed_precision, cpu_offload, where.device, before, verify=verify, timeout=timeout
         )
-    units = [f"{unit.name}: {len(unit.parameters)} parameters" for unit in setup.units]
-    agree(ranks, setup.arguments(), setup.lines(), units, timeout=timeout)
-    with Peak(setup.device) as peak:
-        done = carry_out(setup, ranks)
-    report = _report(setup, done, ranks.index(ranks.rank), ranks.size, peak.bytes, time.perf_counter() - started)
-    done.model.__dict__["fsdp_report"] = report
-    make_saving_whole(done.model, ranks, setup.device, timeout)
+        values = ValueOrigin(source, name_adapters(model, adapters), init_new)
+        setup = Setup(model, values, where, how, tensors, units)
+    unit_lines = [f"{unit.name}: {len(unit.parameters)} parameters" for unit in units]
+    agree(ranks, setup.arguments(), setup.lines(), unit_lines, timeout=timeout)
+    with Peak(where.device) as peak:
+        result = run_wrap(setup, ranks)
+    report = _report(setup, result, ranks.index(ranks.rank), ranks.size, peak.bytes, time.perf_counter() - started)
+    result.model.__dict__["fsdp_report"] = report
+    make_saving_whole(result.model, ranks, where.device, timeout)
     logger.info("%s", report)
-    return done.model
+    return result.model
 
 
-def _report(setup: Setup, done: Done, rank: int, ranks: int, peak: int, seconds: float) -> FsdpReport:
+def _report(setup: Setup, result: WrapResult, rank: int, ranks: int, peak: int, seconds: float) -> FsdpReport:
     return FsdpReport(
-        version=setup.version,
+        version=setup.how.version,
         rank=rank,
         ranks=ranks,
-        shards=setup.shards,
-        device=str(setup.device),
+        shards=setup.where.shards,
+        device=str(setup.where.device),
         units=tuple(FsdpUnit(unit.name, len(unit.parameters), unit.bytes, unit.keeps) for unit in setup.units),
-        model_bytes=sum(held.nbytes for held in setup.everything()),
-        local_bytes=done.local_bytes,
-        bytes_read=done.bytes_read,
-        bytes_sent=done.bytes_sent,
+        model_bytes=sum(tensor.nbytes for tensor in setup.tensors.all),
+        local_bytes=result.local_bytes,
+        bytes_read=result.bytes_read,
+        bytes_sent=result.bytes_sent,
         peak_bytes=peak,
         seconds=seconds,
-        verified=setup.verify,
-        ignored=tuple(held.name for held in setup.whole),
-        findings=tuple(done.findings),
+        verified=setup.how.verify,
+        ignored=tuple(tensor.name for tensor in setup.tensors.ignored),
+        findings=tuple(result.findings),
     )

@@ -1,4 +1,4 @@
-"""Spans of files against torch: any chain of conversions, any region, any order of reading gives torch's slice."""
+"""Ranges of files against torch: any chain of conversions and any range of elements gives torch's slice."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch.distributed.tensor import Shard
 
 from safe_loading._checkpoint.copy_bytes import read_into
 from safe_loading._checkpoint.header import read_header
 from safe_loading._model.layout import disk_blocks as pieces
-from safe_loading._sharding.file_ranges import blocks_of
-from safe_loading._sharding.tensor_slices import Box, Flat, Region
+from safe_loading._sharding.file_ranges import blocks_of_range, boxes_of_range
+from safe_loading._sharding.fsdp2 import own_rows
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=150, deadline=None)
 @given(number=st.integers(0, 11), seed=st.integers(0, 10**6), limit=st.sampled_from([1, 4, 24, 64, 10**6]))
-def test_a_region_of_any_conversion_is_the_slice_of_it(disk: Path, number: int, seed: int, limit: int) -> None:
+def test_a_range_of_any_conversion_is_the_slice_of_it(disk: Path, number: int, seed: int, limit: int) -> None:
     draw = random.Random(seed)
     header = read_header(disk / f"{number}.safetensors")
     names = sorted(header.tensors)
@@ -42,14 +43,13 @@ def test_a_region_of_any_conversion_is_the_slice_of_it(disk: Path, number: int, 
     for _ in range(draw.randint(0, 4)):
         wholes, tensors = _converted(draw, wholes, tensors)
     whole, tensor = wholes[0], tensors[0]
-    region = _region(draw, tensor)
-    wanted = _slice(tensor, region)
+    start, stop = sorted((draw.randint(0, tensor.numel()), draw.randint(0, tensor.numel())))
     infos = [header.tensors[piece.tensor] for piece in whole.pieces]
-    out = torch.full((region.numel,), float("nan"))
+    out = torch.full((stop - start,), float("nan"))
     read = 0
     with header.path.open("rb") as file:
-        for block in blocks_of(whole, infos, [4] * len(infos), region):
-            for part in block.parts(limit):
+        for block in blocks_of_range(whole, infos, [4] * len(infos), start, stop):
+            for part in block.split(limit):
                 assert part.nbytes <= max(limit, 4)
                 packed = part.packed()
                 staged = torch.empty(packed.nbytes // 4)
@@ -57,12 +57,12 @@ def test_a_region_of_any_conversion_is_the_slice_of_it(disk: Path, number: int, 
                 for at, to, count in packed.runs():
                     read_into(file.fileno(), memory[to * 4 : (to + count) * 4], at)
                     read += count
-                sizes = [count for count, _, _ in part.dims]
-                place = out.as_strided(sizes, [apart for _, _, apart in part.dims], part.to)
+                sizes = [dim.size for dim in part.dims]
+                place = out.as_strided(sizes, [dim.in_memory for dim in part.dims], part.to)
                 assert place.isnan().all(), "an element is read twice"
                 place.copy_(staged.view(sizes))
-    assert torch.equal(out, wanted)
-    assert read == region.numel
+    assert torch.equal(out, tensor.reshape(-1)[start:stop])
+    assert read == stop - start
 
 
 def _converted(
@@ -89,30 +89,38 @@ def _converted(
     )
 
 
-def _region(draw: random.Random, tensor: torch.Tensor) -> Region:
-    if draw.random() < 0.5:
-        start = draw.randint(0, tensor.numel())
-        return Flat(start, draw.randint(start, tensor.numel()))
-    offset = tuple(draw.randrange(size) for size in tensor.shape)
-    return Box(offset, tuple(draw.randint(0, size - at) for size, at in zip(tensor.shape, offset, strict=True)))
-
-
-def _slice(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    if isinstance(region, Flat):
-        return tensor.reshape(-1)[region.start : region.stop]
-    cut = tuple(slice(at, at + size) for at, size in zip(region.offset, region.size, strict=True))
-    return tensor[cut].reshape(-1)
-
-
-def test_rows_of_a_tensor_are_one_run_and_columns_one_a_row(disk: Path) -> None:
+def test_a_range_of_a_tensor_is_one_run(disk: Path) -> None:
     shape = (64, 32)
     save_file({"weight": torch.zeros(shape)}, disk / "rows.safetensors")
     header = read_header(disk / "rows.safetensors")
     whole, info = pieces.on_disk("weight", shape), header.tensors["weight"]
+    for start, stop in ((16 * 32, 32 * 32), (5, 2000)):
+        (block,) = blocks_of_range(whole, [info], [4], start, stop)
+        assert [*block.runs()] == [(info.start + 4 * start, 0, stop - start)]
 
-    def runs(region: Region) -> list[int]:
-        return [count for block in blocks_of(whole, [info], [4], region) for _, _, count in block.runs()]
 
-    assert runs(Box((16, 0), (16, 32))) == [512]
-    assert runs(Box((0, 16), (64, 16))) == [16] * 64
-    assert runs(Flat(5, 2000)) == [1995]
+@pytest.mark.parametrize(("rows", "ranks"), [(60, 4), (251, 4), (251, 2), (3, 4), (1, 4), (5, 7)])
+def test_the_rows_of_a_rank_are_those_that_torch_gives_it(rows: int, ranks: int) -> None:
+    owned = [own_rows((rows, 8), rank, ranks) for rank in range(ranks)]
+    assert [row for start, stop in owned for row in range(start, stop)] == list(range(rows))
+    for rank, (start, stop) in enumerate(owned):
+        size, first = Shard.local_shard_size_and_offset(rows, ranks, rank)
+        assert (start, stop - start) == (first, size)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_boxes_of_a_range_are_the_range_and_few(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(25):
+        shape = tuple(draw.randint(1, 6) for _ in range(draw.randint(0, 4)))
+        tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+        start = draw.randint(0, tensor.numel())
+        stop = draw.randint(start, tensor.numel())
+        out, count = torch.full((stop - start,), -1), 0
+        for to, box in boxes_of_range(start, stop, shape):
+            part = tensor[tuple(slice(at, at + size) for at, size in zip(box.offset, box.size, strict=True))]
+            assert (out[to : to + box.numel] == -1).all()
+            out[to : to + box.numel] = part.reshape(-1)
+            count += 1
+        assert torch.equal(out, tensor.reshape(-1)[start:stop])
+        assert count <= max(1, 2 * len(shape) - 1)

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,9 +14,6 @@ import transformers
 from models import save_llama
 from safetensors.torch import load_file, save_file
 from tiny_models import causal_lm_classes, image_text_classes, tiny_config
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
 
 from safe_loading import CheckpointError, meta_model
 from safe_loading._core import progress as _progress
@@ -24,9 +21,8 @@ from safe_loading._core.report import MiB
 from safe_loading._sharding import reading
 from safe_loading._sharding.buffers import compute_buffers
 from safe_loading._sharding.checkpoint_source import CheckpointSource, disk_tensors, open_source
-from safe_loading._sharding.read_plan import ShardTarget
-from safe_loading._sharding.reading import ReadReport, differing, read_targets
-from safe_loading._sharding.tensor_slices import Box, Flat, whole
+from safe_loading._sharding.fsdp2 import own_rows
+from safe_loading._sharding.reading import ShardTarget, differing, read_targets
 from safe_loading.errors import ArgumentError
 
 EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
@@ -69,56 +65,57 @@ def tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in held)
 
 
-def box_at(shape: Any, mesh: Any, coordinate: Any, placements: Any) -> Box:
-    """The block that DTensor gives to a place of a mesh."""
-    size, offset = _compute_local_shape_and_global_offset(shape, torch.Size(mesh), coordinate, placements)
-    return Box(tuple(offset), tuple(size))
+Split = Literal["rows", "flat"]  # as FSDP2 and FSDP1 split
+SPLITS: tuple[Split, ...] = ("rows", "flat")
+
+
+def owned_range(shape: torch.Size, rank: int, world: int, split: Split) -> tuple[int, int]:
+    """The elements of a tensor that a rank owns; each rank reads the whole of a scalar."""
+    numel = shape.numel()
+    if not shape:
+        return 0, 1
+    if split == "rows":
+        start, stop = own_rows(shape, rank, world)
+        return start * shape[1:].numel(), stop * shape[1:].numel()
+    size = -(-numel // world)
+    return min(numel, rank * size), min(numel, (rank + 1) * size)
 
 
 def read_as_ranks(
-    source: CheckpointSource, model: torch.nn.Module, world: int, placement: Placement | None = None
-) -> tuple[dict[str, torch.Tensor], list[ReadReport]]:
-    """Read a model as `world` ranks would (flat ranges without a placement), and put their parts together."""
-    full = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in tensors_of(model)}
-    reports = []
+    source: CheckpointSource, model: torch.nn.Module, world: int, split: Split
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Read what the checkpoint has of a model as `world` ranks would, and put their ranges together.
+
+    Returns:
+        The tensors by name, and the bytes that all ranks read.
+    """
+    stored = {name: tensor for name, tensor in tensors_of(model) if source.stored_as(name) is not None}
+    full = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in stored.items()}
+    bytes_read = 0
     for rank in range(world):
         targets = []
-        for name, tensor in tensors_of(model):
-            shape = tuple(tensor.shape)
-            if placement is None:
-                size = -(-tensor.numel() // world)
-                region: Any = Flat(min(tensor.numel(), rank * size), min(tensor.numel(), (rank + 1) * size))
-                memory = torch.empty(region.numel, dtype=tensor.dtype)
-            else:
-                inner = Shard(min(placement.dim, len(shape) - 1)) if isinstance(placement, Shard) else placement
-                region = box_at(shape, [world], [rank], [inner]) if shape else whole(shape)
-                memory = torch.empty(region.size, dtype=tensor.dtype)
-            targets.append(ShardTarget(name, shape, tensor.dtype, region, memory))
-        reports.append(read_targets(source, None, targets))
+        for name, tensor in stored.items():
+            start, stop = owned_range(tensor.shape, rank, world, split)
+            targets.append(ShardTarget(name, start, stop, torch.empty(stop - start, dtype=tensor.dtype)))
+        bytes_read += read_targets(source, targets)
         for target in targets:
-            place = full[target.name]
-            if isinstance(target.region, Flat):
-                place.view(-1)[target.region.start : target.region.stop] = target.destination
-            else:
-                box = target.region
-                place[tuple(slice(at, at + size) for at, size in zip(box.offset, box.size, strict=True))] = (
-                    target.destination
-                )
-    return full, reports
+            full[target.name].view(-1)[target.start : target.stop] = target.destination
+    return full, bytes_read
 
 
 def check_class(name: str, folder: Path) -> None:
     """Compare a class, read in several ways, with from_pretrained: parameters, buffers, dtypes and bytes."""
     kind = saved(name, folder)
-    for dtype, world, placement in ((torch.float32, 4, Shard(0)), (torch.bfloat16, 2, None)):
+    splits: tuple[tuple[torch.dtype, int, Split], ...] = ((torch.float32, 4, "rows"), (torch.bfloat16, 2, "flat"))
+    for dtype, world, split in splits:
         reference = kind.from_pretrained(folder, dtype=dtype)
         model = meta_model(folder, kind, dtype)
         assert {n: t.dtype for n, t in reference.state_dict().items()} == {
             n: t.dtype for n, t in model.state_dict().items()
         }
         source = open_source(folder, model)
-        full, reports = read_as_ranks(source, model, world, placement)
-        missing = {name for report in reports for name in report.missing}
+        full, read = read_as_ranks(source, model, world, split)
+        missing = {name for name, _ in tensors_of(model)} - full.keys()
         for key, tensor in tensors_of(reference):
             if key not in missing:
                 assert torch.equal(full[key], tensor), key
@@ -128,11 +125,10 @@ def check_class(name: str, folder: Path) -> None:
             if not own.is_meta:
                 assert own.dtype == buffer.dtype, key
                 assert torch.equal(own, buffer), key
-        if not reports[0].converted:
-            read = sum(report.bytes_read for report in reports)
-            scalars = sum(t.nbytes for _, t in tensors_of(model) if not t.dim()) * (world - 1) if placement else 0
-            held = {other for key in full for other in source.all_held_as(key)}
-            used = sum({info.name: info.nbytes for key in held for info in disk_tensors(source, key)}.values())
+        if not source.conversions:
+            scalars = sum(t.nbytes for _, t in tensors_of(model) if not t.dim()) * (world - 1)
+            names = {other for key in full for other in source.all_stored_as(key)}
+            used = sum({info.name: info.nbytes for key in names for info in disk_tensors(source, key)}.values())
             assert used <= read <= used + scalars * 2
             assert used == source.checkpoint.nbytes or missing or source.layout.unknown
 
@@ -168,21 +164,21 @@ def test_three_experts_on_four_ranks_and_dinov2_swiglu_are_read_right(tmp_path: 
         model.save_pretrained(folder, max_shard_size="60KB")
         reference = type(model).from_pretrained(folder)
         skeleton = meta_model(folder, type(model))
-        for placement in (Shard(0), None):
-            full, _ = read_as_ranks(open_source(folder, skeleton), skeleton, 4, placement)
+        for split in SPLITS:
+            full, _ = read_as_ranks(open_source(folder, skeleton), skeleton, 4, split)
             assert all(torch.equal(full[key], tensor) for key, tensor in tensors_of(reference)), name
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 7])
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), None], ids=["rows", "columns", "flat"])
-def test_uneven_and_empty_shards_are_read_once_each(world: int, placement: Placement | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", SPLITS)
+def test_uneven_and_empty_shards_are_read_once_each(world: int, split: Split, tmp_path: Path) -> None:
     sizes = {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 251}
     folder = save_llama(tmp_path, **sizes)
     model, reference = meta_model(folder), dict(load_all(folder))
     source = open_source(folder, model)
-    full, reports = read_as_ranks(source, model, world, placement)
+    full, read = read_as_ranks(source, model, world, split)
     assert all(torch.equal(full[name], tensor) for name, tensor in reference.items())
-    assert sum(report.bytes_read for report in reports) == source.checkpoint.nbytes
+    assert read == sum(tensor.nbytes for tensor in reference.values())
 
 
 def load_all(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -190,45 +186,22 @@ def load_all(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield from load_file(path).items()
 
 
-def test_each_group_of_hsdp_reads_every_byte_once(tmp_path: Path) -> None:
-    folder = save_llama(tmp_path)
-    model = meta_model(folder)
-    source = open_source(folder, model)
-    read = []
-    for coordinate in [(group, rank) for group in range(2) for rank in range(3)]:
-        targets = []
-        for name, tensor in model.named_parameters():
-            box = box_at(tensor.shape, [2, 3], coordinate, [Replicate(), Shard(0)])
-            targets.append(ShardTarget(name, tuple(tensor.shape), tensor.dtype, box, torch.empty(box.size)))
-        read.append(read_targets(source, None, targets).bytes_read)
-    assert sum(read[:3]) == sum(read[3:]) == source.checkpoint.nbytes
-
-
 def test_a_cast_is_the_one_of_torch_and_the_dtype_of_the_model_stays(tmp_path: Path) -> None:
     folder = save_llama(tmp_path, torch.float32)
     model = meta_model(folder, dtype=torch.bfloat16)
-    full, reports = read_as_ranks(open_source(folder, model), model, 2, Shard(0))
+    full, read = read_as_ranks(open_source(folder, model), model, 2, "rows")
     for name, tensor in load_all(folder):
         assert full[name].dtype == torch.bfloat16
         assert torch.equal(full[name], tensor.to(torch.bfloat16))
-    assert sum(report.bytes_read for report in reports) == sum(t.nbytes for _, t in load_all(folder))
+    assert read == sum(t.nbytes for _, t in load_all(folder))
 
 
-def test_a_wider_destination_holds_the_rounded_values(tmp_path: Path) -> None:
-    # an optimizer's float32 copy of a bfloat16 model must hold what the model has, not what the disk has
-    save_file({"weight": torch.tensor([1.0, 1.0 + 2**-12])}, tmp_path / "model.safetensors")
-    module = torch.nn.Linear(1, 1, bias=False)
-    module.weight = torch.nn.Parameter(torch.empty(2, device="meta", dtype=torch.bfloat16))
-    place = torch.empty(2, dtype=torch.float32)
-    read_targets(tmp_path, module, [ShardTarget("weight", (2,), torch.bfloat16, whole((2,)), place)])
-    assert place.tolist() == [1.0, 1.0]
+def whole(name: str, destination: torch.Tensor) -> ShardTarget:
+    return ShardTarget(name, 0, destination.numel(), destination.view(-1))
 
 
 def all_of(model: torch.nn.Module) -> list[ShardTarget]:
-    return [
-        ShardTarget(name, tuple(each.shape), each.dtype, whole(each.shape), torch.empty(each.shape, dtype=each.dtype))
-        for name, each in model.named_parameters()
-    ]
+    return [whole(name, torch.empty(each.shape, dtype=each.dtype)) for name, each in model.named_parameters()]
 
 
 def test_a_second_read_finds_every_bit_that_differs_and_opens_each_file_once(
@@ -238,17 +211,18 @@ def test_a_second_read_finds_every_bit_that_differs_and_opens_each_file_once(
     model = meta_model(tmp_path, kind, dtype=torch.bfloat16)
     source = open_source(tmp_path, model)
     targets = all_of(model)
-    read_targets(source, None, targets)
+    read_targets(source, targets)
     opened: list[Path] = []
     real = reading.open_regular
     monkeypatch.setattr(reading, "open_regular", lambda path: opened.append(path) or real(path))
-    assert differing(source, targets, staging_bytes=1000) == []
+    monkeypatch.setattr(reading, "STAGING_BYTES", 1000)
+    assert differing(source, targets) == []
     assert sorted(opened) == sorted(source.checkpoint.files)
     by_name = {target.name: target.destination for target in targets}
     by_name["model.norm.weight"].view(torch.int16)[-1] ^= 1
-    by_name["model.layers.1.mlp.experts.gate_up_proj"].view(torch.int16)[-1, -1, -1] ^= 1
+    by_name["model.layers.1.mlp.experts.gate_up_proj"].view(torch.int16)[-1] ^= 1
     wanted = ["model.layers.1.mlp.experts.gate_up_proj", "model.norm.weight"]
-    assert sorted(differing(source, targets, staging_bytes=1000)) == wanted
+    assert sorted(differing(source, targets)) == wanted
 
 
 def test_a_bar_goes_to_the_end_when_parameters_are_converted_whole(
@@ -269,7 +243,8 @@ def test_a_bar_goes_to_the_end_when_parameters_are_converted_whole(
             bars[-1][2] += count
 
     monkeypatch.setattr(_progress, "Bar", Counted)
-    assert read_targets(source, None, targets).converted
+    assert source.conversions
+    read_targets(source, targets)
     assert differing(source, targets) == []
     total = sum(target.destination.nbytes for target in targets)
     assert bars == [["reading", total, total], ["verifying", total, total]]
@@ -281,27 +256,44 @@ def test_a_second_read_compares_bits_and_not_numbers(tmp_path: Path) -> None:
     module.weight = torch.nn.Parameter(torch.empty(2, device="meta"))
     source = open_source(tmp_path, module)
     place = torch.tensor([float("nan"), 0.0])
-    target = ShardTarget("weight", (2,), torch.float32, whole((2,)), place)
-    assert differing(source, [target]) == []
+    assert differing(source, [whole("weight", place)]) == []
     place[1] = -0.0
-    assert differing(source, [target]) == ["weight"]
+    assert differing(source, [whole("weight", place)]) == ["weight"]
 
 
-def test_a_small_buffer_gives_the_same(tmp_path: Path) -> None:
+def test_a_small_buffer_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_llama(tmp_path)
     model = meta_model(folder, dtype=torch.float16)
     source = open_source(folder, model)
     wanted = dict(load_all(folder))
+    requests: list[int] = []
+    real = reading.read_into
+    monkeypatch.setattr(reading, "read_into", lambda file, memory, at: requests.append(at) or real(file, memory, at))
+    monkeypatch.setattr(reading, "STAGING_BYTES", 36)
     for name, tensor in model.named_parameters():
         place = torch.empty(tensor.shape, dtype=tensor.dtype)
-        report = read_targets(
-            source,
-            None,
-            [ShardTarget(name, tuple(tensor.shape), tensor.dtype, whole(tensor.shape), place)],
-            staging_bytes=36,
-        )
+        requests.clear()
+        read_targets(source, [whole(name, place)])
         assert torch.equal(place, wanted[name].half())
-        assert report.requests >= wanted[name].nbytes / 36
+        assert len(requests) >= wanted[name].nbytes / 36
+
+
+def test_files_are_read_from_front_to_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_llama(tmp_path)
+    model = meta_model(folder, dtype=torch.float32)
+    source = open_source(folder, model)
+    requests: list[tuple[int, int]] = []
+    real = reading.read_into
+    monkeypatch.setattr(
+        reading, "read_into", lambda file, memory, at: requests.append((file, at)) or real(file, memory, at)
+    )
+    targets = all_of(model)
+    random.Random(0).shuffle(targets)
+    read_targets(source, targets)
+    files = list(dict.fromkeys(file for file, _ in requests))
+    assert len(files) == len(source.checkpoint.files) > 1
+    assert requests == sorted(requests, key=lambda request: (files.index(request[0]), request[1]))
+    assert len(requests) == len(targets)
 
 
 def test_a_read_needs_its_destination_and_little_more(tmp_path: Path) -> None:
@@ -309,12 +301,11 @@ def test_a_read_needs_its_destination_and_little_more(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(rows, 256)}, tmp_path / "model.safetensors")
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.empty(rows, 256, dtype=torch.bfloat16, device="meta"))
-    place = torch.zeros(rows // 2, 256, dtype=torch.bfloat16)
-    box = box_at((rows, 256), [2], [1], [Shard(0)])
+    place = torch.zeros(rows // 2 * 256, dtype=torch.bfloat16)
     source = open_source(tmp_path, module)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is held now
     before = peak_bytes()
-    read_targets(source, None, [ShardTarget("weight", (rows, 256), torch.bfloat16, box, place)])
+    read_targets(source, [ShardTarget("weight", rows // 2 * 256, rows * 256, place)])
     assert peak_bytes() - before < 16 * MiB
     assert place.sum() == place.numel()
 
@@ -330,9 +321,9 @@ def test_a_stray_file_is_not_read(tmp_path: Path) -> None:
     save_file({name: torch.full((101, 32), 7.0)}, folder / "model-99999-of-00003.safetensors")
     model = meta_model(folder)
     source = open_source(folder, model)
-    full, reports = read_as_ranks(source, model, 2, Shard(0))
+    full, _ = read_as_ranks(source, model, 2, "rows")
     assert not (full[name] == 7).any()
-    assert "stray-shard" in {finding.code for finding in reports[0].findings}
+    assert "stray-shard" in {finding.code for finding in source.checkpoint.findings}
 
 
 def test_a_file_that_shrinks_meanwhile_is_named(tmp_path: Path) -> None:
@@ -342,7 +333,7 @@ def test_a_file_that_shrinks_meanwhile_is_named(tmp_path: Path) -> None:
     path = source.checkpoint.file_of["model.norm.weight"]
     path.write_bytes(path.read_bytes()[:-64])
     with pytest.raises(CheckpointError, match="became shorter while it was read"):
-        read_as_ranks(source, model, 1, Shard(0))
+        read_as_ranks(source, model, 1, "rows")
 
 
 def test_two_values_of_a_tied_parameter_are_refused(tmp_path: Path) -> None:
@@ -351,7 +342,7 @@ def test_two_values_of_a_tied_parameter_are_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     model = meta_model(folder)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight are one parameter of the model, and two values"):
-        read_as_ranks(open_source(folder, model), model, 2, Shard(0))
+        read_as_ranks(open_source(folder, model), model, 2, "rows")
 
 
 def test_either_name_of_a_tied_parameter_may_be_the_one_on_disk(tmp_path: Path) -> None:
@@ -364,19 +355,15 @@ def test_either_name_of_a_tied_parameter_may_be_the_one_on_disk(tmp_path: Path) 
     index["weight_map"]["lm_head.weight"] = index["weight_map"].pop("model.embed_tokens.weight")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     model = meta_model(folder)
-    full, _ = read_as_ranks(open_source(folder, model), model, 2, Shard(0))
+    full, _ = read_as_ranks(open_source(folder, model), model, 2, "rows")
     assert torch.equal(full["model.embed_tokens.weight"], tensors["lm_head.weight"])
 
 
-def test_a_target_that_does_not_fit_its_region_is_refused_before_a_byte_is_read(tmp_path: Path) -> None:
+def test_memory_that_is_not_that_of_its_range_is_refused_before_a_byte_is_read(tmp_path: Path) -> None:
     folder = save_llama(tmp_path)
-    model = meta_model(folder)
-    name = "model.norm.weight"
-    place = torch.zeros(5)
-    with pytest.raises(ArgumentError, match=r"the region has \[32\], the destination \[5\]"):
-        read_targets(folder, model, [ShardTarget(name, (32,), torch.float32, whole((32,)), place)])
-    with pytest.raises(ArgumentError, match=r"the target says \[5\], the model has \[32\]"):
-        read_targets(folder, model, [ShardTarget(name, (5,), torch.float32, whole((5,)), place)])
-    with pytest.raises(ArgumentError, match="only with the model"):
-        read_targets(folder, None, [])
+    source = open_source(folder, meta_model(folder))
+    place = torch.zeros(10, 5)
+    for destination in (place[0], place.T[0], place):
+        with pytest.raises(ArgumentError, match=r"model\.norm\.weight: the range has 10 elements, the destination \["):
+            read_targets(source, [ShardTarget("model.norm.weight", 0, 10, destination)])
     assert not place.any()

@@ -14,15 +14,17 @@ from tiny_models import causal_lm_classes, image_text_classes, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from safe_loading import CheckpointError, meta_model
-from safe_loading._sharding.buffers import Init, compute_buffers, place_buffers
+from safe_loading._sharding.buffers import compute_buffers
 
 EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
 SAMPLE = sorted({"FalconH1ForCausalLM", "GemmaForCausalLM", "BloomForCausalLM", *random.Random(4).sample(EVERY, 4)})
 
 
-def rebuild_buffers(model: torch.nn.Module, init: Init | None = None) -> tuple[str, ...]:
-    values = compute_buffers(model, init=init)
-    place_buffers(model, values, device="cpu")
+def rebuild_buffers(model: torch.nn.Module) -> tuple[str, ...]:
+    values = compute_buffers(model)
+    for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        model.get_submodule(path)._buffers[attribute] = value
     return tuple(values)
 
 
@@ -103,18 +105,27 @@ def test_one_element_that_is_not_written_is_found() -> None:
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["scale", "mask"]
 
 
-def test_the_caller_can_fill_what_nothing_else_does() -> None:
+def test_both_remedies_of_the_error_work() -> None:
+    class WithMethod(Scaled):
+        def reset_buffers(self) -> None:
+            self.scale.fill_(2.0)
+            self.mask.copy_(torch.tensor([True, False, True]))
+            self.order.copy_(torch.arange(3))
+
     with torch.device("meta"):
-        model = torch.nn.Sequential(Scaled(), Scaled())
-
-    def fill(module: torch.nn.Module) -> None:
-        module.scale.fill_(2.0)  # type: ignore[operator,union-attr]
-        module.mask.fill_(True)  # type: ignore[operator,union-attr]
-        module.order.fill_(5)  # type: ignore[operator,union-attr]
-
-    rebuild_buffers(model, init=fill)
-    assert model[1].scale.tolist() == [2.0] * 3
-    assert model[0].order.tolist() == [5] * 3
+        model = torch.nn.Sequential(Scaled(), WithMethod())
+    with pytest.raises(CheckpointError) as caught:
+        compute_buffers(model)
+    problems = caught.value.problems
+    assert all("Give Scaled a method reset_buffers() that fills it" in problem for problem in problems)
+    assert "assign its values to the module's attribute scale before the call" in problems[0]
+    for attribute, buffer in Scaled().named_buffers():
+        setattr(model[0], attribute, buffer)
+    rebuild_buffers(model)
+    wanted = dict(Scaled().named_buffers())
+    for module in model:
+        assert all(torch.equal(buffer, wanted[name]) for name, buffer in module.named_buffers())
+    assert model.state_dict().keys() == {"0.weight", "1.weight"}  # an assigned buffer stays out of checkpoints
 
 
 def test_real_buffers_and_real_weights_are_not_touched() -> None:

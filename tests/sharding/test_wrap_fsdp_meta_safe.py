@@ -21,12 +21,13 @@ from transformers import logging as transformers_logging
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 from fsdp_cases import *
-from safe_loading import _progress, wrap_fsdp_meta_safe
+from safe_loading import wrap_fsdp_meta_safe
+from safe_loading._core import progress
 
 class Screen(io.StringIO):
     isatty = lambda self: True
 
-class Counted(_progress.Bar):
+class Counted(progress.Bar):
     def __init__(self, what, total, **options):
         super().__init__(what, total, **{**options, "after": 0.0})
         self.facts = [what, total, 0]
@@ -36,7 +37,7 @@ class Counted(_progress.Bar):
         self.facts[2] += count
 
 os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
-_progress.Bar = Counted
+progress.Bar = Counted
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 names, meshes, folder = [*filter(None, sys.argv[1].split(","))], eval(sys.argv[2]), sys.argv[3]

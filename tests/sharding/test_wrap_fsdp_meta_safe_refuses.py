@@ -111,18 +111,18 @@ attempt("replicas of one shard", on_meta(llama), str(folder / "llama"), mesh=(2,
 
 # a checkpoint of other values under the same headers: only the bytes tell
 wrong = on_meta(llama)
-from safe_loading._sharding import folder as folders
-class Lying(folders.Folder):
+from safe_loading._sharding import checkpoint_folder
+class Lying(checkpoint_folder.Folder):
     reads = 0
-    def read(self, setup, part):
-        result = super().read(setup, part)
+    def read(self, shard):
+        result = super().read(shard)
         Lying.reads += 1
         if Lying.reads == 1 and rank == 1:
-            part.local["model.norm.weight"][-1] += 1
+            shard.local["model.norm.weight"][-1] += 1
         return result
-true, folders.Folder = folders.Folder, Lying
+true, checkpoint_folder.Folder = checkpoint_folder.Folder, Lying
 attempt("bytes", wrong, str(folder / "llama"), verify="bytes")
-folders.Folder = true
+checkpoint_folder.Folder = true
 good = wrap_fsdp_meta_safe(on_meta(llama), str(folder / "llama"), verify="bytes")
 sent = wrap_fsdp_meta_safe(reference(llama) if rank == 0 else on_meta(llama), verify="bytes", mesh=(2,))
 both = [differences(one, each, inputs("llama")) for each in (good, sent)]

@@ -21,7 +21,7 @@ transformers_logging.disable_progress_bar()
 from fsdp_cases import *
 from safe_loading import wrap_fsdp_meta_safe
 from safe_loading._ranks.exchange import Ranks
-from safe_loading._sharding import fill, reading, scatter
+from safe_loading._sharding import reading, scatter
 from torchrun import fork_ranks, held_store
 
 folder = pathlib.Path(sys.argv[1])
@@ -65,8 +65,8 @@ def arm(kind, when, label):
 
     Ranks.together, Ranks.exchange = together, exchange
     if when.isdigit():
-        owner, method = {"read": (reading._Files, "fill"), "send": (scatter._Bytes, "read"),
-                         "receive": (scatter._Bytes, "write"), "group": (device_mesh, "new_group"),
+        owner, method = {"read": (reading._OpenFiles, "fill"), "send": (scatter._ByteStream, "read"),
+                         "receive": (scatter._ByteStream, "write"), "group": (device_mesh, "new_group"),
                          "broadcast": (dist, "broadcast")}[label]
         real, count = getattr(owner, method), iter(range(10**6))
         def counted(*arguments, **options):
@@ -76,8 +76,7 @@ def arm(kind, when, label):
         setattr(owner, method, counted)
 
 def rank_main(victim, kind, when, label, source, timeout, mesh, rank):
-    fill.scatter = functools.partial(scatter.scatter, block_bytes=4096)
-    fill.broadcast = functools.partial(scatter.broadcast, block_bytes=4096)
+    scatter.BLOCK_BYTES = 4096  # several blocks, so that a rank can come to grief between two of them
     if rank == victim:
         arm(kind, when, label)
     model = one if source is None and rank == 0 else skeleton
