@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .plan.cap_devices import cap_devices
+from .plan.device_memory import cap_devices
 
 
 def limit_device_memory(max_memory: Mapping[Any, Any], *, overhead: Any = 0) -> dict[int, float]:

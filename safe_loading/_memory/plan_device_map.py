@@ -14,7 +14,7 @@ from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError
 
 from .plan.device_map_plan import DeviceMapPlan
-from .plan.free_memory import CUDA_CONTEXT, accelerator, free_host, free_now
+from .plan.device_memory import CUDA_CONTEXT, accelerator, free_host, free_now
 from .plan.planned_model import model_of
 from .plan.planner import Planner
 from .plan.request import PlanRequest

@@ -214,8 +214,8 @@ def test_a_model_that_joins_its_children_itself_goes_to_one_device_as_a_whole() 
 def test_what_cannot_be_mended_is_never_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     from safe_loading._memory.plan import planner
 
-    lay_out = planner.lay_out
-    monkeypatch.setattr(planner, "lay_out", lambda model, asked, merge: lay_out(model, asked))
+    cut_model = planner.cut_model
+    monkeypatch.setattr(planner, "cut_model", lambda model, asked, keep_whole: cut_model(model, asked))
     plan = plan_device_map(llama(), {0: "90KB", 1: "90KB"}, no_split_modules=[])
     assert not plan.verified
     assert "between devices" in plan.reason

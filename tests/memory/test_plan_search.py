@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_loading._memory.plan import chain as chains
-from safe_loading._memory.plan.chain import Chain, DeviceSlot, fewest, reach
-from safe_loading._memory.plan.layer_groups import MOST_HOSTS, GroupPlacement, LayerGroup, Puzzle
+from safe_loading._memory.plan.chain import Chain, DeviceSlot, fewest_devices, reach
+from safe_loading._memory.plan.layer_groups import MOST_PINNINGS, GroupPlacement, LayerGroup, Puzzle
 from safe_loading._memory.plan.offload import Away, offload
 
 Best = tuple[tuple[Fraction, int], int]
@@ -51,7 +51,7 @@ def best_of_all(
         shares = [Fraction(0)]
         for device, limit in enumerate(limits):
             own = [block for block, other in zip(blocks, devices, strict=True) if other == device] + [held[device]]
-            load = sum(block.kept for block in own) + max(block.passing for block in own)
+            load = sum(block.resident for block in own) + max(block.transient for block in own)
             if load > limit or (device in devices and not limit):
                 return
             shares.append(Fraction(load, limit or 1))
@@ -81,7 +81,7 @@ def instance(seed: int, most: int = 8) -> tuple[list[LayerGroup], list[list[int]
     blocks = [LayerGroup(draw.randint(0, 12), draw.randint(0, 5) if passing else 0) for _ in range(count)]
     groups = draw.choice([0, 1, 1, 2, 2, 3]) if count > 2 else 0
     together = [draw.sample(range(count), draw.choice([2, 2, 2, 3])) for _ in range(groups)]
-    devices, whole = draw.randint(1, 4), sum(block.kept for block in blocks) + 5
+    devices, whole = draw.randint(1, 4), sum(block.resident for block in blocks) + 5
     kinds = [draw.choice([0, *[draw.randint(whole // 4, whole) for _ in range(6)]]) for _ in range(draw.randint(1, 3))]
     return blocks, together, draw.sample(kinds * 4, devices)
 
@@ -153,7 +153,10 @@ def test_what_is_offloaded_is_the_run_with_the_fewest_bytes(hundred: int) -> Non
     for seed in range(100 * hundred, 100 * hundred + 100):
         draw = random.Random(f"offload {seed}")
         blocks, together, limits = instance(seed, 6)
-        away = [Away(block.kept, kept := draw.randint(0, block.kept) // 4, block.passing + kept) for block in blocks]
+        away = [
+            Away(block.resident, kept := draw.randint(0, block.resident) // 4, block.transient + kept)
+            for block in blocks
+        ]
         hosts = draw.choice([[100], [draw.randint(0, 20), 100], [draw.randint(0, 20)]])
         puzzle = Puzzle(blocks, together, limits)
         if puzzle.fits():
@@ -167,9 +170,9 @@ def test_what_is_offloaded_is_the_run_with_the_fewest_bytes(hundred: int) -> Non
             for number, limit in enumerate([*limits, *hosts]):
                 own = [n for n, device in enumerate(split.device_of) if device == number]
                 gone = left if number == main else []
-                kept = sum(blocks[n].kept if number < len(limits) else away[n].bytes for n in own)
-                passing = max([*(blocks[n].passing for n in own), *(away[n].passing for n in gone)], default=0)
-                load = kept + sum(away[n].kept for n in gone) + (passing if number < len(limits) else 0)
+                kept = sum(blocks[n].resident if number < len(limits) else away[n].bytes for n in own)
+                passing = max([*(blocks[n].transient for n in own), *(away[n].transient for n in gone)], default=0)
+                load = kept + sum(away[n].resident for n in gone) + (passing if number < len(limits) else 0)
                 assert load <= limit, (seed, number)
     assert offloaded > 10
 
@@ -202,7 +205,7 @@ def fewest_away(
                 room[0] -= away[block].bytes
         if not room or not stays:
             continue
-        need = LayerGroup(sum(away[block].kept for block in gone), max(away[block].passing for block in gone))
+        need = LayerGroup(sum(away[block].resident for block in gone), max(away[block].transient for block in gone))
         for main in range(len(limits)):
             held = [need if device == main else NOTHING for device in range(len(limits))]
             left = [limit if device >= main else 0 for device, limit in enumerate(limits)]
@@ -265,7 +268,7 @@ def test_arrays_and_dicts_find_the_same(seed: int, monkeypatch: pytest.MonkeyPat
     found = []
     for few in (0, 10**6):
         monkeypatch.setattr(chains, "_FEW_STATES", few)
-        kinds = fewest(reaches, counts, 3, 60)
+        kinds = fewest_devices(reaches, counts, 3, 60)
         if kinds is not None:
             at = 3
             for kind in kinds:
@@ -298,7 +301,7 @@ def test_many_different_devices_are_searched_within_bounds(monkeypatch: pytest.M
     placement = puzzle.solve()
     assert placement is not None
     assert keeps(puzzle, placement)
-    assert float(placement.fraction) < 1.03 * sum(block.kept for block in blocks) / sum(limits)
+    assert float(placement.fraction) < 1.03 * sum(block.resident for block in blocks) / sum(limits)
 
 
 def test_more_groups_than_can_be_tried_still_find_a_plan() -> None:
@@ -306,7 +309,7 @@ def test_more_groups_than_can_be_tried_still_find_a_plan() -> None:
     blocks = [LayerGroup(20 - number % 12) for number in range(24)]
     together = [[number, 12 + number] for number in range(12)]
     puzzle = Puzzle(blocks, together, [130] * 4)
-    assert len(puzzle.hosts) <= MOST_HOSTS + 1
+    assert len(puzzle.pinnings) <= MOST_PINNINGS + 1
     placement = puzzle.solve()
     assert placement is not None
     assert keeps(puzzle, placement)

@@ -1,18 +1,22 @@
-"""What each unit costs on its device: from its tensors, and from one traced step on one device."""
+"""What each unit costs on its device, and what each device then holds: as counted, and as seen in a traced step."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from safe_loading._core.names import nearest, without_peft_prefix
+from safe_loading._core.parse_size import HOST, Device
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.records import StepTrace
 
+from .device_map_plan import DeviceUse
 from .layer_groups import LayerGroup
-from .module_tree import PlacementUnit
+from .map_keys import device_of, execution_devices
+from .module_tree import ModuleTree, PlacementUnit
 from .offload import Away
+from .request import PlanRequest
 
 _RESIDENT = ("weights", "buffers", "adapters", "optimizer", "gradients", "activations")
 
@@ -26,7 +30,7 @@ class Cost:
         buffers: Its buffers.
         cache: What it leaves in the cache.
         training: Gradients, optimizer state and what it saves for the backward pass.
-        passing: What is there only while it runs: its own temporaries, and what it is handed (hidden states, masks).
+        transient: What is there only while it runs: its own temporaries, and what it is handed (hidden states, masks).
         largest_leaf: The most bytes of parameters that one module inside it holds itself.
     """
 
@@ -34,22 +38,22 @@ class Cost:
     buffers: int
     cache: int = 0
     training: int = 0
-    passing: int = 0
+    transient: int = 0
     largest_leaf: int = 0
 
     @property
-    def block(self) -> LayerGroup:
+    def group(self) -> LayerGroup:
         """What it is to the solver on a device."""
-        return LayerGroup(self.weights + self.buffers + self.cache + self.training, self.passing)
+        return LayerGroup(self.weights + self.buffers + self.cache + self.training, self.transient)
 
     @property
     def away(self) -> Away:
         """What it is to the solver when it is offloaded."""
-        kept = self.buffers + self.cache + self.training
-        return Away(self.weights, kept, self.passing + self.largest_leaf)
+        resident = self.buffers + self.cache + self.training
+        return Away(self.weights, resident, self.transient + self.largest_leaf)
 
 
-def costs(units: Sequence[PlacementUnit], workload: Workload, trace: StepTrace | None) -> list[Cost]:
+def unit_costs(units: Sequence[PlacementUnit], workload: Workload, trace: StepTrace | None) -> list[Cost]:
     """Return the cost of each unit.
 
     Args:
@@ -57,40 +61,39 @@ def costs(units: Sequence[PlacementUnit], workload: Workload, trace: StepTrace |
         workload: What the model is asked to do.
         trace: The step on one device; None counts tensors alone.
     """
-    found = [Cost(u.weights, u.buffers, largest_leaf=u.largest_leaf) for u in units]
+    costs = [Cost(u.weights, u.buffers, largest_leaf=u.largest_leaf) for u in units]
     if trace is None:
-        return found
-    seen = _Timeline([unit.path for unit in units], trace)
-    state = sum(block.bytes for block in trace.allocations if block.component == "optimizer")
-    training = workload.kind == "train"
+        return costs
+    timeline = _Timeline([unit.path for unit in units], trace)
+    optimizer = sum(allocation.bytes for allocation in trace.allocations if allocation.component == "optimizer")
     trained = [
-        seen.sums[unit.path, "adapters"]
+        timeline.sums[unit.path, "adapters"]
         if workload.adapter is not None
         else sum(tensor.bytes for tensor in unit.tensors if tensor.trainable)
         for unit in units
     ]
     whole = sum(trained) or 1
-    for number, (unit, cost) in enumerate(zip(units, found, strict=True)):
-        kept = 0
-        if training:
+    for number, (unit, cost) in enumerate(zip(units, costs, strict=True)):
+        training = 0
+        if workload.kind == "train":
             # gradients come as saved activations go, so a unit never has the whole of both
-            kept = max(seen.sums[unit.path, "activations"], trained[number]) - (-state * trained[number] // whole)
-        found[number] = Cost(
-            cost.weights + seen.sums[unit.path, "adapters"],
-            cost.buffers,
-            seen.cache[unit.path],
-            kept,
-            seen.passing[unit.path],
-            cost.largest_leaf,
+            training = max(timeline.sums[unit.path, "activations"], trained[number])
+            training -= -optimizer * trained[number] // whole  # its share of the state, rounded up
+        costs[number] = replace(
+            cost,
+            weights=cost.weights + timeline.sums[unit.path, "adapters"],
+            cache=timeline.cache[unit.path],
+            training=training,
+            transient=timeline.transient[unit.path],
         )
-    return found
+    return costs
 
 
 class _Timeline:
     """Walks once through a step, and notes what was alive while each unit ran.
 
     Attributes:
-        passing: The most bytes that were alive while a unit ran and are kept by nothing.
+        transient: The most bytes that were alive while a unit ran and are kept by nothing.
         cache: What a unit has in the cache at the end.
         sums: The bytes of a component that a unit made, over the step.
     """
@@ -98,29 +101,106 @@ class _Timeline:
     def __init__(self, paths: Sequence[str], trace: StepTrace) -> None:
         self._paths = frozenset(paths)
         self._known: dict[str, str] = {}
-        self.passing: dict[str, int] = defaultdict(int)
+        self.transient: dict[str, int] = defaultdict(int)
         self.cache: dict[str, int] = defaultdict(int)
         self.sums: dict[tuple[str, str], int] = defaultdict(int)
-        for block in trace.allocations:
-            self.sums[self._unit(block.module), block.component] += block.bytes
+        for allocation in trace.allocations:
+            self.sums[self._unit(allocation.module), allocation.component] += allocation.bytes
         alive, most = 0, dict[str, tuple[int, int]]()
         for event in trace.events:
-            block = trace.allocations[event.allocation]
-            size = event.sign * block.bytes
-            unit = self._unit(block.module)
-            if block.component == "kv_cache":
+            allocation = trace.allocations[event.allocation]
+            size = event.sign * allocation.bytes
+            unit = self._unit(allocation.module)
+            if allocation.component == "kv_cache":
                 self.cache[unit] += size
-            elif block.component not in _RESIDENT:
+            elif allocation.component not in _RESIDENT:
                 alive += size
             if not event.freed and alive + self.cache[unit] > sum(most.get(unit, (0, 0))):
                 most[unit] = alive, self.cache[unit]
-        for unit, (passing, cache) in most.items():
+        for unit, (transient, cache) in most.items():
             # while keys are joined to a cache, the old and the new one are there
-            self.passing[unit] = passing + max(cache - self.cache[unit], 0)
+            self.transient[unit] = transient + max(cache - self.cache[unit], 0)
 
     def _unit(self, module: str) -> str:
-        found = self._known.get(module)
-        if found is None:
-            found = nearest(without_peft_prefix(module), self._paths) or ""
-            self._known[module] = found
-        return found
+        unit = self._known.get(module)
+        if unit is None:
+            unit = self._known[module] = nearest(without_peft_prefix(module), self._paths) or ""
+        return unit
+
+
+def counted_uses(
+    request: PlanRequest,
+    tree: ModuleTree,
+    costs: Sequence[Cost],
+    device_map: Mapping[str, Device],
+    extra: Mapping[Device, int],
+) -> list[DeviceUse]:
+    """Return what each device will hold by the costs of the units.
+
+    Args:
+        request: What was asked.
+        tree: The units.
+        costs: Their costs.
+        device_map: Where they are.
+        extra: What a traced step needed beyond that, by device.
+    """
+    main = execution_devices(device_map)[0]
+    sums = {
+        device: dict.fromkeys(("weights", "buffers", "cache", "training", "transient", "staging"), 0)
+        for device in (*request.limits, *device_map.values())  # an edited map may name one without a limit
+    }
+    for unit, cost in zip(tree.units, costs, strict=True):
+        home = device_of(unit.path, device_map)
+        home = main if home is None else home
+        # what is offloaded runs on the main device, which also keeps all but its weights
+        offloaded = home in HOST and home != main
+        runs = sums[main if offloaded else home]
+        sums[home]["weights"] += cost.weights
+        for name in ("buffers", "cache", "training"):
+            runs[name] += getattr(cost, name)
+        runs["transient"] = max(runs["transient"], cost.transient)
+        if offloaded:
+            runs["staging"] = max(runs["staging"], cost.largest_leaf)
+    return [
+        DeviceUse(
+            device,
+            weights=own["weights"],
+            buffers=own["buffers"],
+            kv_cache=own["cache"],
+            gradients=own["training"],
+            activations=own["transient"] + extra.get(device, 0),
+            staging=own["staging"],
+            overhead=request.overhead.get(device, 0),
+            limit=request.limits.get(device, 0),
+        )
+        for device, own in sums.items()
+    ]
+
+
+def traced_uses(request: PlanRequest, trace: StepTrace, uses: Sequence[DeviceUse]) -> list[DeviceUse]:
+    """Return the same rows with what the traced step had at each device's peak."""
+    if request.workload.kind == "weights_only":
+        return list(uses)
+    rows = []
+    for use in uses:
+        device = trace.devices.get(use.device)
+        if device is None or use.device not in request.running:
+            rows.append(use)
+            continue
+        at_peak: dict[str, int] = dict(device.at_peak)
+        weights = at_peak.get("weights", 0) + at_peak.get("adapters", 0)
+        staging = max(weights - use.weights, 0)  # weights beyond those that live here were brought here for a moment
+        training = at_peak.get("gradients", 0) + at_peak.get("optimizer", 0)
+        known = weights + at_peak.get("buffers", 0) + at_peak.get("kv_cache", 0) + training
+        rows.append(
+            replace(
+                use,
+                weights=weights - staging,
+                buffers=at_peak.get("buffers", 0),
+                kv_cache=at_peak.get("kv_cache", 0),
+                gradients=training,
+                activations=device.peak_bytes - known,
+                staging=staging,
+            )
+        )
+    return rows

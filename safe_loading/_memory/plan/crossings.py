@@ -1,7 +1,7 @@
-"""The fewest changes of device along a chain with pinned blocks in between. Imports no torch.
+"""The fewest changes of device along a chain with pinned groups in between. Imports no torch.
 
-Where nothing is pinned, every device after the first is one change, and the fewest devices are best. A pinned block
-between two blocks of the chain costs nothing inside the stage of its own device, the one change that is there anyway
+Where nothing is pinned, every device after the first is one change, and the fewest devices are best. A pinned group
+between two groups of the chain costs nothing inside the stage of its own device, the one change that is there anyway
 where that stage begins or ends, one more between two other stages, and two inside another. So a stage is worth ending
 early at such a gap, and nowhere else: apart from that, the further it goes the better.
 """
@@ -13,23 +13,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
-from .chain import Counts, fewest
+from .chain import Counts, fewest_devices
 
 MOST_CROSSING_STATES = 60_000
 """Up to so many states the search is exact; beyond, those with the least unused memory are kept."""
 
-_Entry = tuple[int, int, Any]
-"""How far a chain of devices gets, the bytes that they may take, and the chain: ``(chain before, kind, stop)``."""
-
 
 @dataclass(frozen=True)
 class Gap:
-    """Pinned blocks between two blocks of the chain.
+    """Pinned groups between two groups of the chain.
 
     Attributes:
-        at: The number of blocks of the chain before it.
+        at: The number of groups of the chain before it.
         hosts: The kinds of the devices that they are pinned to, in order; each such device is a kind of its own.
     """
 
@@ -38,28 +35,57 @@ class Gap:
 
     @cached_property
     def inner(self) -> int:
-        """The changes of device among the pinned blocks themselves."""
+        """The changes of device among the pinned groups themselves."""
         return sum(a != b for a, b in pairwise(self.hosts))
 
     def crossings(self, left: int | None, right: int | None) -> int:
-        """Return the changes of device from the block on the left to the one on the right; None where there is none."""
+        """Return the changes of device from the group on the left to the one on the right; None where there is none."""
         before = left is not None and left != self.hosts[0]
         return self.inner + before + (right is not None and right != self.hosts[-1])
 
 
-@dataclass(frozen=True)
-class Leg:
-    """A device's part of the chain.
+class Leg(NamedTuple):
+    """A device's stretch of the chain, whose end is still open between two places.
 
     Attributes:
-        kind: The kind of the device.
+        device: The kind of the device in ``Crossings``, its number in ``Search``.
         low: The first place where it may stop without another change of device.
         high: The last one.
     """
 
-    kind: int
+    device: int
     low: int
     high: int
+
+
+class _State(NamedTuple):
+    """What decides which changes are still to come.
+
+    Attributes:
+        used: How many devices of each kind are used.
+        last_host: The kind of the last device when something is pinned to it, or -1: to a gap all others are alike.
+        segment: The gap at which the last device stopped, or between which gaps.
+    """
+
+    used: Counts
+    last_host: int
+    segment: int
+
+
+class _Path(NamedTuple):
+    """Devices in order, as a linked list from the last to the first.
+
+    Attributes:
+        at: Where the last device stops.
+        room: The bytes of the chain that these devices could take, were they filled to the last byte.
+        kind: The kind of the last device.
+        before: The path without it; None for the empty path.
+    """
+
+    at: int
+    room: int
+    kind: int
+    before: _Path | None
 
 
 class Crossings:
@@ -70,7 +96,7 @@ class Crossings:
         counts: How many devices of each kind there are.
         gaps: What is pinned, in order.
         room: The bytes that a device of each kind takes of the chain, at most.
-        sums: The bytes of the chain before each of its blocks.
+        sums: The bytes of the chain before each of its groups.
         ordered: Whether the devices, each a kind of its own, are to be used in this order.
         states: Up to so many states the search is exact; beyond, those with the least unused memory are kept.
     """
@@ -92,7 +118,7 @@ class Crossings:
         self.inside = [gap.at for gap in gaps if 0 < gap.at < self.end]
         self.slack = sum(n * size for n, size in zip(counts, room, strict=True)) - sums[-1]
         self.hosts = frozenset(host for gap in gaps for host in gap.hosts)
-        # what a stage of each kind pays for the gaps inside it, added up
+        # for each kind of device: the changes that a stage of it pays for the gaps inside it, added up along the chain
         self.paid: list[list[int]] = []
         for kind in range(len(counts)):
             self.paid.append([0])
@@ -100,32 +126,41 @@ class Crossings:
                 self.paid[-1].append(self.paid[-1][-1] + self.gap_at[at].crossings(kind, kind))
 
     def fewest(self, most: int) -> tuple[int, tuple[Leg, ...]] | None:
-        """Return the fewest changes of device and a layout that has them; None when it takes more than ``most``."""
+        """Return the fewest changes of device and the legs that have them; None when it takes more than ``most``."""
         if not self.end:
             return sum(gap.crossings(None, None) for gap in self.gap_at.values()), ()
         if not self.inside and not self.ordered:
             return self._at_the_ends(most)
-        waiting: dict[int, dict[Any, _Entry]] = {0: {((0,) * len(self.counts), -1, 0): (0, 0, None)}}
-        seen: dict[Any, int] = {}
-        for cost in range(most + 2):  # the first device counts as a change, so that every step costs something
-            level = self._promising(waiting.pop(cost, {}))
-            for key, (at, spent, legs) in level.items():
-                if key is None:
-                    return cost - 1, self._legs(legs)
-                if at <= seen.get(key, -1):
+        # Dijkstra's search, a level for each number of changes. The first device counts as a change, too, so that every
+        # step costs at least one and a level is complete when its turn comes; None stands for the end of the chain.
+        start = _State((0,) * len(self.counts), -1, 0)
+        levels: dict[int, dict[_State | None, _Path]] = {0: {start: _Path(0, 0, -1, None)}}
+        furthest: dict[_State, int] = {}
+        for cost in range(most + 2):
+            level = levels.pop(cost, {})
+            if None in level:
+                return cost - 1, self._legs(level[None])
+            for state, path in self._promising(level):
+                # the same state was reached with fewer changes and at least as far
+                if path.at <= furthest.get(state, -1):
                     continue
-                seen[key] = at
-                used, last, _ = key
-                for kind, after in self._next(used):
-                    sign = kind if kind in self.hosts else -1
-                    for stop, more in self._stops(kind, last if legs else None, at):
-                        entry = stop, spent + self.room[kind], (legs, kind, stop)
-                        if cost + more + self._owed(after, stop) <= most + 1 and self._has_room(entry):
-                            goal = None if stop == self.end else (after, sign, self._segment(stop))
-                            there = waiting.setdefault(cost + more, {})
-                            if goal not in there or there[goal][0] < stop:
-                                there[goal] = entry
+                furthest[state] = path.at
+                for more, next_state, next_path in self._steps(state, path, most + 1 - cost):
+                    later = levels.setdefault(cost + more, {})
+                    if next_state not in later or later[next_state].at < next_path.at:
+                        later[next_state] = next_path
         return None
+
+    def _steps(self, state: _State, path: _Path, budget: int) -> Iterator[tuple[int, _State | None, _Path]]:
+        """Yield each way to add a device: the changes that it costs, the state and the path after it."""
+        last = None if path.before is None else state.last_host
+        for kind, used in self._unused(state.used):
+            host = kind if kind in self.hosts else -1
+            room = path.room + self.room[kind]
+            for stop, cost in self._stops(kind, last, path.at):
+                if cost + self._owed(used, stop) <= budget and self._has_room(room, stop):
+                    after = None if stop == self.end else _State(used, host, self._segment(stop))
+                    yield cost, after, _Path(stop, room, kind, path)
 
     def _at_the_ends(self, most: int) -> tuple[int, tuple[Leg, ...]] | None:
         """Return the same where nothing is pinned inside: only who is first and who is last makes a difference."""
@@ -145,7 +180,7 @@ class Crossings:
         return best[0], (*legs, Leg(best[1][-1], self.end, self.end))
 
     def _from_to(self, head: int | None, tail: int | None) -> tuple[int, ...] | None:
-        """Return the fewest devices that take the chain, the first and the last of these kinds."""
+        """Return the fewest devices that take the chain, the first and the last of these kinds; None for any kind."""
         start = 0 if head is None else self.reaches[head][0]
         goal = self.end if tail is None else bisect_left(self.reaches[tail], self.end)
         if head is not None and start >= self.end:
@@ -153,15 +188,16 @@ class Crossings:
         if (head is not None and (start == 0 or head == tail)) or (tail is not None and goal == self.end):
             return None
         counts = tuple(count - (kind in (head, tail)) for kind, count in enumerate(self.counts))
-        middle = fewest(self.reaches, counts, start, goal)
+        middle = fewest_devices(self.reaches, counts, start, goal)
         ends = [() if kind is None else (kind,) for kind in (head, tail)]
         return None if middle is None else (*ends[0], *middle, *ends[1])
 
-    def _next(self, used: Counts) -> Iterator[tuple[int, Counts]]:
-        """Yield each kind that is left, and what is used with it."""
+    def _unused(self, used: Counts) -> Iterator[tuple[int, Counts]]:
+        """Yield each kind of which a device is left, and what is used with it."""
         for kind, (own, count) in enumerate(zip(used, self.counts, strict=True)):
             if own < count:
-                before = self.counts[:kind] if self.ordered else used[:kind]  # whom the order has passed is used up
+                # in the caller's order, the devices before this one can no longer be used
+                before = self.counts[:kind] if self.ordered else used[:kind]
                 yield kind, (*before, own + 1, *used[kind + 1 :])
 
     def _stops(self, kind: int, last: int | None, at: int) -> Iterator[tuple[int, int]]:
@@ -178,7 +214,7 @@ class Crossings:
             yield stop, more
 
     def _owed(self, used: Counts, stop: int) -> int:
-        """Return the changes that are certain to come, since the devices of what is pinned further on are done."""
+        """Return the changes that are certain to come, since devices of what is pinned further on are used up."""
         owed = 0
         for at in (*self.inside, self.end):
             gap = self.gap_at.get(at)
@@ -186,30 +222,30 @@ class Crossings:
                 owed += gap.inner + bool(used[gap.hosts[0]]) + bool(at < self.end and used[gap.hosts[-1]])
         return owed
 
-    def _has_room(self, entry: _Entry) -> bool:
+    def _has_room(self, room: int, stop: int) -> bool:
         """Return whether the devices that are left may still take the rest, were they filled to the last byte."""
-        return self.ordered or entry[1] - self.sums[entry[0]] <= self.slack
+        return self.ordered or room - self.sums[stop] <= self.slack
 
-    def _promising(self, level: dict[Any, _Entry]) -> dict[Any, _Entry]:
-        if None in level:
-            return {None: level[None]}
+    def _promising(self, level: dict[_State | None, _Path]) -> list[tuple[_State, _Path]]:
+        """Return the states of a level, or where there are too many those with the least unused memory."""
+        found = [(state, path) for state, path in level.items() if state is not None]
         widest = max(64, self.states // (sum(self.counts) + 1))
-        if len(level) <= widest:
-            return level
-        return dict(sorted(level.items(), key=lambda item: item[1][1] - self.sums[item[1][0]])[:widest])
+        if len(found) <= widest:
+            return found
+        return sorted(found, key=lambda entry: entry[1].room - self.sums[entry[1].at])[:widest]
 
     def _segment(self, stop: int) -> int:
         """Return which gap a place is at (odd), or between which it lies (even)."""
         return bisect_left(self.inside, stop) + bisect_right(self.inside, stop)
 
-    def _legs(self, legs: Any) -> tuple[Leg, ...]:
-        found = []
-        while legs is not None:
-            legs, kind, stop = legs
-            place = bisect_left(self.inside, stop)
-            if stop in (self.end, *self.inside[place : place + 1]):
-                found.append(Leg(kind, stop, stop))
-            else:
+    def _legs(self, path: _Path) -> tuple[Leg, ...]:
+        legs = []
+        while path.before is not None:
+            place = bisect_left(self.inside, path.at)
+            if path.at in (self.end, *self.inside[place : place + 1]):
+                legs.append(Leg(path.kind, path.at, path.at))
+            else:  # anywhere between the same two gaps there are as many changes
                 bounds = [0, *self.inside, self.end]
-                found.append(Leg(kind, bounds[place] + 1, bounds[place + 1] - 1))
-        return tuple(reversed(found))
+                legs.append(Leg(path.kind, bounds[place] + 1, bounds[place + 1] - 1))
+            path = path.before
+        return tuple(reversed(legs))

@@ -173,7 +173,7 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
         Raises:
             DeviceError: There is no such accelerator.
         """
-        from .cap_devices import ROUNDING, cap_devices
+        from .device_memory import ROUNDING, cap_devices
 
         limits = {use.device: use.limit for use in self._running() if isinstance(use.device, int) and use.used}
         return cap_devices(limits, ROUNDING if overhead is None else overhead) if limits else {}

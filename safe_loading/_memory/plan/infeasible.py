@@ -12,7 +12,7 @@ from .layer_groups import Puzzle
 from .offload import Away, offload
 from .request import PlanRequest
 
-_MOST_BLOCKS = 400
+_MOST_GROUPS = 400  # offload() tries every run of groups, so its time grows with their square
 
 
 def infeasible(
@@ -28,38 +28,38 @@ def infeasible(
     Args:
         request: What was asked.
         name: The class of the model.
-        puzzle: The blocks and the limits, overhead taken off.
-        away: What each block needs when it is offloaded.
+        puzzle: The groups and the limits, overhead taken off.
+        away: What each group needs when it is offloaded.
         extra: What a traced step needed beyond the count, by device.
         merged: What stays together since an operation met tensors of two devices, in words.
     """
     running = request.running
     shortages = {}
     for number, missing in puzzle.shortages().items():
-        kept = request.overhead.get(running[number], 0) + extra.get(running[number], 0)
+        reserved = request.overhead.get(running[number], 0) + extra.get(running[number], 0)
         # what is kept free may itself be more than the limit
-        shortages[running[number]] = missing + max(kept - request.limits.get(running[number], 0), 0)
+        shortages[running[number]] = missing + max(reserved - request.limits.get(running[number], 0), 0)
     device = min(shortages, key=lambda key: shortages[key])
     missing = shortages[device]
-    needs = sum(block.kept for block in puzzle.blocks)
+    needs = sum(group.resident for group in puzzle.groups)
     there = sum(request.limits.get(key, 0) for key in running)
-    wanted = request.limits.get(device, 0) + missing
+    enough = request.limits.get(device, 0) + missing
     limits = ", ".join(f"{key}: {format_bytes(request.limits.get(key, 0))}" for key in running)
     problems = [f"max_memory[{key!r}] + {size} bytes ({format_bytes(size)})" for key, size in shortages.items()]
-    parts = [
-        f"{name} for {request.workload!r} does not fit: it keeps {format_bytes(needs)}, the limits are {{{limits}}}, "
-        f"{format_bytes(there)} in all. Device {device!r} is {missing} bytes ({format_bytes(missing)}) short; the "
-        f"smallest change of one limit that would do: max_memory[{device!r}] = {wanted}."
+    sentences = [
+        f"{name} for {request.workload!r} does not fit: {format_bytes(needs)} stay allocated, and the limits are "
+        f"{{{limits}}}, {format_bytes(there)} in all. Device {device!r} is {missing} bytes ({format_bytes(missing)}) "
+        f"short: the smallest change to a single limit that makes it fit is max_memory[{device!r}] = {enough}."
     ]
-    biggest = max(puzzle.blocks, key=lambda block: block.kept, default=None)
-    if biggest is not None and needs <= there:
-        parts.append(f"No order of the devices works; the largest piece is {format_bytes(biggest.kept)}.")
+    largest = max(puzzle.groups, key=lambda group: group.resident, default=None)
+    if largest is not None and needs <= there:
+        sentences.append(f"No order of the devices works; the largest piece is {format_bytes(largest.resident)}.")
     if merged:
-        parts.append(f"Kept on one device, for an operation there met tensors of two: {', '.join(merged)}.")
+        sentences.append(f"Kept on one device, because an operation there met tensors of two: {', '.join(merged)}.")
     if extra:
-        parts.append(f"Traced while running, beyond the count: {dict(extra)} bytes.")
-    parts.append(_by_offloading(request, puzzle, away))
-    message = " ".join(part for part in parts if part) + " Any one of these would do:"
+        sentences.append(f"The traced step needed more than was counted: {dict(extra)} bytes by device.")
+    sentences.append(_by_offloading(request, puzzle, away))
+    message = " ".join(filter(None, sentences)) + " Any one of these changes is enough:"
     return DeviceMapInfeasible(message, problems, missing_bytes=missing, device=device, shortages=shortages)
 
 
@@ -67,7 +67,7 @@ def _by_offloading(request: PlanRequest, puzzle: Puzzle, away: Sequence[Away]) -
     if request.offload != "never":
         there = ", ".join(f"{host} {format_bytes(request.limits.get(host, 0))}" for host in request.hosts)
         return f"Offloading to {there or 'nowhere'} does not make it fit."
-    if request.running == ["cpu"] or len(puzzle.blocks) > _MOST_BLOCKS:
+    if request.running == ["cpu"] or len(puzzle.groups) > _MOST_GROUPS:
         return ""
     split = offload(puzzle, away, [UNLIMITED], request.objective, request.main_of)
     return f"Or pass offload='cpu', which would keep {format_bytes(split.bytes)} on the host." if split else ""

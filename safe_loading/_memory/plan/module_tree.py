@@ -1,20 +1,53 @@
-"""What is placed as one: a layer, or a module outside the stacks, or a tensor that a split module holds itself."""
+"""What is placed as one: a layer, or a module outside the stacks, or a tensor that a split module holds itself.
+
+Each of these units has its tensors with their bytes, every tensor once, under all of its names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from safe_loading._core.names import ancestors, nearest, without_peft_prefix
 from safe_loading._core.parse_size import Device
+from safe_loading._model.quantized.sizes import bytes_of
+from safe_loading._model.tensors import tensor_places
 
 from .map_keys import device_of
-from .tensor_sizes import SizedTensor, walk
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+class _Cut(NamedTuple):
+    """A path that is placed as one, and its module; None for a tensor that a split module holds itself."""
+
+    path: str
+    module: torch.nn.Module | None
+
+
+@dataclass(frozen=True)
+class SizedTensor:
+    """One parameter or buffer.
+
+    Attributes:
+        names: Every name under which the model has it, the first found first.
+        bytes: What it takes on its device, with the statistics of a quantized weight.
+        is_buffer: Whether it is a buffer.
+        trainable: Whether a full fine-tuning trains it.
+    """
+
+    names: tuple[str, ...]
+    bytes: int
+    is_buffer: bool
+    trainable: bool
+
+    @property
+    def owner(self) -> str:
+        """The path of the module that holds it under its first name."""
+        return self.names[0].rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -24,14 +57,12 @@ class PlacementUnit:
     Attributes:
         path: Its name in the model.
         tensors: What it holds; a tied weight stands in the first unit that has it.
-        kind: The name of its class; empty for a single tensor.
         largest_leaf: The most bytes of parameters that one module inside it holds itself: what is on the device at
             once when accelerate brings them there module by module.
     """
 
     path: str
     tensors: tuple[SizedTensor, ...]
-    kind: str
     largest_leaf: int
 
     @property
@@ -63,16 +94,11 @@ class ModuleTree:
         more = [tuple(sorted({_unit_of(path, place) for path in group})) for group in groups]
         return replace(self, tied=(*self.tied, *(group for group in more if len(group) > 1)))
 
-    def holding(self, names: Sequence[str | None]) -> tuple[str, ...]:
-        """Return the paths of the units that hold modules or tensors; none when one of them is in no unit."""
+    def units_with(self, names: Sequence[str | None]) -> tuple[str, ...]:
+        """Return the paths of the units that contain these modules or tensors; none when one of them is in no unit."""
         paths = {unit.path for unit in self.units}
-        found: dict[str, None] = {}
-        for name in names:
-            path = nearest(without_peft_prefix(name or ""), paths)
-            if not path:
-                return ()
-            found[path] = None
-        return tuple(found)
+        holders = [nearest(without_peft_prefix(name or ""), paths) for name in names]
+        return tuple(dict.fromkeys(path for path in holders if path)) if all(holders) else ()
 
     def split_around(self, module: str, device_map: Mapping[str, Device]) -> str:
         """Return the module itself, or the innermost around it, of which the map has parts on several devices."""
@@ -83,8 +109,8 @@ class ModuleTree:
         return ""
 
 
-def beside_stack(model: torch.nn.Module, module: str, group: Sequence[str]) -> bool:
-    """Return whether a module holds a list of modules, such as its layers, and no unit of a group is in the list."""
+def is_outside_stacks(model: torch.nn.Module, module: str, group: Sequence[str]) -> bool:
+    """Return whether a module has lists of modules, such as its layers, and no unit of a group is in one of them."""
     prefix = f"{module}." if module else ""
     stacks = [prefix + path for path, inner in model.get_submodule(module).named_modules() if isinstance(inner, _LISTS)]
     return bool(stacks) and not any(path.startswith(f"{stack}.") for path in group for stack in stacks)
@@ -96,16 +122,19 @@ def never_split(model: torch.nn.Module, asked: Iterable[str] | None = None) -> f
         return frozenset([asked] if isinstance(asked, str) else asked)
     names: set[str] = set()
     for module in model.modules():
-        own: Any = vars(module).get("_no_split_modules") or getattr(type(module), "_no_split_modules", None)
-        if own and not isinstance(own, property):
-            names |= {own} if isinstance(own, str) else {name for name in own if isinstance(name, str)}
+        # instances of models that are composed of others have a list of their own; some classes compute it
+        own: object = vars(module).get("_no_split_modules") or getattr(type(module), "_no_split_modules", None)
+        if isinstance(own, str):
+            names.add(own)
+        elif isinstance(own, Iterable):
+            names |= {name for name in own if isinstance(name, str)}
     return frozenset(names)
 
 
-def lay_out(
+def cut_model(
     model: torch.nn.Module,
     no_split_modules: Iterable[str] | None = None,
-    merge: Collection[str] = (),
+    keep_whole: Collection[str] = (),
 ) -> ModuleTree:
     """Cut a model into units.
 
@@ -114,81 +143,84 @@ def lay_out(
 
     Args:
         model: The model, on any device.
-        no_split_modules: Names of classes that stay whole. None takes what the model says; a list is believed alone,
-            so that an empty one splits down to the leaves.
-        merge: Paths of modules that stay whole as well.
+        no_split_modules: Names of classes that stay whole. None takes what the model says; a list is taken alone, so
+            that an empty one splits down to the leaves.
+        keep_whole: Paths of modules that stay whole as well.
     """
-    cutter = _Cutter(never_split(model, no_split_modules), believed=no_split_modules is not None, merge=merge)
-    cuts: list[tuple[str, torch.nn.Module | None]]
-    cuts = [("", model)] if "" in merge else list(_buffers_first(cutter.cut(model, "")))
-    place = {path: number for number, (path, _) in enumerate(cuts)}
+    cutter = _Cutter(never_split(model, no_split_modules), only_these=no_split_modules is not None, paths=keep_whole)
+    cuts = [_Cut("", model)] if "" in keep_whole else _buffers_first(cutter.cut(model, ""))
+    place = {cut.path: number for number, cut in enumerate(cuts)}
     members: list[list[SizedTensor]] = [[] for _ in cuts]
     tied: dict[tuple[int, ...], None] = {}
-    for tensor in walk(model):
+    for tensor in _sized_tensors(model):
         own = sorted({_unit_of(name, place) for name in tensor.names})
         members[own[0]].append(tensor)
         if len(own) > 1:
             tied[tuple(own)] = None
-    units = tuple(
-        PlacementUnit(path, tuple(own), type(module).__name__ if module is not None else "", _largest_leaf(own))
-        for (path, module), own in zip(cuts, members, strict=True)
-    )
-    return ModuleTree(units, tuple(tied))
+    units = (PlacementUnit(cut.path, tuple(own), _largest_leaf(own)) for cut, own in zip(cuts, members, strict=True))
+    return ModuleTree(tuple(units), tuple(tied))
 
 
 class _Cutter:
-    def __init__(self, kinds: frozenset[str], *, believed: bool, merge: Collection[str]) -> None:
-        self.kinds, self.believed, self.merge = kinds, believed, frozenset(merge)
+    """Decides which modules stay whole.
 
-    def cut(self, module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.nn.Module | None]]:
-        """Yield the paths that are placed as one; a tensor that a split module holds itself comes without a module."""
+    Args:
+        classes: The names of the classes that do.
+        only_these: Whether nothing else does, because the caller named the classes.
+        paths: The paths of modules that do in any case.
+    """
+
+    def __init__(self, classes: frozenset[str], *, only_these: bool, paths: Collection[str]) -> None:
+        self.classes, self.only_these, self.paths = classes, only_these, frozenset(paths)
+
+    def cut(self, module: torch.nn.Module, path: str) -> Iterator[_Cut]:
+        """Yield what is placed as one inside a module that is split."""
         prefix = f"{path}." if path else ""
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                yield prefix + leaf, None
+                yield _Cut(prefix + leaf, None)
         for name, child in module._modules.items():
             if child is None or not _has_tensors(child):
                 continue
-            if self.is_whole(child, prefix + name, module):
-                yield prefix + name, child
+            if self._is_whole(child, prefix + name, module):
+                yield _Cut(prefix + name, child)
             else:
                 yield from self.cut(child, prefix + name)
 
-    def is_whole(self, module: torch.nn.Module, path: str, parent: torch.nn.Module) -> bool:
-        if path in self.merge or type(module).__name__ in self.kinds or not any(True for _ in module.children()):
+    def _is_whole(self, module: torch.nn.Module, path: str, parent: torch.nn.Module) -> bool:
+        if path in self.paths or type(module).__name__ in self.classes or not any(True for _ in module.children()):
             return True
-        if any(other.startswith(f"{path}.") for other in self.merge) or self.believed:
+        # what lies around a path that stays whole is split down to it, whatever it is
+        if any(other.startswith(f"{path}.") for other in self.paths) or self.only_these:
             return False
         if isinstance(module, (*_LISTS, torch.nn.Sequential)):
             return False
         if isinstance(parent, _LISTS):  # a layer; or a stage, when what may not be split stands in a list inside it
-            return not self._holds(module, lists=True)
-        return not (self._holds(module) or any(isinstance(inner, _LISTS) for inner in module.modules()))
+            return not self._contains_whole(module, in_lists=True)
+        return not (self._contains_whole(module) or any(isinstance(inner, _LISTS) for inner in module.modules()))
 
-    def _holds(self, module: torch.nn.Module, *, lists: bool = False) -> bool:
+    def _contains_whole(self, module: torch.nn.Module, *, in_lists: bool = False) -> bool:
+        """Return whether a module of these classes is somewhere inside, or directly in a list somewhere inside."""
         for inner in module.modules():
-            if inner is module or (lists and not isinstance(inner, (*_LISTS, torch.nn.Sequential))):
+            if inner is module or (in_lists and not isinstance(inner, (*_LISTS, torch.nn.Sequential))):
                 continue
-            if any(type(entry).__name__ in self.kinds for entry in (inner.children() if lists else (inner,))):
+            if any(type(entry).__name__ in self.classes for entry in (inner.children() if in_lists else (inner,))):
                 return True
         return False
 
 
-def _buffers_first(
-    cuts: Iterable[tuple[str, torch.nn.Module | None]],
-) -> list[tuple[str, torch.nn.Module | None]]:
-    """Move what holds buffers alone, such as rotary tables, before the siblings that it is computed for."""
-    ordered: list[tuple[str, torch.nn.Module | None]] = []
-    for path, module in cuts:
-        if module is not None and not any(True for _ in module.parameters()):
-            prefix = path.rpartition(".")[0]
-            prefix = f"{prefix}." if prefix else ""
-            deeper = (n for n, (o, _) in enumerate(ordered) if o.startswith(prefix) and o.count(".") > path.count("."))
-            place = next(deeper, None)
-            if place is not None:
-                ordered.insert(place, (path, module))
-                continue
-        ordered.append((path, module))
+def _buffers_first(cuts: Iterable[_Cut]) -> list[_Cut]:
+    """Move what has buffers alone, such as rotary tables, before the siblings that it is computed for."""
+    ordered: list[_Cut] = []
+    for cut in cuts:
+        if cut.module is not None and not any(True for _ in cut.module.parameters()):
+            parent = cut.path.rpartition(".")[0]
+            prefix, depth = f"{parent}." if parent else "", cut.path.count(".")
+            # before the first unit inside a sibling, such as a layer; whole siblings, such as an embedding, run earlier
+            deeper = (n for n, o in enumerate(ordered) if o.path.startswith(prefix) and o.path.count(".") > depth)
+            ordered.insert(next(deeper, len(ordered)), cut)
+        else:
+            ordered.append(cut)
     return ordered
 
 
@@ -210,3 +242,40 @@ def _largest_leaf(tensors: Sequence[SizedTensor]) -> int:
         if not tensor.is_buffer:
             sums[tensor.owner] = sums.get(tensor.owner, 0) + tensor.bytes
     return max(sums.values(), default=0)
+
+
+def _sized_tensors(model: torch.nn.Module) -> list[SizedTensor]:
+    """Return every parameter and buffer of a model, persistent or not, each once.
+
+    Tied weights are one tensor with several names: the same object, the same memory, or a pair that the model's class
+    says it ties (``all_tied_weights_keys``; a model that was made on meta may not have done it yet).
+    """
+    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    names_of: dict[object, list[str]] = {}
+    first: dict[object, tuple[torch.Tensor, bool]] = {}
+    key_of: dict[str, object] = {}
+    # Not inventory(), which takes weights for tied only when they are one object: here the memory counts.
+    for place in tensor_places(model):
+        key = key_of[place.name] = _identity(place.tensor)
+        names_of.setdefault(key, []).append(place.name)
+        first.setdefault(key, (place.tensor, place.is_buffer))
+    for target, source in tied.items():
+        one, other = key_of.get(source), key_of.get(target)
+        if one is not None and other is not None and one != other:
+            for name in names_of.pop(other):
+                names_of[one].append(name)
+                key_of[name] = one
+    tensors = []
+    for key, names in names_of.items():
+        tensor, is_buffer = first[key]
+        trainable = not is_buffer and tensor.is_floating_point()
+        tensors.append(SizedTensor(tuple(names), bytes_of(tensor), is_buffer, trainable))
+    return tensors
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    """Return a key that is the same for tensors that are the same memory."""
+    if tensor.is_meta or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
+        return id(tensor)
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype

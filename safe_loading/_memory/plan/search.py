@@ -12,27 +12,31 @@ from collections import defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from .chain import Chain, DeviceSlot, fewest, reach
-from .crossings import MOST_CROSSING_STATES, Crossings, Gap
+from .chain import Chain, DeviceSlot, fewest_devices, reach
+from .crossings import MOST_CROSSING_STATES, Crossings, Gap, Leg
 
 Objective = Literal["balance", "fill"]
-Stage = tuple[int, int, int]
-"""A device's place among the slots, the first of its blocks and the one after its last."""
-Part = tuple[int, int, int]
-"""A device's place among the slots, and the first and the last place where its part of the chain may end."""
 
 _MOST_ORDERED = 32  # up to so many devices their order is kept, where that costs no crossing
+
+
+class ChainStage(NamedTuple):
+    """What one device takes of the chain: its number, the first of its groups and the one after its last."""
+
+    device: int
+    start: int
+    stop: int
 
 
 class Search:
     """Runs one chain against one set of slots.
 
     Args:
-        chain: The blocks.
+        chain: The groups.
         slots: The devices, in the caller's order.
-        pinned: How many blocks of the chain come before each place where something is pinned, and the devices that
+        pinned: How many groups of the chain come before each place where something is pinned, and the devices that
             it is pinned to, in order.
     """
 
@@ -41,6 +45,7 @@ class Search:
     ) -> None:
         self.chain = chain
         self.slots = tuple(slots)
+        # devices that are alike need not be told apart, but one that something is pinned to is like no other
         hosts = {number for _, numbers in pinned for number in numbers}
         alike: dict[tuple[DeviceSlot, int], list[int]] = defaultdict(list)
         for number, slot in enumerate(self.slots):
@@ -62,32 +67,34 @@ class Search:
         best = self._achieved(self._caps(Fraction(1)) if below is None else self._caps(below, below=True))
         if best is None:
             return None
-        whole = self.chain.sums[-1] + sum(slot.kept for slot in self.slots)
-        scale = 8 << (len(self.chain) * len(self.kinds)).bit_length()  # finer than most loads that there are
+        # bisect over multiples of 1/scale, which is finer than most distances between loads ...
+        whole = self.chain.sums[-1] + sum(slot.resident for slot in self.slots)
+        scale = 8 << (len(self.chain) * len(self.kinds)).bit_length()
         low = whole * scale // (sum(slot.limit for slot in self.slots) or 1) - 1
         high = int(best * scale)
         while high - low > 1:
             middle = (low + high) // 2
-            found = self._achieved(self._caps(Fraction(middle, scale)))
-            if found is None:
+            achieved = self._achieved(self._caps(Fraction(middle, scale)))
+            if achieved is None:
                 low = middle
             else:
-                best, high = found, int(found * scale)
-        while (found := self._achieved(self._caps(best, below=True))) is not None:
-            best = found
+                best, high = achieved, int(achieved * scale)
+        # ... and then ask for strictly less until there is nothing, which is the proof
+        while (achieved := self._achieved(self._caps(best, below=True))) is not None:
+            best = achieved
         return best
 
     def fits(self, fraction: Fraction = Fraction(1)) -> bool:
         """Return whether the chain fits when each device takes at most ``fraction`` of its limit."""
         caps = self._caps(fraction)
-        return self._holds_pinned(caps) and self._fewest(self._reaches(caps)) is not None
+        return self._pinned_fit(caps) and self._fewest(self._reaches(caps)) is not None
 
-    def layout(
+    def stages(
         self, fraction: Fraction, objective: Objective, most: int | None = None, states: int = MOST_CROSSING_STATES
-    ) -> list[Stage] | None:
-        """Return a layout with the fewest crossings under limits scaled by ``fraction``; None when there is none.
+    ) -> list[ChainStage] | None:
+        """Return stages with the fewest crossings under limits scaled by ``fraction``; None when there are none.
 
-        Of several it is one in the caller's order, as people expect.
+        Of several ways it is one in the caller's order, as people expect.
 
         Args:
             fraction: What each device may take of its limit.
@@ -96,47 +103,56 @@ class Search:
             states: How many states the search for the fewest may have.
         """
         caps = self._caps(fraction)
-        if not self._holds_pinned(caps):
+        if not self._pinned_fit(caps):
             return None
         reaches = self._reaches(caps)
-        found = self._around_pins(reaches, caps, most, states) if self.pinned else self._plain(reaches)
-        if found is None:
+        legs = self._around_pins(reaches, caps, most, states) if self.pinned else self._without_pins(reaches)
+        if legs is None:
             return None
-        stops = self._stops(found, reaches, objective)
-        return [(part[0], a, b) for part, (a, b) in zip(found, pairwise([0, *stops]), strict=True) if b > a]
+        stops = self._stops(legs, reaches, objective)
+        return [ChainStage(leg.device, a, b) for leg, (a, b) in zip(legs, pairwise([0, *stops]), strict=True) if b > a]
 
-    def using(self, needed: int) -> list[Stage] | None:
-        """Return some layout within the limits in which the device ``needed`` takes a block; None without one."""
+    def stages_using(self, needed: int) -> list[ChainStage] | None:
+        """Return some stages within the limits, one of them on the device ``needed``; None when there are none."""
         caps, end = self._caps(Fraction(1)), len(self.chain)
-        if not self._holds_pinned(caps):
+        if not self._pinned_fit(caps):
             return None
         alone = [reach(self.chain, slot, cap) for slot, cap in zip(self.slots, caps, strict=True)]
-        begin, begins = -1, []  # the last place up to here where it can take a block
+        # for each place, the last one up to there where the needed device can take a group; -1 where there is none
+        begin, begins = -1, []
         for at, stop in enumerate(alone[needed]):
             begin = at if stop > at else begin
             begins.append(begin)
-        # every place twice: before the device has its blocks, and after
-        first = [at if begin < 0 else end + 1 + alone[needed][begin] for at, begin in enumerate(begins)]
-        ways = [[*(first if own is alone[needed] else own), *(end + 1 + stop for stop in own)] for own in alone]
-        order = fewest(ways, (1,) * len(alone), 0, 2 * end + 1)
-        stages: list[Stage] = []
+        # A chain of twice the length has every place a second time, for when the needed device has its groups. Only
+        # that device leads from the first half to the second, so the end of the second is not reached without it. It
+        # may begin before the place that the others have reached: they then give back what it takes.
+        crossing = [at if begin < 0 else end + 1 + alone[needed][begin] for at, begin in enumerate(begins)]
+        doubled = [
+            [*(crossing if number == needed else own), *(end + 1 + stop for stop in own)]
+            for number, own in enumerate(alone)
+        ]
+        order = fewest_devices(doubled, (1,) * len(alone), 0, 2 * end + 1)
+        if order is None:
+            return None
+        stages: list[ChainStage] = []
         at = 0
-        for number in order or ():
+        for number in order:
             if number == needed:
                 at = begins[at]
-                stages = [(device, start, min(stop, at)) for device, start, stop in stages]
-            stages.append((number, at, alone[number][at]))
+                stages = [ChainStage(device, start, min(stop, at)) for device, start, stop in stages]
+            stages.append(ChainStage(number, at, alone[number][at]))
             at = alone[number][at]
-        return None if order is None else [stage for stage in stages if stage[2] > stage[1]]
+        return [stage for stage in stages if stage.stop > stage.start]
 
     def _caps(self, fraction: Fraction, *, below: bool = False) -> list[int]:
+        """Return the bytes that are at most, or strictly below, a fraction of each limit."""
         top, bottom = fraction.numerator, fraction.denominator
         if below:
             return [(top * slot.limit - 1) // bottom for slot in self.slots]
         return [top * slot.limit // bottom for slot in self.slots]
 
-    def _holds_pinned(self, caps: Sequence[int]) -> bool:
-        return all(not slot.held or slot.held <= cap for slot, cap in zip(self.slots, caps, strict=True))
+    def _pinned_fit(self, caps: Sequence[int]) -> bool:
+        return all(not slot.pinned_load or slot.pinned_load <= cap for slot, cap in zip(self.slots, caps, strict=True))
 
     def _reaches(self, caps: Sequence[int]) -> list[list[int]]:
         """Return the reach of each kind of device."""
@@ -144,22 +160,24 @@ class Search:
 
     def _fewest(self, reaches: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         """Return the fewest devices, in an order that takes the whole chain; None without one."""
-        kinds = fewest(reaches, tuple(map(len, self.members)), 0, len(self.chain))
+        kinds = fewest_devices(reaches, tuple(map(len, self.members)), 0, len(self.chain))
         return None if kinds is None else self._numbers(kinds)
 
     def _numbers(self, kinds: Sequence[int]) -> tuple[int, ...]:
+        """Return a device of each of these kinds, in the caller's order among those that are alike."""
         left = [iter(own) for own in self.members]
         return tuple(next(left[kind]) for kind in kinds)
 
     def _achieved(self, caps: Sequence[int]) -> Fraction | None:
-        """Return the largest fraction of a limit that some layout under ``caps`` needs; None when there is none."""
-        if not self._holds_pinned(caps):
+        """Return the largest fraction of a limit that some stages under ``caps`` need; None when there are none."""
+        if not self._pinned_fit(caps):
             return None
         reaches = self._reaches(caps)
         order = self._fewest(reaches)
         if order is None:
             return None
-        largest = max((Fraction(slot.held, slot.limit) for slot in self.slots if slot.held), default=Fraction(0))
+        pinned = (Fraction(slot.pinned_load, slot.limit) for slot in self.slots if slot.pinned_load)
+        largest = max(pinned, default=Fraction(0))
         start = 0
         for number in order:
             stop = reaches[self.kind_of[number]][start]
@@ -169,71 +187,74 @@ class Search:
             start = stop
         return largest
 
-    def _plain(self, reaches: Sequence[Sequence[int]]) -> list[Part] | None:
+    def _without_pins(self, reaches: Sequence[Sequence[int]]) -> list[Leg] | None:
         """Return the fewest devices, in the caller's order if that will do."""
         order = self._fewest(reaches)
         if order is None:
             return None
-        furthest: list[tuple[int, tuple[int, ...]]] = [(0, ())]  # with so many devices, in the caller's order
+        # for each number of devices, how far that many get in the caller's order, and which they are
+        furthest: list[tuple[int, tuple[int, ...]]] = [(0, ())]
         for number in range(len(self.slots)):
             own = reaches[self.kind_of[number]]
             furthest.append((-1, ()))
-            for count in reversed(range(len(furthest) - 1)):
+            for count in reversed(range(len(furthest) - 1)):  # downwards, or a device would be taken twice
                 at, before = furthest[count]
                 if own[at] > furthest[count + 1][0]:
                     furthest[count + 1] = own[at], (*before, number)
         end = len(self.chain)
         if furthest[len(order)][0] >= end:
             order = furthest[len(order)][1]
-        return [(number, 1, end - 1) for number in order[:-1]] + [(number, end, end) for number in order[-1:]]
+        return [Leg(number, 1, end - 1) for number in order[:-1]] + [Leg(number, end, end) for number in order[-1:]]
 
     def _around_pins(
         self, reaches: Sequence[Sequence[int]], caps: Sequence[int], most: int | None, states: int
-    ) -> list[Part] | None:
-        room = [max(cap - slot.kept, 0) for cap, slot in zip(caps, self.slots, strict=True)]
+    ) -> list[Leg] | None:
+        """Return the legs with the fewest crossings, in the caller's order if that costs no more."""
+        room = [max(cap - slot.resident, 0) for cap, slot in zip(caps, self.slots, strict=True)]
         counts = tuple(map(len, self.members))
         gaps = [Gap(at, tuple(self.kind_of[number] for number in numbers)) for at, numbers in self.pinned]
         rooms = [room[own[0]] for own in self.members]
         if most is None:
             most = len(self.slots) + sum(len(numbers) + 1 for _, numbers in self.pinned)
-        found = Crossings(reaches, counts, gaps, rooms, self.chain.sums, states=states).fewest(most)
-        if found is None:
+        fewest = Crossings(reaches, counts, gaps, rooms, self.chain.sums, states=states).fewest(most)
+        if fewest is None:
             return None
-        least, legs = found
+        least, legs = fewest
         if len(self.slots) <= _MOST_ORDERED:
             alone = [reaches[self.kind_of[number]] for number in range(len(self.slots))]
             ordered = Crossings(
                 alone, (1,) * len(alone), [Gap(*pin) for pin in self.pinned], room, self.chain.sums, ordered=True
             ).fewest(least)
             if ordered is not None:
-                return [(leg.kind, leg.low, leg.high) for leg in ordered[1]]
-        numbers = self._numbers([leg.kind for leg in legs])
-        return [(number, leg.low, leg.high) for number, leg in zip(numbers, legs, strict=True)]
+                return list(ordered[1])
+        numbers = self._numbers([leg.device for leg in legs])
+        return [Leg(number, leg.low, leg.high) for number, leg in zip(numbers, legs, strict=True)]
 
-    def _stops(self, parts: Sequence[Part], reaches: Sequence[Sequence[int]], objective: Objective) -> list[int]:
-        """Return where each part of the chain stops."""
-        count = len(parts)
-        least = [low for _, low, _ in parts]  # from where on the devices behind can take the rest
+    def _stops(self, legs: Sequence[Leg], reaches: Sequence[Sequence[int]], objective: Objective) -> list[int]:
+        """Return where each leg stops."""
+        count = len(legs)
+        least = [leg.low for leg in legs]  # the first place from which the devices behind can take the rest
         for place in range(count - 1, 0, -1):
-            own = reaches[self.kind_of[parts[place][0]]]
+            own = reaches[self.kind_of[legs[place].device]]
             least[place - 1] = max(least[place - 1], bisect_left(own, least[place]))
         stops, at = [], 0
-        for place, (number, _, high) in enumerate(parts):
-            most = min(reaches[self.kind_of[number]][at], high)
-            stop = most
+        for place, leg in enumerate(legs):
+            stop = most = min(reaches[self.kind_of[leg.device]][at], leg.high)
             if objective == "balance" and place < count - 1:
-                stop = min(max(self._even([part[0] for part in parts[place:]], at), least[place], at + 1), most)
+                even = self._even_stop([later.device for later in legs[place:]], at)
+                stop = min(max(even, least[place], at + 1), most)
             stops.append(stop)
             at = stop
         return stops
 
-    def _even(self, order: Sequence[int], at: int) -> int:
+    def _even_stop(self, order: Sequence[int], at: int) -> int:
         """Return where the first device of ``order`` would stop if all of them were to be equally full."""
         sums = self.chain.sums
         slots = [self.slots[number] for number in order]
-        rest = sums[-1] - sums[at] + sum(slot.kept for slot in slots)
-        share = rest * slots[0].limit // (sum(slot.limit for slot in slots) or 1) - slots[0].kept
+        rest = sums[-1] - sums[at] + sum(slot.resident for slot in slots)
+        share = rest * slots[0].limit // (sum(slot.limit for slot in slots) or 1) - slots[0].resident
         stop = bisect_left(sums, sums[at] + share)
+        # the place before is nearer to the share
         if stop > 0 and stop < len(sums) and sums[at] + share - sums[stop - 1] < sums[stop] - sums[at] - share:
             stop -= 1
         return min(stop, len(self.chain))

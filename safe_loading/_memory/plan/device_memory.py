@@ -1,4 +1,4 @@
-"""What is free now, on each visible device and on the host, without making a context anywhere."""
+"""What is free now on each device, without making a context anywhere, and a cap of this process on each."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import Any
 import torch
 
 from safe_loading._core.gpus import query_nvidia_smi
-from safe_loading._core.parse_size import Device
+from safe_loading._core.parse_size import Device, parse_limits, parse_size
 from safe_loading._core.report import MiB
 from safe_loading._ranks.launcher import read_visible_devices
-from safe_loading.errors import ArgumentError
+from safe_loading.errors import ArgumentError, DeviceError
 
 CUDA_CONTEXT = 600 * MiB
 """An estimate, not a measurement, of what a CUDA context with the kernels of torch takes. It differs from card to card
 and from driver to driver; ``overhead=`` of ``plan_device_map`` replaces it."""
+
+ROUNDING = 22 * MiB
+"""What the allocator of CUDA reserves beyond what is asked for, at the least: a segment of 2 MiB (kSmallBuffer) and one
+of 20 MiB (kLargeBuffer) in torch's c10/core/AllocatorConfig.h. Fragmentation may take more."""
 
 
 def accelerator() -> str:
@@ -100,3 +104,30 @@ def _total(kind: str, index: int) -> int | None:
         return int(read(index).total_memory)
     except (AttributeError, RuntimeError, TypeError):
         return None
+
+
+def cap_devices(max_memory: Mapping[Any, Any], overhead: Any = 0) -> dict[int, float]:
+    """Set the caps that ``limit_device_memory`` describes; see there."""
+    limits = parse_limits(max_memory)
+    extra = parse_size(overhead, "overhead")
+    kind = accelerator()
+    caps = {index: size + extra for index, size in limits.items() if isinstance(index, int)}
+    if kind == "cpu":
+        raise DeviceError(
+            "This machine has no accelerator whose memory could be capped. The host's memory is capped from outside: "
+            "`ulimit -v`, or the memory limit of the container."
+        )
+    backend = getattr(torch, kind, None)
+    set_fraction = getattr(backend, "set_per_process_memory_fraction", None)
+    properties = getattr(backend, "get_device_properties", None)
+    if set_fraction is None or properties is None:
+        raise DeviceError(f"torch.{kind} has no set_per_process_memory_fraction, so nothing can be capped there.")
+    count = torch.accelerator.device_count()
+    absent = [index for index in caps if index >= count]
+    if absent:
+        raise DeviceError(f"max_memory names {absent}, and this process sees {count} devices of type {kind}.")
+    # all fractions first: a device that cannot be read leaves the others uncapped
+    fractions = {index: min(size / properties(index).total_memory, 1.0) for index, size in caps.items()}
+    for index, fraction in fractions.items():
+        set_fraction(fraction, index)
+    return fractions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from safe_loading._core.report import MiB
-from safe_loading._memory.plan.free_memory import in_process_order
+from safe_loading._memory.plan.device_memory import in_process_order
 
 ROWS = [("0", "GPU-aaaa-1", "100"), ("1", "GPU-bbbb-2", "200"), ("2", "GPU-cccc-3", "300")]
 
