@@ -1,1 +1,1 @@
-"""What lies on disk: headers, index, containment, resolution of ids. Nothing here imports torch."""
+"""Reads what is on disk: opening files, strict JSON, headers, indexes, hub ids. Nothing here imports torch."""

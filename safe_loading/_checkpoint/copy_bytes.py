@@ -11,50 +11,51 @@ from pathlib import Path
 from safe_loading.errors import CheckpointError
 
 _BLOCK = 1 << 20
-# For larger ones the kernel takes larger pieces of memory, which a virtual machine may have to ask its host for.
+# For larger writes the kernel allocates larger pieces of memory, which a virtual machine may have to get from its host.
 _WRITE_BYTES = 1 << 18
-_AHEAD_BYTES = 32 << 20
-_NOT_HERE = frozenset({errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
+_READ_AHEAD_BYTES = 32 << 20
+# copy_file_range does not exist or does not work between these two files, so the bytes are copied through memory.
+_UNSUPPORTED = frozenset({errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
 _SYNC_FILE_RANGE_WRITE = 2
 _FICLONE = 0x40049409  # _IOW(0x94, 9, int) of linux/fs.h
 
 
 def copy_range(source: int, source_at: int, target: int, target_at: int, count: int) -> None:
-    """Copy bytes between two files, by the kernel where it can (a reflink where the file system has it).
+    """Copy bytes between two files, inside the kernel where possible (a reflink where the file system has them).
 
     Args:
         source: The descriptor to read.
-        source_at: The first byte there.
+        source_at: The offset of the first byte to read.
         target: The descriptor to write.
-        target_at: The first byte there.
+        target_at: The offset of the first byte to write.
         count: How many bytes.
 
     Raises:
-        CheckpointError: The source ends before that.
+        CheckpointError: The source ends too early.
         OSError: The system cannot read or write.
     """
     while count:
         try:
             done = os.copy_file_range(source, target, count, source_at, target_at)
         except (AttributeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in _NOT_HERE:
+            if isinstance(error, OSError) and error.errno not in _UNSUPPORTED:
                 raise
             _copy_through_memory(source, source_at, target, target_at, count)
             return
         if not done:
-            raise _cut_short(source, count)
+            raise _shortened(source, count)
         source_at, target_at, count = source_at + done, target_at + done, count - done
 
 
 def clone(source: int, target: int) -> bool:
-    """Let an empty file share all bytes of another, where the file system can (Btrfs, XFS, bcachefs).
+    """Make an empty file share all bytes of another (a reflink), where the file system can (Btrfs, XFS, bcachefs).
 
     Returns:
-        Whether it could; when not, nothing was changed.
+        Whether it could; if not, nothing was changed.
     """
     if not sys.platform.startswith("linux"):
         return False
-    import fcntl  # not on Windows, where this module must still import
+    import fcntl  # Windows has none, and this module must import there too
 
     try:
         fcntl.ioctl(target, _FICLONE, source)
@@ -72,7 +73,7 @@ def read_into(descriptor: int, buffer: memoryview, at: int) -> None:
     while buffer:
         done = os.preadv(descriptor, [buffer], at)
         if not done:
-            raise _cut_short(descriptor, len(buffer))
+            raise _shortened(descriptor, len(buffer))
         buffer, at = buffer[done:], at + done
 
 
@@ -84,50 +85,52 @@ def write_from(descriptor: int, buffer: memoryview, at: int) -> None:
 
 
 class ReadAhead:
-    """Lets the kernel read what will soon be asked for, so that whoever works on a range seldom waits for the disk.
+    """Has the kernel read a range ahead of its reader, who then seldom waits for the disk.
 
     Args:
-        descriptor: The file; one below zero stands for none.
+        descriptor: The file; a negative number stands for no file.
         start: The first byte of the range.
         count: How many bytes it has.
     """
 
     def __init__(self, descriptor: int, start: int, count: int) -> None:
         self._descriptor, self._start, self._count = descriptor, start, count
-        self._asked = 0
+        self._requested = 0
 
     def reach(self, at: int) -> None:
-        """Tell that the bytes of the range before ``at`` are about to be read."""
-        if self._descriptor < 0 or self._asked >= min(self._count, at + _AHEAD_BYTES // 2):
+        """Tell that the reader is about to read the bytes before offset ``at`` of the range."""
+        if self._descriptor < 0 or self._requested >= min(self._count, at + _READ_AHEAD_BYTES // 2):
             return
-        end = min(self._count, at + _AHEAD_BYTES)
+        end = min(self._count, at + _READ_AHEAD_BYTES)
         if hasattr(os, "posix_fadvise"):  # not on macOS and Windows
-            os.posix_fadvise(self._descriptor, self._start + self._asked, end - self._asked, os.POSIX_FADV_WILLNEED)
-        self._asked = end
+            os.posix_fadvise(
+                self._descriptor, self._start + self._requested, end - self._requested, os.POSIX_FADV_WILLNEED
+            )
+        self._requested = end
 
 
 def start_writing_back(descriptor: int, at: int, count: int) -> None:
-    """Let the kernel begin to bring a range to the disk, so that the sync at the end has less to wait for."""
+    """Have the kernel begin to write a range to disk, so that the sync at the end has less to wait for."""
     if _sync_file_range is not None:
-        _sync_file_range(descriptor, at, count, _SYNC_FILE_RANGE_WRITE)  # a hint: an error of it changes nothing
+        _sync_file_range(descriptor, at, count, _SYNC_FILE_RANGE_WRITE)  # a hint, whose errors are of no consequence
 
 
 def _copy_through_memory(source: int, source_at: int, target: int, target_at: int, count: int) -> None:
     buffer = memoryview(bytearray(min(_BLOCK, count)))
     while count:
-        part = buffer[: min(len(buffer), count)]
-        read_into(source, part, source_at)
-        write_from(target, part, target_at)
-        source_at, target_at, count = source_at + len(part), target_at + len(part), count - len(part)
+        block = buffer[: min(len(buffer), count)]
+        read_into(source, block, source_at)
+        write_from(target, block, target_at)
+        source_at, target_at, count = source_at + len(block), target_at + len(block), count - len(block)
 
 
-def _cut_short(descriptor: int, lacking: int) -> CheckpointError:
+def _shortened(descriptor: int, missing: int) -> CheckpointError:
     try:
         name = str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:
         name = "a file"
     return CheckpointError(
-        f"{name} became shorter while it was read: {lacking} bytes are missing. Something writes to it; stop that, "
+        f"{name} became shorter while it was read: {missing} bytes are missing. Something writes to it; stop that, "
         f"and download or copy the file again."
     )
 

@@ -1,7 +1,7 @@
 """From findings to one exception. Imports no torch.
 
-The readers of this package return *a value, or the finding that says why there is none*, so that
-``check_checkpoint`` can list every fault of a folder; the verbs, which want an exception, raise through here.
+The readers of this package return a value, or the finding that says why there is none, so that ``check_checkpoint`` can
+list every fault of a folder. The other verbs need an exception instead, and raise the findings here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def fault(code: str, where: object, message: str, fix: str, size: int = 0) -> Fi
 
 def note(severity: Severity, code: str, where: object, message: str, fix: str, size: int = 0) -> Finding:
     """Return a finding whose message and fix are whole sentences; ``size`` is in bytes."""
-    # A fix of several lines ends with a command, which a period would spoil.
+    # A fix of several lines ends with a command, which a period would break.
     return Finding(code, severity, str(where), _sentence(message), fix if "\n" in fix else _sentence(fix), size)
 
 
@@ -36,12 +36,12 @@ def raise_faults(subject: object, findings: Sequence[Finding]) -> NoReturn:
     """Raise the findings as one exception, whatever their severity.
 
     Args:
-        subject: The file or folder that was read; it heads the message when there are several findings.
-        findings: What was found, at least one.
+        subject: The file or folder that was read; the message begins with it when there are several findings.
+        findings: At least one.
 
     Raises:
-        CheckpointNotFound: Every finding says that something is not there.
-        PickleRefused: One of the findings is weights that exist as pickle only.
+        CheckpointNotFound: Every finding is of something that does not exist.
+        PickleRefused: One of the findings is of weights that exist as a pickle only.
         CheckpointError: Any other finding.
     """
     codes = {finding.code for finding in findings}
@@ -56,15 +56,15 @@ def raise_faults(subject: object, findings: Sequence[Finding]) -> NoReturn:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names as a sentence holds them: quoted, the first few in full, then how many more."""
-    every = list(names)
-    text = ", ".join(repr(name) for name in every[:_NAMES_SHOWN])
-    more = len(every) - _NAMES_SHOWN
+    """Return names for a sentence: the first few, quoted, then how many more there are."""
+    all_names = list(names)
+    text = ", ".join(repr(name) for name in all_names[:_NAMES_SHOWN])
+    more = len(all_names) - _NAMES_SHOWN
     return f"{text} and {more} more" if more > 0 else text
 
 
-def truncated(path: Path, there: int, needed: int, what: str) -> Finding:
-    """Return the finding for a file that ends before what it must hold."""
-    message = f"is cut short: {there} bytes are there, {needed} are needed {what} ({needed - there} bytes are missing)"
+def truncated(path: Path, size: int, needed: int, what: str) -> Finding:
+    """Return the finding for a file that ends before the bytes that it must hold."""
+    message = f"is cut short: it has {size} bytes, and {needed} are needed {what} ({needed - size} bytes are missing)"
     fix = "download or copy the file again; the download was probably cut off"
-    return fault("truncated", path, message, fix, needed - there)
+    return fault("truncated", path, message, fix, needed - size)

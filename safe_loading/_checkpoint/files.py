@@ -1,4 +1,10 @@
-"""Opening what a checkpoint names, and nothing else: regular files, inside their folder. Imports no torch."""
+"""Opening the files of a checkpoint, and nothing else: regular files, inside their folder. Imports no torch.
+
+The rule of this package: every file of a checkpoint or an adapter is opened by :func:`open_regular` or
+:func:`try_open`, here and in every other folder. What was downloaded from somebody is not to be trusted: a name in it
+may be a FIFO, which blocks its reader for ever, a device, or a link to a private file of this machine, which would end
+up in a saved model. ``tests/checkpoint/test_open_rule.py`` finds every other call that opens a file for reading.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ _OTHER_KINDS = (
     (stat.S_ISCHR, "a character device"),
     (stat.S_ISBLK, "a block device"),
 )
-# O_NONBLOCK: should a FIFO take the file's place after it was looked at, open() still returns at once.
+# O_NONBLOCK: if a FIFO replaces the file after the check, open() still returns at once.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 LFS_FIX = "run `git lfs pull` in the folder, or download the file again"
 
@@ -29,20 +35,20 @@ LFS_FIX = "run `git lfs pull` in the folder, or download the file again"
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; never block.
 
-    Symbolic links are followed inside their folder and to the blobs of a Hugging Face cache, and no further: a folder
-    that came with a link to something else of this machine's would bring it into the model, or into what is saved of
-    it. What is no regular file is refused before it is opened, so that a FIFO cannot hang the caller and a device is
-    not touched.
+    Symbolic links are followed inside their folder and to the blobs of a Hugging Face cache, and no further. A folder
+    with a link to another file of this machine would bring that file into the model, and into what is saved of it.
+    Anything but a regular file is refused before it is opened, so that no FIFO blocks the caller and no device is
+    touched.
 
     Args:
         path: The file.
 
     Returns:
-        The open file, to be closed by the caller.
+        The open file; the caller closes it.
 
     Raises:
         CheckpointNotFound: There is no such file, or it is a link to nothing.
-        CheckpointError: It is no regular file, leads out of its folder, or may not be read.
+        CheckpointError: It is not a regular file, is a link out of its folder, or may not be read.
     """
     opened = try_open(path)
     if isinstance(opened, Finding):
@@ -53,13 +59,13 @@ def open_regular(path: Path) -> BinaryIO:
 def try_open(path: Path) -> BinaryIO | Finding:
     """Open a regular file as :func:`open_regular` does; return the file, or the finding that says why not."""
     try:
-        refused = _not_regular(path, path.stat().st_mode) or _leads_out(path)
+        refused = _not_regular(path, path.stat().st_mode) or _link_out_of_folder(path)
         if refused is not None:
             return refused
         descriptor = os.open(path, _FLAGS)
     except (OSError, ValueError) as error:
         return unreadable(path, error)
-    # Between stat and open another process may have put something else there.
+    # Between stat and open another process may have replaced the file.
     refused = _not_regular(path, os.fstat(descriptor).st_mode)
     if refused is not None:
         os.close(descriptor)
@@ -68,21 +74,21 @@ def try_open(path: Path) -> BinaryIO | Finding:
 
 
 def unreadable(path: Path, error: Exception) -> Finding:
-    """Return the finding for an error of the operating system, or of a path that it cannot even name."""
+    """Return the finding for an error of the operating system, or for a path that it cannot represent."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         if path.is_symlink():
             return fault(
                 "broken-link",
                 path,
-                f"is a symbolic link to {str(path.readlink())!r}, and there is nothing",
-                "download the file again (in a Hugging Face cache the blob was deleted), or mend the link",
+                f"is a symbolic link to {str(path.readlink())!r}, which does not exist",
+                "download the file again (in a Hugging Face cache the blob was deleted), or repair the link",
             )
         return fault("not-found", path, "there is no such file", "check the path, or download or copy the file")
     if isinstance(error, PermissionError):
         return fault("unreadable", path, "this user may not read it", "run `chmod u+r` on it, or copy it")
     if isinstance(error, OSError) and error.errno == errno.ELOOP:
-        return fault("broken-link", path, "its symbolic links lead in a circle", "download the file again")
-    # An OSError repeats the path in its text; a ValueError is a NUL or half a surrogate in the name itself.
+        return fault("broken-link", path, "its symbolic links form a circle", "download the file again")
+    # str() of an OSError repeats the path. A ValueError is about a NUL or half a surrogate in the name itself.
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return fault("unreadable", repr(str(path)), f"the system cannot read it: {reason}", "check the path and the disk")
 
@@ -90,7 +96,7 @@ def unreadable(path: Path, error: Exception) -> Finding:
 def _not_regular(path: Path, mode: int) -> Finding | None:
     if stat.S_ISREG(mode):
         return None
-    kind = next((name for test, name in _OTHER_KINDS if test(mode)), "no regular file")
+    kind = next((name for test, name in _OTHER_KINDS if test(mode)), "something else")
     return fault(
         "not-regular",
         path,
@@ -99,26 +105,24 @@ def _not_regular(path: Path, mode: int) -> Finding | None:
     )
 
 
-def _leads_out(path: Path) -> Finding | None:
+def _link_out_of_folder(path: Path) -> Finding | None:
     if not path.is_symlink():
         return None
     real = path.resolve()
     if real.is_relative_to(path.parent.resolve()) or _is_blob(real):
         return None
     message = f"is a symbolic link out of its folder, to {str(real)!r}; it was not opened"
-    fix = (
-        "put the file itself there, or name the folder in which it lies; do not trust a folder that came with the link"
-    )
+    fix = "put the file itself there, or name the folder that it is in; do not trust a folder that came with the link"
     return fault("outside-link", path, message, fix)
 
 
 def _is_blob(real: Path) -> bool:
-    """Return whether a file is a blob of a Hugging Face cache, which snapshots and older downloads link to."""
+    """Return whether a file is a blob of a Hugging Face cache, to which snapshots and older downloads link."""
     return real.parent.name == "blobs" and real.parent.parent.name.startswith(("models--", "datasets--", "spaces--"))
 
 
 def is_lfs_pointer(head: bytes) -> bool:
-    """Return whether a file that begins with ``head`` is a Git LFS pointer and not the file it stands for."""
+    """Return whether a file that begins with ``head`` is a Git LFS pointer instead of the file itself."""
     return head.startswith(_LFS_HEAD)
 
 
@@ -128,10 +132,10 @@ def lfs_pointer(path: object) -> Finding:
 
 
 def not_contained(folder: Path, name: str) -> str | None:
-    """Return why a file that a checkpoint names might lie outside its folder, with the fix; None where it cannot.
+    """Return why a file that a checkpoint names might be outside its folder, with the fix; None if it cannot be.
 
-    The check is of the name, and of the folders below the first that it passes through; where the file itself leads,
-    if it is a link, is for :func:`try_open`.
+    This checks the name, and the folders that it passes through. Where the file itself leads, if it is a link, is
+    checked by :func:`try_open`.
 
     Args:
         folder: The folder of the checkpoint.
@@ -143,13 +147,13 @@ def not_contained(folder: Path, name: str) -> str | None:
     if reason is None:
         return None
     return (
-        f"{folder}: the file name {name!r} {reason}, so it might lie outside {str(folder)!r}. "
+        f"{folder}: the file name {name!r} {reason}, so it might be outside {str(folder)!r}. "
         "Fix: name it relative to the folder, with forward slashes, such as 'model-00001-of-00002.safetensors'"
     )
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a regular file in bytes; 0 where there is none."""
+    """Return the size of a regular file in bytes; 0 if there is none."""
     try:
         facts = path.stat()
     except OSError:
@@ -158,13 +162,13 @@ def size_of(path: Path) -> int:
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """Return what tells whether a file or folder is still the one that it was; nothing where there is none."""
+    """Return values that differ once a file or folder was changed or replaced; empty if there is none."""
     try:
         facts = path.stat()
     except OSError:
         return ()
     if stat.S_ISDIR(facts.st_mode):
-        return (facts.st_dev, facts.st_ino, facts.st_ctime_ns)  # the number of one that was deleted is used again
+        return (facts.st_dev, facts.st_ino, facts.st_ctime_ns)  # the inode of a deleted folder may be reused
     return (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
 
 
@@ -179,6 +183,6 @@ def _name_fault(name: str) -> str | None:
         return "is absolute"
     if re.match("[A-Za-z]:", name):
         return "begins with a drive"
-    if any(part in ("", ".", "..") for part in name.split("/")):
+    if any(step in ("", ".", "..") for step in name.split("/")):
         return "has an empty, '.' or '..' part"
     return None

@@ -1,9 +1,9 @@
 """The header of a safetensors file, with every check that needs no tensor byte. Imports no torch.
 
 A file is ``N`` (8 bytes, little-endian), a JSON object of ``N`` bytes, and the tensors without a gap between them.
-``read_header`` accepts no file that the safetensors reader refuses. It refuses some that the reader takes: keys that
-stand twice (the reader keeps the last), entries with further keys or written as arrays, a header that begins with
-white space, a ``null`` for metadata, sizes beyond 63 bits, and more tensors than any model has.
+``read_header`` refuses every file that the safetensors reader refuses, and some that it accepts: duplicate keys (the
+reader keeps the last), entries with additional keys or written as arrays, a header that begins with white space, a
+``null`` for metadata, sizes beyond 63 bits, and more tensors than any model has.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, cast
 
+from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, format_bytes
 
 from .faults import fault, listed, raise_faults, truncated
@@ -22,8 +23,8 @@ from .files import is_lfs_pointer, lfs_pointer, try_open, unreadable
 from .strict_json import try_parse
 
 MAX_HEADER_BYTES = 100_000_000
-# Far beyond any model: the 671 billion parameters of DeepSeek-V3 are some 90 000 tensors, in 163 files. Without a
-# limit, 60 MB of empty tensors cost every reader 12 s and 800 MB.
+# Far more than any model has: the 671 billion parameters of DeepSeek-V3 are some 90 000 tensors, in 163 files. Without
+# a limit, a header of 60 MB that lists empty tensors takes every reader 12 s and 800 MB.
 MAX_TENSORS = 200_000
 _MAX_COMMAS = 16 * MAX_TENSORS
 BITS: Mapping[str, int] = {
@@ -40,20 +41,20 @@ BITS: Mapping[str, int] = {
 _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 _MAX_INT64 = 2**63 - 1
 _MOST_BITS = 8 * _MAX_INT64
-# Frameworks whose weights are the transpose of torch's, or lie otherwise, under names that may be the same.
+# Frameworks whose weights are the transpose of torch's, or have another layout, under names that may be the same.
 _OTHER_LAYOUTS = frozenset({"tf", "flax", "jax", "paddle", "pd"})
 _AGAIN = "download or copy the file again, or save it again"
 _OTHER_FORMATS = (
     (b"PK\x03\x04", "a zip archive, as torch.save writes; convert it to safetensors"),
     (b"\x80", "a Python pickle; convert it to safetensors"),
-    (b"GGUF", "a GGUF file; it is no safetensors file"),
+    (b"GGUF", "a GGUF file, not a safetensors file"),
     (b"<", "a web page, perhaps the error page of a download; download the file again"),
-    (b"{", "JSON without the 8 bytes of its length in front; save the file again"),
+    (b"{", "JSON without the 8 bytes of its length before it; save the file again"),
 )
 
 
 class TensorInfo(NamedTuple):
-    """Where one tensor lies in its file.
+    """Where one tensor is in its file.
 
     Attributes:
         name: Its name in the file.
@@ -75,13 +76,13 @@ class TensorInfo(NamedTuple):
         return self.stop - self.start
 
 
-# What the class's own __new__ ends in, without its call of Python's: a tenth of the time of all headers.
-_tensor_info = cast("Callable[[type[TensorInfo], tuple[Any, ...]], TensorInfo]", tuple.__new__)
+# What the class's own __new__ calls in the end; calling it directly saves a tenth of the time of reading headers.
+_tensor_info = cast("Callable[[type[TensorInfo], tuple[object, ...]], TensorInfo]", tuple.__new__)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the header of one safetensors file says.
+    """The header of one safetensors file.
 
     Attributes:
         path: The file.
@@ -105,11 +106,11 @@ def read_header(path: Path) -> Header:
         path: The file; it must be a regular file or a link to one.
 
     Returns:
-        The header, every offset of which lies inside the file.
+        The header; all its offsets are inside the file.
 
     Raises:
         CheckpointNotFound: There is no such file.
-        CheckpointError: The file breaks the format; all the tensors that are wrong are named.
+        CheckpointError: The file violates the format; all the invalid tensors are named.
     """
     header = try_header(path)
     if isinstance(header, list):
@@ -118,7 +119,7 @@ def read_header(path: Path) -> Header:
 
 
 def try_header(path: Path) -> Header | list[Finding]:
-    """Read as :func:`read_header` does; return the header, or all the findings that say why there is none."""
+    """Read like :func:`read_header`; return the header, or all the findings that say why there is none."""
     file = try_open(path)
     if isinstance(file, Finding):
         return [file]
@@ -147,33 +148,33 @@ def _header_bytes(path: Path, file: BinaryIO, size: int) -> bytes | Finding:
     if not 0 < length <= MAX_HEADER_BYTES:
         kind = next((f"; it looks like {kind}" for magic, kind in _OTHER_FORMATS if head.startswith(magic)), "")
         limits = f"between 1 and {MAX_HEADER_BYTES}"
-        message = f"says that its header has {length} bytes, which must be {limits}{kind}"
+        message = f"gives the length of its header as {length} bytes; it must be {limits}{kind}"
         return fault("header-length", path, message, _AGAIN)
     if 8 + length > size:
         return truncated(path, size, 8 + length, "for the header alone")
     file.seek(8)
     data = file.read(length)
     if len(data) < length:
-        # Someone cuts the file while it is read.
+        # Another process truncates the file while it is read.
         return truncated(path, 8 + len(data), 8 + length, "for the header alone")
     if not data.startswith(b"{"):
-        message = f"the header begins with {data[:1]!r}, not with '{{': this is no safetensors file"
+        message = f"the header begins with {data[:1]!r}, not with '{{': this is not a safetensors file"
         return fault("header-start", path, message, _AGAIN)
-    # Counted before it is parsed. Names may hold these characters too, so no header is let through that should not be.
+    # Counted before parsing. Names may hold these characters too, so the counts are never too low.
     if data.count(b"{") > MAX_TENSORS + 2 or data.count(b",") > _MAX_COMMAS:
         message = f"describes more than {MAX_TENSORS} tensors in {format_bytes(length)} of header"
-        return fault("header-bomb", path, message, "save it in several files; do not trust it before you know why")
+        return fault("header-bomb", path, message, "save it in several files; do not trust it until you know why")
     return data
 
 
-def _check_document(path: Path, document: dict[str, Any], size: int, data_start: int) -> Header | list[Finding]:
+def _check_document(path: Path, document: JsonObject, size: int, data_start: int) -> Header | list[Finding]:
     findings: list[Finding] = []
     metadata = document.pop("__metadata__", {})
     reason = _metadata_fault(metadata)
     if reason is not None:
         findings.append(fault("metadata", path, f"__metadata__ {reason}; it must map text to text", _AGAIN))
     elif metadata.get("format") in _OTHER_LAYOUTS:
-        message = f"its metadata says format {metadata['format']!r}, whose weights lie otherwise than those of 'pt'"
+        message = f"its metadata has format {metadata['format']!r}, which lays weights out differently from 'pt'"
         findings.append(fault("other-format", path, message, "convert it with that framework, or load its 'pt' files"))
     tensors: dict[str, TensorInfo] = {}
     end, in_order = data_start, True
@@ -187,20 +188,20 @@ def _check_document(path: Path, document: dict[str, Any], size: int, data_start:
             code, reason = info
             findings.append(fault(code, path, f"tensor {name!r}: {reason}", _AGAIN))
     if len(tensors) == len(document) and not (in_order and end == size):
-        # The layout can be judged only when every tensor has a place.
+        # Overlaps and holes can be found only if every tensor has valid offsets.
         findings += _layout_faults(path, tensors, size, data_start)
     return findings or Header(path, tensors, metadata, size, data_start)
 
 
-def _metadata_fault(metadata: Any) -> str | None:
+def _metadata_fault(metadata: object) -> str | None:
     if not isinstance(metadata, dict):
         return f"is {_json_kind(metadata)}"
     wrong = [key for key, value in metadata.items() if not isinstance(value, str)]
     return f"holds {_json_kind(metadata[wrong[0]])} under {listed(wrong)}" if wrong else None
 
 
-def _tensor(name: str, entry: Any, data_start: int) -> TensorInfo | tuple[str, str]:
-    """Return where a tensor lies, or the code and the reason of its fault.
+def _tensor(name: str, entry: object, data_start: int) -> TensorInfo | tuple[str, str]:
+    """Return where a tensor is, or the code and the reason of its fault.
 
     Written for speed, because it runs for each of perhaps 90 000 tensors.
     """
@@ -210,7 +211,10 @@ def _tensor(name: str, entry: Any, data_start: int) -> TensorInfo | tuple[str, s
     # bool is a subclass of int, hence type() and not isinstance().
     bits = BITS.get(dtype) if type(dtype) is str else None
     if bits is None:
-        return "dtype", f"dtype is {dtype!r}, which is none of {', '.join(BITS)}; a newer format, or a damaged header"
+        return (
+            "dtype",
+            f"dtype is {dtype!r}, which is not one of {', '.join(BITS)}; a newer format, or a damaged header",
+        )
     if type(shape) is not list:
         return "shape", _shape_fault(shape)
     nbits = bits
@@ -218,10 +222,10 @@ def _tensor(name: str, entry: Any, data_start: int) -> TensorInfo | tuple[str, s
         if type(length) is not int or length < 0:
             return "shape", _shape_fault(shape)
         nbits *= length
-        if nbits > _MOST_BITS:  # before the product of a million lengths takes an hour
+        if nbits > _MOST_BITS:  # checked in the loop: the product of a million lengths takes an hour
             return "shape", f"shape {_short(shape)} overflows 63 bits"
     if type(offsets) is not list or len(offsets) != 2 or not type(offsets[0]) is type(offsets[1]) is int:
-        return "offsets", f"data_offsets is {_short(offsets)}, which is no pair of integers"
+        return "offsets", f"data_offsets is {_short(offsets)}, which is not a pair of integers"
     start, stop = offsets
     if not 0 <= start <= stop <= _MAX_INT64:
         return "offsets", f"data_offsets {_short(offsets)} is reversed, negative or beyond 63 bits"
@@ -232,29 +236,29 @@ def _tensor(name: str, entry: Any, data_start: int) -> TensorInfo | tuple[str, s
     return _tensor_info(TensorInfo, (name, dtype, tuple(shape), data_start + start, data_start + stop))
 
 
-def _shape_fault(shape: Any) -> str:
-    return f"shape is {_short(shape)}, which is no list of integers from 0 on"
+def _shape_fault(shape: object) -> str:
+    return f"shape is {_short(shape)}, which is not a list of integers from 0"
 
 
-def _entry_fault(entry: Any) -> str:
-    wanted = "it must be an object of dtype, shape and data_offsets"
+def _entry_fault(entry: object) -> str:
+    expected = "it must be an object of dtype, shape and data_offsets"
     if not isinstance(entry, dict):
-        return f"its entry is {_json_kind(entry)}; {wanted}"
-    lacking, extra = sorted(_ENTRY_KEYS - entry.keys()), sorted(entry.keys() - _ENTRY_KEYS)
-    parts = [f"lacks {listed(lacking)}"] if lacking else []
-    parts += [f"holds {listed(extra)} too"] if extra else []
-    return f"its entry {' and '.join(parts)}; {wanted}"
+        return f"its entry is {_json_kind(entry)}; {expected}"
+    missing, extra = sorted(_ENTRY_KEYS - entry.keys()), sorted(entry.keys() - _ENTRY_KEYS)
+    reasons = [f"has no {listed(missing)}"] if missing else []
+    reasons += [f"has additional keys: {listed(extra)}"] if extra else []
+    return f"its entry {' and '.join(reasons)}; {expected}"
 
 
 def _size_fault(shape: list[int], dtype: str, bits: int, nbits: int, start: int, stop: int) -> tuple[str, str] | None:
     whole = bits
     for length in shape:
-        # Also where a zero among the dimensions makes the size 0: no engine can count the strides of the rest.
+        # Even if a dimension of zero makes the size 0: no engine can compute the strides of the others.
         whole *= length or 1
         if whole > _MAX_INT64:
             return "shape", f"shape {_short(shape)} overflows 63 bits"
     if nbits % 8:
-        reason = f"shape {_short(shape)} x {bits} bits of {dtype} is {nbits} bits, which do not fill whole bytes"
+        reason = f"shape {_short(shape)} x {bits} bits of {dtype} is {nbits} bits, which is not a whole number of bytes"
         return "tensor-size", reason
     if nbits != (stop - start) * 8:
         needs = f"shape {_short(shape)} x {dtype} needs {nbits // 8} bytes"
@@ -263,37 +267,39 @@ def _size_fault(shape: list[int], dtype: str, bits: int, nbits: int, start: int,
 
 
 def _layout_faults(path: Path, tensors: Mapping[str, TensorInfo], size: int, data_start: int) -> list[Finding]:
-    """Return overlaps, holes and a wrong end; offsets in the messages count from the beginning of the file."""
+    """Return overlaps, holes and a wrong end. Offsets in the messages are from the beginning of the file."""
     findings: list[Finding] = []
     end, before = data_start, "the header"
     for info in sorted(tensors.values(), key=attrgetter("start", "stop")):
         if info.start != end:
-            here = f"tensor {info.name!r} begins at byte {info.start} of the file"
-            there = f"{before} ends at byte {end}"
+            start = f"tensor {info.name!r} begins at byte {info.start} of the file"
+            previous = f"{before} ends at byte {end}"
             if info.start < end:
-                findings.append(fault("overlap", path, f"{here}, but {there}: they overlap", _AGAIN, end - info.start))
+                findings.append(
+                    fault("overlap", path, f"{start}, but {previous}: they overlap", _AGAIN, end - info.start)
+                )
             else:
                 hole = info.start - end
                 findings.append(
-                    fault("hole", path, f"{here}, but {there}: {hole} bytes belong to no tensor", _AGAIN, hole)
+                    fault("hole", path, f"{start}, but {previous}: {hole} bytes belong to no tensor", _AGAIN, hole)
                 )
         if info.stop >= end:
             end, before = info.stop, f"tensor {info.name!r}"
     if end > size:
-        cut = [info.name for info in tensors.values() if info.stop > size]
-        findings.append(truncated(path, size, end, f"({format_bytes(end)}); incomplete: {listed(cut)}"))
+        incomplete = [info.name for info in tensors.values() if info.stop > size]
+        findings.append(truncated(path, size, end, f"({format_bytes(end)}); incomplete: {listed(incomplete)}"))
     elif end < size:
         message = f"holds {size - end} bytes after {before}, which ends at byte {end} of {size}"
         findings.append(fault("trailing-bytes", path, message, _AGAIN, size - end))
     return findings
 
 
-def _json_kind(value: Any) -> str:
+def _json_kind(value: object) -> str:
     if value is None:
         return "null"
     return f"of type {type(value).__name__}"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1,7 +1,7 @@
-"""From what a user wrote (a folder or a hub id) to a folder on this machine, with one hub request at the most.
+"""From a folder or a hub id, as a user wrote it, to a folder on this machine, with one hub request if all is cached.
 
-``from_pretrained`` asks the hub once or twice per file. Here the commit and its file list are asked for once; every
-file is then addressed by that commit, which huggingface_hub answers from its cache without a request.
+``from_pretrained`` asks the hub once or twice per file. Here the commit and its list of files are requested once. Every
+file is then fetched by that commit, for which huggingface_hub needs no request if the file is in its cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Chooser = Callable[[frozenset[str], Callable[[str], Path]], list[str]]
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """Where something that a user named lies on this machine.
+    """Where the files of a source that a user named are on this machine.
 
     Attributes:
         source: What the user wrote.
@@ -50,44 +50,44 @@ def resolve(
 
     Args:
         source: A local folder or a hub id ("owner/name").
-        choose: Given the names in the subfolder and a function that fetches one of them, returns the names needed.
+        choose: Gets the names in the subfolder and a function that downloads one of them; returns the names needed.
         revision: Branch, tag or commit of a hub id.
         subfolder: Folder inside ``source``.
         hub: ``token``, ``cache_dir`` and ``local_files_only``, as for ``huggingface_hub.hf_hub_download``.
 
     Raises:
         ArgumentError: A revision of a local folder.
-        CheckpointNotFound: Neither a folder nor a repository that can be reached or is cached.
+        CheckpointNotFound: It is neither a folder nor a repository that can be reached or is cached.
     """
     text = path_text(source, "source")
     path = Path(text).expanduser()
     if is_there(path):
         if revision is not None:
-            raise ArgumentError(f"revision {revision!r} is for hub ids, and {text!r} is a folder. Leave it out.")
+            raise ArgumentError(f"revision={revision!r} is for hub ids, and {text!r} is a folder. Leave it out.")
         folder = path / subfolder if subfolder else path
         if not folder.is_dir():
             raise CheckpointNotFound(f"{folder} is not a folder. Pass the folder that holds the files.")
         return Resolved(text, folder)
     if not _is_hub_id(text):
         raise CheckpointNotFound(
-            f"{text!r:.300} is no folder on this machine (working folder {Path.cwd()}) and cannot be a hub id, which "
-            f"is 'name' or 'owner/name'. Check the path."
+            f"{text!r:.300} is not a folder on this machine (working folder {Path.cwd()}) and cannot be a hub id, "
+            f"which is 'name' or 'owner/name'. Check the path."
         )
     return _resolve_on_hub(text, choose, revision, subfolder, dict(hub or {}))
 
 
 def adapter_files(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
-    """Choose an adapter's files: its config and its weights, a pickle only when there is nothing else."""
+    """Choose an adapter's files: its config and its weights; a pickle only if there are no others."""
     weights = ADAPTER_SINGLE if ADAPTER_SINGLE in names else ADAPTER_PICKLE
     return [name for name in (ADAPTER_CONFIG, weights) if name in names]
 
 
-def base_files(options: Mapping[str, Any]) -> Chooser:
-    """Return a chooser of a base model's files: every small JSON file and the weights that are asked for.
+def base_files(options: Mapping[str, object]) -> Chooser:
+    """Return a chooser of a base model's files: every small JSON file, and the weights that ``options`` ask for.
 
     Args:
-        options: Of ``from_pretrained``'s arguments ``variant`` ("fp16" chooses ``model.fp16.safetensors``),
-            ``trust_remote_code`` (Python files too), ``gguf_file``, and ``use_safetensors=False`` (pickles, by name).
+        options: Arguments of ``from_pretrained``. ``variant`` ("fp16" chooses ``model.fp16.safetensors``),
+            ``trust_remote_code`` (Python files too), ``gguf_file``, and ``use_safetensors=False`` (pickles) count.
     """
     variant = options.get("variant")
     infix = f".{variant}" if variant else ""
@@ -95,11 +95,11 @@ def base_files(options: Mapping[str, Any]) -> Chooser:
 
     def choose(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
         small = [name for name in sorted(names) if "/" not in name and name.endswith((".json", ".jinja"))]
-        chosen = [name for name in small if name != ADAPTER_CONFIG]  # transformers would load that adapter unasked
+        chosen = [name for name in small if name != ADAPTER_CONFIG]  # transformers would load that adapter too
         if options.get("trust_remote_code"):
             chosen += [name for name in sorted(names) if name.endswith(".py")]
-        if options.get("gguf_file"):
-            return [*chosen, options["gguf_file"]]
+        if gguf_file := options.get("gguf_file"):
+            return [*chosen, str(gguf_file)]
         pickles = [name for name in sorted(names) if name.startswith("pytorch_model") and name.endswith(".bin")]
         if options.get("use_safetensors") is False:
             return [*chosen, *pickles]
@@ -109,9 +109,9 @@ def base_files(options: Mapping[str, Any]) -> Chooser:
             return [*chosen, *sorted(set(read_index(fetch(index)).weight_map.values()))]
         if pickles:
             raise PickleRefused(
-                f"The base has only pickles ({pickles[0]}, ...), which can run code when they are read. Convert it "
-                f"once: load it with from_pretrained(..., use_safetensors=False), call save_pretrained, and pass that "
-                f"folder."
+                f"The weights of the base are pickles only ({pickles[0]}, ...), which can run code when they are read. "
+                f"Convert it once: load it with from_pretrained(..., use_safetensors=False), call "
+                f"save_pretrained, and pass that folder."
             )
         return chosen
 
@@ -119,23 +119,23 @@ def base_files(options: Mapping[str, Any]) -> Chooser:
 
 
 def small_files(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
-    """Choose the JSON and Python files of the top folder: all that a model on meta is made from."""
+    """Choose the JSON and Python files of the top folder: all that a model on the meta device needs."""
     return [name for name in sorted(names) if "/" not in name and name.endswith((".json", ".py"))]
 
 
 def _is_hub_id(text: str) -> bool:
-    parts = text.split("/")
+    names = text.split("/")
     return (
         len(text) <= _MOST_CHARACTERS
-        and len(parts) <= 2
-        and all(part and part[0] not in ".~" and "\\" not in part for part in parts)
+        and len(names) <= 2
+        and all(name and name[0] not in ".~" and "\\" not in name for name in names)
     )
 
 
 def _resolve_on_hub(
     repo: str, choose: Chooser, revision: str | None, subfolder: str | None, hub: dict[str, Any]
 ) -> Resolved:
-    # Imported here: huggingface_hub brings an HTTP client, which a local folder never needs.
+    # Imported here: huggingface_hub imports an HTTP client, which a local folder never needs.
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -143,18 +143,18 @@ def _resolve_on_hub(
     try:
         if hub.get("local_files_only") or constants.HF_HUB_OFFLINE:
             folder = _cached_snapshot(repo, revision, hub.get("cache_dir"))
-            commit, names = folder.name, frozenset(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
+            commit, names = folder.name, frozenset(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
         else:
-            commit, names = _ask(repo, revision, hub.get("token"))
-            _remember(repo, revision or "main", commit, hub.get("cache_dir"))
+            commit, names = _commit_and_files(repo, revision, hub.get("token"))
+            _write_reference(repo, revision or "main", commit, hub.get("cache_dir"))
         inside = frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
         def fetch(name: str) -> Path:
             return Path(hf_hub_download(repo, prefix + name, revision=commit, **hub))
 
-        wanted = choose(inside, fetch)
-        _fetch_missing(repo, [prefix + name for name in wanted], commit, hub)
-        paths = [fetch(name) for name in wanted]
+        chosen = choose(inside, fetch)
+        _download_missing(repo, [prefix + name for name in chosen], commit, hub)
+        paths = [fetch(name) for name in chosen]
     except (
         HFValidationError,
         _http_error(),
@@ -163,9 +163,9 @@ def _resolve_on_hub(
         ConnectionError,
     ) as error:
         raise CheckpointNotFound(
-            f"{repo!r} (revision {revision or 'main'}) is no folder here, and the hub did not give it: "
-            f"{type(error).__name__}: {error}. Check the name, the token and the network; set HF_HUB_OFFLINE=1 for "
-            f"what was downloaded before; or pass a local folder."
+            f"{repo!r} (revision {revision or 'main'}) is not a folder here, and could not be fetched from the hub: "
+            f"{type(error).__name__}: {error}. Check the name, the token and the network; set HF_HUB_OFFLINE=1 to "
+            f"use what was downloaded before; or pass a local folder."
         ) from error
     if not paths:
         raise CheckpointError(
@@ -176,17 +176,17 @@ def _resolve_on_hub(
 
 
 def _http_error() -> type[Exception]:
-    """Return what every error of the hub's HTTP client is: no connection, no answer in time, or an answer that says no.
+    """Return the base class of the HTTP client's errors: no connection, no answer in time, or an error status.
 
-    The client is httpx or httpx2, as huggingface_hub's version decides, which names this class nowhere in public.
+    The client is httpx or httpx2, depending on the version of huggingface_hub, which does not export the class.
     """
     from huggingface_hub import errors
 
-    found: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # as above
-    return found
+    http_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # as above
+    return http_error
 
 
-def _ask(repo: str, revision: str | None, token: Any) -> tuple[str, frozenset[str]]:
+def _commit_and_files(repo: str, revision: str | None, token: str | bool | None) -> tuple[str, frozenset[str]]:
     from huggingface_hub import HfApi
 
     info = HfApi(token=token).model_info(repo, revision=revision)
@@ -195,18 +195,18 @@ def _ask(repo: str, revision: str | None, token: Any) -> tuple[str, frozenset[st
     return info.sha, frozenset(sibling.rfilename for sibling in info.siblings or ())
 
 
-def _fetch_missing(repo: str, names: list[str], commit: str, hub: dict[str, Any]) -> None:
-    """Download what the cache lacks, several files at a time; costs no request when it lacks nothing."""
+def _download_missing(repo: str, names: list[str], commit: str, hub: dict[str, Any]) -> None:
+    """Download what is not in the cache, several files at a time; costs no request if everything is."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
     cache = hub.get("cache_dir")
-    missing = [n for n in names if not isinstance(try_to_load_from_cache(repo, n, cache, commit), str)]
+    missing = [name for name in names if not isinstance(try_to_load_from_cache(repo, name, cache, commit), str)]
     if len(missing) > 1:
         snapshot_download(repo, revision=commit, allow_patterns=[glob.escape(name) for name in missing], **hub)
 
 
-def _remember(repo: str, revision: str, commit: str, cache_dir: str | os.PathLike[str] | None) -> None:
-    """Write down which commit a branch or tag stood for, where every library looks for it when it is offline."""
+def _write_reference(repo: str, revision: str, commit: str, cache_dir: str | os.PathLike[str] | None) -> None:
+    """Write which commit a branch or tag stands for to the place where every library looks it up offline."""
     if revision == commit:
         return
     reference = _repository_cache(repo, cache_dir) / "refs" / revision
@@ -231,7 +231,8 @@ def _cached_snapshot(repo: str, revision: str | None, cache_dir: str | os.PathLi
     folder = root / "snapshots" / commit
     if not folder.is_dir():
         raise CheckpointNotFound(
-            f"{repo!r} (revision {revision or 'main'}) is no folder here and not in the cache {root.parent}, and the "
-            f"hub may not be asked (HF_HUB_OFFLINE or local_files_only). Download it first, or pass a local folder."
+            f"{repo!r} (revision {revision or 'main'}) is not a folder here and not in the cache {root.parent}, and "
+            f"the hub must not be asked (HF_HUB_OFFLINE or local_files_only). Download it first, or pass a "
+            f"local folder."
         )
     return folder

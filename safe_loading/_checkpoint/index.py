@@ -1,4 +1,4 @@
-"""A checkpoint in one file or in many, and whether its files agree with one another. Imports no torch."""
+"""A checkpoint in one file or several, and whether its files agree with one another. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 
 from .faults import fault, listed, note, raise_faults
@@ -16,18 +16,18 @@ from .header import Header, TensorInfo, try_header
 from .strict_json import try_json_object
 from .weight_files import Kind, find_weights, names_in
 
-_TRIES = 50  # an exchange takes a moment; a folder that is exchanged all the time is read as it is
-_SAVE_AGAIN = "index and files are not of one save: download or copy the whole folder again, or save it again"
+_TRIES = 50  # replacing a folder takes a moment; one that is replaced all the time is read as it is
+_SAVE_AGAIN = "index and files are not from one save: download or copy the whole folder again, or save it again"
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a ``*.safetensors.index.json`` says.
+    """The content of a ``*.safetensors.index.json``.
 
     Attributes:
         path: The index.
         weight_map: The file of each tensor, relative to the folder of the index.
-        total_size: The bytes of all tensors by the word of the index; ``None`` where it does not say.
+        total_size: The bytes of all tensors as the index states them; ``None`` if it does not.
     """
 
     path: Path
@@ -37,17 +37,17 @@ class Index:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The weight files of one folder, headers only.
+    """The headers of the weight files of one folder.
 
     Attributes:
         folder: The folder.
         kind: ``"model"`` or ``"adapter"``.
-        index: The index, when there is one.
+        index: The index, if there is one.
         headers: The header of each file by its name relative to the folder, in the order in which they are loaded.
         tensors: Each tensor of all files by its name.
         file_of: The file of each tensor.
-        findings: What is worth knowing and no error.
-        stamps: What tells whether a weight file is still the one whose header was read.
+        findings: Warnings and notes, no errors.
+        stamps: What ``files.stamp`` returned for each weight file before its header was read.
     """
 
     folder: Path
@@ -60,28 +60,23 @@ class Checkpoint:
     stamps: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of all tensors."""
-        return sum(info.nbytes for info in self.tensors.values())
-
-    @property
     def files(self) -> tuple[Path, ...]:
         """The weight files, in the order in which they are loaded."""
         return tuple(header.path for header in self.headers.values())
 
 
 def read_index(path: Path) -> Index:
-    """Read and check an index; the files that it names are not looked at.
+    """Read and check an index, without looking at the files that it names.
 
     Args:
         path: The ``*.safetensors.index.json``.
 
     Returns:
-        The index; every file that it names lies inside its folder.
+        The index; every file that it names is inside its folder.
 
     Raises:
         CheckpointNotFound: There is no such file.
-        CheckpointError: It is no strict JSON, or no index, or names a file outside its folder.
+        CheckpointError: It is not strict JSON, or not an index, or names a file outside its folder.
     """
     index, findings = inspect_index(path)
     if index is None:
@@ -90,20 +85,20 @@ def read_index(path: Path) -> Index:
 
 
 def read_checkpoint(folder: Path, *, variant: str | None = None, kind: Kind | None = None) -> Checkpoint:
-    """Read the headers of all weight files of a folder, and check that they make one whole.
+    """Read the headers of all weight files of a folder, and check that together they are one complete checkpoint.
 
     Args:
         folder: The folder of a model or of an adapter.
         variant: The variant of the files, such as ``"fp16"``.
-        kind: What to read the folder as; by default an adapter when it holds an adapter and no model.
+        kind: What to read the folder as; by default an adapter if it holds an adapter and no model.
 
     Returns:
-        The facts; ``findings`` holds what is no error.
+        The checkpoint; its ``findings`` are warnings and notes.
 
     Raises:
         CheckpointNotFound: There is no such folder, or there are no weights in it.
-        PickleRefused: The weights are there as pickle only; the message holds the command that converts them.
-        CheckpointError: A file is missing, damaged or of another save; all that is wrong is named.
+        PickleRefused: The weights exist as a pickle only; the message has the command that converts them.
+        CheckpointError: Files are missing, damaged or from another save; all of them are named.
     """
     checkpoint, findings = inspect_checkpoint(folder, variant=variant, kind=kind)
     errors = [finding for finding in findings if finding.severity == "error"]
@@ -113,33 +108,33 @@ def read_checkpoint(folder: Path, *, variant: str | None = None, kind: Kind | No
 
 
 def require_unchanged(checkpoint: Checkpoint) -> None:
-    """Refuse what was read when its files are no longer those that were checked.
+    """Refuse a checkpoint whose files have changed since their headers were checked.
 
     Raises:
         CheckpointError: Another process wrote to the folder, or replaced it, in the meantime.
     """
     changed = [path for path, before in checkpoint.stamps.items() if stamp(path) != before]
     if changed:
-        message = f"{len(changed)} of {len(checkpoint.stamps)} files were written again while they were read: "
+        message = f"{len(changed)} of {len(checkpoint.stamps)} files were written while they were read: "
         message += listed(path.name for path in changed)
-        fix = "load it again when its writer is done; write each new state to a folder of its own"
+        fix = "load it again when its writer is done; write each new checkpoint to a folder of its own"
         raise_faults(checkpoint.folder, [fault("changed", checkpoint.folder, message, fix)])
 
 
 def inspect_checkpoint(
     folder: Path, *, variant: str | None = None, kind: Kind | None = None
 ) -> tuple[Checkpoint | None, list[Finding]]:
-    """Read as :func:`read_checkpoint` does, but raise nothing.
+    """Read like :func:`read_checkpoint`, but raise nothing.
 
     Returns:
-        What could be read, or ``None`` when there is nothing to read; and everything that was found, of any severity.
-        When the checkpoint is ``None``, at least one finding is an error.
+        What could be read, or ``None`` if nothing could; and all findings, of any severity. If the checkpoint is
+        ``None``, at least one of them is an error.
     """
     tries = 0
     while True:
         before, tries = stamp(folder), tries + 1
         result = _inspect(folder, variant, kind)
-        # once more when it was exchanged for another folder meanwhile
+        # Read again if the folder was replaced in the meantime.
         if tries == _TRIES or stamp(folder) == before:
             return result
 
@@ -158,7 +153,7 @@ def _inspect(folder: Path, variant: str | None, kind: Kind | None) -> tuple[Chec
         findings += index_findings
         if index is None:
             return None, findings
-        # In the order of transformers, and relative to the folder even where the index lies deeper.
+        # In the order of transformers, and relative to the folder even if the index is in a folder below it.
         files = {name: folder / name for name in sorted(set(index.weight_map.values()))}
     stamps = {path: stamp(path) for path in files.values()}
     headers, missing = _headers(files, index)
@@ -169,19 +164,19 @@ def _inspect(folder: Path, variant: str | None, kind: Kind | None) -> tuple[Chec
     if not tensors and len(headers) == len(files):
         findings.append(fault("no-tensors", weights.path, "holds no tensor at all", "save or download it again"))
     if weights.kind == "model":
-        findings += _stray(folder, names, files)
+        findings += _stray_shards(folder, names, files)
     notes = tuple(finding for finding in findings if finding.severity != "error")
     return Checkpoint(folder, weights.kind, index, headers, tensors, file_of, notes, stamps), findings
 
 
 def inspect_index(path: Path) -> tuple[Index | None, list[Finding]]:
-    """Read as :func:`read_index` does, but raise nothing; return the index or ``None``, and what was found."""
+    """Read like :func:`read_index`, but raise nothing; return the index or ``None``, and the findings."""
     document = try_json_object(path)
     if isinstance(document, Finding):
         return None, [document]
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        message = f"weight_map is {_kind(weight_map)}; it must be an object that names the file of each tensor"
+        message = f"weight_map is {_json_kind(weight_map)}; it must be an object that names the file of each tensor"
         return None, [fault("index-weight-map", path, message, "save or download the index again")]
     findings = _weight_map_faults(path, weight_map)
     total_size, notes = _total_size(path, document)
@@ -189,34 +184,38 @@ def inspect_index(path: Path) -> tuple[Index | None, list[Finding]]:
     return index, findings + notes
 
 
-def _weight_map_faults(path: Path, weight_map: dict[str, Any]) -> list[Finding]:
+def _weight_map_faults(path: Path, weight_map: JsonObject) -> list[Finding]:
     findings = []
     wrong = [name for name, file in weight_map.items() if not isinstance(file, str)]
     if wrong:
-        message = f"weight_map holds {_kind(weight_map[wrong[0]])} for {listed(wrong)}; it must be the name of a file"
+        message = (
+            f"weight_map holds {_json_kind(weight_map[wrong[0]])} for {listed(wrong)}; it must be the name of a file"
+        )
         findings.append(fault("index-weight-map", path, message, "save or download the index again"))
     for file in sorted({file for file in weight_map.values() if isinstance(file, str)}):
         reason = not_contained(path.parent, file)
         if reason is not None:
-            fix = "do not trust this checkpoint before you know why it names such a file"
+            fix = "do not trust this checkpoint until you know why it names such a file"
             findings.append(fault("index-path", path, reason, fix))
         elif not file.endswith(".safetensors"):
             fix = "save the model again with safetensors"
-            findings.append(fault("index-path", path, f"weight_map names {file!r}, which is no safetensors", fix))
+            findings.append(
+                fault("index-path", path, f"weight_map names {file!r}, which is not a safetensors file", fix)
+            )
     return findings
 
 
-def _total_size(path: Path, document: dict[str, Any]) -> tuple[int | None, list[Finding]]:
+def _total_size(path: Path, document: JsonObject) -> tuple[int | None, list[Finding]]:
     metadata = document.get("metadata")
     fix = 'add "metadata": {"total_size": <bytes of all tensors>} to the index'
     if not isinstance(metadata, dict):
-        message = f"metadata is {_kind(metadata)}; transformers fails on an index without the object"
+        message = f"metadata is {_json_kind(metadata)}; transformers fails on an index without the object"
         return None, [note("warning", "index-metadata", path, message, fix)]
     total_size = metadata.get("total_size")
     if total_size is None or (type(total_size) is int and total_size >= 0):
         return total_size, []
-    message = f"metadata.total_size is {total_size!r}, which is no number of bytes"
-    # No error: nothing is loaded by it, and older versions of transformers wrote fractions for packed dtypes.
+    message = f"metadata.total_size is {total_size!r}, which is not a number of bytes"
+    # Not an error: nothing is loaded by it, and older versions of transformers wrote fractions for packed dtypes.
     return None, [note("warning", "index-metadata", path, message, fix)]
 
 
@@ -228,10 +227,9 @@ def _headers(files: Mapping[str, Path], index: Index | None) -> tuple[dict[str, 
         if isinstance(header, Header):
             headers[name] = header
         elif index is not None and header[0].code in ("not-found", "broken-link"):
-            lost = [tensor for tensor, file in index.weight_map.items() if file == name]
-            message = (
-                f"{header[0].message.rstrip('.')}; {index.path.name} places {len(lost)} tensors in it: {listed(lost)}"
-            )
+            placed = [tensor for tensor, file in index.weight_map.items() if file == name]
+            message = header[0].message.rstrip(".")
+            message += f"; {index.path.name} places {len(placed)} tensors in it: {listed(placed)}"
             findings.append(fault("missing-shard", path, message, header[0].fix))
         else:
             findings += header
@@ -249,39 +247,39 @@ def _merged(headers: Mapping[str, Header]) -> tuple[dict[str, TensorInfo], dict[
         file_of.update(dict.fromkeys(header.tensors, header.path))
     findings = []
     for (first, second), names in twice.items():
-        message = f"holds {len(names)} tensors that {str(first)!r} holds as well: {listed(sorted(names))}"
+        message = f"holds {len(names)} tensors that {str(first)!r} holds too: {listed(sorted(names))}"
         findings.append(fault("tensor-twice", second, message, _SAVE_AGAIN))
     return tensors, file_of, findings
 
 
 def _index_faults(index: Index, headers: Mapping[str, Header]) -> list[Finding]:
-    """Return where the index and the files that could be read say different things."""
+    """Return where the index contradicts the files that could be read."""
     placed: dict[str, list[str]] = defaultdict(list)
     for name, file in index.weight_map.items():
         placed[file].append(name)
     findings = []
     for file, header in headers.items():
-        lacking = [name for name in placed[file] if name not in header.tensors]
-        if lacking:
-            message = f"lacks {len(lacking)} tensors that {index.path.name} places in it: {listed(lacking)}"
+        missing = [name for name in placed[file] if name not in header.tensors]
+        if missing:
+            message = f"does not hold {len(missing)} tensors that {index.path.name} places in it: {listed(missing)}"
             findings.append(fault("tensor-missing", header.path, message, _SAVE_AGAIN))
         extra = [name for name in header.tensors if name not in index.weight_map]
         if extra:
             message = f"holds {len(extra)} tensors that {index.path.name} does not name: {listed(extra)}"
             size = sum(header.tensors[name].nbytes for name in extra)
             findings.append(fault("tensor-unindexed", header.path, message, _SAVE_AGAIN, size))
-    there = sum(header.nbytes - header.data_start for header in headers.values())
-    whole = len(headers) == len(placed)
-    if whole and index.total_size is not None and index.total_size != there:
-        # No error: transformers counts a tensor that two names share twice, but it is written once.
-        message = f"metadata.total_size is {index.total_size} bytes, the tensors take {there}"
-        fix = f"set it to {there}, unless shared tensors explain the difference"
-        size = abs(there - index.total_size)
+    actual = sum(header.nbytes - header.data_start for header in headers.values())
+    complete = len(headers) == len(placed)
+    if complete and index.total_size is not None and index.total_size != actual:
+        # Not an error: transformers counts a tensor that two names share twice, but writes it once.
+        message = f"metadata.total_size is {index.total_size} bytes, and the tensors take {actual}"
+        fix = f"set it to {actual}, unless shared tensors explain the difference"
+        size = abs(actual - index.total_size)
         findings.append(note("warning", "total-size", index.path, message, fix, size))
     return findings
 
 
-def _stray(folder: Path, names: Sequence[str], files: Mapping[str, Path]) -> list[Finding]:
+def _stray_shards(folder: Path, names: Sequence[str], files: Mapping[str, Path]) -> list[Finding]:
     findings = []
     for name in names:
         if name.endswith(".safetensors") and name not in files and not name.startswith("adapter_"):
@@ -292,5 +290,5 @@ def _stray(folder: Path, names: Sequence[str], files: Mapping[str, Path]) -> lis
     return findings
 
 
-def _kind(value: Any) -> str:
+def _json_kind(value: object) -> str:
     return "missing" if value is None else "empty" if value == {} else f"of type {type(value).__name__}"

@@ -1,7 +1,7 @@
-"""JSON objects, read as strictly as a file that decides what is loaded deserves. Imports no torch.
+"""JSON objects, read strictly, because these files decide what is loaded. Imports no torch.
 
-Python's own reader keeps the last of two equal keys, takes ``NaN`` and reads half a surrogate; each of these lets
-two programs see two different files, so each is refused here.
+Python's own parser keeps the last of two equal keys, accepts ``NaN`` and reads half a surrogate pair. Each of these
+lets two programs read the same file differently, so each is refused here.
 """
 
 from __future__ import annotations
@@ -10,69 +10,70 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
+from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, format_bytes
 
 from .faults import fault, listed, raise_faults
 from .files import is_lfs_pointer, lfs_pointer, try_open, unreadable
 
-DEFAULT_LIMIT = 64 * 1024 * 1024
+MAX_BYTES = 64 * 1024 * 1024
 _HALF_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _AGAIN = "write the file again with the program that made it, or download it again"
 
 
-def read_json_object(path: Path, *, limit: int = DEFAULT_LIMIT) -> dict[str, Any]:
+def read_json_object(path: Path) -> JsonObject:
     """Read a file that holds one JSON object.
 
     Args:
         path: The file; it must be a regular file or a link to one.
-        limit: The largest file that is read, in bytes.
 
     Returns:
         The object.
 
     Raises:
         CheckpointNotFound: There is no such file.
-        CheckpointError: It is no regular file, a Git LFS pointer, too large, or not one strict JSON object in UTF-8.
+        CheckpointError: It is not a regular file, a Git LFS pointer, larger than ``MAX_BYTES``, or not one strict JSON
+            object in UTF-8.
     """
-    value = try_json_object(path, limit=limit)
+    value = try_json_object(path)
     if isinstance(value, Finding):
         raise_faults(path, [value])
     return value
 
 
-def try_json_object(path: Path, *, limit: int = DEFAULT_LIMIT) -> dict[str, Any] | Finding:
-    """Read as :func:`read_json_object` does; return the object, or the finding that says why there is none."""
+def try_json_object(path: Path) -> JsonObject | Finding:
+    """Read like :func:`read_json_object`; return the object, or the finding that says why there is none."""
     file = try_open(path)
     if isinstance(file, Finding):
         return file
     try:
         with file:
-            data = file.read(limit + 1)
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         return unreadable(path, error)
-    if len(data) > limit:
+    if len(data) > MAX_BYTES:
         return fault(
             "json-too-large",
             path,
-            f"is larger than {format_bytes(limit)} ({limit} bytes), the limit for a JSON file of a checkpoint",
-            "check that it is the file that its name says",
+            f"is larger than {format_bytes(MAX_BYTES)} ({MAX_BYTES} bytes), the limit for a JSON file of a checkpoint",
+            "check that it is the right file",
         )
     if is_lfs_pointer(data):
         return lfs_pointer(path)
     return try_parse(data, str(path))
 
 
-def try_parse(data: bytes, where: str) -> dict[str, Any] | Finding:
+def try_parse(data: bytes, where: str) -> JsonObject | Finding:
     """Parse the bytes of one JSON object.
 
     Args:
         data: The text in UTF-8, without a byte order mark.
-        where: What the bytes are, for the message of an error.
+        where: What the bytes are, for the finding.
 
     Returns:
-        The object, or the finding that says why they are not one strict JSON object.
+        The object, or the finding that says why the bytes are not one strict JSON object.
     """
     if is_lfs_pointer(data):
         return lfs_pointer(where)
@@ -91,7 +92,7 @@ def try_parse(data: bytes, where: str) -> dict[str, Any] | Finding:
         return fault(
             "duplicate-key",
             where,
-            f"the JSON holds the same key twice in one object: {listed(duplicates)}; readers differ in which they take",
+            f"the JSON holds the same key twice in one object: {listed(duplicates)}; readers differ in which they keep",
             _AGAIN,
         )
     if not isinstance(value, dict):
@@ -99,47 +100,48 @@ def try_parse(data: bytes, where: str) -> dict[str, Any] | Finding:
     return value
 
 
-def _decode(text: str) -> tuple[Any, list[str]]:
+def _decode(text: str) -> tuple[object, list[str]]:
     duplicates: list[str] = []
 
-    def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def to_dict(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)
         if len(result) != len(pairs):
             counts = Counter(key for key, _ in pairs)
             duplicates.extend(key for key, count in counts.items() if count > 1)
         return result
 
-    # A hook per number costs as much as all the rest, so it is there only when the text may need it.
+    # A hook for each number takes as long as all the rest, so it is set only when the text may need it.
     parse_int = _zero_keeps_its_sign if "-0" in text else None
     if "\\" not in text:
         value = json.loads(text, parse_constant=_no_constant, parse_int=parse_int)
-        # Without escapes every quotation mark begins or ends a string, and a key that stood twice would be one more.
-        if type(value) is dict and 2 * _strings(value) == text.count('"'):
+        # Faster than a hook for each object: without escapes every quotation mark begins or ends a string, and a key
+        # that is there twice leaves two marks more than the parsed strings have.
+        if type(value) is dict and 2 * _count_strings(value) == text.count('"'):
             return value, []
     value = json.loads(text, object_pairs_hook=to_dict, parse_constant=_no_constant, parse_int=parse_int)
     if "\\u" in text and _HALF_SURROGATE.search(text):
-        # Two halves that belong together are one character by now; what is left cannot be encoded.
-        _refuse_halves(value)
+        # Two halves that belong together have become one character; a half that is left cannot be encoded.
+        _refuse_half_surrogates(value)
     return value, duplicates
 
 
-def _strings(document: dict[str, Any]) -> int:
-    """Count the strings, keys included, of an object and of the objects right in it: all of a header or an index."""
+def _count_strings(document: JsonObject) -> int:
+    """Count the strings and keys of an object and of the objects directly in it: all that a header or an index has."""
     objects = [document, *(value for value in document.values() if type(value) is dict)]
     return sum(map(len, objects)) + sum([type(text) is str for values in objects for text in values.values()])
 
 
-def _refuse_halves(value: Any) -> None:
+def _refuse_half_surrogates(value: object) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError("a \\u escape is half of a surrogate pair, which no UTF-8 text can hold") from error
+        raise ValueError("a \\u escape is half of a surrogate pair, which UTF-8 cannot encode") from error
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
 def _zero_keeps_its_sign(digits: str) -> int | float:
-    # As in the safetensors reader: -0 is a float, and refused wherever an integer is wanted.
+    # As in the safetensors reader: -0 is a float, which is refused wherever an integer is expected.
     return -0.0 if digits == "-0" else int(digits)

@@ -1,4 +1,4 @@
-"""Which weight files of a folder are read: the choice that transformers and peft make. Imports no torch."""
+"""Which weight files of a folder are read: chosen as transformers and peft choose them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def find_weights(
     if configured is not None:
         return Weights("model", configured, configured.name.endswith(".index.json")), []
     if single in names:
-        return Weights("model", folder / single, False), _both(folder, single, index) if index in names else []
+        return Weights("model", folder / single, False), _two_checkpoints(
+            folder, single, index
+        ) if index in names else []
     if index in names:
         return Weights("model", folder / index, True), []
     pickles = [("pytorch_model.bin", single), ("pytorch_model.bin.index.json", index)]
@@ -96,7 +98,7 @@ def names_in(folder: Path) -> list[str] | Finding:
 
 
 def conversion_command(folder: Path, source: str, target: str) -> str:
-    """Return the shell command that turns a pickle, or the index of several, into safetensors beside it."""
+    """Return the shell command that turns a pickle, or the index of several, into safetensors in the same folder."""
     if source.endswith(".json"):
         code = _CONVERT_SHARDS.format(folder=str(folder), source=source, target=target)
     else:
@@ -112,21 +114,25 @@ def _with_variant(name: str, variant: str | None) -> str:
 
 
 def _configured(folder: Path, names: Collection[str]) -> Path | Finding | None:
-    """Return the file that ``transformers_weights`` of config.json asks for, which transformers takes first."""
+    """Return the file that ``transformers_weights`` of config.json names, which transformers prefers to all others."""
     config = try_json_object(folder / "config.json") if "config.json" in names else None
-    asked = config.get("transformers_weights") if isinstance(config, dict) else None
-    if asked is None:
+    weights = config.get("transformers_weights") if isinstance(config, dict) else None
+    if weights is None:
         return None
-    where, fix = folder / "config.json", "name a safetensors file or index of this folder, or take the entry out"
-    if not isinstance(asked, str) or not asked.endswith((".safetensors", ".safetensors.index.json")):
-        return fault("config-weights", where, f"transformers_weights is {asked!r}, which is no safetensors file", fix)
-    reason = not_contained(folder, asked)
-    return folder / asked if reason is None else fault("config-weights", where, f"transformers_weights: {reason}", fix)
+    where, fix = folder / "config.json", "name a safetensors file or index of this folder, or remove the entry"
+    if not isinstance(weights, str) or not weights.endswith((".safetensors", ".safetensors.index.json")):
+        return fault(
+            "config-weights", where, f"transformers_weights is {weights!r}, which is not a safetensors file", fix
+        )
+    reason = not_contained(folder, weights)
+    return (
+        folder / weights if reason is None else fault("config-weights", where, f"transformers_weights: {reason}", fix)
+    )
 
 
-def _both(folder: Path, single: str, index: str) -> list[Finding]:
+def _two_checkpoints(folder: Path, single: str, index: str) -> list[Finding]:
     message = f"holds both {single!r} and {index!r}; transformers reads {single!r} and ignores the index and its shards"
-    fix = "delete the one that is not meant; one of them is probably left over from an earlier save"
+    fix = "delete the one that you do not need; it is probably left over from an earlier save"
     return [note("warning", "two-checkpoints", folder, message, fix)]
 
 
@@ -139,8 +145,8 @@ def _no_weights(folder: Path, names: Collection[str], pickles: list[tuple[str, s
                 f"the weights are a pickle, which can run code when it is read, and there is no {target!r}",
                 f"convert it once (this reads tensors only):\n{conversion_command(folder, source, target)}",
             )
-    wanted = " or ".join(repr(target) for _, target in pickles)
+    expected = " or ".join(repr(target) for _, target in pickles)
     others = [name for name in names if name.endswith((".safetensors", ".gguf", *PICKLE_SUFFIXES))]
-    there = f"; there is {listed(others)}" if others else ""
+    instead = f"; it holds {listed(others)}" if others else ""
     fix = "check the path and the variant, or download or copy the weights"
-    return fault("weights-missing", folder, f"holds no weights: {wanted} is not there{there}", fix)
+    return fault("weights-missing", folder, f"holds no weights: {expected} does not exist{instead}", fix)

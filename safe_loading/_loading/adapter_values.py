@@ -44,10 +44,11 @@ def read_tensors(facts: AdapterFacts) -> dict[str, torch.Tensor]:
     """
     if facts.header is not None:
         return _read(facts.header)
-    try:
-        tensors = torch.load(facts.weights, map_location="cpu", weights_only=True)
-    except Exception as error:  # the unpickler raises whatever a damaged or hostile file makes it raise
-        raise CheckpointError(f"{facts.weights} cannot be read with weights_only=True: {error}") from error
+    with open_regular(facts.weights) as file:
+        try:
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # the unpickler raises whatever a damaged or a hostile file makes it raise
+            raise CheckpointError(f"{facts.weights} cannot be read with weights_only=True: {error}") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{facts.weights} does not hold a mapping of names to tensors.")
     return tensors

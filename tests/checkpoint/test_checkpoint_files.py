@@ -97,7 +97,7 @@ def test_a_broken_link_is_named_with_its_target(tmp_path):
 def test_a_circle_of_links_is_named(tmp_path):
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
-    with pytest.raises(CheckpointError, match="lead in a circle"):
+    with pytest.raises(CheckpointError, match="form a circle"):
         open_regular(tmp_path / "a")
 
 

@@ -167,7 +167,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_truncated(tmp_path):
     finding = module._header_bytes(tmp_path, io.BytesIO(safetensors(b"{}" + b" " * 98)[:50]), 1000)
     assert isinstance(finding, Finding)
     assert finding.code == "truncated"
-    assert "50 bytes are there, 108 are needed" in finding.message
+    assert "it has 50 bytes, and 108 are needed" in finding.message
 
 
 def test_an_error_of_the_disk_is_a_checkpoint_error(tmp_path, monkeypatch):

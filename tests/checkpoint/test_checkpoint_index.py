@@ -56,7 +56,8 @@ def test_a_sharded_model_of_transformers_is_read_whole(llama):
     assert {name: info.shape for name, info in checkpoint.tensors.items()} == {
         k: tuple(v.shape) for k, v in stored.items()
     }
-    assert checkpoint.nbytes == sum(tensor.nbytes for tensor in stored.values()) == checkpoint.index.total_size
+    nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
+    assert nbytes == sum(tensor.nbytes for tensor in stored.values()) == checkpoint.index.total_size
     for name, file in checkpoint.file_of.items():
         assert file == llama / checkpoint.index.weight_map[name]
 
@@ -113,7 +114,7 @@ def test_a_variant_is_read_under_the_names_of_transformers(tmp_path):
     (tmp_path / "model.fp16.safetensors").write_bytes(shard({"a": 4}))
     assert list(read_checkpoint(tmp_path, variant="fp16").headers) == ["model.fp16.safetensors"]
     message = refusal(tmp_path)
-    assert "'model.safetensors' or 'model.safetensors.index.json' is not there" in message
+    assert "'model.safetensors' or 'model.safetensors.index.json' does not exist" in message
     assert "'model.fp16.safetensors'" in message
     write_model(tmp_path, SHARDS)
     (tmp_path / "model.safetensors.index.json").rename(tmp_path / "model.safetensors.index.bf16.json")
@@ -175,28 +176,28 @@ def test_a_tensor_that_is_not_in_its_shard_and_one_that_the_index_does_not_name(
     folder = write_model(tmp_path, SHARDS, weight_map={"a": ONE, "b": ONE, "x": ONE, "y": TWO})
     assert codes(folder) == {"tensor-missing": "error", "tensor-unindexed": "error"}
     message = refusal(folder)
-    assert f"{folder / ONE}: lacks 1 tensors that model.safetensors.index.json places in it: 'x'" in message
-    assert f"{folder / TWO}: lacks 1 tensors" in message
+    assert f"{folder / ONE}: does not hold 1 tensors that model.safetensors.index.json places in it: 'x'" in message
+    assert f"{folder / TWO}: does not hold 1 tensors" in message
     assert f"{folder / TWO}: holds 1 tensors that model.safetensors.index.json does not name: 'c'" in message
 
 
 def test_a_tensor_placed_in_the_wrong_shard_is_missing_there(tmp_path):
     folder = write_model(tmp_path, SHARDS, weight_map={"a": ONE, "b": TWO, "c": TWO})
     assert codes(folder) == {"tensor-missing": "error"}
-    assert f"{folder / TWO}: lacks 1 tensors" in refusal(folder)
+    assert f"{folder / TWO}: does not hold 1 tensors" in refusal(folder)
 
 
 def test_a_tensor_in_two_shards_names_both(tmp_path):
     folder = write_model(tmp_path, {ONE: {"a": 1, "z": 1}, TWO: {"a": 1, "b": 1}})
     message = refusal(folder)
-    assert f"{folder / TWO}: holds 1 tensors that '{folder / ONE}' holds as well: 'a'" in message
+    assert f"{folder / TWO}: holds 1 tensors that '{folder / ONE}' holds too: 'a'" in message
 
 
 def test_many_names_are_counted_and_only_some_are_shown(tmp_path):
     lost = {f"t{i}": ONE for i in range(1000)}
     folder = write_model(tmp_path, {ONE: {"a": 1}}, weight_map={"a": ONE, **lost})
     message = refusal(folder)
-    assert "lacks 1000 tensors" in message
+    assert "does not hold 1000 tensors" in message
     assert "and 994 more" in message
     assert len(message) < 1000
 
@@ -250,7 +251,7 @@ def test_every_bad_path_of_a_weight_map_is_named(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         read_index(folder / "model.safetensors.index.json")
     assert len(caught.value.problems) == 4
-    assert "'c.bin', which is no safetensors" in str(caught.value)
+    assert "'c.bin', which is not a safetensors file" in str(caught.value)
 
 
 def test_an_index_that_is_no_strict_json_is_refused(tmp_path):

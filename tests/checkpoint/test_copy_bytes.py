@@ -67,7 +67,7 @@ def test_each_byte_is_asked_for_once_and_in_time(monkeypatch: pytest.MonkeyPatch
     for at in [*range(MIB, count, MIB), count]:
         ahead.reach(at)
         reached = asked[-1][0] + asked[-1][1] - start
-        assert min(count, at + copying._AHEAD_BYTES // 2) <= reached <= min(count, at + copying._AHEAD_BYTES)
+        assert min(count, at + copying._READ_AHEAD_BYTES // 2) <= reached <= min(count, at + copying._READ_AHEAD_BYTES)
     assert [at for at, _ in asked] == [start, *(at + size for at, size in asked[:-1])]
     assert sum(size for _, size in asked) == count
     ahead.reach(MIB)  # a second pass over what was read asks for nothing

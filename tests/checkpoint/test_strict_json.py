@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_loading import CheckpointError, CheckpointNotFound
+from safe_loading._checkpoint import strict_json
 from safe_loading._checkpoint.strict_json import read_json_object, try_parse
 from safe_loading._core.report import Finding
 
@@ -88,12 +89,14 @@ def test_what_is_legal_is_read():
     assert math.copysign(1, value["z"]) == -1
 
 
-def test_a_file_over_the_limit_is_refused_and_one_at_the_limit_is_read(tmp_path):
+def test_a_file_over_the_limit_is_refused_and_one_at_the_limit_is_read(tmp_path, monkeypatch):
     path = tmp_path / "index.json"
     path.write_bytes(b'{"a": 1}')
-    assert read_json_object(path, limit=8) == {"a": 1}
+    monkeypatch.setattr(strict_json, "MAX_BYTES", 8)
+    assert read_json_object(path) == {"a": 1}
+    monkeypatch.setattr(strict_json, "MAX_BYTES", 7)
     with pytest.raises(CheckpointError, match="larger than 7 B"):
-        read_json_object(path, limit=7)
+        read_json_object(path)
 
 
 def test_a_missing_file_is_not_found(tmp_path):

@@ -48,7 +48,7 @@ BAD_FILES: dict[str, BadFile] = {
     "pickle": BadFile(b"\x80\x02}q\x00X\x05\x00" + b"\x08" * 60, "header-length", ("pickle",)),
     "web page": BadFile(b"<!DOCTYPE html>" + b" " * 60, "header-length", ("web page",)),
     "header longer than the file": BadFile(
-        safetensors(b"{}", length=1000), "truncated", ("10 bytes are there", "1008 are needed", "998 bytes are missing")
+        safetensors(b"{}", length=1000), "truncated", ("it has 10 bytes", "1008 are needed", "998 bytes are missing")
     ),
     "header no object": BadFile(safetensors("[]"), "header-start", ("'['", "'{'")),
     "header with white space in front": BadFile(safetensors(" {}"), "header-start", ("b' '",)),
@@ -74,9 +74,11 @@ BAD_FILES: dict[str, BadFile] = {
     "metadata a number": BadFile(safetensors({"__metadata__": {"epoch": 3}}), "metadata", ("int", "'epoch'")),
     "entry a list": BadFile(safetensors({"w": ["U8", [1], [0, 1]]}, b"x"), "tensor-entry", ("'w'", "list")),
     "entry lacking dtype": BadFile(
-        safetensors({"w": {"shape": [1], "data_offsets": [0, 1]}}, b"x"), "tensor-entry", ("'w'", "lacks 'dtype'")
+        safetensors({"w": {"shape": [1], "data_offsets": [0, 1]}}, b"x"), "tensor-entry", ("'w'", "has no 'dtype'")
     ),
-    "entry with more": BadFile(safetensors({"w": {**entry(), "x": 1}}, b"x"), "tensor-entry", ("'w'", "holds 'x' too")),
+    "entry with more": BadFile(
+        safetensors({"w": {**entry(), "x": 1}}, b"x"), "tensor-entry", ("'w'", "additional keys: 'x'")
+    ),
     "unknown dtype": BadFile(safetensors({"w": entry("F12")}, b"x"), "dtype", ("'w'", "'F12'", "BF16")),
     "dtype a number": BadFile(safetensors({"w": {**entry(), "dtype": 3}}, b"x"), "dtype", ("'w'", "3")),
     "dtype a list": BadFile(safetensors({"w": {**entry(), "dtype": []}}, b"x"), "dtype", ("'w'", "[]")),
@@ -116,7 +118,7 @@ BAD_FILES: dict[str, BadFile] = {
     ),
     "size zero": BadFile(safetensors({"w": entry("F32", [0], 0, 4)}, bytes(4)), "tensor-size", ("0 bytes", "hold 4")),
     "bits that fill no byte": BadFile(
-        safetensors({"w": entry("F4", [3], 0, 2)}, bytes(2)), "tensor-size", ("12 bits", "whole bytes")
+        safetensors({"w": entry("F4", [3], 0, 2)}, bytes(2)), "tensor-size", ("12 bits", "whole number of bytes")
     ),
     "overlap": BadFile(
         safetensors({"a": entry(shape=[4], stop=4), "b": entry(shape=[4], start=2, stop=6)}, bytes(6)),

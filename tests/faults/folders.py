@@ -263,11 +263,11 @@ INDEXES: dict[str, Fault] = {
     ),
     "index through a link": Fault(behind_a_link, ("passes through a link", "do not trust")),
     "index a FIFO": Fault(instead(os.mkfifo, INDEX), (INDEX, "a FIFO")),
-    "two shards exchanged": Fault(swapped, ("lacks", "places in it")),
+    "two shards exchanged": Fault(swapped, ("does not hold", "places in it")),
     "tensor that no file has": Fault(
         index(lambda d: d["weight_map"].update({"model.ghost": min(d["weight_map"].values())})), ("'model.ghost'",)
     ),
-    "tensor in two shards": Fault(twice, ("holds as well", "not of one save")),
+    "tensor in two shards": Fault(twice, ("holds too", "not from one save")),
 }
 """Faults of several files together."""
 
