@@ -19,7 +19,8 @@ UNLIMITED = 1 << 62
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 # Any letter case means bytes: "5gb" is 5 gigabytes here, whoever reads it as gigabits elsewhere.
-_SIZE = re.compile(r"\s*([+-]?[0-9][0-9_]*(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
+_NUMBER = r"[+-]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:e[+-]?[0-9]+)?"
+_SIZE = re.compile(rf"\s*({_NUMBER})\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
 _INDEXED = re.compile(r"(?:[a-z]+:)?([0-9]+)")
 _WANTED = 'write a number of bytes, or as "20GiB" (2^30 bytes each) or "20GB" (10^9 bytes each)'
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from safe_loading._checkpoint.faults import listed
 from safe_loading._checkpoint.index import Checkpoint
-from safe_loading._core.protocols import EngineKwargs, ModelClass
+from safe_loading._core.protocols import EngineKwargs, JsonObject, ModelClass
 from safe_loading._core.report import Finding
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 from safe_loading._model.layout.fit import misfits
@@ -76,8 +76,13 @@ def check_dtypes(dtype: object, adapter_dtype: object) -> None:
             )
 
 
-def base_config(folder: Path, base_kwargs: EngineKwargs) -> PreTrainedConfig:
+def base_config(folder: Path, base_kwargs: EngineKwargs, document: JsonObject | None = None) -> PreTrainedConfig:
     """Return the base's config, from config.json or else from its GGUF file.
+
+    Args:
+        folder: The base.
+        base_kwargs: Arguments of its ``from_pretrained``; only ``trust_remote_code`` and ``gguf_file`` matter here.
+        document: The parsed config.json, where the caller has it already; None reads it.
 
     Raises:
         CheckpointError: The config is missing or damaged, or transformers refuses it.
@@ -88,7 +93,7 @@ def base_config(folder: Path, base_kwargs: EngineKwargs) -> PreTrainedConfig:
     if base_kwargs.get("gguf_file") and not (folder / CONFIG).exists():
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=base_kwargs["gguf_file"])
         return config
-    return read_config(folder, trust_remote_code=trusted)
+    return read_config(folder, trust_remote_code=trusted, document=document)
 
 
 def auto_class_for(facts: AdapterFacts, config: PreTrainedConfig) -> ModelClass:
@@ -128,21 +133,15 @@ def skeleton(
     auto_class: Any, folder: Path, dtype: torch.dtype | str, base_kwargs: EngineKwargs
 ) -> torch.nn.Module | None:
     """Return the base on meta, in the dtype that it will have, or None when its class cannot be built so."""
+    options = {"trust_remote_code": False, **base_kwargs}
+    trusted = bool(options["trust_remote_code"])
     try:
-        return built_on_meta(auto_class, folder, dtype, base_kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config, _ = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
+        return built_from_config(auto_class, config, dtype, trust_remote_code=trusted)
     except Exception:  # remote code may do anything on meta; the check then happens when the adapter is attached
         return None
-
-
-def built_on_meta(
-    auto_class: Any, folder: Path, dtype: torch.dtype | str, base_kwargs: EngineKwargs
-) -> torch.nn.Module:
-    """Return the base on meta, in the dtype that it will have; its class may raise anything."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        options = {"trust_remote_code": False, **base_kwargs}
-        config, _ = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
-    return built_from_config(auto_class, config, dtype, trust_remote_code=bool(options["trust_remote_code"]))
 
 
 def built_from_config(

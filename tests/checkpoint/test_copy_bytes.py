@@ -11,7 +11,7 @@ import pytest
 from safe_loading import CheckpointError
 from safe_loading._checkpoint import copy_bytes as copying
 from safe_loading._checkpoint.copy_bytes import ReadAhead, copy_range, read_into, write_from
-from safe_loading._merging.disk.stream import _order
+from safe_loading._merging.disk.write_files import _in_lanes
 
 MIB = 1 << 20
 
@@ -86,7 +86,7 @@ def test_threads_write_files_of_their_own_and_few_are_begun_at_once(threads: int
         SimpleNamespace(name=name, order=lambda size=size: tuple(range(size)))
         for name, size in (("a", 3), ("b", 5), ("c", 1), ("d", 1))
     ]
-    ordered: Any = _order(files, threads)
+    ordered: Any = _in_lanes(files, threads)
     tasks = [(file.name, tensor) for file, tensor in ordered]
     assert sorted(tasks) == sorted((file.name, tensor) for file in files for tensor in file.order())
     lanes = min(threads, 2)

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 import safe_loading
 from safe_loading import CheckpointError, OutputError, merge_lora_checkpoint
 from safe_loading._checkpoint import copy_bytes as copies
-from safe_loading._merging.disk import stream as streams
+from safe_loading._merging.disk import write_files as writing
 
 SEED = 7
 
@@ -101,11 +101,11 @@ def test_ctrl_c_is_continued_and_a_damaged_file_is_written_again(
 
         return record
 
-    original = streams.Stage.record
-    monkeypatch.setattr(streams.Stage, "record", stop("record"))
+    original = writing.Stage.record
+    monkeypatch.setattr(writing.Stage, "record", stop("record"))
     with pytest.raises(KeyboardInterrupt):
         merge_lora_checkpoint(*pair, tmp_path / "out", threads=1)
-    monkeypatch.setattr(streams.Stage, "record", original)
+    monkeypatch.setattr(writing.Stage, "record", original)
     staged = tmp_path / ".out.staged" / "files"
     assert len(done) == 4
     damaged = staged / done[0]
@@ -197,9 +197,9 @@ def test_a_base_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path, pair: t
         os.truncate(shard, shard.stat().st_size - 64)
         return original(*arguments, **options)
 
-    original = streams.stream
+    original = writing.write_files
     with (
-        unittest.mock.patch("safe_loading._merging.merge_lora_checkpoint.stream", cut),
+        unittest.mock.patch("safe_loading._merging.merge_lora_checkpoint.write_files", cut),
         pytest.raises(CheckpointError, match=rf"{shard.name} became shorter while it was read"),
     ):
         merge_lora_checkpoint(base, adapter, tmp_path / "out")
@@ -211,14 +211,14 @@ SLOW_MERGE = """
 import sys, time
 from pathlib import Path
 from safe_loading import merge_lora_checkpoint
-from safe_loading._merging.disk import stream as streams
+from safe_loading._merging.disk import write_files as writing
 base, adapter, output, begun = map(Path, sys.argv[1:])
-original = streams.Stage.record
+original = writing.Stage.record
 def record(stage, file, *arguments):
     original(stage, file, *arguments)
     begun.touch()
     time.sleep(1)
-streams.Stage.record = record
+writing.Stage.record = record
 merge_lora_checkpoint(base, adapter, output, threads=1, overwrite=True)
 """
 
@@ -262,9 +262,9 @@ def test_a_base_that_is_written_again_while_it_is_read_is_an_error(tmp_path: Pat
         os.utime(shard, ns=(1, 1))  # the same bytes or others: nobody can tell without reading them again
         return result
 
-    original = streams.stream
+    original = writing.write_files
     with (
-        unittest.mock.patch("safe_loading._merging.merge_lora_checkpoint.stream", rewritten),
+        unittest.mock.patch("safe_loading._merging.merge_lora_checkpoint.write_files", rewritten),
         pytest.raises(
             CheckpointError, match=rf"1 of \d+ files were written again while they were read: '{shard.name}'"
         ),

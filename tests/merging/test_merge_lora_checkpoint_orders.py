@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from safe_loading import MergeError, merge_lora_checkpoint
 from safe_loading._checkpoint.header import TensorInfo
-from safe_loading._merging.disk.edits import Edit
+from safe_loading._merging.disk.changes import Edit, WeightChange
 from safe_loading._merging.disk.place_edits import place_edits
 from safe_loading._merging.weights.update import Term, Update
 from safe_loading._model.layout.disk_blocks import Moved, on_disk
@@ -151,9 +151,9 @@ def test_norms_that_would_be_summed_in_another_order_are_refused() -> None:
     tensors = {"t": TensorInfo("t", "F32", (4, 6), 0, 96)}
 
     def problems(update: Update, where: Moved) -> list[str]:
-        edit = Edit(("w",), (4, 6), {(): update})
+        edit = Edit(("w",), (4, 6), {"w": WeightChange(updates={(): update})})
         return place_edits([edit], CheckpointLayout({}, {"w": "why"}, (), moved={"w": where}), tensors).problems
 
-    assert "norms run along what has another order" in problems(columns, moved)[0]
+    assert "the norms of its DoRA run along what has another order" in problems(columns, moved)[0]
     assert not problems(columns, moved._replace(dim=1, order=(5, 4, 3, 2, 1, 0)))
     assert not problems(Update((4, 6), columns.terms[:0]), moved)

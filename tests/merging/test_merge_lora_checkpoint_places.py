@@ -19,9 +19,8 @@ from test_merge_lora_checkpoint import on_disk
 
 from safe_loading import merge_lora_checkpoint
 from safe_loading._checkpoint.header import TensorInfo
-from safe_loading._merging.disk import find_changes as attached
-from safe_loading._merging.disk.changes import Changes
-from safe_loading._merging.disk.edits import Edit
+from safe_loading._merging.disk import find_changes as module
+from safe_loading._merging.disk.changes import Changes, Edit, WeightChange
 from safe_loading._merging.disk.place_edits import place_edits
 from safe_loading._merging.weights.update import Term, Update, merge_matrix
 from safe_loading._model.layout.disk_blocks import concatenate, split, transpose
@@ -117,7 +116,7 @@ def test_64_mib_are_enough_for_tensors_that_are_larger(tmp_path: Path, dora: boo
 def test_an_adapter_is_in_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_llama(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", base)
-    real_prepare, real_place, memory = attached.prepare, attached.place_edits, {}
+    real_prepare, real_place, memory = module.prepare, module.place_edits, {}
 
     def prepare(*args: Any, **options: Any) -> Any:
         made = real_prepare(*args, **options)
@@ -125,12 +124,13 @@ def test_an_adapter_is_in_memory_once(tmp_path: Path, monkeypatch: pytest.Monkey
         return made
 
     def place(edits: Any, *args: Any) -> Any:
-        terms = [term for edit in edits for update in edit.updates.values() for term in update.terms]
+        updates = [update for edit in edits for change in edit.changes.values() for update in change.updates.values()]
+        terms = [term for update in updates for term in update.terms]
         memory["used"] = {x.untyped_storage().data_ptr() for term in terms for x in (term.left, term.right)}
         return real_place(edits, *args)
 
-    monkeypatch.setattr(attached, "prepare", prepare)
-    monkeypatch.setattr(attached, "place_edits", place)
+    monkeypatch.setattr(module, "prepare", prepare)
+    monkeypatch.setattr(module, "place_edits", place)
     merge_lora_checkpoint(base, adapter, tmp_path / "out")
     assert memory["used"] == memory["read"]
 
@@ -203,7 +203,7 @@ def test_blocks_are_merged_on_the_device_that_is_named(tmp_path: Path, simulated
 
 
 def placed(weight: torch.Tensor, update: Update, whole: Any, tensors: dict[str, TensorInfo]) -> Changes:
-    edit = Edit(("w",), tuple(weight.shape), {(): update})
+    edit = Edit(("w",), tuple(weight.shape), {"w": WeightChange(updates={(): update})})
     return place_edits([edit], CheckpointLayout({"w": whole}, {}, ()), tensors)
 
 

@@ -1,4 +1,4 @@
-"""Starts that take a part out of the base's weight before training, repeated by peft's own code on one weight."""
+"""LoRA inits that change the base weight (PiSSA, OLoRA), repeated by peft's own code on one weight."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from peft import PeftConfig
 from peft.tuners.lora import layer as lora
 
-# What they compute follows from the weight alone. The others need data (CorDA, LoRA-GA), random numbers
+# What these subtract follows from the weight alone. The others need data (CorDA, LoRA-GA), random numbers
 # (pissa_niter_4) or a quantization that the file does not name (LoftQ).
 REPEATABLE = ("pissa", "olora")
 
 
 @dataclasses.dataclass(frozen=True)
 class BaseChangingInit:
-    """One adapter's start on one layer.
+    """How one adapter changed the weight of one layer before it was trained.
 
     Attributes:
         kind: ``init_lora_weights`` of the adapter.
@@ -31,33 +31,34 @@ class BaseChangingInit:
     scaling: float
     transposed: bool
 
-    def taken_from(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return what the start leaves of a weight, in its dtype; needs several times the weight in float32."""
+    def subtract_from(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return what the init leaves of a weight, in its dtype; needs several times the weight in float32."""
         base = SimpleNamespace(weight=torch.nn.Parameter(weight.clone(), requires_grad=False))
-        factors = {name: {"start": torch.nn.Linear(1, 1, bias=False)} for name in ("lora_A", "lora_B")}
+        # peft's methods read these attributes of the layer alone, and put what is left into the base's weight.
         layer: Any = SimpleNamespace(
             get_base_layer=lambda: base,
             fan_in_fan_out=self.transposed,
-            r={"start": self.rank},
-            scaling={"start": self.scaling},
-            **factors,
+            r={"init": self.rank},
+            scaling={"init": self.scaling},
+            lora_A={"init": torch.nn.Linear(1, 1, bias=False)},
+            lora_B={"init": torch.nn.Linear(1, 1, bias=False)},
         )
         with torch.no_grad():
             if self.kind == "olora":
-                lora.LoraLayer.olora_init(layer, "start")  # type: ignore[no-untyped-call]  # peft's
+                lora.LoraLayer.olora_init(layer, "init")  # type: ignore[no-untyped-call]  # peft's
             else:
-                lora.LoraLayer.pissa_init(layer, "start", self.kind)  # type: ignore[no-untyped-call]  # peft's
-        left: torch.Tensor = base.weight.data
-        return left.contiguous()
+                lora.LoraLayer.pissa_init(layer, "init", self.kind)  # type: ignore[no-untyped-call]  # peft's
+        remainder: torch.Tensor = base.weight.data
+        return remainder.contiguous()
 
 
-def kind_of(config: PeftConfig) -> str:
+def init_kind(config: PeftConfig) -> str:
     """Return ``init_lora_weights`` as text, in lower case."""
     return str(getattr(config, "init_lora_weights", "")).lower()
 
 
-def start_of(layer: Any, name: str, config: PeftConfig) -> BaseChangingInit | None:
-    """Return the start of one adapter on one layer, or None when it leaves the weight as it is."""
-    if kind_of(config) not in REPEATABLE or type(layer) is not lora.Linear:
+def init_of(layer: lora.LoraLayer, name: str, config: PeftConfig) -> BaseChangingInit | None:
+    """Return how an adapter changed the weight of one layer, or None when it left the weight as it was."""
+    if init_kind(config) not in REPEATABLE or type(layer) is not lora.Linear:
         return None
-    return BaseChangingInit(kind_of(config), layer.r[name], layer.scaling[name], layer.fan_in_fan_out)
+    return BaseChangingInit(init_kind(config), layer.r[name], layer.scaling[name], layer.fan_in_fan_out)

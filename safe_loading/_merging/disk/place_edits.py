@@ -1,4 +1,4 @@
-"""From edits of parameters to changes of tensors on disk."""
+"""From edits of parameters to changes of tensors on disk, by the layout of the checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,201 +16,192 @@ from safe_loading._merging.weights.update import Term, Update
 from safe_loading._model.layout.disk_blocks import DiskBlock, Moved, Whole, take
 from safe_loading._model.layout.layout import CheckpointLayout
 
-from .changes import FLOATS, NAMES, ChangedRows, Changes
-from .edits import Edit
+from .changes import FLOATS, NAMES, ChangedRows, Changes, Edit, WeightChange
 
-_BY_HAND = "Load the model, merge it with merge_lora_inplace and save it with save_pretrained"
-Parts = dict[str, list[ChangedRows]]
+_IN_MEMORY = "Load the model, merge it with merge_lora_inplace and save it with save_pretrained"
 
 
 def place_edits(edits: Iterable[Edit], layout: CheckpointLayout, tensors: Mapping[str, TensorInfo]) -> Changes:
-    """Find the tensors on disk that each edit changes."""
-    changes = Changes()
-    parts: Parts = {}
+    """Find the tensors on disk that each edit changes.
+
+    Args:
+        edits: What happens to the parameters.
+        layout: Where each parameter lies in the checkpoint.
+        tensors: The tensors of the checkpoint.
+    """
+    placer = _Placer(layout, tensors)
     for edit in edits:
-        found = [name for name in edit.names if name in layout.of]
-        moved = [name for name in edit.names if name in layout.moved]
-        if edit.own:
-            _untie_values(edit, layout, changes)
-        elif edit.apart or edit.each:
-            _untie(edit, found, layout, tensors, parts, changes)
-        elif found:
-            for name in found:
-                _place(edit, layout.of[name], tensors, parts, changes)
-            first = layout.of[found[0]].pieces
-            for name in found[1:]:
-                changes.tied |= {p.tensor: first[0].tensor for p in layout.of[name].pieces}
-        elif len(moved) == len(edit.names) == 1:
-            try:
-                _place(*_as_on_disk(edit, layout.moved[moved[0]]), tensors, parts, changes)
-            except _CannotPlaceError as reason:
-                changes.problems.append(f"{edit.names[0]}: {reason}")
-        elif edit.value is not None and not any(name in layout.opaque for name in edit.names):
-            changes.added[edit.names[0]] = None  # a new head, which the checkpoint cannot have
-            _replace(edit, edit.value, edit.names[0], parts, changes)
-        else:
-            changes.problems.append(_nowhere(edit.names[0], layout, tensors))
-    _settle(parts, tensors, changes)
-    return changes
-
-
-def _settle(parts: Parts, tensors: Mapping[str, TensorInfo], changes: Changes) -> None:
-    """Put the parts of each tensor in order, and refuse those that cannot be."""
-    for name, own in parts.items():
-        value = changes.values.get(name)
-        info = tensors[changes.added.get(name) or name] if value is None else _info(name, value)
-        own.sort(key=lambda part: part.start)
-        if any(one.stop > other.start for one, other in itertools.pairwise(own)):
-            changes.problems.append(f"{name}: two changes of the same rows")
-        if info.dtype not in FLOATS:
-            changes.problems.append(
-                f"{name}: it is {info.dtype} on disk, to which nothing can be added. Dequantize the base first: load "
-                f"it with from_pretrained, call dequantize(), and save it"
-            )
-        changes.merges[name] = (tuple(own), _columns(info, own))
-
-
-def _nowhere(name: str, layout: CheckpointLayout, tensors: Mapping[str, TensorInfo]) -> str:
-    if name in layout.opaque:
-        return f"{name}: {layout.opaque[name]}. {_BY_HAND}"
-    near = difflib.get_close_matches(name, [*layout.of, *tensors], n=3, cutoff=0.5)
-    return f"{name}: the checkpoint has no tensor for it (nearest: {', '.join(near) or 'none'})"
-
-
-def _untie(
-    edit: Edit,
-    found: list[str],
-    layout: CheckpointLayout,
-    tensors: Mapping[str, TensorInfo],
-    parts: Parts,
-    changes: Changes,
-) -> None:
-    """Change a parameter under some of its names alone: each name gets a tensor of its own."""
-    if not found:
-        changes.problems.append(_nowhere(edit.names[0], layout, tensors))
-        return
-    whole = layout.of[found[0]]
-    if len(whole.pieces) != 1 or whole.pieces[0].size != whole.shape:
-        changes.problems.append(f"{edit.names[0]}: it is tied, and {_BY_HAND[0].lower()}{_BY_HAND[1:]}")
-        return
-    held = whole.pieces[0].tensor
-    for name in edit.names:
-        own = layout.of.get(name)
-        if own is None:
-            changes.added[name] = held
-            own = _renamed(whole, name)
-        if name not in edit.apart:
-            here = {**tensors, name: tensors.get(name, tensors[held])}
-            _place(edit.each.get(name, edit), own, here, parts, changes)
-    changes.config["tie_word_embeddings"] = False
-    why = f"the adapter changes {', '.join(sorted(edit.said))} " + ("each in its own way" if edit.each else "alone")
-    changes.findings.append(_no_longer_tied(edit, why, tensors[held].nbytes))
-
-
-def _untie_values(edit: Edit, layout: CheckpointLayout, changes: Changes) -> None:
-    """Give each name of a tied parameter the content that the adapter has for it."""
-    for name, value in edit.own.items():
-        pieces = layout.of[name].pieces if name in layout.of else ()
-        if len(pieces) > 1 or (pieces and pieces[0].dims != tuple(range(value.dim()))):
-            changes.problems.append(f"{name}: the disk holds it in parts or another layout, and it is replaced")
-            continue
-        held = pieces[0].tensor if pieces else name
-        if not pieces:  # it begins as the tensor that it was tied to, so it is no new head
-            changes.added[held] = next(layout.of[n].pieces[0].tensor for n in edit.names if n in layout.of)
-        changes.values[held] = value.contiguous()
-    changes.config["tie_word_embeddings"] = False
-    size = sum(value.nbytes for value in edit.own.values())
-    changes.findings.append(_no_longer_tied(edit, "the adapter brings different content for each", size))
-
-
-def _no_longer_tied(edit: Edit, why: str, size: int) -> Finding:
-    return Finding(
-        "no-longer-tied",
-        "info",
-        ", ".join(edit.names),
-        f"they are one weight in the base, and {why}; in the output each has a tensor of its own, and "
-        f"tie_word_embeddings of its config is false.",
-        "none; an adapter trained with ensure_weight_tying=True leaves them tied.",
-        size,
-    )
-
-
-def _renamed(whole: Whole, name: str) -> Whole:
-    (piece,) = whole.pieces
-    return Whole(whole.shape, (DiskBlock(name, piece.at, piece.dims, piece.begin, piece.size),))
-
-
-def _place(edit: Edit, whole: Whole, tensors: Mapping[str, TensorInfo], parts: Parts, changes: Changes) -> None:
-    if whole.shape != edit.shape:
-        _resize(edit, whole, tensors, parts, changes)
-        return
-    for piece in whole.pieces:
-        info = tensors[piece.tensor]
-        if edit.value is not None and piece.size != info.shape:
-            changes.problems.append(f"{edit.names[0]}: it is a part of {piece.tensor} on disk, and replaced whole")
-            continue
-        if edit.value is not None:
-            changes.values[piece.tensor] = _block(edit.value, piece)
-        _add_parts(edit, piece, info, parts, changes)
-
-
-def _add_parts(edit: Edit, piece: DiskBlock, info: TensorInfo, parts: Parts, changes: Changes) -> None:
-    if not edit.updates and not edit.rows:
-        return
-    try:
-        parts.setdefault(piece.tensor, []).extend(_parts(edit, piece, info))
-    except _CannotPlaceError as reason:
-        changes.problems.append(f"{edit.names[0]}: {reason}")
-
-
-def _replace(edit: Edit, value: torch.Tensor, name: str, parts: Parts, changes: Changes) -> None:
-    """Give a tensor the content that an adapter has, as it is, and what is added to that."""
-    changes.values[name] = value.contiguous()
-    shape, nothing = tuple(value.shape), (0,) * value.dim()
-    piece = DiskBlock(name, nothing, tuple(range(value.dim())), nothing, shape)
-    _add_parts(edit, piece, _info(name, value), parts, changes)
-
-
-def _info(name: str, value: torch.Tensor) -> TensorInfo:
-    return TensorInfo(name, NAMES[value.dtype], tuple(value.shape), 0, value.nbytes)
-
-
-def _resize(edit: Edit, whole: Whole, tensors: Mapping[str, TensorInfo], parts: Parts, changes: Changes) -> None:
-    """Give a tensor on disk the rows that the adapter's vocabulary has."""
-    piece = whole.pieces[0]
-    if edit.value is None:
-        return  # named with all the others that the adapter lacks, once the vocabulary is known
-    if len(whole.pieces) != 1 or piece.dims != tuple(range(len(tensors[piece.tensor].shape))):
-        changes.problems.append(f"{edit.names[0]}: {piece.tensor} holds it in another layout, and it is resized")
-    else:
-        _replace(edit, edit.value, piece.tensor, parts, changes)
+        placer.place(edit)
+    placer.finish()
+    return placer.changes
 
 
 class _CannotPlaceError(Exception):
-    pass
+    """Why a change cannot be made on disk; it becomes a problem of the parameter."""
 
 
-def _as_on_disk(edit: Edit, moved: Moved) -> tuple[Edit, Whole]:
-    """Return an edit of the rows in the order in which the disk holds them, and where they are there."""
+class _Placer:
+    """Places edits one after the other.
+
+    Attributes:
+        changes: What changes on disk, so far.
+    """
+
+    def __init__(self, layout: CheckpointLayout, tensors: Mapping[str, TensorInfo]) -> None:
+        self.changes = Changes()
+        self._layout = layout
+        self._tensors = dict(tensors)  # of the base, and those that names get which are no longer tied
+        self._rows: dict[str, list[ChangedRows]] = {}
+
+    def place(self, edit: Edit) -> None:
+        """Find the tensors that an edit changes."""
+        layout, first = self._layout, edit.names[0]
+        on_disk = [name for name in edit.names if name in layout.of]
+        if edit.untied_because:
+            self._place_untied(edit, on_disk)
+            return
+        change = edit.changes[first]
+        if on_disk:
+            for name in on_disk:
+                self._place_on(first, edit.shape, change, layout.of[name])
+            merged = layout.of[on_disk[0]].pieces[0].tensor
+            self.changes.tied |= {piece.tensor: merged for name in on_disk[1:] for piece in layout.of[name].pieces}
+        elif first in layout.moved and len(edit.names) == 1:
+            try:
+                self._place_on(first, edit.shape, *_in_disk_order(change, layout.moved[first]))
+            except _CannotPlaceError as reason:
+                self.changes.problems.append(f"{first}: {reason}")
+        elif change.value is not None and not any(name in layout.opaque for name in edit.names):
+            self.changes.added[first] = None  # a new head, which the checkpoint cannot have
+            self._replace_whole(first, change, change.value, first)
+        else:
+            self.changes.problems.append(self._not_on_disk(first))
+
+    def finish(self) -> None:
+        """Put the changed rows of each tensor in order, and refuse those that cannot be merged."""
+        for name, rows in self._rows.items():
+            value = self.changes.values.get(name)
+            info = self._tensors[name] if value is None else _info_of(name, value)
+            rows.sort(key=lambda changed: changed.start)
+            if any(one.stop > following.start for one, following in itertools.pairwise(rows)):
+                self.changes.problems.append(f"{name}: two changes of the same rows")
+            if info.dtype not in FLOATS:
+                self.changes.problems.append(
+                    f"{name}: it is {info.dtype} on disk, to which nothing can be added. Dequantize the base first: "
+                    f"load it with from_pretrained, call dequantize(), and save it"
+                )
+            self.changes.merges[name] = (tuple(rows), _columns(info, rows))
+
+    def _not_on_disk(self, name: str) -> str:
+        if name in self._layout.opaque:
+            return f"{name}: {self._layout.opaque[name]}. {_IN_MEMORY}"
+        near = difflib.get_close_matches(name, [*self._layout.of, *self._tensors], n=3, cutoff=0.5)
+        return f"{name}: the checkpoint has no tensor for it (nearest: {', '.join(near) or 'none'})"
+
+    def _place_untied(self, edit: Edit, on_disk: Sequence[str]) -> None:
+        """Give each name of a tied parameter a tensor of its own, and change those that an adapter changes."""
+        if not on_disk:
+            self.changes.problems.append(self._not_on_disk(edit.names[0]))
+            return
+        shared = self._layout.of[on_disk[0]]
+        if not _is_one_tensor(shared):
+            self.changes.problems.append(
+                f"{edit.names[0]}: it is tied, and the checkpoint does not hold it in one tensor. {_IN_MEMORY}"
+            )
+            return
+        source = shared.pieces[0].tensor
+        for name in edit.names:
+            own = self._layout.of.get(name)
+            if own is None:  # the tie filled it from the shared tensor, so that is what it starts from
+                self.changes.added[name] = source
+                self._tensors.setdefault(name, self._tensors[source])
+                own = Whole(shared.shape, (shared.pieces[0]._replace(tensor=name),))
+            if name in edit.changes:
+                self._place_on(name, edit.shape, edit.changes[name], own)
+        self.changes.config["tie_word_embeddings"] = False
+        self.changes.findings.append(
+            Finding(
+                "no-longer-tied",
+                "info",
+                ", ".join(edit.names),
+                f"they are one weight in the base, and {edit.untied_because}; in the output each has a tensor of its "
+                f"own, and tie_word_embeddings of its config is false.",
+                "none; an adapter trained with ensure_weight_tying=True leaves them tied.",
+                self._tensors[source].nbytes,
+            )
+        )
+
+    def _place_on(self, name: str, shape: tuple[int, ...], change: WeightChange, whole: Whole) -> None:
+        """Make a change in the blocks of disk tensors that a parameter of that name and shape is made of."""
+        if whole.shape != shape:
+            self._resize(name, change, whole)
+            return
+        for block in whole.pieces:
+            info = self._tensors[block.tensor]
+            if change.value is not None and block.size != info.shape:
+                self.changes.problems.append(f"{name}: it is a part of {block.tensor} on disk, and replaced whole")
+                continue
+            if change.value is not None:
+                self.changes.values[block.tensor] = _cut_value(change.value, block)
+            self._add_rows(name, shape, change, block, info)
+
+    def _resize(self, name: str, change: WeightChange, whole: Whole) -> None:
+        """Give a tensor on disk the rows that the adapter's vocabulary has."""
+        block = whole.pieces[0]
+        if change.value is None:
+            return  # reported with all others that are missing from the adapter, once the vocabulary is known
+        if len(whole.pieces) != 1 or block.dims != tuple(range(len(self._tensors[block.tensor].shape))):
+            self.changes.problems.append(f"{name}: {block.tensor} holds it in another layout, and it is resized")
+        else:
+            self._replace_whole(name, change, change.value, block.tensor)
+
+    def _replace_whole(self, name: str, change: WeightChange, value: torch.Tensor, tensor: str) -> None:
+        """Give a tensor the value that an adapter has, as it is, and add to that."""
+        self.changes.values[tensor] = value.contiguous()
+        shape, zeros = tuple(value.shape), (0,) * value.dim()
+        block = DiskBlock(tensor, zeros, tuple(range(value.dim())), zeros, shape)
+        self._add_rows(name, shape, change, block, _info_of(tensor, value))
+
+    def _add_rows(
+        self, name: str, shape: tuple[int, ...], change: WeightChange, block: DiskBlock, info: TensorInfo
+    ) -> None:
+        if not change.updates and not change.rows:
+            return
+        try:
+            self._rows.setdefault(block.tensor, []).extend(_changed_rows(shape, change, block, info))
+        except _CannotPlaceError as reason:
+            self.changes.problems.append(f"{name}: {reason}")
+
+
+def _is_one_tensor(whole: Whole) -> bool:
+    return len(whole.pieces) == 1 and whole.pieces[0].size == whole.shape
+
+
+def _info_of(name: str, value: torch.Tensor) -> TensorInfo:
+    return TensorInfo(name, NAMES[value.dtype], tuple(value.shape), 0, value.nbytes)
+
+
+def _in_disk_order(change: WeightChange, moved: Moved) -> tuple[WeightChange, Whole]:
+    """Return a change with its rows in the order in which the disk holds them, and where they are there."""
     if moved.order is None:
-        return edit, moved.whole
-    if moved.shape != moved.whole.shape:  # rows of other weights lie between them, so each is a piece of its own
-        return edit, take(moved.whole, moved.order, moved.dim)
-    if edit.rows or edit.starts:
-        raise _CannotPlaceError(f"its rows have another order on disk. {_BY_HAND}")
+        return change, moved.whole
+    if moved.shape != moved.whole.shape:  # rows of other weights lie between them, so each run is a block of its own
+        return change, take(moved.whole, moved.order, moved.dim)
+    if change.rows or change.inits:
+        raise _CannotPlaceError(f"its rows have another order on disk. {_IN_MEMORY}")
     order = torch.tensor(moved.order)
-    value = None if edit.value is None else torch.empty_like(edit.value).index_copy_(moved.dim, order, edit.value)
-    back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
-    updates = {index: _reordered(update, moved.dim - len(index), back) for index, update in edit.updates.items()}
-    return dataclasses.replace(edit, value=value, updates=updates), moved.whole
+    value = None if change.value is None else torch.empty_like(change.value).index_copy_(moved.dim, order, change.value)
+    inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
+    updates = {index: _reordered(update, moved.dim - len(index), inverse) for index, update in change.updates.items()}
+    return dataclasses.replace(change, value=value, updates=updates), moved.whole
 
 
 def _reordered(update: Update, axis: int, order: torch.Tensor) -> Update:
     """Return the update of a weight whose rows (``axis`` 0) or columns (1) are taken in another order."""
     if not 0 <= axis <= 1 or update.shape[axis] != len(order):
-        raise _CannotPlaceError(f"its elements have another order on disk. {_BY_HAND}")
+        raise _CannotPlaceError(f"its elements have another order on disk. {_IN_MEMORY}")
     if update.has_magnitude and update.axis != axis:  # the norms would be summed in another order, to other bits
-        raise _CannotPlaceError(f"a DoRA whose norms run along what has another order on disk. {_BY_HAND}")
+        raise _CannotPlaceError(f"the norms of its DoRA run along what has another order on disk. {_IN_MEMORY}")
     terms = []
     for term in update.terms:
         left, right = (term.left[order], term.right) if axis == 0 else (term.left, term.right[:, order])
@@ -219,80 +210,85 @@ def _reordered(update: Update, axis: int, order: torch.Tensor) -> Update:
     return dataclasses.replace(update, terms=tuple(terms))
 
 
-def _parts(edit: Edit, piece: DiskBlock, info: TensorInfo) -> list[ChangedRows]:
-    if edit.rows:
-        if edit.updates:
+def _changed_rows(
+    shape: tuple[int, ...], change: WeightChange, block: DiskBlock, info: TensorInfo
+) -> list[ChangedRows]:
+    """Return the rows of a disk tensor that a change of a parameter of that shape changes."""
+    other_layout = f"{block.tensor} holds it in another layout"
+    if change.rows:
+        if change.updates:
             raise _CannotPlaceError("single tokens are trained and a LoRA is on the same weight")
-        return _token_parts(edit, piece, info)
-    if len(edit.shape) != 2 and not any(edit.updates):
-        # one matrix over all of the parameter (a bias, a convolution): only where the disk holds it as it is
-        if piece.size != info.shape or piece.dims != tuple(range(len(edit.shape))) or piece.size != edit.shape:
-            raise _CannotPlaceError(f"{piece.tensor} holds it in another layout")
-        return [ChangedRows(0, info.shape[0], edit.updates[()])]
-    found = []
-    for index, update in edit.updates.items():
-        if any(not at <= i < at + piece.extent(d) for d, (at, i) in enumerate(zip(piece.at, index, strict=False))):
-            continue
-        found.append(_part(index, update, piece, info))
-    if edit.starts:
-        if len(found) != 1 or piece.size != edit.shape or piece.dims != (0, 1):
-            raise _CannotPlaceError(f"{edit.starts[0].kind} needs the weight that the disk holds in parts. {_BY_HAND}")
-        found = [dataclasses.replace(found[0], starts=tuple(edit.starts))]
-    return found
+        if block.size != info.shape or block.dims != (0, 1):
+            raise _CannotPlaceError(other_layout)
+        return [ChangedRows(row, row + 1, value=value.unsqueeze(0)) for row, value in sorted(change.rows.items())]
+    if len(shape) != 2 and not any(change.updates):
+        # One matrix over all of the parameter (a bias, a convolution): only where the disk holds it as it is.
+        if block.size != info.shape or block.dims != tuple(range(len(shape))) or block.size != shape:
+            raise _CannotPlaceError(other_layout)
+        return [ChangedRows(0, info.shape[0], change.updates[()])]
+    # The block may hold some of the experts only.
+    rows = [
+        _rows_of_matrix(index, update, block, info)
+        for index, update in change.updates.items()
+        if all(at <= i < at + block.extent(dim) for dim, (at, i) in enumerate(zip(block.at, index, strict=False)))
+    ]
+    if change.inits:
+        if len(rows) != 1 or block.size != shape or block.dims != (0, 1):
+            raise _CannotPlaceError(
+                f"{change.inits[0].kind} needs the whole weight, of which {block.tensor} holds a part. {_IN_MEMORY}"
+            )
+        rows = [dataclasses.replace(rows[0], inits=change.inits)]
+    return rows
 
 
-def _part(index: tuple[int, ...], update: Update, piece: DiskBlock, info: TensorInfo) -> ChangedRows:
+def _rows_of_matrix(index: tuple[int, ...], update: Update, block: DiskBlock, info: TensorInfo) -> ChangedRows:
     """Return the rows of a disk tensor that belong to the matrix at ``index`` of a parameter."""
     lead = len(index)
-    row, column = piece.dims[lead], piece.dims[lead + 1]
-    first, left = piece.at[lead], piece.at[lead + 1]
-    if row > column:
-        update, first, left = _turned(update), left, first
+    row, column = block.dims[lead], block.dims[lead + 1]
+    first_row, first_column = block.at[lead], block.at[lead + 1]
+    if row > column:  # the disk holds the matrix transposed
+        update, first_row, first_column = _transposed(update), first_column, first_row
         row, column = column, row
-    if column != len(info.shape) - 1 or row != column - 1 or piece.size[column] != info.shape[column]:
-        raise _CannotPlaceError(f"{piece.tensor} holds it in another layout")
-    if (left, piece.size[column]) != (0, update.shape[1]):
-        update = _narrowed(update, left, piece.size[column])
-    if update.needs_norms and piece.size[row] != update.shape[0]:
-        raise _CannotPlaceError(f"a DoRA needs the norms of columns that the disk holds in parts. {_BY_HAND}")
-    start = piece.begin[row]
+    if column != len(info.shape) - 1 or row != column - 1 or block.size[column] != info.shape[column]:
+        raise _CannotPlaceError(f"{block.tensor} holds it in another layout")
+    if (first_column, block.size[column]) != (0, update.shape[1]):
+        update = _narrowed(update, first_column, block.size[column])
+    if update.needs_norms and block.size[row] != update.shape[0]:
+        raise _CannotPlaceError(f"a DoRA needs the norms of columns that the disk holds in parts. {_IN_MEMORY}")
+    # Of a tensor with more than two dimensions, the rows are counted through all of its matrices.
+    start = block.begin[row]
     stride = info.shape[row]
-    for dim, i in zip(reversed(piece.dims[:lead]), reversed(index), strict=True):
+    for dim, i in zip(reversed(block.dims[:lead]), reversed(index), strict=True):
         if dim >= 0:
-            start += (piece.begin[dim] + i - piece.at[piece.dims.index(dim)]) * stride
+            start += (block.begin[dim] + i - block.at[block.dims.index(dim)]) * stride
             stride *= info.shape[dim]
-    return ChangedRows(start, start + piece.size[row], update, first)
+    return ChangedRows(start, start + block.size[row], update, first_row)
 
 
-def _token_parts(edit: Edit, piece: DiskBlock, info: TensorInfo) -> list[ChangedRows]:
-    if piece.size != info.shape or piece.dims != (0, 1):
-        raise _CannotPlaceError(f"{piece.tensor} holds it in another layout")
-    return [ChangedRows(row, row + 1, value=value.unsqueeze(0)) for row, value in sorted(edit.rows.items())]
-
-
-def _block(value: torch.Tensor, piece: DiskBlock) -> torch.Tensor:
-    """Return what a piece holds of a parameter's value, in the disk's order of dimensions."""
-    part = value[tuple(slice(at, at + piece.extent(dim)) for dim, at in enumerate(piece.at))]
-    stacked = [dim for dim, source in enumerate(piece.dims) if source < 0]
+def _cut_value(value: torch.Tensor, block: DiskBlock) -> torch.Tensor:
+    """Return what a block holds of a parameter's value, in the disk's order of dimensions."""
+    cut = value[tuple(slice(at, at + block.extent(dim)) for dim, at in enumerate(block.at))]
+    stacked = [dim for dim, source in enumerate(block.dims) if source < 0]
     for dim in reversed(stacked):
-        part = part.squeeze(dim)
-    runs = [source for source in piece.dims if source >= 0]
-    return part.permute([runs.index(dim) for dim in range(len(runs))]).contiguous()
+        cut = cut.squeeze(dim)
+    disk_dims = [source for source in block.dims if source >= 0]
+    return cut.permute([disk_dims.index(dim) for dim in range(len(disk_dims))]).contiguous()
 
 
-def _turned(update: Update) -> Update:
+def _transposed(update: Update) -> Update:
     """Return the update of the transposed weight; DoRA's norms stay those of the weight as the model has it."""
     terms = tuple(Term(t.right.T, t.left.T, t.scaling, t.magnitude, t.name) for t in update.terms)
     return Update((update.shape[1], update.shape[0]), terms, 1 - update.axis)
 
 
-def _narrowed(update: Update, left: int, columns: int) -> Update:
+def _narrowed(update: Update, first_column: int, columns: int) -> Update:
     if update.has_magnitude:
-        raise _CannotPlaceError(f"a DoRA on a weight whose columns the disk holds apart. {_BY_HAND}")
-    terms = tuple(Term(t.left, t.right[:, left : left + columns], t.scaling, name=t.name) for t in update.terms)
+        raise _CannotPlaceError(f"a DoRA on a weight whose columns the disk holds in several tensors. {_IN_MEMORY}")
+    cut = slice(first_column, first_column + columns)
+    terms = tuple(Term(t.left, t.right[:, cut], t.scaling, name=t.name) for t in update.terms)
     return Update((update.shape[0], columns), terms)
 
 
-def _columns(info: TensorInfo, parts: Iterable[ChangedRows]) -> int:
+def _columns(info: TensorInfo, rows: Iterable[ChangedRows]) -> int:
     """Return the columns of the matrix that a tensor is seen as: those of its updates (a whole filter is one row)."""
-    return next((part.update.shape[1] for part in parts if part.update is not None), math.prod(info.shape[1:]))
+    return next((changed.update.shape[1] for changed in rows if changed.update is not None), math.prod(info.shape[1:]))

@@ -1,20 +1,25 @@
-"""What is written down of a merge: the job that a second call goes on with, ``merge_report.json``, and the report."""
+"""Records of a merge: the journal that a second call goes on with, ``merge_report.json``, and the report."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
+from safe_loading._checkpoint.files import try_open
+from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 
-from .output_plan import FilePlan
+from .output_plan import FilePlan, TensorPlan
 from .report import MergedTensor, MergeReport
 from .sources import MergeSources
-from .stream import Facts
+from .write_files import WrittenFile, from_journal
+
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,26 +29,27 @@ class Outcome:
     Attributes:
         sources: What was merged.
         plans: Every weight file of the output.
-        facts: What is known of the tensors of each file.
-        fresh: The files that this call wrote.
-        small: The names of the other files.
+        written: What is known of the tensors of each file.
+        resumed: The files that an interrupted call had written.
+        small_files: The names of the other files.
         dropped: The tensors that were left behind.
         findings: What is worth knowing.
     """
 
     sources: MergeSources
     plans: Sequence[FilePlan]
-    facts: Mapping[str, Facts]
-    fresh: Sequence[FilePlan]
-    small: Sequence[str]
+    written: Mapping[str, WrittenFile]
+    resumed: Sequence[str]
+    small_files: Sequence[str]
     dropped: Sequence[str]
     findings: Sequence[Finding]
 
 
-def job(sources: MergeSources, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what decides the bytes of the output: a second call goes on only with the same."""
+def job_of(sources: MergeSources, options: Mapping[str, object]) -> JsonObject:
+    """Return what decides the bytes of the output: a second call goes on only when it is the same."""
     files = {}
-    for name, path in {**{n: h.path for n, h in sources.checkpoint.headers.items()}, **sources.carried}.items():
+    headers = sources.base.checkpoint.headers
+    for name, path in {**{name: header.path for name, header in headers.items()}, **sources.carried}.items():
         facts = path.stat()
         files[name] = [facts.st_size, facts.st_mtime_ns, facts.st_ino]
     return {
@@ -55,7 +61,37 @@ def job(sources: MergeSources, options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def report_file(sources: MergeSources, plans: Sequence[FilePlan], facts: Mapping[str, Facts]) -> bytes:
+def is_complete(plan: FilePlan, path: Path, entry: JsonObject) -> bool:
+    """Return whether a file of an interrupted call is what the plan says.
+
+    Args:
+        plan: The file.
+        path: Where the interrupted call wrote it.
+        entry: What the journal says about it: its header must be the planned one, its tensors have these hashes.
+    """
+    written = from_journal(entry["tensors"])
+    if entry.get("bytes") != plan.nbytes or written.keys() != {tensor.target.name for tensor in plan.tensors}:
+        return False
+    file = try_open(path)
+    if isinstance(file, Finding):
+        return False
+    with file:
+        if path.stat().st_size != plan.nbytes or file.read(len(plan.header)) != plan.header:
+            return False
+        return all(_has_hash(file, tensor, written[tensor.target.name].sha256) for tensor in plan.tensors)
+
+
+def _has_hash(file: BinaryIO, tensor: TensorPlan, sha256: str | None) -> bool:
+    digest = hashlib.sha256()
+    file.seek(tensor.target.start)
+    left = tensor.target.nbytes
+    while left and (data := file.read(min(left, _BLOCK_BYTES))):
+        digest.update(data)
+        left -= len(data)
+    return not left and digest.hexdigest() == sha256
+
+
+def report_file(sources: MergeSources, plans: Sequence[FilePlan], written: Mapping[str, WrittenFile]) -> bytes:
     """Return ``merge_report.json``: nothing in it but what follows from the inputs, so that a repeat is the same."""
     document = {
         "base": {"source": sources.base.source, "commit": sources.base.commit},
@@ -65,8 +101,8 @@ def report_file(sources: MergeSources, plans: Sequence[FilePlan], facts: Mapping
             tensor.target.name: {
                 "file": plan.name,
                 "action": tensor.action,
-                "max_delta": facts[plan.name][tensor.target.name].largest,
-                "sha256": facts[plan.name][tensor.target.name].sha256,
+                "max_delta": written[plan.name][tensor.target.name].largest,
+                "sha256": written[plan.name][tensor.target.name].sha256,
             }
             for plan in plans
             for tensor in plan.tensors
@@ -77,22 +113,25 @@ def report_file(sources: MergeSources, plans: Sequence[FilePlan], facts: Mapping
 
 def versions() -> dict[str, str]:
     """Return the versions that decide the bytes, and the names of tensors."""
-    found = {}
+    versions = {}
     for name in ("safe-loading", "torch", "transformers", "peft"):
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:  # run from its folder, without an installation
-            found[name] = "unknown"
-    return found
+            versions[name] = "unknown"
+    return versions
 
 
-def report(target: Path, outcome: Outcome, seconds: float) -> MergeReport:
+def make_report(output: Path, outcome: Outcome, seconds: float) -> MergeReport:
     """Return the report of a call."""
-    sources, fresh = outcome.sources, outcome.fresh
-    tensors = []
+    sources, tensors, bytes_read, bytes_written = outcome.sources, [], 0, 0
     for plan in outcome.plans:
+        fresh = plan.name not in outcome.resumed
+        bytes_written += plan.nbytes if fresh else 0
         for tensor in plan.tensors:
-            info, known = tensor.target, outcome.facts[plan.name][tensor.target.name]
+            info, known = tensor.target, outcome.written[plan.name][tensor.target.name]
+            if fresh and tensor.source is not None and tensor.value is None:
+                bytes_read += tensor.source.nbytes
             tensors.append(
                 MergedTensor(
                     info.name,
@@ -105,18 +144,17 @@ def report(target: Path, outcome: Outcome, seconds: float) -> MergeReport:
                     known.sha256,
                 )
             )
-    read = [t.source.nbytes for plan in fresh for t in plan.tensors if t.source is not None and t.value is None]
     return MergeReport(
-        output=str(target),
+        output=str(output),
         base={"source": sources.base.source, "commit": sources.base.commit},
         adapters=tuple(_adapters(sources)),
         tensors=tuple(tensors),
         dropped=tuple(sorted(outcome.dropped)),
-        carried=tuple(sorted(outcome.small)),
+        carried=tuple(sorted(outcome.small_files)),
         left_out=sources.left_out,
-        bytes_read=sum(read),
-        bytes_written=sum(plan.nbytes for plan in fresh),
-        resumed=tuple(plan.name for plan in outcome.plans if plan not in fresh),
+        bytes_read=bytes_read,
+        bytes_written=bytes_written,
+        resumed=tuple(outcome.resumed),
         seconds=seconds,
         findings=tuple(outcome.findings),
     )

@@ -1,24 +1,23 @@
-"""Where the base and its adapters lie, what they say before a tensor is read, and the files that come along."""
+"""What a merge reads: the base, the adapters, and the files of the base that come along."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from safe_loading._checkpoint.hub import Resolved, adapter_files, base_files
-from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
-from safe_loading._checkpoint.strict_json import read_json_object
+from safe_loading._checkpoint.hub import adapter_files, base_files
+from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.weight_files import PICKLE_SUFFIXES
 from safe_loading._core.paths import path_text
+from safe_loading._core.protocols import EngineKwargs
 from safe_loading._loading.adapter_facts import AdapterFacts, digest
 from safe_loading._loading.base_model import check_base_kwargs
 from safe_loading._loading.sources import BaseRequest, LoadRequest, Source, resolve_all
 from safe_loading._model.layout.tensor_contents import REPORT
-from safe_loading.errors import ArgumentError, MergeError
+from safe_loading.errors import ArgumentError
 
-from .quantized_base import QuantizedTensor, decoded
+from .base import MergeBase, open_base
 
 TEMPLATES = frozenset({"chat_template.jinja", "chat_template.json"})
 TOKENIZER = TEMPLATES | {
@@ -46,26 +45,18 @@ class MergeSources:
     """What is merged.
 
     Attributes:
-        base: Where the base lies.
-        checkpoint: Its weight files.
+        base: The base.
         adapters: The adapters, by the names that they get, in the order in which they are merged.
         digests: The SHA-256 of each adapter.
         carried: The other files of the base that belong to the output, by their name there.
-        left_out: The names of files that do not.
-        base_kwargs: More arguments of the base's ``from_pretrained``.
-        codes: What quantized weights of the base are on disk; ``checkpoint`` has what they stand for.
-        relaid: The files of which not every tensor is carried along as it is, so that their headers do not hold.
+        left_out: The names of its files that do not.
     """
 
-    base: Resolved
-    checkpoint: Checkpoint
+    base: MergeBase
     adapters: Mapping[str, AdapterFacts]
     digests: Mapping[str, str]
     carried: Mapping[str, Path]
     left_out: tuple[str, ...]
-    base_kwargs: Mapping[str, Any]
-    codes: Mapping[str, QuantizedTensor] = dataclasses.field(default_factory=dict)
-    relaid: frozenset[str] = frozenset()
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -73,50 +64,55 @@ class MergeSources:
         return {"the base": self.base.folder, **{f"adapter {n!r}": f.folder for n, f in self.adapters.items()}}
 
 
-def ask(
-    adapter: Source | Sequence[Source], base: BaseRequest, *, base_kwargs: Mapping[str, object], **options: Any
+def merge_request(
+    adapter: Source | Sequence[Source],
+    base: BaseRequest,
+    *,
+    adapter_revision: str | None,
+    adapter_subfolder: str | None,
+    base_kwargs: EngineKwargs,
 ) -> LoadRequest:
-    """Return what a call asks for; ``options`` are the other fields of the request.
+    """Return what a call asks for; the arguments are those of ``merge_lora_checkpoint``.
 
     Raises:
-        ArgumentError: No adapter, or ``base_kwargs`` says what the call decides itself.
+        ArgumentError: There is no adapter, or ``base_kwargs`` holds what the call decides itself.
     """
     several = isinstance(adapter, Sequence) and not isinstance(adapter, (str, bytes))
-    asked: Sequence[Source] = [*adapter] if several else [adapter]  # type: ignore[list-item,misc]  # checked below
-    for each, argument in ((base.source, "base_model"), *((one, "adapter") for one in asked)):
-        path_text(each, argument)
-    if not asked:
+    adapters: Sequence[Source] = [*adapter] if several else [adapter]  # type: ignore[list-item,misc]  # checked below
+    path_text(base.source, "base_model")
+    for source in adapters:
+        path_text(source, "adapter")
+    if not adapters:
         raise ArgumentError("adapter is empty; pass a folder or hub id, or several.")
     check_base_kwargs(base_kwargs)
-    names = ["default"] if len(asked) == 1 else [f"adapter_{number}" for number in range(1, len(asked) + 1)]
-    return LoadRequest(dict(zip(names, asked, strict=True)), base, base_kwargs=base_kwargs, **options)
+    names = ["default"] if len(adapters) == 1 else [f"adapter_{number}" for number in range(1, len(adapters) + 1)]
+    named = dict(zip(names, adapters, strict=True))
+    return LoadRequest(named, base, adapter_revision, adapter_subfolder, base_kwargs=base_kwargs)
 
 
-def find(request: LoadRequest, *, dequantize: bool = False) -> MergeSources:
-    """Find and read everything but tensors; ``dequantize`` takes a quantized base as what it stands for.
+def open_sources(request: LoadRequest, *, dequantize: bool = False) -> MergeSources:
+    """Find base and adapters, and read everything of them but tensors.
+
+    Args:
+        request: What the call asks for.
+        dequantize: Whether a quantized base is taken as the plain one that it stands for.
 
     Raises:
         CheckpointNotFound: Something is not there.
         CheckpointError: A file is damaged, or (:class:`PickleRefused`) a pickle.
         MergeError: The base is quantized.
     """
-    options = request.base_kwargs
-    choose = base_files({"variant": options.get("variant")})
+    choose = base_files({"variant": request.base_kwargs.get("variant")})
 
-    def everything(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
-        chosen = choose(names, fetch)
-        return [*chosen, *sorted(name for name in names if name not in chosen and belongs(name))]
+    def with_all_that_belongs(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
+        weights = choose(names, fetch)
+        return [*weights, *sorted(name for name in names if name not in weights and belongs(name))]
 
-    found = resolve_all(request, choose_adapter=_with_tokenizer, choose_base=everything)
-    base, adapters = found.require_base(), found.adapters
-    checkpoint = read_checkpoint(base.folder, variant=options.get("variant"), kind="model")
-    codes: Mapping[str, QuantizedTensor] = {}
-    relaid: frozenset[str] = frozenset()
-    carried, left_out = _others(base.folder, checkpoint)
-    if _quantized(base.folder, refused=not dequantize):
-        checkpoint, codes, relaid = decoded(checkpoint, read_json_object(base.folder / "config.json"))
-    digests = {name: digest(facts) for name, facts in adapters.items()}
-    return MergeSources(base, checkpoint, adapters, digests, carried, left_out, options, codes, relaid)
+    resolved = resolve_all(request, choose_adapter=_with_tokenizer, choose_base=with_all_that_belongs)
+    base = open_base(resolved.require_base(), request.base_kwargs, dequantize=dequantize)
+    carried, left_out = _other_files(base.checkpoint)
+    digests = {name: digest(facts) for name, facts in resolved.adapters.items()}
+    return MergeSources(base, resolved.adapters, digests, carried, left_out)
 
 
 def is_tokenizer(name: str) -> bool:
@@ -130,7 +126,7 @@ def is_template(name: str) -> bool:
 
 
 def belongs(name: str) -> bool:
-    """Return whether a file of the base that is no weight file belongs to the output."""
+    """Return whether a file of the base that is not a weight file belongs to the output."""
     folder, _, file = name.rpartition("/")
     if folder not in ("", _TEMPLATE_FOLDER) or file.startswith(".") or file in _LEFT_OUT:
         return False
@@ -141,11 +137,12 @@ def _with_tokenizer(names: frozenset[str], fetch: Callable[[str], Path]) -> list
     return [*adapter_files(names, fetch), *sorted(filter(is_tokenizer, names))]
 
 
-def _others(folder: Path, checkpoint: Checkpoint) -> tuple[dict[str, Path], tuple[str, ...]]:
+def _other_files(checkpoint: Checkpoint) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """Return the files beside the weights that belong to the output, and the names of those that do not."""
     carried, left_out = {}, []
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if not path.is_file() or name in checkpoint.headers or any(part.startswith(".") for part in name.split("/")):
+    for path in sorted(checkpoint.folder.rglob("*")):
+        name = path.relative_to(checkpoint.folder).as_posix()
+        if not path.is_file() or name in checkpoint.headers or any(level.startswith(".") for level in name.split("/")):
             continue
         if checkpoint.index is not None and path == checkpoint.index.path:
             continue
@@ -154,18 +151,3 @@ def _others(folder: Path, checkpoint: Checkpoint) -> tuple[dict[str, Path], tupl
         else:
             left_out.append(name)
     return carried, tuple(left_out)
-
-
-def _quantized(folder: Path, *, refused: bool) -> bool:
-    """Return whether the config says that the base is quantized; raises when that is refused."""
-    config = folder / "config.json"
-    if not config.is_file():
-        return False
-    quantized = read_json_object(config).get("quantization_config")
-    if quantized and refused:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise MergeError(
-            f"{config} says that the base is quantized ({method}); adding to its codes would be wrong. Merge into the "
-            f"base that it was made from, and quantize the result; or pass dequantize=True, which writes a plain one."
-        )
-    return bool(quantized)

@@ -37,7 +37,7 @@ class TensorWriter:
         buffers: The thread's memory.
         device: Where blocks are merged.
         hashed: Whether the SHA-256 is taken.
-        there: Whether the bytes are in the output already (its file is a clone of the base's).
+        in_place: Whether the bytes are in the output already (its file is a clone of the base's).
 
     Attributes:
         largest: The largest absolute change of an element, so far; None while nothing was merged.
@@ -52,20 +52,20 @@ class TensorWriter:
         device: torch.device,
         *,
         hashed: bool,
-        there: bool = False,
+        in_place: bool = False,
     ) -> None:
         self.largest: float | None = None
         self._plan, self._source, self._target = plan, source, target
-        self._buffers, self._device, self._there = buffers, device, there
-        self._left: tuple[int, torch.Tensor] | None = None  # the first row, and what the starts left
+        self._buffers, self._device, self._in_place = buffers, device, in_place
+        self._remainder: tuple[int, torch.Tensor] | None = None  # the first row, and what the inits left of them
         self._digest = hashlib.sha256() if hashed else None
         info = plan.source or plan.target
         self._ahead = ReadAhead(source, info.start, info.nbytes)
         self._from, self._to = DTYPES.get(info.dtype), DTYPES.get(plan.target.dtype)
         self._decoder: Decoder | None = None
         self._mergers: dict[Update, RowMerger] = {}
-        self._parts_left = Counter(part.update for part in plan.parts)
-        if plan.coded is not None:
+        self._uses_left = Counter(changed.update for changed in plan.rows)
+        if plan.quantized is not None:
             self._from = torch.float64  # what its codes stand for, rounded once to whatever is written
         if plan.value is not None:
             self._from = plan.value.dtype
@@ -76,75 +76,76 @@ class TensorWriter:
         return None if self._digest is None else self._digest.hexdigest()
 
     def run(self) -> Iterator[tuple[int, int]]:
-        """Write the tensor; yields the place and the size of each piece that was written."""
-        if self._plan.value is not None and self._from is self._to and not self._plan.parts:
+        """Write the tensor; yields the place and the size of each range that was written."""
+        if self._plan.value is not None and self._from is self._to and not self._plan.rows:
             data = as_buffer(self._plan.value)
             for at in range(0, len(data), _COPY_BYTES):
-                yield self._put(data[at : at + _COPY_BYTES], at)
-        elif self._plan.as_it_is:
-            yield from self._copied()
+                yield self._write(data[at : at + _COPY_BYTES], at)
+        elif self._plan.is_copy:
+            yield from self._copy()
         else:
-            yield from self._changed()
+            yield from self._write_changed()
 
-    def _put(self, data: memoryview, at: int) -> tuple[int, int]:
+    def _write(self, data: memoryview, at: int) -> tuple[int, int]:
         place = self._plan.target.start + at
         write_from(self._target, data, place)
         if self._digest is not None:
             self._digest.update(data)
         return place, len(data)
 
-    def _copied(self) -> Iterator[tuple[int, int]]:
+    def _copy(self) -> Iterator[tuple[int, int]]:
         source, target = self._plan.source, self._plan.target
         if source is None:
             return
         for at in range(0, source.nbytes, _COPY_BYTES):
             count = min(_COPY_BYTES, source.nbytes - at)
             self._ahead.reach(at + count)
-            if not self._there:
+            if not self._in_place:
                 copy_range(self._source, source.start + at, self._target, target.start + at, count)
             if self._digest is not None:
                 for begin in range(at, at + count, _HASH_BYTES):
-                    part = self._buffers.take("in", min(_HASH_BYTES, at + count - begin))
-                    read_into(self._source, part, source.start + begin)
-                    self._digest.update(part)
+                    data = self._buffers.take("in", min(_HASH_BYTES, at + count - begin))
+                    read_into(self._source, data, source.start + begin)
+                    self._digest.update(data)
             yield target.start + at, count
 
-    def _changed(self) -> Iterator[tuple[int, int]]:
+    def _write_changed(self) -> Iterator[tuple[int, int]]:
         plan = self._plan
         if self._from is None or self._to is None:
             raise ValueError(f"{plan.target.name} cannot be changed")
         width = plan.columns * self._from.itemsize
         total = math.prod(plan.target.shape) // plan.columns if width else 0
-        self._decoder = None if plan.coded is None else Decoder(plan.coded, self._source)
+        self._decoder = None if plan.quantized is None else Decoder(plan.quantized, self._source)
+        # Whole groups of ROWS rows, which RowMerger sums alike whatever the block.
         rows = max(ROWS, BLOCK_BYTES // max(width, 1) // ROWS * ROWS)
-        for begin, end, part in _sections(plan, total):
-            self._begin(part)
-            change = self._change(part, rows)
+        for begin, end, changed in _sections(plan, total):
+            self._subtract_inits(changed)
+            change = self._change_of(changed, rows)
             for start in range(begin, end, rows):
                 block = change(self._read(start, min(end, start + rows)), start)
-                yield self._put(self._buffers.bytes_of(block), start * plan.columns * self._to.itemsize)
+                yield self._write(self._buffers.bytes_of(block), start * plan.columns * self._to.itemsize)
 
-    def _begin(self, part: ChangedRows | None) -> None:
-        """Take out of a weight what its adapters' starts took; only then is a whole weight in memory."""
-        self._left = None
-        if part is None or not part.starts:
+    def _subtract_inits(self, changed: ChangedRows | None) -> None:
+        """Subtract from a weight what its adapters' inits subtracted; only then is a whole weight in memory."""
+        self._remainder = None
+        if changed is None or not changed.inits:
             return
-        blocks = range(part.start, part.stop, ROWS)
-        left = torch.cat([self._read(row, min(part.stop, row + ROWS)).clone() for row in blocks])
-        for start in part.starts:
-            left = start.taken_from(left)
-        self._left = (part.start, left)
+        blocks = range(changed.start, changed.stop, ROWS)
+        weight = torch.cat([self._read(row, min(changed.stop, row + ROWS)).clone() for row in blocks])
+        for init in changed.inits:
+            weight = init.subtract_from(weight)
+        self._remainder = (changed.start, weight)
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
         plan = self._plan
         if plan.value is not None:
-            return self._held("in", plan.value.view(-1, plan.columns)[start:stop])
+            return self._buffered("in", plan.value.view(-1, plan.columns)[start:stop])
         if plan.source is None or self._from is None:
             raise ValueError(f"{plan.target.name} has no source")
-        if self._left is not None:
-            first, left = self._left
+        if self._remainder is not None:
+            first, weight = self._remainder
             block = self._buffers.tensor("in", self._from, stop - start, plan.columns)
-            return block.copy_(left[start - first : stop - first])
+            return block.copy_(weight[start - first : stop - first])
         if self._decoder is not None:
             return self._decoder.rows(start, stop)
         width = plan.columns * self._from.itemsize
@@ -152,51 +153,51 @@ class TensorWriter:
         read_into(self._source, self._buffers.take("in", (stop - start) * width), plan.source.start + start * width)
         return self._buffers.tensor("in", self._from, stop - start, plan.columns)
 
-    def _change(self, part: ChangedRows | None, rows: int) -> Change:
+    def _change_of(self, changed: ChangedRows | None, rows: int) -> Change:
         """Return what makes the new rows of a block of old ones, given the number of its first row in the tensor."""
-        if part is None:
+        if changed is None:
             return self._cast
-        if part.update is None:
-            value, first = part.value, part.start
+        if changed.update is None:
+            value, first = changed.value, changed.start
             return lambda block, start: self._rounded(_rows_of(value, start - first, len(block)).clone(), start)
-        # Then the sum is kept in float64, and rounded once to the other dtype.
+        # Where the dtype changes, the sum is kept in float64, and rounded once to the other dtype.
         wide = self._from is not self._to or self._decoder is not None
         dtype = torch.float64 if wide else block_dtype(self._from)
-        merger, offset = self._mergers.pop(part.update, None), part.first - part.start
+        merger, offset = self._mergers.pop(changed.update, None), changed.first - changed.start
         if merger is None:
-            merger = RowMerger(part.update, dtype, self._device, rows=rows)
-            if part.update.needs_norms:  # then the part is the whole weight
-                for start in range(part.start, part.stop, rows):
-                    block = self._read(start, min(part.stop, start + rows))
-                    merger.add_norms(self._brought(block, dtype), start + offset)
-        self._parts_left[part.update] -= 1
-        if self._parts_left[part.update]:  # rows of two weights may alternate on disk
-            self._mergers[part.update] = merger
+            merger = RowMerger(changed.update, dtype, self._device, rows=rows)
+            if changed.update.needs_norms:  # then these rows are the whole weight, which is read twice
+                for start in range(changed.start, changed.stop, rows):
+                    block = self._read(start, min(changed.stop, start + rows))
+                    merger.add_norms(self._on_device(block, dtype), start + offset)
+        self._uses_left[changed.update] -= 1
+        if self._uses_left[changed.update]:  # rows of two weights may alternate on disk
+            self._mergers[changed.update] = merger
 
         def merge(block: torch.Tensor, start: int) -> torch.Tensor:
-            there = self._brought(block, dtype)
-            here = self._device.type == "cpu"
-            after = self._buffers.tensor("after", dtype, *there.shape) if here else torch.empty_like(there)
-            merger.merge(there, start + offset, after)
-            self._look_at(after, there, start)
+            before = self._on_device(block, dtype)
+            on_cpu = self._device.type == "cpu"
+            after = self._buffers.tensor("after", dtype, *before.shape) if on_cpu else torch.empty_like(before)
+            merger.merge(before, start + offset, after)
+            self._check_change(after, before, start)
             return self._rounded(after, start) if wide else after.cpu()
 
         return merge
 
-    def _brought(self, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _on_device(self, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the block on the device, in the dtype in which it is summed."""
         if self._device.type != "cpu" or block.dtype is dtype:
             return block.to(self._device, dtype)
-        return self._held("wide", block, dtype)
+        return self._buffered("wide", block, dtype)
 
-    def _held(self, use: str, block: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a copy of a block; on the CPU in memory that the thread has already, as pages are dear."""
+    def _buffered(self, use: str, block: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a copy of a block; on the CPU in a buffer of the thread, because page faults dominate the copy."""
         if block.device.type != "cpu":
             return block.clone()
         return self._buffers.tensor(use, dtype or block.dtype, *block.shape).copy_(block)
 
-    def _look_at(self, after: torch.Tensor, before: torch.Tensor, start: int) -> None:
-        """Refuse what is not finite, and keep the largest change; ``before`` is overwritten."""
+    def _check_change(self, after: torch.Tensor, before: torch.Tensor, start: int) -> None:
+        """Refuse values that are not finite, and keep the largest change; ``before`` is overwritten."""
         if not after.numel():
             return
         low, high = value_range(torch.sub(after, before, out=before))
@@ -204,7 +205,7 @@ class TensorWriter:
         if not largest < float("inf"):
             if not is_finite(after):
                 raise MergeError(self._not_finite(start, len(after)))
-            largest = float(torch.finfo(before.dtype).max)  # two finite numbers further apart than the dtype can say
+            largest = float(torch.finfo(before.dtype).max)  # finite, and their difference overflows
         self.largest = max(self.largest or 0.0, largest)
 
     def _cast(self, block: torch.Tensor, start: int) -> torch.Tensor:
@@ -228,35 +229,35 @@ class TensorWriter:
         return (
             f"{path}: {plan.target.name}: in the rows from {start} to {start + count - 1}, a merged element is "
             f"NaN, infinite or beyond the largest number of {plan.target.dtype} ({largest}); nothing was written. Look "
-            f"at the base and at the adapter's lora_B (training that diverged), or take a wider dtype (bfloat16 in the "
-            f"place of float16)."
+            f"at the base and at the adapter's lora_B (training that diverged), or choose a dtype with a wider range "
+            f"(bfloat16 instead of float16)."
         )
 
 
 def block_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """Return a dtype that is known to torch.
+    """Return a dtype that torch has.
 
     Raises:
-        ValueError: It is not; plans that change such a tensor are refused earlier.
+        ValueError: It is None; plans that change such a tensor are refused earlier.
     """
     if dtype is None:
-        raise ValueError("a dtype that torch does not know cannot be changed")
+        raise ValueError("a tensor of a dtype that torch does not have cannot be changed")
     return dtype
 
 
 def _sections(plan: TensorPlan, total: int) -> Iterator[tuple[int, int, ChangedRows | None]]:
-    """Yield the rows of each part, and between them those that do not change, with None."""
+    """Yield the first row, the row after the last and the change of each section; None where nothing changes."""
     at = 0
-    for part in plan.parts:
-        if at < part.start:
-            yield at, part.start, None
-        yield part.start, part.stop, part
-        at = part.stop
+    for changed in plan.rows:
+        if at < changed.start:
+            yield at, changed.start, None
+        yield changed.start, changed.stop, changed
+        at = changed.stop
     if at < total:
         yield at, total, None
 
 
 def _rows_of(value: torch.Tensor | None, start: int, count: int) -> torch.Tensor:
     if value is None:
-        raise ValueError("a part without an update has a value")
+        raise ValueError("rows without an update have a value")
     return value[start : start + count]

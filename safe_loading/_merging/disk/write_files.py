@@ -2,7 +2,7 @@
 
 Each tensor is one task; a few threads take the tasks in the order of the files. A thread copies what does not change
 by the kernel, and reads, changes and writes the rest block by block. Two more threads wait for the disk: one tells the
-kernel to begin with what was just written, one syncs each file that is whole. So the disk works from the first block
+kernel to begin with what was just written, one syncs each file that is complete. So the disk works from the first block
 on, and the others never wait for it.
 """
 
@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import torch
 
 from safe_loading._checkpoint.copy_bytes import clone, start_writing_back, write_from
+from safe_loading._checkpoint.files import open_regular
+from safe_loading._core.protocols import JsonObject
 from safe_loading._output.stage import Stage
 
 from .output_plan import FilePlan, TensorPlan
@@ -46,41 +48,57 @@ class Written:
     seconds: float = 0.0
 
 
-Facts = dict[str, Written]
+WrittenFile = dict[str, Written]
+"""What is known of the tensors of a file, by their name."""
+
+
+def to_journal(written: WrittenFile) -> JsonObject:
+    """Return what a second call must know of the tensors of a file, as JSON."""
+    return {name: [tensor.sha256, tensor.largest] for name, tensor in written.items()}
+
+
+def from_journal(tensors: JsonObject) -> WrittenFile:
+    """Return what :func:`to_journal` was given, without the times."""
+    return {name: Written(sha256, largest) for name, (sha256, largest) in tensors.items()}
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class WriteJob:
     """How files are written.
 
     Attributes:
-        stage: Where; each file is kept there as soon as it is whole.
+        stage: Where; each file is recorded there as soon as it is complete.
         device: Where blocks are merged.
         threads: How many threads work.
         hashes: Whether the SHA-256 of each tensor is taken on the way.
-        done: Called with each finished file and what is known of its tensors, in any thread.
-        advance: Called with a number of bytes that were written, in any thread.
     """
 
     stage: Stage
     device: torch.device
     threads: int
     hashes: bool
-    done: Callable[[FilePlan, Facts], None]
-    advance: Callable[[int], None]
 
 
-def stream(plans: Sequence[FilePlan], work: Work) -> None:
-    """Write files."""
-    local = threading.local()
+def write_files(plans: Sequence[FilePlan], job: WriteJob, advance: Callable[[int], None]) -> dict[str, WrittenFile]:
+    """Write files.
+
+    Args:
+        plans: The files.
+        job: How they are written.
+        advance: Called with a number of bytes that were written, in any thread.
+
+    Returns:
+        What is known of the tensors of each file.
+    """
+    memory = _ThreadMemory()
     inputs = _Inputs(plans)
     with (
         one_torch_thread(),
         _Disk() as disk,
-        concurrent.futures.ThreadPoolExecutor(work.threads, "merge", torch.set_num_threads, (1,)) as pool,
+        concurrent.futures.ThreadPoolExecutor(job.threads, "merge", torch.set_num_threads, (1,)) as pool,
     ):
-        files = [_File(plan, work, inputs, disk) for plan in plans]
-        tasks = [pool.submit(file.run, tensor, local) for file, tensor in _order(files, work.threads)]
+        files = [_OutputFile(plan, job, advance, inputs, disk) for plan in plans]
+        tasks = [pool.submit(file.run, tensor, memory) for file, tensor in _in_lanes(files, job.threads)]
         try:
             for task in concurrent.futures.as_completed(tasks):
                 task.result()
@@ -91,11 +109,20 @@ def stream(plans: Sequence[FilePlan], work: Work) -> None:
                 task.cancel()
             raise
         finally:
+            # Only now can no thread use a descriptor any more, whose number may be given to another file once closed.
             concurrent.futures.wait(tasks)
             disk.close()
             inputs.close()
             for file in files:
                 file.close()
+    return {file.plan.name: file.written for file in files}
+
+
+class _ThreadMemory(threading.local):
+    """The buffers of each thread, made when it first asks for them."""
+
+    def __init__(self) -> None:
+        self.buffers = Buffers()
 
 
 class _Disk:
@@ -109,7 +136,7 @@ class _Disk:
         self.stop = threading.Event()
         self._hints = concurrent.futures.ThreadPoolExecutor(1, "merge-hints")
         self._syncs = concurrent.futures.ThreadPoolExecutor(1, "merge-syncs")
-        self._wanted: list[concurrent.futures.Future[None]] = []
+        self._pending_syncs: list[concurrent.futures.Future[None]] = []
 
     def __enter__(self) -> _Disk:
         """Return itself."""
@@ -121,15 +148,15 @@ class _Disk:
 
     def begin(self, descriptor: int, at: int, count: int) -> None:
         """Let the kernel begin to write a range; of a file that is synced and closed already, it does nothing."""
-        self._hints.submit(self._unless_stopped, start_writing_back, descriptor, at, count)
+        self._hints.submit(self._unless_stopped, lambda: start_writing_back(descriptor, at, count))
 
     def sync(self, work: Callable[[], None]) -> None:
         """Do something that waits for the disk, after all that was asked for before."""
-        self._wanted.append(self._syncs.submit(self._unless_stopped, work))
+        self._pending_syncs.append(self._syncs.submit(self._unless_stopped, work))
 
     def finish(self) -> None:
         """Wait until everything is on the disk; raises what a thread raised."""
-        for future in self._wanted:
+        for future in self._pending_syncs:
             future.result()
 
     def close(self) -> None:
@@ -137,11 +164,11 @@ class _Disk:
         self._hints.shutdown(cancel_futures=True)
         self._syncs.shutdown(cancel_futures=True)
 
-    def _unless_stopped(self, work: Callable[..., None], *arguments: Any) -> None:
+    def _unless_stopped(self, work: Callable[[], None]) -> None:
         if self.stop.is_set():
             return
         try:
-            work(*arguments)
+            work()
         except BaseException:
             self.stop.set()  # at once, before another thread begins another tensor
             raise
@@ -152,12 +179,12 @@ class _Inputs:
 
     def __init__(self, plans: Iterable[FilePlan]) -> None:
         self._guard = threading.Lock()
-        self._open: dict[Path, int] = {}
-        self._left: dict[Path, int] = {}
+        self._open: dict[Path, BinaryIO] = {}
+        self._uses_left: dict[Path, int] = {}
         for plan in plans:
             for path in (*(tensor.path for tensor in plan.tensors), plan.same_as):
                 if path is not None:
-                    self._left[path] = self._left.get(path, 0) + 1
+                    self._uses_left[path] = self._uses_left.get(path, 0) + 1
 
     @contextmanager
     def opened(self, path: Path | None) -> Iterator[int]:
@@ -166,71 +193,76 @@ class _Inputs:
             yield -1
             return
         with self._guard:
-            descriptor = self._open.get(path, -1)
-            if descriptor < 0:
-                descriptor = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if path not in self._open:
+                self._open[path] = open_regular(path)
+            descriptor = self._open[path].fileno()
         yield descriptor
         with self._guard:
-            self._left[path] -= 1
-            if not self._left[path]:
-                os.close(self._open.pop(path))
+            self._uses_left[path] -= 1
+            if not self._uses_left[path]:
+                self._open.pop(path).close()
 
     def close(self) -> None:
         """Close what an error left open."""
-        for descriptor in self._open.values():
-            os.close(descriptor)
+        for file in self._open.values():
+            file.close()
         self._open.clear()
 
 
-class _File:
-    """One file of the output: opened by the first task, handed to the disk by the last."""
+class _OutputFile:
+    """One file of the output: opened by the first task, handed to the disk by the last.
 
-    def __init__(self, plan: FilePlan, work: Work, inputs: _Inputs, disk: _Disk) -> None:
-        self.plan, self._work, self._inputs, self._disk = plan, work, inputs, disk
-        self._facts: Facts = {}
-        self._left = max(1, len(plan.tensors))
+    Attributes:
+        plan: The file.
+        written: What is known of its tensors, so far.
+    """
+
+    def __init__(
+        self, plan: FilePlan, job: WriteJob, advance: Callable[[int], None], inputs: _Inputs, disk: _Disk
+    ) -> None:
+        self.plan, self._job, self._advance, self._inputs, self._disk = plan, job, advance, inputs, disk
+        self.written: WrittenFile = {}
+        self._tasks_left = max(1, len(plan.tensors))
         self._guard = threading.Lock()
         self._target = -1
         self._cloned = False
 
     def order(self) -> Sequence[TensorPlan | None]:
-        """Return the tensors in the order in which they are begun: the largest first, so that all threads end alike."""
+        """Return the tensors in the order in which they are begun: the largest first, so that no thread ends late."""
         tensors = sorted(self.plan.tensors, key=lambda tensor: -tensor.target.nbytes)
         return tensors or (None,)
 
-    def run(self, tensor: TensorPlan | None, local: Any) -> None:
+    def run(self, tensor: TensorPlan | None, memory: _ThreadMemory) -> None:
         """Write one tensor; None stands for a file without tensors."""
         if self._disk.stop.is_set():
             return
         try:
-            self._write(tensor, local)
+            self._write(tensor, memory)
         except BaseException:
             self._disk.stop.set()
             raise
 
-    def _write(self, tensor: TensorPlan | None, local: Any) -> None:
+    def _write(self, tensor: TensorPlan | None, memory: _ThreadMemory) -> None:
         self._open()
         if tensor is not None:
             with self._inputs.opened(tensor.path) as source:
-                self._facts[tensor.target.name] = self._tensor(tensor, source, local)
+                self.written[tensor.target.name] = self._write_tensor(tensor, source, memory.buffers)
         if self._disk.stop.is_set():
             return
         with self._guard:
-            self._left -= 1
-            last = self._left == 0
+            self._tasks_left -= 1
+            last = self._tasks_left == 0
         if last:
             self._disk.sync(self._keep)
 
-    def _tensor(self, tensor: TensorPlan, source: int, local: Any) -> Written:
-        begin = time.perf_counter()
-        buffers = local.__dict__.setdefault("buffers", Buffers())
-        work = self._work
+    def _write_tensor(self, tensor: TensorPlan, source: int, buffers: Buffers) -> Written:
+        begin, job = time.perf_counter(), self._job
         writer = TensorWriter(
-            tensor, source, self._target, buffers, work.device, hashed=work.hashes, there=self._cloned
+            tensor, source, self._target, buffers, job.device, hashed=job.hashes, in_place=self._cloned
         )
         start = pending = 0
         for place, count in writer.run():
-            work.advance(count)
+            self._advance(count)
             if self._disk.stop.is_set():
                 break
             start, pending = (start, pending + count) if pending else (place, count)
@@ -242,14 +274,13 @@ class _File:
         return Written(writer.sha256, writer.largest, time.perf_counter() - begin)
 
     def _keep(self) -> None:
-        """Sync the file, and write down that it is whole."""
-        tensors = {name: [written.sha256, written.largest] for name, written in self._facts.items()}
-        self._work.stage.record(self.plan.name, self._target, {"bytes": self.plan.nbytes, "tensors": tensors})
+        """Sync the file, and note in the journal that it is complete."""
+        facts = {"bytes": self.plan.nbytes, "tensors": to_journal(self.written)}
+        self._job.stage.record(self.plan.name, self._target, facts)
         self.close()
-        self._work.done(self.plan, self._facts)
 
     def close(self) -> None:
-        """Close the file; only when nobody works on it any more."""
+        """Close the file; only when no thread works on it any more."""
         if self._target >= 0:
             os.close(self._target)
         self._target = -1
@@ -258,19 +289,19 @@ class _File:
         with self._guard:
             if self._target >= 0:
                 return
-            self._target = self._work.stage.create(self.plan.name)
+            self._target = self._job.stage.create(self.plan.name)
             with self._inputs.opened(self.plan.same_as) as source:
                 self._cloned = source >= 0 and clone(source, self._target)
             if not self._cloned:
                 os.ftruncate(self._target, self.plan.nbytes)
-                write_from(self._target, memoryview(self.plan.head), 0)
+                write_from(self._target, memoryview(self.plan.header), 0)
 
 
-def _order(files: Sequence[_File], threads: int) -> list[tuple[_File, TensorPlan | None]]:
-    """Return the tasks so that threads write files of their own: two that write one wait for each other.
+def _in_lanes(files: Sequence[_OutputFile], threads: int) -> list[tuple[_OutputFile, TensorPlan | None]]:
+    """Return the tasks so that threads write different files: two that write one file wait for each other.
 
-    No more than two files are begun at once, whatever the number of threads: what an interrupted call leaves is whole
-    files.
+    No more than two files are begun at once, whatever the number of threads, because a second call goes on with
+    complete files only.
     """
     count = min(threads, 2)
     lanes = [[(file, tensor) for file in files[first::count] for tensor in file.order()] for first in range(count)]
@@ -279,7 +310,7 @@ def _order(files: Sequence[_File], threads: int) -> list[tuple[_File, TensorPlan
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Let torch compute in one thread: what is small costs more to share than to do, and the streams are threads."""
+    """Let torch compute in one thread: blocks are too small to be shared, and whole tensors are what threads share."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

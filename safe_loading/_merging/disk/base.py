@@ -1,0 +1,120 @@
+"""The base of a merge, opened once: its config.json, the headers of its weight files, and its model on meta."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from safe_loading._checkpoint.hub import Resolved
+from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
+from safe_loading._checkpoint.strict_json import read_json_object
+from safe_loading._core.protocols import EngineKwargs, JsonObject
+from safe_loading._loading.base_model import base_config, built_from_config
+from safe_loading._loading.sources import HUB_OPTIONS
+from safe_loading._model.model_config import CONFIG
+from safe_loading.errors import MergeError
+
+from .quantized_base import QuantizedTensor, read_as_plain
+
+# Arguments of from_pretrained that say where files are, and not what model is built.
+_NOT_OF_THE_CONFIG = HUB_OPTIONS | {"variant", "trust_remote_code"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MergeBase:
+    """The base of a merge.
+
+    Attributes:
+        source: What the user wrote.
+        folder: Where it lies.
+        commit: The hub's commit; None for a local folder.
+        kwargs: More arguments of its ``from_pretrained``.
+        config: Its parsed config.json; empty where there is none.
+        checkpoint: Its weight files. Of a quantized base, the plain tensors that its codes stand for.
+        quantized: What those tensors are on disk, by their name.
+        stale_headers: The files whose headers do not describe ``checkpoint``, because tensors of them are quantized or
+            only describe quantized ones.
+    """
+
+    source: str
+    folder: Path
+    commit: str | None
+    kwargs: EngineKwargs
+    config: JsonObject
+    checkpoint: Checkpoint
+    quantized: Mapping[str, QuantizedTensor]
+    stale_headers: frozenset[str]
+
+    @functools.cached_property
+    def model_config(self) -> PreTrainedConfig:
+        """The config as transformers reads it, without the entries that ``kwargs`` change.
+
+        Raises:
+            CheckpointNotFound: There is no config.json.
+            CheckpointError: transformers refuses it.
+            ArgumentError: It needs code that is not trusted.
+        """
+        return base_config(self.folder, self.kwargs, self.config or None)
+
+    @functools.cached_property
+    def _changed_config(self) -> PreTrainedConfig:
+        if self.kwargs.keys() <= _NOT_OF_THE_CONFIG:
+            return self.model_config
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            options = {"trust_remote_code": False, **self.kwargs}
+            config, _ = AutoConfig.from_pretrained(self.folder, return_unused_kwargs=True, **options)
+        return config  # type: ignore[no-any-return]  # a PreTrainedConfig
+
+    def on_meta(self, model_class: Any, *, num_labels: int | None = None) -> PreTrainedModel:
+        """Return the base on meta, in the dtype of its config; its class may raise anything.
+
+        Args:
+            model_class: The auto class or model class.
+            num_labels: The labels of its head; None takes those of the config.
+        """
+        config = copy.deepcopy(self._changed_config)  # the model keeps it, and whoever builds may change it
+        if num_labels is not None:
+            config.num_labels = num_labels
+        trusted = bool(self.kwargs.get("trust_remote_code", False))
+        model = built_from_config(model_class, config, "auto", trust_remote_code=trusted)
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"{type(model).__name__} is not a PreTrainedModel")
+        return model
+
+
+def open_base(found: Resolved, kwargs: EngineKwargs, *, dequantize: bool) -> MergeBase:
+    """Read the config and the headers of a base.
+
+    Args:
+        found: Where it lies.
+        kwargs: More arguments of its ``from_pretrained``.
+        dequantize: Whether a quantized base is taken as the plain one that it stands for; else it is refused.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or (:class:`PickleRefused`) a pickle.
+        MergeError: The base is quantized, and that is refused or not known here.
+    """
+    checkpoint = read_checkpoint(found.folder, variant=kwargs.get("variant"), kind="model")
+    path = found.folder / CONFIG
+    config = read_json_object(path) if path.is_file() else {}
+    quantization = config.get("quantization_config")
+    quantized: Mapping[str, QuantizedTensor] = {}
+    stale_headers: frozenset[str] = frozenset()
+    if quantization:
+        if not dequantize:
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            raise MergeError(
+                f"{path} says that the base is quantized ({method}); adding to its codes would be wrong. Merge into "
+                f"the base that it was made from, and quantize the result; or pass dequantize=True, which writes a "
+                f"plain one."
+            )
+        checkpoint, quantized, stale_headers = read_as_plain(checkpoint, config)
+    return MergeBase(found.source, found.folder, found.commit, kwargs, config, checkpoint, quantized, stale_headers)

@@ -1,0 +1,293 @@
+"""The model of the output on meta: the base's with the head and the vocabulary of the adapters, and its config.
+
+Whether a base of the output's config would find every tensor is checked here too, before a byte is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from safe_loading._checkpoint.header import TensorInfo
+from safe_loading._core.names import without_peft_prefix
+from safe_loading._core.protocols import JsonObject
+from safe_loading._core.report import Finding
+from safe_loading._loading.attach import Adapter
+from safe_loading._loading.base_model import auto_class_for, check_fit
+from safe_loading._loading.key_names import canonical_key
+from safe_loading._model.embeddings_and_head import embeddings_and_head_of
+from safe_loading._model.layout.layout import CheckpointLayout, read_layout
+from safe_loading._model.model_config import CONFIG
+from safe_loading.errors import MergeError
+
+from .base import MergeBase
+from .changes import FLOATS, NAMES, Changes
+from .collect_edits import names_of
+
+_CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
+_REPLACING_LEVELS = re.compile(r"\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module)(?=\.)")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OutputModel:
+    """The model of the output, on meta.
+
+    Attributes:
+        model: The model. Adapters are attached to it later.
+        layout: Where its parameters lie in the base's checkpoint.
+        num_labels: The labels of its head, where the caller or an adapter says how many.
+        resized: The weights of which the adapters' vocabulary has other rows than the base's, and how many.
+        ties: All names of each parameter, by each of them.
+    """
+
+    model: PreTrainedModel
+    layout: CheckpointLayout
+    num_labels: int | None
+    resized: Mapping[str, int]
+    ties: Mapping[str, tuple[str, ...]]
+
+
+def build_output_model(base: MergeBase, adapters: Sequence[Adapter]) -> OutputModel:
+    """Build the base on meta as the adapters need it, and check that its checkpoint fits.
+
+    Raises:
+        CheckpointError: The base does not fit its own config.
+        MergeError: The base cannot be built on meta.
+    """
+    model_class = auto_class_for(adapters[0].facts, base.model_config)
+    model, num_labels = _with_head(base, model_class, adapters)
+    layout = read_layout(model, base.checkpoint.tensors)
+    check_fit(model, base.checkpoint, adapters, layout)
+    resized = {}
+    rows = _vocabulary_of(adapters, model)
+    if rows is not None:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters(remove_duplicate=False)}
+        resized = {name: rows for name, whole in layout.of.items() if shapes.get(name, whole.shape) != whole.shape}
+    ties = {name: aliases for aliases in names_of(model).values() for name in aliases}
+    return OutputModel(model, layout, num_labels, resized, ties)
+
+
+def _with_head(base: MergeBase, model_class: Any, adapters: Sequence[Adapter]) -> tuple[PreTrainedModel, int | None]:
+    """Return the base on meta, with a head of the size that the adapters bring, and the number of labels if told."""
+    try:
+        model = base.on_meta(model_class)
+    except Exception as error:  # the class of the model, or code of its repository
+        raise MergeError(
+            f"{base.folder / CONFIG}: transformers cannot build this model on meta, so the names of its tensors cannot "
+            f"be told ({type(error).__name__}: {error}); it may need remote code (base_kwargs={{'trust_remote_code': "
+            f"True}}), or another version. Load it, merge it with merge_lora_inplace and save it."
+        ) from error
+    if "num_labels" in base.kwargs:
+        return model, base.kwargs["num_labels"]
+    labels = getattr(model.config, "num_labels", None)
+    if labels is None or not any(adapter.config.task_type in _CLASSIFIERS for adapter in adapters):
+        return model, None
+    # Which parameters depend on the number of labels is seen from a second model, and not guessed from names.
+    other = base.on_meta(model_class, num_labels=labels + 1)
+    shapes = {name: tensor.shape for name, tensor in other.named_parameters()}
+    heads = [name for name, tensor in model.named_parameters() if shapes[name] != tensor.shape]
+    sizes = {shape[0] for name in heads for shape in _shapes_in_adapters(name, adapters)}
+    if len(sizes) != 1 or sizes == {labels}:
+        return model, None
+    size = sizes.pop()
+    return base.on_meta(model_class, num_labels=size), size
+
+
+def _vocabulary_of(adapters: Sequence[Adapter], model: PreTrainedModel) -> int | None:
+    """Return the rows of the adapters' embeddings when the model has another number of them."""
+    names = names_of(model)
+    for weight in embeddings_and_head_of(model).weights:
+        if weight is None:
+            continue
+        for name in names.get(id(weight), ()):
+            for shape in _shapes_in_adapters(name, adapters):
+                if len(shape) == weight.dim() and shape[1:] == weight.shape[1:] and shape[0] != weight.shape[0]:
+                    return int(shape[0])
+    return None
+
+
+def _shapes_in_adapters(parameter: str, adapters: Sequence[Adapter]) -> Iterator[torch.Size]:
+    """Yield the shapes of the tensors with which adapter files replace a parameter of the base."""
+    for adapter in adapters:
+        for key, tensor in adapter.tensors.items():
+            if _REPLACING_LEVELS.sub("", without_peft_prefix(canonical_key(key))) == parameter:
+                yield tensor.shape
+
+
+def adapt_config(changes: Changes, output: OutputModel, base: MergeBase) -> None:
+    """Bring config and tensors of the output in line, and note as problems what its class would not find.
+
+    Args:
+        changes: What changes; its config, dropped and added tensors, findings and problems are added to.
+        output: The model of the output.
+        base: The base.
+    """
+    config = output.model.config
+    if output.resized:
+        text = config.get_text_config()
+        key = next((name for name, value in vars(config).items() if value is text), None)
+        changes.config[f"{key}.vocab_size" if key else "vocab_size"] = max(output.resized.values())
+        changes.problems += _not_resized(changes, output)
+    architecture = type(output.model).__name__
+    if any(source is None for source in changes.added.values()):  # a head for another task
+        changes.config["architectures"] = [architecture]
+        if output.num_labels is not None:
+            labels = range(int(output.num_labels))
+            changes.config["id2label"] = {str(number): f"LABEL_{number}" for number in labels}
+            changes.config["label2id"] = {f"LABEL_{number}": number for number in labels}
+        changes.dropped |= _no_longer_known(base, output.layout)
+    if changes.dropped:
+        names = sorted(changes.dropped)
+        changes.findings.append(
+            Finding(
+                "tensors-left-behind",
+                "info",
+                ", ".join(names[:4]),
+                f"{len(names)} tensor(s) of the base are no part of a {architecture}, which the adapter makes of it.",
+                "none.",
+                sum(base.checkpoint.tensors[name].nbytes for name in names),
+            )
+        )
+    if changes.config and not changes.problems:
+        changes.problems += _not_found(changes, output, base)
+    if base.quantized:
+        changes.config["quantization_config"] = None
+
+
+def _not_resized(changes: Changes, output: OutputModel) -> list[str]:
+    """Return the weights whose new rows neither the base nor an adapter has."""
+    of = output.layout.of
+    return [
+        f"{name}: the adapter's vocabulary has {rows} rows and the base's {of[name].shape[0]}, and the adapter does "
+        f"not hold this weight, whose new rows were made when it was trained. Save the adapter with this module in "
+        f"modules_to_save; or save the base with the new vocabulary, and merge into that"
+        for name, rows in output.resized.items()
+        if of[name].pieces[0].tensor not in changes.values
+    ]
+
+
+def _no_longer_known(base: MergeBase, layout: CheckpointLayout) -> set[str]:
+    """Return the tensors that the base's own class knows and the output's does not (the head for another task)."""
+    tensors = base.checkpoint.tensors
+    for name in base.config.get("architectures") or ():
+        # A class may be missing from transformers, or refuse anything on meta.
+        with contextlib.suppress(Exception):
+            model = base.on_meta(getattr(transformers, str(name), None))
+            return (tensors.keys() - set(read_layout(model, tensors).unknown)) & set(layout.unknown)
+    return set()
+
+
+def _not_found(changes: Changes, output: OutputModel, base: MergeBase) -> list[str]:
+    """Build the output's model on meta from its config, and return what it would not find in the output's tensors.
+
+    Other parameters that the base ties besides those that were untied (the biases of a BERT's head) are tied no more,
+    either: each such name gets a tensor of its own.
+    """
+    model_class = type(output.model)
+    try:
+        # From a file, as it will be read: transformers writes infinity as an object, which from_dict() leaves as it is.
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / CONFIG).write_bytes(config_bytes(base.config, changes.config))
+            config = type(output.model.config).from_pretrained(folder)
+        with torch.device("meta"):
+            model = model_class(config)
+    except Exception as error:  # a class may refuse anything about its config
+        return [f"config.json of the output would make no {model_class.__name__}: {error}"]
+    tensors = {n: info for n, info in base.checkpoint.tensors.items() if n not in changes.dropped}
+    for name, source in changes.added.items():
+        if source is not None:
+            tensors[name] = tensors[source]
+    for name, value in changes.values.items():
+        tensors[name] = TensorInfo(name, NAMES[value.dtype], tuple(value.shape), 0, value.nbytes)
+    layout, state = read_layout(model, tensors), model.state_dict()
+    aliases_of = {name: aliases for aliases in names_of(model).values() for name in aliases}
+    problems = [f"{name}: {why}" for name, why in layout.opaque.items() if name in state and "the checkpoint" in why]
+    for name in state:
+        if any(alias in layout.of or alias in layout.opaque for alias in aliases_of.get(name, (name,))):
+            continue
+        source = _one_tensor_of(output.ties.get(name, ()), output.layout)
+        if source is None:
+            problems.append(f"{name}: neither the base nor the adapter has it, so it would start at random")
+            continue
+        changes.added[name] = source
+        if source in changes.merges:
+            changes.merges[name] = changes.merges[source]
+        if source in changes.values:
+            changes.values[name] = changes.values[source]
+    return problems
+
+
+def _one_tensor_of(names: Iterable[str], layout: CheckpointLayout) -> str | None:
+    """Return the tensor on disk that holds all of a parameter under one of its names."""
+    for whole in (layout.of[name] for name in names if name in layout.of):
+        if len(whole.pieces) == 1 and whole.pieces[0].size == whole.shape:
+            return whole.pieces[0].tensor
+    return None
+
+
+def cast_dtypes(changes: Changes, output: OutputModel, base: MergeBase, dtype: torch.dtype) -> dict[str, str]:
+    """Return the new dtype of each tensor that gets another one, and write it into the config.
+
+    What transformers would keep in float32 for this class is left as it is.
+    """
+    plan: Mapping[str, torch.dtype] = output.model._get_dtype_plan(dtype)
+    kept = {
+        block.tensor
+        for name, whole in output.layout.of.items()
+        if any(re.search(pattern.replace("*", r"\d+"), name) for pattern in plan)
+        for block in whole.pieces
+    }
+    changes.config["dtype"] = str(dtype).removeprefix("torch.")
+    dtypes = {name: info.dtype for name, info in base.checkpoint.tensors.items()}
+    dtypes |= {name: dtypes[source] for name, source in changes.added.items() if source is not None}
+    dtypes |= {name: NAMES[value.dtype] for name, value in changes.values.items()}
+    return {name: NAMES[dtype] for name, before in dtypes.items() if name not in kept and before in FLOATS}
+
+
+def new_config(config: JsonObject, changed: Mapping[str, object]) -> JsonObject:
+    """Return a config with some entries changed.
+
+    Args:
+        config: The config, which is not changed itself.
+        changed: The new values. A dotted key is that of a nested config; None takes an entry out. ``dtype`` and
+            ``tie_word_embeddings`` are changed in each nested config that has them, too.
+    """
+    document = copy.deepcopy(config)
+    configs = [document, *(part for part in document.values() if isinstance(part, dict))]
+    for name, value in changed.items():
+        if name == "dtype":
+            for each, key in ((each, key) for each in configs for key in ("dtype", "torch_dtype") if key in each):
+                each[key] = value
+            if "torch_dtype" not in document:
+                document["dtype"] = value
+            continue
+        if name == "tie_word_embeddings":
+            for each in configs:
+                if name in each:
+                    each[name] = value
+        if value is None:
+            document.pop(name, None)
+            continue
+        *outer, last = name.split(".")
+        nested = document
+        for key in outer:
+            nested = nested.setdefault(key, {})
+        nested[last] = value
+    return document
+
+
+def config_bytes(config: JsonObject, changed: Mapping[str, object]) -> bytes:
+    """Return the text of a config.json with some entries changed, as :func:`new_config` changes them."""
+    return json.dumps(new_config(config, changed), indent=2, ensure_ascii=False).encode() + b"\n"
