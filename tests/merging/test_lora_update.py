@@ -129,7 +129,7 @@ def test_rounding_at_and_around_every_tie(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_road_of_other_devices_rounds_the_same(dtype: torch.dtype) -> None:
+def test_other_devices_round_the_same(dtype: torch.dtype) -> None:
     numbers = torch.arange(0, 0x7BFF, 3, dtype=torch.int16).view(dtype).double()
     middle = (numbers[:-1] + numbers[1:]) / 2
     values = torch.cat([middle, middle * (1 + 2**-45), -middle * (1 - 2**-45), -numbers])
