@@ -79,15 +79,15 @@ class CheckpointReport(Verdict):
 def check_checkpoint(path: str | os.PathLike[str], *, values: bool = False) -> CheckpointReport:
     """Check that a checkpoint is whole and safe to load, from headers and configs alone.
 
-    No tensor byte is read and torch is not imported, so that a folder of any size takes a fraction of a second.
+    No tensor is read and torch is not imported, so a folder of any size takes a fraction of a second.
 
     Args:
         path: The folder of a model or of an adapter, or one ``.safetensors`` file.
-        values: Whether to read every tensor too, once, through 4 MiB of memory: for NaN and infinity, and, where
-            :func:`merge_lora_checkpoint` left its ``merge_report.json``, for other bytes than it wrote.
+        values: Whether to read every tensor as well, once, through 4 MiB of memory, to find NaN and infinity, and,
+            if there is a ``merge_report.json`` of :func:`merge_lora_checkpoint`, bytes that differ from what it wrote.
 
     Returns:
-        The report. A bad checkpoint raises nothing; its faults are findings of severity ``"error"``.
+        The report. A bad checkpoint does not raise; its faults are findings of severity ``"error"``.
 
     Raises:
         CheckpointNotFound: There is nothing at ``path``.

@@ -1,4 +1,4 @@
-"""``load_adapter_on_rank``: one more adapter, or another one in an adapter's place, with the same guarantees."""
+"""``load_adapter_on_rank``: load one more adapter into a model, or replace one, with the same guarantees."""
 
 from __future__ import annotations
 
@@ -51,18 +51,19 @@ def load_adapter_on_rank(
     Args:
         model: A model with adapters, on one device.
         adapter: A folder or hub id.
-        adapter_name: The name that it gets; with ``hotswap`` the name of the adapter whose place it takes.
-        device: None takes the device that the model is on, which is the only one accepted.
+        adapter_name: The name that it gets; with ``hotswap`` the name of the adapter that it replaces.
+        device: The device that the model is on, which is the only one accepted. None takes it from the model.
         adapter_dtype: Dtype of the adapter; None leaves each tensor exactly as it is on disk.
         is_trainable: Whether its parameters require grad. False puts the whole model in eval mode, as peft's
             ``load_adapter`` does.
         hotswap: Whether the adapter's values overwrite those of the adapter ``adapter_name`` in place. Tensors,
-            compiled graphs and optimizers stay; rank may shrink, targets may not change (peft ``hotswap_adapter``).
+            compiled graphs and optimizers stay valid; the rank may be smaller, the targets must be the same (peft
+            ``hotswap_adapter``).
         adapter_revision: Branch, tag or commit of an adapter on the hub.
         adapter_subfolder: Folder inside the adapter's repository.
         strict: As for :func:`load_peft_on_rank`; a hot swap is always strict.
         allow_pickle: Whether a ``.bin`` adapter may be read, with ``weights_only=True``.
-        ranks: Who loads together, as for :func:`load_peft_on_rank`.
+        ranks: Which ranks load together, as for :func:`load_peft_on_rank`.
         timeout: Longest wait for the other ranks, in seconds.
         hub_kwargs: ``token``, ``cache_dir`` and ``local_files_only`` for an adapter on the hub.
 
@@ -72,7 +73,7 @@ def load_adapter_on_rank(
     Raises:
         AdapterExists: The name is taken, and ``hotswap`` is False.
         AdapterError: The adapter does not fit; the model is unchanged.
-        CheckpointError: The adapter is not whole or not safe.
+        CheckpointError: The adapter is incomplete, damaged or not safe to read.
         DeviceError: The model is not on one device, or not on ``device``.
         RankError: Another rank failed, or the ranks read different files.
     """

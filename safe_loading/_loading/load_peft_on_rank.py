@@ -58,47 +58,46 @@ def load_peft_on_rank(
 ) -> PeftModel:
     """Load a base model and its adapter(s) onto this rank's device, and onto no other.
 
-    Adapter tensors keep the dtype that they have on disk, whatever the base's is. Nothing is drawn from the global
-    random generators. Everything that headers and configs can tell is checked before the base is loaded, and when
-    ``torch.distributed`` is initialized all ranks load or all ranks raise. The :class:`LoadReport` is the model's
-    attribute ``load_report`` and is logged at level INFO to the logger ``safe_loading``.
+    Adapter tensors keep their dtype on disk, whatever the base's dtype is. No number is drawn from the global random
+    generators. Everything that can be checked from headers and configs is checked before the base is loaded. When
+    ``torch.distributed`` is initialized, either all ranks load or all ranks raise. The :class:`LoadReport` is the
+    model's attribute ``load_report``, and is logged at level INFO to the logger ``safe_loading``.
 
     Args:
         adapter: A folder or hub id of an adapter, or ``{name: adapter}`` for several on one base.
-        base_model: A folder, a hub id, or a model that is already loaded (moved to ``device`` if it is on the CPU).
+        base_model: A folder, a hub id, or a model that is loaded already (moved to ``device`` if it is on the CPU).
             None takes ``base_model_name_or_path`` of the (first) adapter's config.
         device: Where everything goes: a device, its name, or an index of the accelerator. None, or an accelerator
             without an index, takes :func:`device_for_rank`.
-        dtype: Dtype of the base; "auto" leaves it as the checkpoint has it.
+        dtype: Dtype of the base; "auto" leaves it as it is in the checkpoint.
         adapter_dtype: Dtype of the adapter; None leaves each tensor exactly as it is on disk.
-        is_trainable: Whether the active adapter's parameters require grad (nothing of the base does). A base that
-            was passed keeps its train or eval mode then.
+        is_trainable: Whether the active adapter's parameters require grad (those of the base never do). A model that
+            was passed as the base keeps its train or eval mode then.
         auto_class: The class whose ``from_pretrained`` loads the base. None takes it from the adapter's task type.
-        active: The name of the adapter to be active. None takes the first.
+        active: The name of the adapter that is active afterwards. None takes the first.
         adapter_revision: Branch, tag or commit of adapters on the hub; never used for the base.
         adapter_subfolder: Folder inside the adapter's repository; never used for the base.
-        base_revision: Branch, tag or commit of the base. None takes the one in the adapter's config, when the base
-            is the one that it names.
+        base_revision: Branch, tag or commit of the base. None takes the one in the adapter's config if the base is
+            the one that the config names.
         base_subfolder: Folder inside the base's repository.
-        strict: Whether an adapter that does not fit is refused. With False what does not fit becomes a finding of the
-            report and one warning, and the rest is loaded.
+        strict: Whether an adapter that does not fit is refused. With False, what does not fit becomes a finding of
+            the report and part of one warning, and the rest is loaded.
         allow_pickle: Whether an adapter saved as ``.bin`` may be read, with ``weights_only=True``.
-        ranks: Who loads together: "all" ranks of the default process group, a list of global ranks, or "self" for
+        ranks: Which ranks load together: "all" of the default process group, a list of global ranks, or "self" for
             this one alone, without any communication.
         timeout: Longest wait for the other ranks, in seconds.
-        base_kwargs: More arguments of the base's ``from_pretrained``, as ``attn_implementation``,
-            ``quantization_config``, ``trust_remote_code``. ``token``, ``cache_dir`` and ``local_files_only`` are used
-            for the adapters too.
+        base_kwargs: More arguments of the base's ``from_pretrained``, such as ``attn_implementation``,
+            ``quantization_config`` or ``trust_remote_code``. ``token``, ``cache_dir`` and ``local_files_only`` are
+            used for the adapters too.
 
     Returns:
-        The model, in eval mode (the adapter in train mode with ``is_trainable``), of the class that peft has for the
-        task.
+        The model, of peft's class for the task, in eval mode (with ``is_trainable`` the adapter is in train mode).
 
     Raises:
         AdapterError: An adapter does not fit; every reason is listed, and a model that was passed is unchanged.
-        CheckpointError: A folder or file is not whole or not safe (:class:`CheckpointNotFound`,
+        CheckpointError: A folder or file is incomplete, damaged or not safe to read (:class:`CheckpointNotFound`,
             :class:`PickleRefused`).
-        DeviceError: No device for this rank, or something landed on another one.
+        DeviceError: There is no device for this rank, or something landed on another one.
         RankError: Another rank failed, or the ranks read different files.
         ArgumentError: Arguments contradict each other.
     """

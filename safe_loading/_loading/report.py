@@ -1,4 +1,4 @@
-"""What a load did: which bytes went where, in which dtype, in what time, and what is worth knowing about it."""
+"""The report of a load: which bytes went where, in which dtype and time, and what is worth knowing about it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _HEADER = ("what", "source", "device", "dtypes", "tensors", "size", "seconds")
 
 @dataclasses.dataclass(frozen=True)
 class LoadedPart:
-    """The base model or one adapter, as it lies on its device.
+    """The base model or one adapter on its device.
 
     Attributes:
         name: ``"base"`` or the adapter's name.
-        source: The folder or hub id that it came from; the class name for a model that the caller gave.
+        source: The folder or hub id that it came from; the class name of a model that the caller passed.
         commit: The hub's commit; None for a local folder.
-        device: Where it lies.
-        dtypes: Number of tensors per dtype.
-        tensors: Number of tensors.
+        device: The device.
+        dtypes: The number of tensors of each dtype.
+        tensors: The number of tensors.
         bytes: Their size in bytes.
-        seconds: The time that loading it took.
-        renamed: ``{key on disk: key used}`` for keys that another wrapper had saved.
+        seconds: The time it took to load.
+        renamed: ``{key on disk: key used}`` for keys that were saved through a wrapper.
     """
 
     name: str
@@ -42,9 +42,9 @@ class LoadReport(Verdict):
     """What :func:`load_peft_on_rank` or :func:`load_adapter_on_rank` did.
 
     Attributes:
-        rank: The rank among those that loaded together.
-        ranks: How many loaded together.
-        device: The one device that everything landed on.
+        rank: The position of this rank among those that loaded together.
+        ranks: How many ranks loaded together.
+        device: The one device that everything is on.
         parts: The base model first (not for a later adapter), then the adapters.
         findings: What is worth knowing; with ``strict=False`` also what would have been an error.
     """
@@ -57,7 +57,7 @@ class LoadReport(Verdict):
 
     @property
     def bytes(self) -> int:
-        """The bytes that lie on the device because of this load."""
+        """The bytes on the device because of this load."""
         return sum(part.bytes for part in self.parts)
 
     def _tables(self) -> list[Table]:

@@ -1,4 +1,9 @@
-"""Are the bytes of every shard those of its source? Read again from the folder; hashed on both ends of a scatter."""
+"""``verify="bytes"``: the bytes of every shard, compared with the folder by a second read, with rank 0 by hashes.
+
+``verify="structure"`` relies on the plan: every byte of a shard was assigned to one read or one message. What the plan
+cannot show is a byte that the disk, the network, a collective or the memory changed on the way. Only this shows it, so
+it is worth a second read where a machine is suspected, and too slow to be the default.
+"""
 
 from __future__ import annotations
 
