@@ -14,10 +14,13 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from torchrun import SHARED
+
+if TYPE_CHECKING:
+    from models import Made
 
 TESTS = Path(__file__).resolve().parent
 SIMULATED_DEVICES = TESTS / "simulated_devices"
@@ -59,6 +62,14 @@ def tiny_adapter(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> 
     from models import save_adapter
 
     return save_adapter(tmp_path_factory.mktemp("tiny_adapter"), tiny_llama)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Tiny bases and adapters of any kind, each made once. Do not write to them."""
+    from models import Made
+
+    return Made(tmp_path_factory.mktemp("made"))
 
 
 class ScriptFailed(AssertionError):

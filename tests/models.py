@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,27 @@ def save_adapter(
     }
     save_file(tensors, file, metadata={"format": "pt"})
     return Path(folder)
+
+
+class Made:
+    """What `save_llama` and `save_adapter` save, made once for the same arguments; the fixture ``made`` in a test.
+
+    Do not write to a folder that this returns: copy it first, or let ``faults.adapters.edited`` do so.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folders: dict[str, Path] = {}
+
+    def llama(self, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+        """The folder of `save_llama`."""
+        return self._once(f"llama {dtype} {config}", lambda folder: save_llama(folder, dtype, **config))
+
+    def adapter(self, base: Path, **options: Any) -> Path:
+        """The folder of `save_adapter`."""
+        return self._once(f"adapter {base} {options}", lambda folder: save_adapter(folder, base, **options))
+
+    def _once(self, key: str, save: Callable[[Path], Path]) -> Path:
+        if key not in self._folders:
+            self._folders[key] = save(self._root / str(len(self._folders)))
+        return self._folders[key]

@@ -1,4 +1,8 @@
-"""Builders of bad adapters: a good one is copied, and one thing about it is changed."""
+"""Builders of bad adapters: a good one is copied, and one thing about it is changed.
+
+A case is ``edited(adapter, tmp_path / "bad", tensors=CHANGE, config=CHANGE)``. The functions below it make changes of
+tensors; a change of the config is a function of the parsed JSON, such as ``lambda c: c.update(r=16)``.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,14 @@ def edited(
     tensors: Callable[[Tensors], Tensors | None] | None = None,
     config: Callable[[dict[str, Any]], None] | None = None,
 ) -> Path:
-    """Copy `adapter` to `target` and let the functions change its tensors and its config."""
+    """Copy `adapter` to `target`, let the functions change its tensors and its config, and return `target`.
+
+    A function changes what it gets in place, or returns other tensors.
+    """
     shutil.copytree(adapter, target)
     if tensors is not None:
-        held = {key: value.clone() for key, value in load_file(target / WEIGHTS).items()}
-        save_file(tensors(held) or held, target / WEIGHTS, metadata={"format": "pt"})
+        changed = {key: value.clone() for key, value in load_file(target / WEIGHTS).items()}
+        save_file(tensors(changed) or changed, target / WEIGHTS, metadata={"format": "pt"})
     if config is not None:
         content = json.loads((target / CONFIG).read_text())
         config(content)
@@ -53,6 +60,17 @@ def filled(part: str, value: float) -> Callable[[Tensors], None]:
                 tensor.fill_(value)
 
     return fill
+
+
+def transposed(part: str) -> Callable[[Tensors], None]:
+    """Transpose every tensor whose key contains `part`."""
+
+    def transpose(tensors: Tensors) -> None:
+        for key in tensors:
+            if part in key:
+                tensors[key] = tensors[key].T.contiguous()
+
+    return transpose
 
 
 def as_pickle(adapter: Path, target: Path) -> Path:

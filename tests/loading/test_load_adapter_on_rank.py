@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from faults import adapters as faults
+from loaded_models import TOKENS, adapter_tensors, logits, state, two_steps
 from models import save_adapter, save_llama
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_load_peft_on_rank import TOKENS, adapter_tensors, logits, state, transpose, two_steps
 from transformers import AutoModelForCausalLM
 
 from safe_loading import (
@@ -66,7 +66,7 @@ def test_a_taken_name_is_refused(model: PeftModel, other: Path) -> None:
 
 
 def test_a_fault_leaves_the_model_as_it_was(tmp_path: Path, model: PeftModel, other: Path) -> None:
-    bad = faults.edited(other, tmp_path / "bad", tensors=transpose)
+    bad = faults.edited(other, tmp_path / "bad", tensors=faults.transposed("layers.0.self_attn.q_proj.lora_A"))
     before, expected = state(model), logits(model)
     scalings = [dict(m.scaling) for m in model.modules() if hasattr(m, "scaling") and isinstance(m.scaling, dict)]
     with pytest.raises(AdapterError, match="q_proj"):

@@ -75,7 +75,7 @@ SCRIPT = """
     exchange.host_identity = lambda: f"node-{rank}"
     report({"copies differ": tried(lambda: load_peft_on_rank(other if rank == 1 else adapter, base))})
     report({"copies equal": tried(lambda: load_peft_on_rank(adapter, base))})
-    report({"one late": tried(lambda: load_peft_on_rank(adapter, base, timeout=3)) if rank != 2 else {}})
+    report({"one late": tried(lambda: load_peft_on_rank(adapter, base, timeout=1)) if rank != 2 else {}})
     dist.barrier()
     dist.destroy_process_group()
 """

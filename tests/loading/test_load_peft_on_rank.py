@@ -16,7 +16,8 @@ import torch
 import transformers
 from faults import adapters as faults
 from faults.folders import CONTENTS
-from models import KINDS, save_adapter, save_llama
+from loaded_models import TOKENS, adapter_tensors, logits, state, two_steps
+from models import KINDS, Made, save_adapter, save_llama
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from tiny_models import saved
@@ -38,49 +39,14 @@ from safe_loading._loading import adapter_values as values
 from safe_loading._loading import load as steps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TOKENS = torch.arange(1, 25).reshape(2, 12)
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=TOKENS).logits
-
-
-def two_steps(adapter: Path, base: Path, **options: Any) -> PeftModel:
-    """The plain road, without peft's cast of the adapter to float32."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return PeftModel.from_pretrained(
-            AutoModelForCausalLM.from_pretrained(base), adapter, autocast_adapter_dtype=False, **options
-        )
-
-
-def adapter_tensors(model: PeftModel, name: str = "default") -> dict[str, torch.Tensor]:
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return {key.replace(f".{name}", ""): tensor for key, tensor in tensors if ".lora_" in key and f".{name}" in key}
-
-
-def state(model: torch.nn.Module) -> dict[str, Any]:
-    """Everything that a refused call must not change: tree, classes, flags, storage and bits."""
-    modules = {path: (id(m), type(m), m.training, sorted(vars(m))) for path, m in model.named_modules()}
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {
-        "modules": modules,
-        "tensors": {key: (id(t), t.data_ptr(), t.dtype, t.device, t.requires_grad) for key, t in tensors},
-        "hooks": sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()),
-        "config": json.dumps(model.config.to_dict(), default=str, sort_keys=True),
-    }
 
 
 # ---------------------------------------------------------------------------------------------------- exactness
 
 
 @pytest.mark.parametrize(("on_disk", "base_dtype"), list(itertools.product(DTYPES, DTYPES)))
-def test_the_adapter_keeps_every_bit_and_its_dtype(
-    tmp_path: Path, on_disk: torch.dtype, base_dtype: torch.dtype
-) -> None:
-    base = save_llama(tmp_path / "base", base_dtype)
-    adapter = save_adapter(tmp_path / "adapter", base, dtype=on_disk)
+def test_the_adapter_keeps_every_bit_and_its_dtype(made: Made, on_disk: torch.dtype, base_dtype: torch.dtype) -> None:
+    base, adapter = made.llama(base_dtype), made.adapter(made.llama(), dtype=on_disk)
     model = load_peft_on_rank(adapter, base)
     on_file = load_file(adapter / faults.WEIGHTS)
     loaded = adapter_tensors(model)
@@ -92,17 +58,15 @@ def test_the_adapter_keeps_every_bit_and_its_dtype(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_equal_the_plain_two_steps(tmp_path: Path, dtype: torch.dtype) -> None:
-    base = save_llama(tmp_path / "base", dtype)
-    adapter = save_adapter(tmp_path / "adapter", base, dtype=dtype)
+def test_logits_equal_the_plain_two_steps(made: Made, dtype: torch.dtype) -> None:
+    base, adapter = made.llama(dtype), made.adapter(made.llama(), dtype=dtype)
     ours = load_peft_on_rank(adapter, base)
     assert torch.equal(logits(ours), logits(two_steps(adapter, base)))
     assert not torch.equal(logits(ours), logits(AutoModelForCausalLM.from_pretrained(base)))
 
 
-def test_an_adapter_of_float32_on_bfloat16_equals_the_plain_road_too(tmp_path: Path) -> None:
-    base = save_llama(tmp_path / "base", torch.bfloat16)
-    adapter = save_adapter(tmp_path / "adapter", base, dtype=torch.float32)
+def test_an_adapter_of_float32_on_bfloat16_equals_the_plain_road_too(made: Made) -> None:
+    base, adapter = made.llama(torch.bfloat16), made.adapter(made.llama(), dtype=torch.float32)
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     assert torch.equal(logits(load_peft_on_rank(adapter, base)), logits(plain))
 
@@ -150,9 +114,9 @@ def test_saving_over_the_adapter_does_not_change_the_model(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_gives_the_logits_of_the_plain_road(tmp_path: Path, kind: str) -> None:
-    base = save_llama(tmp_path / "base", attention_bias=kind == "trained bias")
-    adapter = save_adapter(tmp_path / "adapter", base, **KINDS[kind])
+def test_every_kind_gives_the_logits_of_the_plain_road(made: Made, kind: str) -> None:
+    base = made.llama(attention_bias=True) if kind == "trained bias" else made.llama()
+    adapter = made.adapter(base, **KINDS[kind])
     ours, plain = load_peft_on_rank(adapter, base), two_steps(adapter, base)
     assert torch.equal(logits(ours), logits(plain))
     assert ours.state_dict().keys() == plain.state_dict().keys()
@@ -162,9 +126,9 @@ def test_every_kind_gives_the_logits_of_the_plain_road(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize("kind", ["modules to save", "embedding", "embedding and head saved", "trainable tokens"])
-def test_tied_heads_stay_tied(tmp_path: Path, kind: str) -> None:
-    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
-    adapter = save_adapter(tmp_path / "adapter", base, **KINDS[kind])
+def test_tied_heads_stay_tied(made: Made, kind: str) -> None:
+    base = made.llama(tie_word_embeddings=True)
+    adapter = made.adapter(base, **KINDS[kind])
     ours, plain = load_peft_on_rank(adapter, base), two_steps(adapter, base)
     assert torch.equal(logits(ours), logits(plain))
     model = ours.get_base_model()
@@ -174,8 +138,8 @@ def test_tied_heads_stay_tied(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["embedding", "embedding and head saved"])
-def test_adapters_tied_to_one_another_stay_tied(tmp_path: Path, kind: str) -> None:
-    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
+def test_adapters_tied_to_one_another_stay_tied(made: Made, tmp_path: Path, kind: str) -> None:
+    base = made.llama(tie_word_embeddings=True)
     config = {"modules_to_save": ["embed_tokens"]} if "saved" in kind else {"target_modules": ["embed_tokens"]}
     adapter = save_adapter(tmp_path / "adapter", base, ensure_weight_tying=True, **config)
     ours, plain = load_peft_on_rank(adapter, base), two_steps(adapter, base)
@@ -205,11 +169,11 @@ def test_adapters_that_were_tied_and_trained_apart_keep_their_values(tmp_path: P
 
     tied = faults.edited(tied, tmp_path / "alone", tensors=faults.without("base_layer"))
     apart = faults.edited(tied, tmp_path / "apart", tensors=train_apart)
-    held = load_file(apart / faults.WEIGHTS)
-    assert sum("lm_head.lora" in key for key in held) == 2
+    on_file = load_file(apart / faults.WEIGHTS)
+    assert sum("lm_head.lora" in key for key in on_file) == 2
     ours = get_peft_model_state_dict(load_peft_on_rank(apart, base))
-    for key in held:
-        assert torch.equal(ours[key], held[key]), key
+    for key in on_file:
+        assert torch.equal(ours[key], on_file[key]), key
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), apart)
     assert torch.equal(logits(load_peft_on_rank(apart, base)), logits(plain))
 
@@ -270,12 +234,12 @@ def test_other_methods_take_peft_s_road(tmp_path: Path, tiny_llama: Path, method
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", ["all linear", "dora", "modules to save"])
-def test_quantized_bases(tmp_path: Path, bits: int, kind: str) -> None:
+def test_quantized_bases(made: Made, bits: int, kind: str) -> None:
     pytest.importorskip("bitsandbytes", reason="quantized bases need bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    base = save_llama(tmp_path / "base", hidden_size=64, intermediate_size=128)
-    adapter = save_adapter(tmp_path / "adapter", base, **KINDS[kind])
+    base = made.llama(hidden_size=64, intermediate_size=128)
+    adapter = made.adapter(base, **KINDS[kind])
     quantized = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_compute_dtype=torch.float32)
     given = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantized)
     plain = PeftModel.from_pretrained(
@@ -351,8 +315,7 @@ def rename_layers(tensors: faults.Tensors) -> faults.Tensors:
     return {key.replace("layers.2.", "layers.7."): value for key, value in tensors.items()}
 
 
-def transpose(tensors: faults.Tensors) -> None:
-    tensors[f"{Q0}.lora_A.weight"] = tensors[f"{Q0}.lora_A.weight"].T.contiguous()
+transpose = faults.transposed(f"{Q0}.lora_A")
 
 
 def add_head(tensors: faults.Tensors) -> None:
@@ -539,8 +502,8 @@ def test_layers_of_another_adapter_inside_the_base_are_refused(tiny_llama: Path,
         load_peft_on_rank(tiny_adapter, inside)
 
 
-def test_the_check_before_the_load_knows_the_dtype(tmp_path: Path) -> None:
-    base = save_llama(tmp_path / "base", torch.bfloat16)
+def test_the_check_before_the_load_knows_the_dtype(made: Made, tmp_path: Path) -> None:
+    base = made.llama(torch.bfloat16)
     adapter = save_adapter(tmp_path / "adapter", base, target_modules=["embed_tokens"], dtype=torch.float32)
     with pytest.raises(AdapterError, match=r"load the base with dtype=torch\.float32"):
         load_peft_on_rank(adapter, base)
@@ -548,9 +511,8 @@ def test_the_check_before_the_load_knows_the_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_what_no_file_fills_can_run_and_is_the_same_whatever_the_seed(tmp_path: Path, seed: int) -> None:
-    base = save_llama(tmp_path / "base", torch.bfloat16)
-    adapter = save_adapter(tmp_path / "adapter", base, dtype=torch.float32)
+def test_what_no_file_fills_can_run_and_is_the_same_whatever_the_seed(made: Made, tmp_path: Path, seed: int) -> None:
+    base, adapter = made.llama(torch.bfloat16), made.adapter(made.llama(), dtype=torch.float32)
     bad = faults.edited(adapter, tmp_path / "bad", tensors=faults.without("layers.1.self_attn.q_proj.lora_A"))
     torch.manual_seed(seed)
     with pytest.warns(UserWarning, match="strict=False"):
@@ -896,7 +858,11 @@ def test_what_the_base_holds_beyond_its_class_is_told_and_two_values_of_a_tied_w
 
 @pytest.mark.parametrize(
     ("name", "dora"),
-    [("LagunaForCausalLM", False), ("Inkling2ForCausalLM", True), ("PI0ForConditionalGeneration", False)],
+    [
+        ("LagunaForCausalLM", False),
+        ("Inkling2ForCausalLM", True),
+        pytest.param("PI0ForConditionalGeneration", False, marks=pytest.mark.slow),
+    ],
 )
 def test_keys_that_peft_renames_to_nothing_are_loaded(tmp_path: Path, name: str, dora: bool) -> None:
     kind: Any = getattr(transformers, name, None)
