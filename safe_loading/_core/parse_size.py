@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
 from safe_loading.errors import ArgumentError
 
 Device = int | str
 """An accelerator's index, ``"cpu"`` or ``"disk"``: what a device map may hold."""
+
+Limits = Mapping[Any, object]
+"""Sizes by device, as a caller writes them. (The keys of a ``Mapping`` are invariant, hence the ``Any``.)"""
 
 HOST: tuple[str, str] = ("cpu", "disk")
 UNLIMITED = 1 << 62
@@ -22,47 +26,47 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _NUMBER = r"[+-]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:e[+-]?[0-9]+)?"
 _SIZE = re.compile(rf"\s*({_NUMBER})\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
 _INDEXED = re.compile(r"(?:[a-z]+:)?([0-9]+)")
-_WANTED = 'write a number of bytes, or as "20GiB" (2^30 bytes each) or "20GB" (10^9 bytes each)'
+_SIZE_SYNTAX = 'pass a number of bytes, or text such as "20GiB" (2^30 bytes each) or "20GB" (10^9 bytes each)'
 
 
-def parse_size(value: Any, where: str) -> int:
+def parse_size(value: object, where: str) -> int:
     """Return a size in bytes.
 
     Args:
-        value: A whole or broken number of bytes, of Python or numpy, or text with a unit: ``"5GB"`` and ``"5G"`` are
-            5 x 10^9 bytes, ``"5GiB"`` is 5 x 2^30; the letter case is free. A fraction of a byte is dropped.
-        where: What the size is of, for the message.
+        value: An int or float number of bytes, of Python or numpy, or text with a unit: ``"5GB"`` and ``"5G"`` are
+            5 x 10^9 bytes, ``"5GiB"`` is 5 x 2^30, in upper or lower case. A fraction of a byte is dropped.
+        where: What it is the size of, for the message.
 
     Raises:
-        ArgumentError: It is negative, not finite, a bool, or no size at all.
+        ArgumentError: It is negative, not finite, a bool, or not a size at all.
     """
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         if match is None or (match[3] and not match[2]):
-            raise ArgumentError(f"{where}: {value!r} is no size; {_WANTED}.")
+            raise ArgumentError(f"{where}: {value!r} is not a size; {_SIZE_SYNTAX}.")
         number, power = match[1].replace("_", ""), _POWERS[match[2].lower()]
         unit = 1 << (10 * power) if match[3] else 10 ** (3 * power)
-        size = int(number) * unit if number.lstrip("+-").isdigit() else _whole(float(number) * unit, value, where)
+        size = int(number) * unit if number.lstrip("+-").isdigit() else _whole_bytes(float(number) * unit, value, where)
     else:
-        size = _number(value, where)
+        size = _number_of_bytes(value, where)
     if size < 0:
-        raise ArgumentError(f"{where}: {value!r} is negative; {_WANTED}.")
+        raise ArgumentError(f"{where}: {value!r} is negative; {_SIZE_SYNTAX}.")
     return size
 
 
-def parse_limits(max_memory: Mapping[Any, Any], name: str = "max_memory") -> dict[Device, int]:
+def parse_limits(max_memory: Limits, name: str = "max_memory") -> dict[Device, int]:
     """Return limits in bytes by device; what was passed is not changed.
 
     Args:
         max_memory: By device. Accelerators are named by their index (``0``, ``"0"``, ``"cuda:0"``; gaps are fine), the
-            host's memory is ``"cpu"``, the disk ``"disk"``. None is no limit, and is for these two only.
-        name: How the caller calls it.
+            host's memory is ``"cpu"``, the disk ``"disk"``. Only these two may have no limit, written as None.
+        name: The name of the argument, for the message.
 
     Raises:
-        ArgumentError: A device or a size is none; everything that is wrong is listed.
+        ArgumentError: A device or a size cannot be read; everything that is wrong is listed.
     """
     if not isinstance(max_memory, Mapping):
-        raise ArgumentError(f'{name}={max_memory!r} is no mapping; write {{0: "20GiB", 1: "20GiB", "cpu": "64GiB"}}.')
+        raise ArgumentError(f'{name}={max_memory!r} is not a mapping; pass {{0: "20GiB", 1: "20GiB", "cpu": "64GiB"}}.')
     limits: dict[Device, int] = {}
     problems = []
     for key, value in max_memory.items():
@@ -75,17 +79,17 @@ def parse_limits(max_memory: Mapping[Any, Any], name: str = "max_memory") -> dic
             problems.append(str(error))
             continue
         if device in limits:
-            problems.append(f"{where}: device {device!r} is there twice; name it once.")
+            problems.append(f"{where}: device {device!r} is named twice; name it once.")
         limits[device] = size
     if problems:
         raise ArgumentError(f"{name} cannot be read:", problems)
     if not limits:
-        raise ArgumentError(f'{name} names no device; write {{0: "20GiB"}}, or None for what is free now.')
+        raise ArgumentError(f'{name} names no device; pass {{0: "20GiB"}}, or None for what is free now.')
     return limits
 
 
-def parse_device(key: Any, name: str = "max_memory") -> Device:
-    """Return a device as a device map holds it.
+def parse_device(key: object, name: str = "max_memory") -> Device:
+    """Return a device as a device map writes it.
 
     Raises:
         ArgumentError: It is neither an index from 0 on, nor ``"cpu"``, nor ``"disk"``.
@@ -97,26 +101,27 @@ def parse_device(key: Any, name: str = "max_memory") -> Device:
     if match is not None and not isinstance(key, float) and not text.startswith(("cpu:", "meta:", "disk:")):
         return int(match[1])
     raise ArgumentError(
-        f'{name}: {key!r} is no device; use the index of an accelerator (0, 1, ... or "cuda:0"), "cpu" or "disk".'
+        f'{name}: {key!r} is not a device; use the index of an accelerator (0, 1, ... or "cuda:0"), "cpu" or "disk".'
     )
 
 
-def _number(value: Any, where: str) -> int:
-    # numpy's bool is no bool, and its numbers are no int: both are known by what they can do.
+def _number_of_bytes(value: object, where: str) -> int:
+    # By what they can do, for numpy's numbers are neither int nor float; nor is its bool a bool.
     if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
-        raise ArgumentError(f"{where}: {value!r} is a bool; {_WANTED}.")
+        raise ArgumentError(f"{where}: {value!r} is a bool; {_SIZE_SYNTAX}.")
+    if isinstance(value, SupportsIndex):
+        with contextlib.suppress(TypeError):  # a tensor of floats has __index__, and refuses
+            return operator.index(value)
     try:
-        return operator.index(value)
-    except TypeError:
-        pass
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ArgumentError(f"{where}: {value!r} is no size; {_WANTED}.") from None
-    return _whole(number, value, where)
+        number = float(value) if isinstance(value, SupportsFloat) else None
+    except (TypeError, ValueError):  # an array of several numbers
+        number = None
+    if number is None:
+        raise ArgumentError(f"{where}: {value!r} is not a size; {_SIZE_SYNTAX}.")
+    return _whole_bytes(number, value, where)
 
 
-def _whole(number: float, value: Any, where: str) -> int:
+def _whole_bytes(number: float, value: object, where: str) -> int:
     if not math.isfinite(number):
-        raise ArgumentError(f"{where}: {value!r} is not finite; {_WANTED}.")
-    return int(number) if number >= 0 else -1
+        raise ArgumentError(f"{where}: {value!r} is not finite; {_SIZE_SYNTAX}.")
+    return int(number) if number >= 0 else -1  # int() would round -0.5 up to 0, which is no error

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from safe_loading.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 Kind = Literal["weights_only", "generate", "train"]
 AUTOCAST = ("bfloat16", "float16")
@@ -23,7 +27,7 @@ class OptimizerRule:
     Attributes:
         moments: Tensors of the parameter's shape.
         itemsize: Bytes of an element of a moment; None for the parameter's own dtype.
-        source: Where the class stands, as ``module:name``; None when its step is not run, only its state counted.
+        source: Where the class is defined, as ``module:name``; None when its step is not run.
         options: Keyword arguments that the class is made with.
         block: Elements that share one float32 statistic, for moments that are quantized in blocks.
         factored: Whether a matrix keeps one row and one column in place of a moment.
@@ -32,7 +36,7 @@ class OptimizerRule:
     moments: int
     itemsize: int | None = None
     source: str | None = None
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, object], ...] = ()
     block: int = 0
     factored: bool = False
 
@@ -54,7 +58,7 @@ class OptimizerRule:
 
 
 _FUSED = (("fused", True),)
-# takes what torch's fused SGD takes, for which FakeTensorMode knows no shapes and runs it on real zeros
+# FakeTensorMode has no shape rule for torch's fused SGD; the loop over single tensors takes the same memory
 _ONE_BY_ONE = (("foreach", False),)
 OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
     {
@@ -75,11 +79,11 @@ OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
         "none": OptimizerRule(0),
     }
 )
-_ALSO = {
+_ALIASES = {  # the Trainer's names (transformers.training_args.OptimizerNames)
     "adamw_torch": "adamw_foreach",
     "adamw_torch_fused": "adamw",
     "adamw_bnb_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "none",  # its state lies in pages that the driver moves to the host
+    "paged_adamw_8bit": "none",  # its state is in pages that the driver moves to the host
     "paged_adamw_32bit": "none",
     "paged_adamw": "none",
 }
@@ -108,7 +112,7 @@ class Workload:
     decode_steps: int = 0
     gradient_checkpointing: bool = False
     optimizer: str | type = "none"
-    adapter: Any = None
+    adapter: PeftConfig | str | os.PathLike[str] | None = None
     autocast: str | None = None
     gradient_accumulation_steps: int = 1
     labels: bool = True
@@ -120,7 +124,12 @@ class Workload:
 
     @staticmethod
     def generate(
-        batch_size: int, context_length: int, *, decode_steps: int = 1, autocast: str | None = None, adapter: Any = None
+        batch_size: int,
+        context_length: int,
+        *,
+        decode_steps: int = 1,
+        autocast: str | None = None,
+        adapter: PeftConfig | str | os.PathLike[str] | None = None,
     ) -> Workload:
         """A prompt of `context_length` tokens, then one step of one token, with the model's own cache.
 
@@ -138,7 +147,7 @@ class Workload:
             adapter: A ``peft`` config or the folder of an adapter that is attached, unmerged.
 
         Raises:
-            ArgumentError: A number that is not a positive whole one, or an unknown dtype.
+            ArgumentError: A number that is not a positive integer, or an unknown dtype.
         """
         return _checked(
             Workload(
@@ -152,13 +161,13 @@ class Workload:
         sequence_length: int,
         gradient_checkpointing: bool = False,
         optimizer: str | type = "adamw",
-        adapter: Any = None,
+        adapter: PeftConfig | str | os.PathLike[str] | None = None,
         *,
         autocast: str | None = None,
         gradient_accumulation_steps: int = 1,
         labels: bool = True,
     ) -> Workload:
-        """A training step once it is in its stride: forward, loss, backward and the optimizer, whose state is there.
+        """A steady-state training step (optimizer state already allocated): forward, loss, backward, optimizer.
 
         Without an adapter the parameters with ``requires_grad`` are trained: all of them, in a model made from a
         config. Gradients are None when the step begins, as after ``zero_grad(set_to_none=True)``.
@@ -176,7 +185,7 @@ class Workload:
             labels: Whether the model computes its own loss from labels.
 
         Raises:
-            ArgumentError: A number that is not a positive whole one, or a name that is not known.
+            ArgumentError: A number that is not a positive integer, or an unknown name.
         """
         return _checked(
             Workload(
@@ -184,7 +193,7 @@ class Workload:
                 batch_size,
                 sequence_length,
                 gradient_checkpointing=gradient_checkpointing,
-                optimizer=_ALSO.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer,
+                optimizer=_ALIASES.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer,
                 adapter=adapter,
                 autocast=autocast,
                 gradient_accumulation_steps=gradient_accumulation_steps,
@@ -194,12 +203,12 @@ class Workload:
 
     @property
     def context_length(self) -> int:
-        """The tokens of a row, under the name that it has when generating."""
+        """``sequence_length``, under the name that it has when generating."""
         return self.sequence_length
 
     @property
     def rule(self) -> OptimizerRule | None:
-        """What the optimizer keeps; None for a class, whose step is run to find out."""
+        """What the optimizer keeps; None for a class, whose step is traced to find out."""
         return OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else None
 
     def replace(self, **changes: Any) -> Workload:
@@ -207,20 +216,19 @@ class Workload:
         return _checked(dataclasses.replace(self, **changes))
 
     def __repr__(self) -> str:
-        """Return the call that makes it, without what is left at its default."""
+        """Return the call that makes it, without the arguments that have their default."""
         if self.kind == "weights_only":
             return "Workload.weights_only()"
         length = "context_length" if self.kind == "generate" else "sequence_length"
-        usual = _USUAL[self.kind]
         words = [f"batch_size={self.batch_size}", f"{length}={self.sequence_length}"]
-        for name, default in usual.items():
+        for name, default in _DEFAULTS[self.kind].items():
             value = getattr(self, name)
             if value is not default and value != default:
                 words.append(f"{name}={value.__name__ if isinstance(value, type) else repr(value)}")
         return f"Workload.{self.kind}({', '.join(words)})"
 
 
-_USUAL: Mapping[str, Mapping[str, Any]] = {
+_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "generate": {"decode_steps": 1, "autocast": None, "adapter": None},
     "train": {
         "gradient_checkpointing": False,
@@ -234,12 +242,12 @@ _USUAL: Mapping[str, Mapping[str, Any]] = {
 
 
 def _checked(workload: Workload) -> Workload:
-    """Return the workload with plain numbers, or raise everything that is wrong with it."""
+    """Return the workload with its numbers as ``int``, or raise an error that lists everything wrong with it."""
     if workload.kind == "weights_only":
         return workload
     problems: list[str] = []
     numbers: dict[str, Any] = {}
-    lengths = {"sequence_length": "context_length" if workload.kind == "generate" else "sequence_length"}
+    written_as = {"sequence_length": "context_length"} if workload.kind == "generate" else {}
     least = {"decode_steps": 0}
     for name in ("batch_size", "sequence_length", "decode_steps", "gradient_accumulation_steps"):
         value, low = getattr(workload, name), least.get(name, 1)
@@ -248,7 +256,7 @@ def _checked(workload: Workload) -> Workload:
         except TypeError:
             number = low - 1
         if isinstance(value, bool) or number < low:
-            problems.append(f"{lengths.get(name, name)}={value!r}: a whole number from {low} on.")
+            problems.append(f"{written_as.get(name, name)}={value!r}: an integer, {low} or more.")
         numbers[name] = number
     flags = {name: getattr(workload, name) for name in ("gradient_checkpointing", "labels")}
     problems += [f"{name}={flag!r}: True or False." for name, flag in flags.items() if not isinstance(flag, bool)]
@@ -260,5 +268,5 @@ def _checked(workload: Workload) -> Workload:
     if not known:
         problems.append(f"optimizer={workload.optimizer!r}: one of {sorted(OPTIMIZERS)}, or a torch.optim class.")
     if problems:
-        raise ArgumentError(f"Workload.{workload.kind} cannot be built from these:", problems)
+        raise ArgumentError(f"Workload.{workload.kind} cannot be made of these:", problems)
     return dataclasses.replace(workload, **numbers)

@@ -78,7 +78,7 @@ def audit_model(
     """
     model_source(model, "model", torch.nn.Module, PreTrainedConfig)
     if workload is not None and not isinstance(workload, Workload):
-        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, as Workload.train(4, 1024).")
+        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise ArgumentError(f"optimizer={optimizer!r:.80}: pass a torch optimizer, or None.")
     source, asked = model, workload

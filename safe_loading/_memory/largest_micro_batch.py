@@ -41,7 +41,7 @@ def largest_micro_batch(
         TraceError: As for `predict_memory`.
     """
     if not isinstance(workload, Workload):
-        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, as Workload.train(1, 1024).")
+        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(1, 1024).")
     whole_number(memory, "memory", least=1, what="the bytes of the card")
     if workload.kind == "weights_only":
         raise ArgumentError("Workload.weights_only() has no batch. Pass Workload.train(...) or Workload.generate(...).")

@@ -11,9 +11,11 @@ import torch
 from transformers import PreTrainedConfig
 
 from safe_loading._core.arguments import whole_number
+from safe_loading._core.parse_size import Limits
 from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError, DeviceMapInfeasible
 
+from .plan.planned_model import config_of
 from .plan_device_map import plan_device_map
 
 _MOST = 1 << 24
@@ -21,7 +23,7 @@ _MOST = 1 << 24
 
 def largest_workload(
     model: str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module,
-    max_memory: Mapping[Any, Any] | None = None,
+    max_memory: Limits | None = None,
     *,
     workload: Workload | None = None,
     vary: Literal["length", "batch"] = "length",
@@ -30,17 +32,18 @@ def largest_workload(
 ) -> Workload:
     """Return the largest workload for which :func:`plan_device_map` finds a plan.
 
-    Each size that is tried is planned, so the answer is one that fits, and the next larger one does not, unless the
+    Every size that is tried is planned. So the answer is one that fits, and the next larger one does not, unless the
     search ended at ``most``.
 
     Args:
         model: As for :func:`plan_device_map`.
         max_memory: The limits, as there.
-        workload: What is asked, apart from what is sought: ``Workload.generate(batch_size, 1)`` seeks the longest
-            context, ``Workload.train(1, 4096)`` with ``vary="batch"`` the largest batch. None is one row of text.
-        vary: "length" seeks the context or sequence length, "batch" the batch size.
+        workload: What the model is asked to do, with any value for the size that varies:
+            ``Workload.generate(batch_size, 1)`` finds the longest context, ``Workload.train(1, 4096)`` with
+            ``vary="batch"`` the largest batch. None generates one row of text.
+        vary: "length" varies the context or sequence length, "batch" the batch size.
         most: Where to stop. None takes the model's ``max_position_embeddings`` for a length, 2^24 otherwise.
-        options: What else :func:`plan_device_map` takes.
+        **options: The other arguments of :func:`plan_device_map`.
 
     Returns:
         The workload, to be passed to :func:`plan_device_map`.
@@ -51,7 +54,7 @@ def largest_workload(
     """
     start = workload or Workload.generate(1, 1)
     if start.kind == "weights_only":
-        raise ArgumentError("Workload.weights_only() has no size; pass Workload.generate(1, 1), for one.")
+        raise ArgumentError("Workload.weights_only() has no size to vary; pass for example Workload.generate(1, 1).")
     if vary not in ("length", "batch"):
         raise ArgumentError(f"vary={vary!r} is neither 'length' nor 'batch'.")
     top = most if most is not None else _most(model, vary, options)
@@ -80,13 +83,11 @@ def largest_workload(
     return sized(low)
 
 
-def _most(model: Any, vary: str, options: Mapping[str, Any]) -> int:
+def _most(model: object, vary: str, options: Mapping[str, object]) -> int:
     if vary == "batch":
         return _MOST
     config = getattr(model, "config", model)
     if isinstance(model, (str, os.PathLike)):
-        from .plan.planned_model import config_of
-
         config = config_of(model, bool(options.get("trust_remote_code", False)))
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
     return int(getattr(text, "max_position_embeddings", None) or _MOST)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from safe_loading._core.parse_size import Limits
 
 from .plan.device_memory import cap_devices
 
 
-def limit_device_memory(max_memory: Mapping[Any, Any], *, overhead: Any = 0) -> dict[int, float]:
+def limit_device_memory(max_memory: Limits, *, overhead: object = 0) -> dict[int, float]:
     """Cap what this process may take on each device, in the same units as the planner's limits.
 
-    What goes beyond raises ``torch.OutOfMemoryError`` as if the device were that small. torch counts what its allocator
-    reserves, not the context, so `overhead` is what the allocator may take on top of the limit: the rounding of its
-    segments (2 MiB for small blocks, 20 MiB for larger ones). A cap above the device's memory caps nothing.
+    An allocation beyond the cap raises ``torch.OutOfMemoryError``, as if the device were that small. torch counts what
+    its allocator reserves, not the context, so `overhead` is what the allocator may take on top of the limit: the
+    rounding of its segments (2 MiB for small blocks, 20 MiB for larger ones). A cap above the device's memory has no
+    effect.
 
     Args:
         max_memory: By device, as for :func:`plan_device_map`. ``"cpu"`` and ``"disk"`` have no cap and are left out.
@@ -24,6 +24,6 @@ def limit_device_memory(max_memory: Mapping[Any, Any], *, overhead: Any = 0) -> 
 
     Raises:
         ArgumentError: A limit cannot be read.
-        DeviceError: There is no accelerator, it has no such device, or its backend has no cap. Nothing was set.
+        DeviceError: There is no accelerator, no such device, or no such cap in its backend. Nothing was set.
     """
     return cap_devices(max_memory, overhead)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import PreTrainedConfig
 
-from safe_loading._core.parse_size import HOST, UNLIMITED, Device, parse_limits, parse_size
+from safe_loading._core.parse_size import HOST, UNLIMITED, Device, Limits, parse_limits, parse_size
 from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError
 
@@ -19,8 +19,6 @@ from .plan.planned_model import model_of
 from .plan.planner import Planner
 from .plan.request import PlanRequest
 
-Limits = Mapping[Any, Any]
-
 
 def plan_device_map(
     model: str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module,
@@ -28,22 +26,22 @@ def plan_device_map(
     *,
     workload: Workload | None = None,
     dtype: torch.dtype | str | None = None,
-    quantization_config: Any = None,
+    quantization_config: object = None,
     no_split_modules: Iterable[str] | None = None,
     objective: Literal["balance", "fill"] = "balance",
     offload: Literal["never", "cpu", "disk"] = "never",
     verify: bool = True,
-    overhead: Any = None,
+    overhead: object = None,
     inputs: Mapping[str, torch.Tensor] | None = None,
-    auto_class: Any = None,
+    auto_class: type | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> DeviceMapPlan:
     """Plan which module goes to which device, so that no limit is exceeded and nothing is offloaded without need.
 
-    The blocks of the model are a chain, and the placement is a partition of it: contiguous stages, the least largest
-    load (as a fraction of a limit) that there is, then the fewest crossings. It is exact, and so is the answer that
-    there is none. Nothing is loaded, and no device is touched.
+    The layers of the model are a chain, and the placement is a partition of it into contiguous stages: the one with the
+    least largest load (as a fraction of a limit), and among those the fewest crossings. It is exact, and so is the
+    answer that there is none. Nothing is loaded, and no device is touched.
 
     Args:
         model: A hub id, a folder, a config, or a module (real or on meta).
@@ -54,37 +52,37 @@ def plan_device_map(
         dtype: The dtype of the weights, as for ``from_pretrained``. None takes the checkpoint's.
         quantization_config: As for ``from_pretrained``.
         no_split_modules: Names of classes that stay on one device. None takes what the model says, and every entry of
-            its lists of layers; what is given is believed alone.
+            its lists of layers; a list that is passed replaces all of this.
         objective: "balance" evens out the loads; "fill" takes the fewest devices, one after the other.
-        offload: Where weights may go that no accelerator takes: "never", "cpu", or "disk" once the host is full. As
-            few bytes as possible.
-        verify: Whether the step is run with the map, on simulated devices. What meets there from two devices is kept
-            together, and the plan is made again.
+        offload: Where weights may go that no accelerator has room for: "never", "cpu", or "disk" once the host is
+            full. As few bytes as possible.
+        verify: Whether the step is run with the map, on simulated devices. Modules whose tensors meet there from two
+            devices are kept together, and the plan is made again.
         overhead: Bytes to keep free on each accelerator, or by device. None keeps nothing free under explicit limits.
-        inputs: Tensors of which shape and dtype are taken, for models whose inputs are not tokens.
-        auto_class: The class to build from a config; by default the one that it names.
+        inputs: Tensors by argument name, whose shapes and dtypes are used, for models whose inputs are not tokens.
+        auto_class: The class to build from a config; by default the one that the config names.
         attn_implementation: As for ``from_pretrained``; it changes what activations take.
         trust_remote_code: Whether the repository's own code may run.
 
     Returns:
-        The map: a ``dict`` for ``device_map=`` with a table, a picture and ``verified``.
+        The map: a ``dict`` for ``device_map=`` that has a table, a picture and ``verified``.
 
     Raises:
-        DeviceMapInfeasible: It does not fit; what is missing where, and the smallest change that would do.
-        ArgumentError: A limit, a unit or another argument cannot be read, or the config cannot be built.
-        CheckpointError: The folder is not whole.
+        DeviceMapInfeasible: It does not fit. The text says how much is missing where, and which change is enough.
+        ArgumentError: A limit or another argument cannot be read, or no model can be built from the config.
+        CheckpointError: The folder's checkpoint is incomplete or damaged.
     """
     if objective not in ("balance", "fill"):
         raise ArgumentError(f"objective={objective!r} is neither 'balance' nor 'fill'.")
     if offload not in ("never", "cpu", "disk"):
         raise ArgumentError(f"offload={offload!r} is none of 'never', 'cpu' and 'disk'.")
     if workload is not None and not isinstance(workload, Workload):
-        raise ArgumentError(f"workload={workload!r}: pass a Workload, as Workload.generate(1, 4096).")
+        raise ArgumentError(f"workload={workload!r}: pass a Workload, for example Workload.generate(1, 4096).")
     if no_split_modules is not None:
         no_split_modules = _class_names(no_split_modules)
     limits = parse_limits(max_memory) if max_memory is not None else free_now()
-    kept = _overhead(overhead, limits, derived=max_memory is None)
-    built = model_of(
+    reserved = _overhead(overhead, limits, derived=max_memory is None)
+    planned = model_of(
         model,
         dtype=dtype,
         quantization_config=quantization_config,
@@ -93,29 +91,30 @@ def plan_device_map(
         attn_implementation=attn_implementation,
     )
     request = PlanRequest(
-        built,
-        _with_hosts(limits, offload),
-        kept,
-        workload or Workload.weights_only(),
-        no_split_modules,
-        objective,
-        offload,
-        verify,
-        inputs,
+        model=planned,
+        limits=_with_hosts(limits, offload),
+        overhead=reserved,
+        workload=workload or Workload.weights_only(),
+        no_split_modules=no_split_modules,
+        objective=objective,
+        offload=offload,
+        verify=verify,
+        inputs=inputs,
     )
     return Planner(request).plan()
 
 
 def _class_names(names: object) -> list[str]:
-    found = list(names) if isinstance(names, Iterable) and not isinstance(names, (str, bytes)) else [names]
-    if isinstance(names, (str, bytes)) or not all(isinstance(name, str) for name in found):
+    entries = list(names) if isinstance(names, Iterable) and not isinstance(names, (str, bytes)) else [None]
+    class_names = [entry for entry in entries if isinstance(entry, str)]
+    if len(class_names) < len(entries):
         raise ArgumentError(
-            f"no_split_modules={names!r:.80}: pass a list of names of classes, as ['LlamaDecoderLayer']."
+            f"no_split_modules={names!r:.80}: pass a list of class names, for example ['LlamaDecoderLayer']."
         )
-    return [str(name) for name in found]
+    return class_names
 
 
-def _overhead(overhead: Any, limits: Mapping[Device, int], *, derived: bool) -> dict[Device, int]:
+def _overhead(overhead: object, limits: Mapping[Device, int], *, derived: bool) -> dict[Device, int]:
     accelerators = [device for device in limits if device not in HOST]
     if overhead is None:
         size = CUDA_CONTEXT if derived and accelerators and accelerator() == "cuda" else 0
@@ -127,11 +126,10 @@ def _overhead(overhead: Any, limits: Mapping[Device, int], *, derived: bool) -> 
 
 def _with_hosts(limits: Mapping[Device, int], offload: str) -> dict[Device, int]:
     """Return the limits with the host's and the disk's, where they may be used and were not named."""
-    found = dict(limits)
-    if all(device in HOST for device in found):
-        found.setdefault("cpu", free_host())
-    if offload != "never":
-        found.setdefault("cpu", free_host())
+    complete = dict(limits)
+    # without an accelerator the host computes
+    if offload != "never" or all(device in HOST for device in complete):
+        complete.setdefault("cpu", free_host())
     if offload == "disk":
-        found.setdefault("disk", UNLIMITED)
-    return found
+        complete.setdefault("disk", UNLIMITED)
+    return complete

@@ -74,7 +74,7 @@ def predict_memory(
     """
     model_source(model_or_config, "model_or_config", torch.nn.Module, PreTrainedConfig)
     if not isinstance(workload, Workload):
-        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, as Workload.train(4, 1024).")
+        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
     parts = capability if isinstance(capability, tuple) else ()
     if [type(part) for part in parts] != [int, int]:
         raise ArgumentError(f"capability={capability!r:.80}: pass major and minor, as (8, 0).")

@@ -19,7 +19,7 @@ _MOST_ROUNDS = 30
 
 def smallest_limits(
     model: str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module,
-    devices: int | Sequence[Any] = 1,
+    devices: int | Sequence[object] = 1,
     **options: Any,
 ) -> dict[Device, int]:
     """Return the least limit, the same for each device, under which :func:`plan_device_map` finds a plan.
@@ -27,33 +27,42 @@ def smallest_limits(
     Args:
         model: As for :func:`plan_device_map`.
         devices: How many accelerators, or which (``[0, 3]``).
-        options: What else :func:`plan_device_map` takes: ``workload=``, ``dtype=``, ``verify=`` and so on. Without
-            offloading.
+        **options: The other arguments of :func:`plan_device_map`: ``workload=``, ``dtype=``, ``verify=`` and so on, but
+            not ``offload=``.
 
     Returns:
         The limit of each device in bytes, to be passed as ``max_memory``.
 
     Raises:
-        ArgumentError: No devices, or an argument that cannot be read.
+        ArgumentError: No device is named, or an argument cannot be read.
     """
-    if not isinstance(devices, (int, Sequence)) or isinstance(devices, (str, bytes)):
-        raise ArgumentError(f"devices={devices!r:.80}: pass how many there are, or a list of different ones.")
-    found = list(range(devices)) if isinstance(devices, int) else [parse_device(key, "devices") for key in devices]
-    if not found or isinstance(devices, bool) or len(set(found)) < len(found):
-        raise ArgumentError(f"devices={devices!r}: pass how many there are, or a list of different ones.")
+    names = _devices(devices)
     for name in ("offload", "max_memory"):
         if name in options:
-            raise ArgumentError(f"{name}= is not for smallest_limits, which asks what fits without it.")
+            raise ArgumentError(f"smallest_limits takes no {name}=, since it asks what fits without it.")
     objective = options.pop("objective", "balance")
-    whole = plan_device_map(model, {found[0]: UNLIMITED // 2}, **options)
+    whole = plan_device_map(model, {names[0]: UNLIMITED // 2}, **options)
     most = max(use.used for use in whole.devices)
-    plan = plan_device_map(model, dict.fromkeys(found, most), objective="balance", **options)
-    low, high = -1, max(use.used for use in plan.devices)
+    plan = plan_device_map(model, dict.fromkeys(names, most), objective="balance", **options)
+    high = max(use.used for use in plan.devices)
+    # A balanced plan shows its largest load, which is enough as a limit; one byte less either gives a plan with a
+    # smaller load, or is refused. A traced step may differ from its count, so that the first guess need not be least.
     for _ in range(_MOST_ROUNDS):
-        # a plan that is balanced shows its largest load; below it, the refusal says how much is missing
         try:
-            plan = plan_device_map(model, dict.fromkeys(found, high - 1), objective=objective, **options)
+            plan = plan_device_map(model, dict.fromkeys(names, high - 1), objective=objective, **options)
         except DeviceMapInfeasible:
             break
-        low, high = low, max(use.used for use in plan.devices)
-    return dict.fromkeys(found, high)
+        high = max(use.used for use in plan.devices)
+    return dict.fromkeys(names, high)
+
+
+def _devices(devices: object) -> list[Device]:
+    """Return the devices that are counted or listed."""
+    names: list[Device] = []
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        names = list(range(devices))
+    elif isinstance(devices, Sequence) and not isinstance(devices, (str, bytes)):
+        names = [parse_device(key, "devices") for key in devices]
+    if not names or len(set(names)) < len(names):
+        raise ArgumentError(f"devices={devices!r:.80}: pass how many there are, or a list of different ones.")
+    return names

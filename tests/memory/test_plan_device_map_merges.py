@@ -155,7 +155,7 @@ def test_a_map_that_was_edited_is_counted_anew(workload: Workload | None) -> Non
     assert codes(plan) == ["not-placed"]
     assert plan.reason == "no device for lm_head"
     plan["lm_head"] = "gpu"
-    with pytest.raises(ArgumentError, match="'gpu' is no device"):
+    with pytest.raises(ArgumentError, match="'gpu' is not a device"):
         plan.verify()
 
 

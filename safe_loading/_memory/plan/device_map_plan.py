@@ -6,10 +6,10 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from safe_loading._core.bars import MemoryBar, Segment, draw_bars
 from safe_loading._core.parse_size import UNLIMITED, Device
+from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, Table, Verdict, format_bytes, text_table
 from safe_loading.errors import ArgumentError
 
@@ -29,7 +29,7 @@ class DeviceUse:
         gradients: Gradients and the optimizer's state.
         activations: Activations, inputs and temporary results.
         staging: The largest piece of an offloaded module, which is here while it runs.
-        overhead: What was asked to be kept free: a context, an allocator's rounding.
+        overhead: What is kept free on request: a context, an allocator's rounding.
         limit: What the device may take.
     """
 
@@ -50,7 +50,7 @@ class DeviceUse:
 
     @property
     def free(self) -> int:
-        """The head-room under the limit."""
+        """What is left under the limit."""
         return self.limit - self.used
 
     def component_bytes(self) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a plan knows beside its map.
+    """What a plan knows besides its map.
 
     Attributes:
         model: The class of the model.
@@ -71,7 +71,7 @@ class Facts:
         crossings: How often the hidden state goes from one device to another.
         verified: Whether the step was run on simulated devices with this map.
         reason: Why it was not; empty when it was.
-        findings: Everything worth knowing.
+        findings: What is worth knowing about it.
     """
 
     model: str
@@ -93,7 +93,7 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
     Args:
         device_map: Module or tensor path to device.
         facts: What is known about it.
-        check: Runs the step with a map on simulated devices, and returns facts; None where the model is not at hand.
+        check: Runs the step with a map on simulated devices, and returns facts; None for a plan without its model.
     """
 
     facts: Facts
@@ -112,7 +112,7 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
 
     @property
     def findings(self) -> tuple[Finding, ...]:  # type: ignore[override]  # read from the facts, and never set
-        """Everything worth knowing."""
+        """What is worth knowing about the plan."""
         return self.facts.findings
 
     @property
@@ -144,20 +144,20 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
     def verify(self) -> bool:
         """Run the step on simulated devices: everything has a device, no operation between devices, no limit exceeded.
 
-        The map may have been edited: what each device will hold is counted anew.
+        The map may have been edited: what each device will hold is counted again.
 
         Returns:
             Whether it does; ``reason`` and ``findings`` say what does not.
 
         Raises:
-            ArgumentError: The plan was read from JSON, and has no model at hand; or the map names what is no device.
+            ArgumentError: The plan was read from JSON and has no model, or the map names what is not a device.
         """
         if self._check is None:
-            raise ArgumentError("This plan has no model at hand; make it anew with plan_device_map(model, ...).")
+            raise ArgumentError("This plan has no model to run; plan again with plan_device_map(model, ...).")
         self.facts = self._check(self)
         return self.facts.verified
 
-    def enforce(self, overhead: Any = None) -> dict[int, float]:
+    def enforce(self, overhead: object = None) -> dict[int, float]:
         """Cap this process on each accelerator of the plan, so that the plan runs and little more does.
 
         The cap is the limit, with what the allocator may reserve beyond it added back: a segment of each of its two
@@ -194,19 +194,19 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
         """Return the plan that :meth:`to_json` wrote.
 
         Raises:
-            ArgumentError: It is no such JSON.
+            ArgumentError: It is not such a JSON object.
         """
         try:
-            data: dict[str, Any] = json.loads(text)
+            data: JsonObject = json.loads(text)
             device_map = data.pop("device_map")
             data.pop("ok", None)  # it follows from the findings
             data["devices"] = tuple(DeviceUse(**use) for use in data["devices"])
             data["findings"] = tuple(Finding(**finding) for finding in data["findings"])
             return DeviceMapPlan(device_map, Facts(**data))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArgumentError(f"This is no plan as to_json() writes it: {type(error).__name__}: {error}.") from error
+            raise ArgumentError(f"This is not a plan that to_json() wrote: {type(error).__name__}: {error}.") from error
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[DeviceMapPlan], tuple[dict[str, Device], Facts]]:
         """Pickle and copy the map and the facts, and leave the model."""
         return DeviceMapPlan, (dict(self), self.facts)
 
@@ -222,11 +222,11 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
 
     def _title(self) -> str:
         facts = self.facts
-        said = "verified" if facts.verified else f"not verified ({facts.reason or 'verify=False'})"
+        verdict = "verified" if facts.verified else f"not verified ({facts.reason or 'verify=False'})"
         whole = sum(use.weights for use in facts.devices)
         return (
             f"{facts.model}, {facts.workload}: {format_bytes(whole)} of weights, {len(self)} keys, "
-            f"{facts.crossings} crossings, {said}"
+            f"{facts.crossings} crossings, {verdict}"
         )
 
     def _tables(self) -> list[Table]:

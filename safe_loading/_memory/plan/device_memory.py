@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from safe_loading._core.gpus import query_nvidia_smi
-from safe_loading._core.parse_size import Device, parse_limits, parse_size
+from safe_loading._core.parse_size import Device, Limits, parse_limits, parse_size
 from safe_loading._core.report import MiB
 from safe_loading._ranks.launcher import read_visible_devices
 from safe_loading.errors import ArgumentError, DeviceError
@@ -26,8 +25,8 @@ of 20 MiB (kLargeBuffer) in torch's c10/core/AllocatorConfig.h. Fragmentation ma
 
 def accelerator() -> str:
     """Return the type of this machine's accelerator, "cpu" when there is none. Makes no context."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None else found.type
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if device is None else device.type
 
 
 def free_now() -> dict[Device, int]:
@@ -96,17 +95,17 @@ def in_process_order(rows: Sequence[tuple[str, ...]], environ: Mapping[str, str]
 
 
 def _total(kind: str, index: int) -> int | None:
-    """Return the size of a device that nobody else is known to use; properties are read without a context."""
-    read: Any = getattr(getattr(torch, kind, None), "get_device_properties", None)
-    if read is None:
+    """Return the memory of a device, for where nothing tells what others use of it; None when that is unknown, too."""
+    properties = getattr(getattr(torch, kind, None), "get_device_properties", None)
+    if properties is None:
         return None
     try:
-        return int(read(index).total_memory)
+        return int(properties(index).total_memory)
     except (AttributeError, RuntimeError, TypeError):
         return None
 
 
-def cap_devices(max_memory: Mapping[Any, Any], overhead: Any = 0) -> dict[int, float]:
+def cap_devices(max_memory: Limits, overhead: object = 0) -> dict[int, float]:
     """Set the caps that ``limit_device_memory`` describes; see there."""
     limits = parse_limits(max_memory)
     extra = parse_size(overhead, "overhead")

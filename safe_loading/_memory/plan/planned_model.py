@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -18,7 +17,7 @@ from safe_loading._model.quantized_meta_model import quantized_meta_model
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
 ModelSource = str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
-# A folder with a config and no weights is a config; weights as a pickle are loaded by somebody else, or not at all.
+# A folder with a config and no weights is enough for a plan; so is one whose weights are pickles, which stay unread.
 _NO_WEIGHTS = ("weights-missing", "pickle-only", "no-tensors")
 
 
@@ -26,8 +25,8 @@ def model_of(
     source: ModelSource,
     *,
     dtype: torch.dtype | str | None = None,
-    quantization_config: Any = None,
-    auto_class: Any = None,
+    quantization_config: object = None,
+    auto_class: type | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
 ) -> torch.nn.Module:
@@ -35,14 +34,18 @@ def model_of(
 
     Raises:
         ArgumentError: The config needs code of its repository, or cannot be built, or an argument is for configs only.
-        CheckpointError: The folder's weights are not whole.
+        CheckpointError: The folder's weights are incomplete or damaged.
         CheckpointNotFound: There is no such folder or hub id.
     """
     if isinstance(source, torch.nn.Module):
-        given = {"dtype": dtype, "quantization_config": quantization_config, "attn_implementation": attn_implementation}
-        for name, value in given.items():
+        options = {
+            "dtype": dtype,
+            "quantization_config": quantization_config,
+            "attn_implementation": attn_implementation,
+        }
+        for name, value in options.items():
             if value is not None:
-                raise ArgumentError(f"{name}= is for a config or a folder; the {type(source).__name__} has its own.")
+                raise ArgumentError(f"{name}= is for a config or a folder; this {type(source).__name__} has its own.")
         return source
     config = config_of(source, trust_remote_code)
     try:
@@ -50,7 +53,7 @@ def model_of(
             config,
             quantization_config,
             auto_class=auto_class,
-            dtype=dtype or getattr(config, "dtype", None) or dtype_on_disk(_folder(source)),
+            dtype=dtype if dtype is not None else getattr(config, "dtype", None) or dtype_on_disk(_folder(source)),
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
