@@ -1,7 +1,7 @@
-"""What was attached to a model after FSDP2 wrapped it: found, and given units of its own next to those that are there.
+"""Finds what was attached to a model after FSDP2 wrapped it, and plans units for it next to those that are there.
 
-``fully_shard`` makes the units of a module once. A module that comes later (peft's adapter layers, a head) holds plain
-tensors, which every rank would train alone.
+``fully_shard`` makes the units of a module once. A module that is added later (peft's adapter layers, a head) holds
+plain tensors, which every rank would train alone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +23,9 @@ from safe_loading.errors import ArgumentError
 from .fsdp_units import ShardingUnit, can_run
 from .parameters import parameters_of
 
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
 _RECORD = "_wrapped_by_safe_loading"
 
 
@@ -34,32 +37,34 @@ class Wrapped:
         mesh: The mesh of its units.
         mixed_precision: The policy of its units.
         offload: The policy of its units.
-        whole: The parameters that every rank was to keep whole.
+        ignored: The parameters that every rank was asked to keep whole.
     """
 
     mesh: DeviceMesh
-    mixed_precision: Any
-    offload: Any
-    whole: tuple[nn.Parameter, ...]
+    mixed_precision: object
+    offload: object
+    ignored: tuple[nn.Parameter, ...]
 
     def keep_with(self, model: nn.Module) -> None:
-        """Remember it; a dict entry, because assigning parameters would register them."""
+        """Keep the record on the model."""
+        # not setattr: nn.Module.__setattr__ would look for parameters and modules in it
         model.__dict__[_RECORD] = self
 
 
 def wrapped_before(model: object) -> Wrapped | None:
-    """Return how a model was wrapped; None when no module of it is managed by FSDP2.
+    """Return how a model was wrapped; None when FSDP2 manages no module of it.
 
-    Of a model that somebody else wrapped only the mesh is known.
+    Of a model that was wrapped by other means only the mesh is known.
     """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     if not any(isinstance(module, FSDPModule) for module in modules):
         return None
     records: list[Wrapped] = [module.__dict__[_RECORD] for module in modules if _RECORD in module.__dict__]
     if records:
-        whole = tuple(parameter for record in records for parameter in record.whole)
-        return dataclasses.replace(records[0], whole=whole)
-    meshes = [each.device_mesh for module in modules for each in module.parameters() if isinstance(each, DTensor)]
+        ignored = tuple(parameter for record in records for parameter in record.ignored)
+        return dataclasses.replace(records[0], ignored=ignored)
+    parameters: Iterator[object] = (parameter for module in modules for parameter in module.parameters())
+    meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
     return Wrapped(meshes[0], None, None, ()) if meshes else None
 
 
@@ -67,13 +72,14 @@ def attached(model: nn.Module, before: Wrapped) -> tuple[ModelTensor, ...]:
     """Return the parameters that no unit manages.
 
     Raises:
-        ArgumentError: There are none; or what was attached does not fit, or is a copy of, what is sharded.
+        ArgumentError: There are none, or what was attached has the shape of a shard or is a copy of sharded modules.
     """
     _check_shapes(model)
+    parameters = parameters_of(model)
     copies = [
-        held.name
-        for held in parameters_of(model)
-        if ".modules_to_save." in held.name and isinstance(held.tensor, DTensor)
+        parameter.name
+        for parameter in parameters
+        if ".modules_to_save." in parameter.name and isinstance(parameter.tensor, DTensor)
     ]
     if copies:
         raise ArgumentError(
@@ -81,30 +87,32 @@ def attached(model: nn.Module, before: Wrapped) -> tuple[ModelTensor, ...]:
             "adapter first, then wrap:",
             copies,
         )
-    whole = {id(parameter) for parameter in before.whole}
-    found = [held for held in parameters_of(model) if not isinstance(held.tensor, DTensor)]
-    found = [held for held in found if id(held.tensor) not in whole]
-    if not found:
+    ignored = {id(parameter) for parameter in before.ignored}
+    new = [
+        parameter
+        for parameter in parameters
+        if not isinstance(parameter.tensor, DTensor) and id(parameter.tensor) not in ignored
+    ]
+    if not new:
         raise ArgumentError(
             f"This {type(model).__name__} is wrapped by FSDP already, and nothing was attached to it since."
         )
-    return tuple(found)
+    return tuple(new)
 
 
 def _check_shapes(model: nn.Module) -> None:
-    """Refuse adapter layers that peft made for the local part of a weight, as tensor parallelism wants them."""
+    """Refuse adapter layers that peft made in the shape of a shard, which is right for tensor parallelism only."""
     problems = []
     for name, layer in model.named_modules():
-        adapted: Any = layer if _is_adapter_layer(layer) else None
-        base = adapted.get_base_layer() if adapted is not None else None
+        base = layer.get_base_layer() if is_adapter_layer(layer) else None
         for size in ("in_features", "out_features"):
-            own, whole = getattr(layer, size, None), getattr(base, size, None)
-            if None not in (own, whole) and own != whole:
-                problems.append(f"{canonical(name)}: the adapter has {size}={own}, the layer {whole}")
+            own, of_base = getattr(layer, size, None), getattr(base, size, None)
+            if None not in (own, of_base) and own != of_base:
+                problems.append(f"{canonical(name)}: the adapter has {size}={own}, the layer {of_base}")
     if problems:
         raise ArgumentError(
-            "peft made adapters for a part of their layers: of the names of a mesh it knows 'fsdp' alone as FSDP2, and "
-            "none of a mesh of two dimensions. Attach the adapter first, then wrap:",
+            "peft made adapters for shards of their layers: it takes only a mesh of one dimension named 'fsdp' for "
+            "FSDP2, and any other for tensor parallelism. Attach the adapter first, then wrap:",
             problems,
         )
 
@@ -112,64 +120,69 @@ def _check_shapes(model: nn.Module) -> None:
 def attached_units(model: nn.Module, new: Collection[ModelTensor]) -> tuple[ShardingUnit, ...]:
     """Return the units of what was attached: one for each adapter of a layer, one for each other module.
 
-    They are no larger than that: a unit sums the gradients of its input apart, and the sums would no longer be those
-    of one process. Once the model has run, its units have their root, and torch takes newcomers of one module only.
+    Larger units would change the result: ``fully_shard`` puts one autograd node before a unit, which sums the gradients
+    of the unit's inputs separately, so that the rounding would differ from that of one process. Once the model has
+    run, its units know their root, and torch accepts new units of a single module only.
 
     Raises:
-        ArgumentError: A parameter whose module has no forward, and whose parents are units already.
+        ArgumentError: A parameter has no module with a forward around it that is not a unit already.
     """
     modules = dict(model.named_modules())
     owners: dict[str, list[ModelTensor]] = {}
     problems = []
-    for held in new:
-        owner = _owner(held, modules)
+    for parameter in new:
+        owner = _owner(parameter, modules)
         if owner is None:
-            problems.append(f"{held.line()}: no module around it runs, or it is a unit already")
+            problems.append(f"{parameter.line()}: no module around it has a forward, or that module is a unit already")
         else:
-            owners.setdefault(owner, []).append(held)
+            owners.setdefault(owner, []).append(parameter)
     if problems:
         raise ArgumentError("FSDP2 cannot shard what was attached; attach it first, then wrap:", problems)
-    alone = _has_run(modules.values())
+    one_module_each = _has_run(modules.values())
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in owners:
         layer, adapter = _layer_around(name, modules), name.rpartition(".")[2]
-        groups.setdefault((name,) if alone or layer is None else (layer, adapter), []).append(name)
-    return tuple(_unit(names, [held for name in names for held in owners[name]]) for names in groups.values())
+        # lora_A.default and lora_B.default of a layer run one after the other, and share a collective
+        key = (name,) if one_module_each or layer is None else (layer, adapter)
+        groups.setdefault(key, []).append(name)
+    return tuple(_unit(names, [parameter for name in names for parameter in owners[name]]) for names in groups.values())
 
 
-def _unit(names: Sequence[str], inside: Sequence[ModelTensor]) -> ShardingUnit:
-    return ShardingUnit(tuple(names), tuple(held.name for held in inside), sum(held.nbytes for held in inside))
+def _unit(names: Sequence[str], parameters: Sequence[ModelTensor]) -> ShardingUnit:
+    size = sum(parameter.nbytes for parameter in parameters)
+    return ShardingUnit(tuple(names), tuple(parameter.name for parameter in parameters), size)
 
 
-def _owner(held: ModelTensor, modules: Mapping[str, nn.Module]) -> str | None:
-    """Return the nearest module around all places of a parameter that runs; None where that is a unit already."""
-    paths = [name for module, _ in held.places for name, each in modules.items() if each is module]
-    path = next((path for path in ancestors(_common(paths)) if path and can_run(modules[path])), None)
+def _owner(parameter: ModelTensor, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return the innermost module with a forward around all places of a parameter; None where that is a unit."""
+    paths = [name for module, _ in parameter.places for name, candidate in modules.items() if candidate is module]
+    path = next((path for path in ancestors(_common_path(paths)) if path and can_run(modules[path])), None)
     return path if path is not None and not isinstance(modules[path], FSDPModule) else None
 
 
 def _layer_around(name: str, modules: Mapping[str, nn.Module]) -> str | None:
     parts = name.split(".")
     paths = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-    return next((path for path in paths if _is_adapter_layer(modules[path])), None)
+    return next((path for path in paths if is_adapter_layer(modules[path])), None)
 
 
-def _is_adapter_layer(module: nn.Module) -> bool:
-    peft: Any = sys.modules.get("peft")
-    return peft is not None and isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)
+def is_adapter_layer(module: nn.Module) -> TypeGuard[BaseTunerLayer]:
+    """Whether a module is a layer that peft put around a layer of the base; without an import of peft."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
 
 
-def _common(paths: Sequence[str]) -> str:
+def _common_path(paths: Sequence[str]) -> str:
     parts = [path.split(".") for path in paths]
     shared = []
-    for each in zip(*parts, strict=False):
-        if len(set(each)) > 1:
+    for of_paths in zip(*parts, strict=False):
+        if len(set(of_paths)) > 1:
             break
-        shared.append(each[0])
+        shared.append(of_paths[0])
     return ".".join(shared)
 
 
 def _has_run(modules: Collection[nn.Module]) -> bool:
-    """Whether a forward pass has told FSDP2 which module is its root; torch has no public word for it."""
-    states: Iterator[Any] = (module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule))
+    """Whether a forward pass has told FSDP2 which module is its root; torch has no public call for it."""
+    states = (module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule))
     return any(getattr(state, "_is_root", None) is not None for state in states)

@@ -1,66 +1,66 @@
-"""Do all ranks wrap the same model in the same way? Asked over the store, before any collective moves a weight."""
+"""Whether all ranks wrap the same model in the same way, asked over the store before any collective moves a weight."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.store_exchange import rank_list
 from safe_loading.errors import RanksDisagree
 
-_SHOWN = 8  # differing tensors; the first ones say it
-_DIGITS = 12  # of the hash of a line
+_MOST_SHOWN = 8  # of the tensors that differ: the first ones show what is wrong
+_HASH_DIGITS = 12  # kept of the hash of a line
 
 
 def agree(
-    ranks: Ranks, arguments: Mapping[str, str], lines: Sequence[str], units: Sequence[str], *, timeout: float
+    ranks: Ranks, arguments: Mapping[str, str], tensors: Sequence[str], units: Sequence[str], *, timeout: float
 ) -> None:
     """Make sure that all ranks have the same arguments, tensors and units.
 
     One exchange of a hash where they agree; two more find what differs.
 
     Args:
-        ranks: Who wraps together.
-        arguments: What the ranks were asked for.
-        lines: One for each tensor: name, dtype, shape, ties, whether it is trained.
-        units: One for each unit.
+        ranks: The ranks that wrap together.
+        arguments: The arguments of the call, as text.
+        tensors: A line for each tensor: name, dtype, shape, ties, whether it is trained.
+        units: A line for each unit.
         timeout: Longest wait for the others, in seconds.
 
     Raises:
         RanksDisagree: They differ; the arguments, or the first tensors that differ, are named with both sides.
         RankError: Another rank failed.
     """
-    told = [*(f"{name}={value}" for name, value in arguments.items()), *lines, *(f"unit {unit}" for unit in units)]
-    whole = hashlib.sha256("\n".join(told).encode()).hexdigest()
-    if len(set(ranks.exchange("agree on the model", whole, timeout=timeout))) == 1:
+    lines = [*(f"{name}={value}" for name, value in arguments.items()), *tensors, *(f"unit {unit}" for unit in units)]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(ranks.exchange("agree on the model", digest, timeout=timeout))) == 1:
         return
-    short = [hashlib.sha256(line.encode()).hexdigest()[:_DIGITS] for line in told]
-    every: list[list[str]] = ranks.exchange("find what differs", short, timeout=timeout)
-    places = _differing(every)
+    digests = [hashlib.sha256(line.encode()).hexdigest()[:_HASH_DIGITS] for line in lines]
+    digests_of_ranks: list[list[str]] = ranks.exchange("find what differs", digests, timeout=timeout)
+    numbers = _differing(digests_of_ranks)
     shown = ranks.exchange(
-        "name what differs", [told[place] if place < len(told) else None for place in places], timeout=timeout
+        "name what differs", [lines[number] if number < len(lines) else None for number in numbers], timeout=timeout
     )
-    problems = [_sides(ranks, [each[number] for each in shown]) for number in range(len(places))]
-    counts = {len(each) for each in every}
-    more = "" if len(counts) == 1 else f" (the ranks hold {sorted(counts)} tensors, units and arguments)"
+    problems = [_sides(ranks, lines_of_ranks) for lines_of_ranks in zip(*shown, strict=True)]
+    counts = {len(of_rank) for of_rank in digests_of_ranks}
+    more = "" if len(counts) == 1 else f" (the ranks have {sorted(counts)} tensors, units and arguments)"
     raise RanksDisagree(
-        f"The ranks would wrap different models{more}. Build it the same way on every rank; where one is tied and "
-        f"another is not, call tie_weights() on both:",
+        f"The ranks would wrap different models{more}. Build it the same way on every rank; where a parameter is tied "
+        f"on one rank and not on another, call tie_weights() on both:",
         problems,
     )
 
 
-def _differing(every: Sequence[Sequence[str]]) -> list[int]:
-    first, length = every[0], max(map(len, every))
-    padded = [[*each, *[""] * (length - len(each))] for each in every]
-    reference = [*first, *[""] * (length - len(first))]
-    places = [place for place in range(length) if any(each[place] != reference[place] for each in padded)]
-    return places[:_SHOWN]
+def _differing(digests_of_ranks: Sequence[Sequence[str]]) -> list[int]:
+    """Return the numbers of the first lines that are not the same on all ranks."""
+    rows = itertools.zip_longest(*digests_of_ranks, fillvalue="")
+    different = (number for number, row in enumerate(rows) if len(set(row)) > 1)
+    return list(itertools.islice(different, _MOST_SHOWN))
 
 
 def _sides(ranks: Ranks, lines: Sequence[str | None]) -> str:
-    who: dict[str, list[int]] = {}
+    ranks_by_line: dict[str, list[int]] = {}
     for rank, line in zip(ranks.ranks, lines, strict=True):
-        who.setdefault(line or "nothing", []).append(rank)
-    return "; ".join(f"{rank_list(which)}: {line}" for line, which in who.items())
+        ranks_by_line.setdefault(line or "nothing", []).append(rank)
+    return "; ".join(f"{rank_list(which)}: {line}" for line, which in ranks_by_line.items())

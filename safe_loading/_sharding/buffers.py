@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from safe_loading._core.names import canonical
 from safe_loading._model.stand_ins import MetaStandIns
+from safe_loading._model.tensors import TensorPlace, tensor_places
 from safe_loading.errors import CheckpointError
 
 # The methods by which plain modules reset themselves, the most specific first; torchtitan's and torchvision's included.
@@ -24,18 +24,6 @@ _RESET_METHODS = (
     "_reset_parameters",
     "init_weights",
 )
-
-
-class BufferPlace(NamedTuple):
-    """Where a buffer is registered."""
-
-    module: nn.Module
-    attribute: str
-
-    @property
-    def buffer(self) -> torch.Tensor | None:
-        """What is registered there now."""
-        return self.module._buffers[self.attribute]
 
 
 def compute_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -53,7 +41,11 @@ def compute_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: Buffers that nothing fills.
     """
-    lost = {name: place for name, place in _buffer_places(model).items() if _is_lost(place)}
+    lost = {
+        canonical(place.name): place
+        for place in tensor_places(model, repeats=False)
+        if place.is_buffer and place.tensor.is_meta and not place.persistent
+    }
     if not lost:
         return {}
     dtypes = _uncast_dtypes(model, lost)
@@ -71,39 +63,25 @@ def compute_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return first
 
 
-def _buffer_places(model: nn.Module) -> dict[str, BufferPlace]:
-    return {
-        canonical(f"{path}.{attribute}" if path else attribute): BufferPlace(module, attribute)
-        for path, module in model.named_modules()
-        for attribute, buffer in module._buffers.items()
-        if buffer is not None
-    }
-
-
-def _is_lost(place: BufferPlace) -> bool:
-    buffer = place.buffer
-    return buffer is not None and buffer.is_meta and place.attribute in place.module._non_persistent_buffers_set
-
-
 def _is_one_byte(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 1
 
 
-def _uncast_dtypes(model: nn.Module, lost: Mapping[str, BufferPlace]) -> dict[str, torch.dtype]:
+def _uncast_dtypes(model: nn.Module, lost: Mapping[str, TensorPlace]) -> dict[str, torch.dtype]:
     """Return the dtype that each buffer has in a model as its class makes it, before anyone cast the whole of it.
 
     ``model.to(torch.bfloat16)`` casts rotary frequencies too, where ``from_pretrained`` keeps them in float32. On meta
     such a cast loses nothing but their dtype.
     """
-    dtypes = {name: place.buffer.dtype for name, place in lost.items() if place.buffer is not None}
+    dtypes = {name: place.tensor.dtype for name, place in lost.items()}
     if all(dtype == torch.float32 or not dtype.is_floating_point for dtype in dtypes.values()):
         return dtypes  # nobody cast them to a narrower dtype
     for path, module in _transformers_models(model):
         prefix, skeleton = f"{canonical(path)}." if path else "", _skeleton_like(module)
-        for name, place in _buffer_places(skeleton).items() if skeleton is not None else ():
-            buffer = place.buffer
-            if f"{prefix}{name}" in dtypes and buffer is not None:
-                dtypes[f"{prefix}{name}"] = buffer.dtype
+        for place in tensor_places(skeleton, repeats=False) if skeleton is not None else ():
+            name = f"{prefix}{canonical(place.name)}"
+            if place.is_buffer and name in dtypes:
+                dtypes[name] = place.tensor.dtype
     return dtypes
 
 
@@ -136,13 +114,12 @@ def _transformers_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedMode
 
 
 def _compute_poisoned(
-    model: nn.Module, lost: Mapping[str, BufferPlace], dtypes: Mapping[str, torch.dtype], *, poison: int
+    model: nn.Module, lost: Mapping[str, TensorPlace], dtypes: Mapping[str, torch.dtype], *, poison: int
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
     """Let the model fill its poisoned buffers; return their values, and the names of those that were not written."""
     with MetaStandIns(model), _marked_as_loaded(model), torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, place in lost.items():
-            shape = place.buffer.shape if place.buffer is not None else torch.Size()
-            place.module._buffers[place.attribute] = _poisoned(shape, dtypes[name], poison)
+            place.module._buffers[place.attribute] = _poisoned(place.tensor.shape, dtypes[name], poison)
         for _, inner in _transformers_models(model):
             initialize: Callable[[], object] = inner.initialize_weights  # transformers annotates nothing here
             initialize()
@@ -173,8 +150,8 @@ def _poisoned(shape: torch.Size, dtype: torch.dtype, poison: int) -> torch.Tenso
     return torch.full(shape, torch.iinfo(dtype).min + 12345, dtype=dtype, device="cpu")
 
 
-def _holds_poison(place: BufferPlace, poison: int) -> bool:
-    value = place.buffer
+def _holds_poison(place: TensorPlace, poison: int) -> bool:
+    value = place.module._buffers[place.attribute]
     if value is None or not value.numel():
         return False
     if value.is_meta:
@@ -185,8 +162,8 @@ def _holds_poison(place: BufferPlace, poison: int) -> bool:
     return bool((value.isnan() if mark.isnan() else value == mark).any())
 
 
-def _value(place: BufferPlace) -> torch.Tensor:
-    value = place.buffer
+def _value(place: TensorPlace) -> torch.Tensor:
+    value = place.module._buffers[place.attribute]
     return torch.empty(0) if value is None else value.detach()
 
 
@@ -209,11 +186,10 @@ def _marked_as_loaded(model: nn.Module) -> Iterator[None]:
             module.__dict__[flag] = value
 
 
-def _remedy(name: str, place: BufferPlace) -> str:
+def _remedy(name: str, place: TensorPlace) -> str:
     kind = type(place.module).__name__
-    buffer = place.buffer
-    what = f"{buffer.dtype} {list(buffer.shape)}" if buffer is not None else "nothing"
     return (
-        f"{name}: {what} of {kind}. Give {kind} a method reset_buffers() that fills it, or assign its values to the "
-        f"module's attribute {place.attribute} before the call: on every rank, on the CPU"
+        f"{name}: {place.tensor.dtype} {list(place.tensor.shape)} of {kind}. Give {kind} a method reset_buffers() that "
+        f"fills it, or assign its values to the module's attribute {place.attribute} before the call: on every rank, "
+        f"on the CPU"
     )

@@ -7,7 +7,6 @@ import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,6 +20,7 @@ from safe_loading._model.dtypes import DTYPES
 from safe_loading._ranks.exchange import Ranks
 from safe_loading.errors import RanksDisagree
 
+from .added_after_wrap import is_adapter_layer
 from .checkpoint_source import CheckpointSource, disk_tensors, open_source
 from .local_shard import LocalShard
 from .reading import ShardTarget, differing, read_targets
@@ -36,9 +36,9 @@ class Folder:
     """What a folder gives to a model.
 
     Attributes:
-        source: The checkpoint, opened.
-        disk_name: For each tensor that it holds, by its first name in the model, its name in the checkpoint's class.
-        digest: A hash of the headers and of samples; two ranks with another one have other files.
+        source: The checkpoint, opened; None without a folder.
+        disk_name: For each tensor that it has, by its first name in the model, its name in the checkpoint's class.
+        digest: A hash of the headers and of samples of the files; ranks with different hashes have different files.
         findings: What is worth knowing.
     """
 
@@ -49,16 +49,16 @@ class Folder:
 
     @property
     def heads(self) -> Sequence[str]:
-        """The tensors of another task's head that it holds, which the model does not know."""
+        """The tensors of another task's head that it has and the model does not."""
         return self.source.heads if self.source is not None else ()
 
     @property
     def names(self) -> Set[str]:
-        """The tensors of the model that it holds, by their first names."""
+        """The tensors of the model that it has, by their first names."""
         return self.disk_name.keys()
 
     def without(self, names: frozenset[str]) -> Folder:
-        """Return it without tensors that come from elsewhere."""
+        """Return the folder without some tensors, which come from elsewhere."""
         kept = {name: disk for name, disk in self.disk_name.items() if name not in names}
         return dataclasses.replace(self, disk_name=kept)
 
@@ -66,7 +66,7 @@ class Folder:
         """Make sure that all ranks have the same files.
 
         Raises:
-            RanksDisagree: They have not; each kind of folder is named with its ranks.
+            RanksDisagree: They do not; each rank is listed with the hash of its folder.
         """
         if len(set(digests)) > 1:
             sides = [f"rank {rank}: {digest}" for rank, digest in zip(ranks.ranks, digests, strict=True)]
@@ -88,7 +88,7 @@ class Folder:
         return bytes_read
 
     def differing(self, shard: LocalShard) -> list[str]:
-        """Return the tensors of which this rank does not hold what the folder does, by a second read."""
+        """Read a second time, and return the tensors of which this rank has other values than the folder."""
         return [] if self.source is None else differing(self.source, self._targets(shard))
 
     def _targets(self, shard: LocalShard) -> list[ShardTarget]:
@@ -123,7 +123,7 @@ def open_folder(setup: Setup, path: Path | None) -> Folder:
     """Read the headers, and match them with the model.
 
     Raises:
-        CheckpointError: The folder is not whole, or holds something that does not fit.
+        CheckpointError: The folder is incomplete, or has a tensor that does not fit the model.
     """
     if path is None:
         return Folder()
@@ -147,8 +147,9 @@ def open_folder(setup: Setup, path: Path | None) -> Folder:
 
 def _digest(source: CheckpointSource) -> str:
     """Return a hash of all headers and of a few bytes of each file, which tell two fine-tunings of one base apart."""
-    told = sorted(f"{info.name} {info.dtype} {info.shape} {info.start}" for info in source.checkpoint.tensors.values())
-    digest = hashlib.sha256("\n".join(told).encode())
+    tensors = source.checkpoint.tensors.values()
+    lines = sorted(f"{info.name} {info.dtype} {info.shape} {info.start}" for info in tensors)
+    digest = hashlib.sha256("\n".join(lines).encode())
     for path in source.checkpoint.files:
         with open_regular(path) as file:
             file.seek(path.stat().st_size // 2)
@@ -157,9 +158,9 @@ def _digest(source: CheckpointSource) -> str:
 
 
 def base_of(model: nn.Module) -> tuple[nn.Module, str]:
-    """Return the model that a checkpoint is of, and the prefix of its names: the outermost one of transformers.
+    """Return the model that a checkpoint is made from, the outermost one of transformers, and the prefix of its names.
 
-    A PeftModel and wrappers with a value head hold it inside; a model of no library is its own base.
+    It is inside a PeftModel or a wrapper with a value head; a model of no library is its own base.
     """
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
@@ -169,37 +170,33 @@ def base_of(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def _without_adapters(base: nn.Module) -> Rename:
-    """Return what turns a name in the model into that of its class, and None for what an adapter added."""
-    peft: Any = sys.modules.get("peft")
+    """Return what turns a name in the model into that of its class, and into None for what an adapter added."""
+    # peft keeps the base's layer as base_layer, and the module of which modules_to_save has copies as original_module
     layers: set[str] = set()
-    copies: set[str] = set()
-    if peft is not None:
-        for path, module in base.named_modules():
-            if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
-                layers.add(canonical(path))
-            elif isinstance(module, peft.utils.other.AuxiliaryTrainingWrapper):
-                copies.add(canonical(path))
-
-    if not layers and not copies:
+    copied: set[str] = set()
+    wrappers = sys.modules.get("peft.utils.other")
+    for path, module in base.named_modules() if wrappers is not None else ():
+        if is_adapter_layer(module):
+            layers.add(canonical(path))
+        elif wrappers is not None and isinstance(module, wrappers.AuxiliaryTrainingWrapper):
+            copied.add(canonical(path))
+    if not layers and not copied:
         return canonical
 
     def rename(name: str) -> str | None:
-        parts, kept = canonical(name).split("."), []
+        kept: list[str] = []
         path = ""
-        skip = 0
-        for number, part in enumerate(parts):
-            inside_layer, inside_copy = path in layers, path in copies
+        parts = iter(canonical(name).split("."))
+        for part in parts:
+            inside_layer, inside_copied = path in layers, path in copied
             path = f"{path}.{part}" if path else part
-            if skip:
-                skip -= 1
-            elif inside_layer and part != "base_layer":
+            if inside_copied and part == "modules_to_save":
+                # what is saved of the module is the copy, which the checkpoint has under the module's own name
+                path = f"{path}.{next(parts, '')}"  # the adapter's name
+            elif (inside_layer and part != "base_layer") or (inside_copied and part != "original_module"):
                 return None
-            elif inside_copy and part == "modules_to_save":
-                skip = 1  # the adapter's name
-            elif inside_copy and part != "original_module":
-                return None
-            elif not (inside_layer or inside_copy):
-                kept.append(parts[number])
+            elif not (inside_layer or inside_copied):
+                kept.append(part)
         return ".".join(kept)
 
     return rename

@@ -1,4 +1,4 @@
-"""A checkpoint held against a model: what lies where, and everything that does not fit, said at once."""
+"""A checkpoint matched with a model: where each tensor is, and everything that does not fit, listed at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .convert import made_by
 
 
 class ExpectedTensor(NamedTuple):
-    """What a model has under a name: a shape and a dtype, and no memory."""
+    """The shape and the dtype that a model expects under a name."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,14 +32,14 @@ class ExpectedTensor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CheckpointSource:
-    """A checkpoint whose tensors have their places in a model.
+    """A checkpoint whose tensors are matched with those of a model.
 
     Attributes:
         checkpoint: The headers of its files.
         layout: Where each parameter and persistent buffer lies.
         slots: What the model has, by name; a tied parameter is there under each of its names.
         same_as: For each tied name, all the names of that parameter.
-        conversions: What makes the parameters whose layout cannot be followed, by their names.
+        conversions: For each parameter that a conversion makes by more than moving elements, that conversion.
         config: The model's config, which transformers' converters read.
         heads: The tensors of another task's head that the checkpoint holds, each with its file.
     """
@@ -82,14 +82,14 @@ def open_source(
         names: From a name in the model to the name that its class gives it; None for what no checkpoint has.
 
     Raises:
-        CheckpointError: The checkpoint is not whole, or does not fit the model. All that is wrong is listed.
+        CheckpointError: The checkpoint is incomplete, or does not fit the model. Everything wrong is listed.
     """
     checkpoint = read_checkpoint(Path(folder), kind="model")
     slots, same_as = _slots(model, names)
     layout = read_layout(model, checkpoint.tensors, slots)
     config = getattr(model, "config", None)
     conversions: dict[str, Conversion] = {}
-    problems = _not_readable(checkpoint, layout, slots)
+    problems = _not_castable(checkpoint, layout, slots)
     for conversion in layout.conversions:
         made, problem = made_by(conversion, checkpoint.tensors, slots, config)
         problems += [problem] if problem else []
@@ -107,7 +107,7 @@ def open_source(
     lacking += [name for name in layout.mismatched if is_new(name)]
     optional = _pattern(getattr(model, "_keys_to_ignore_on_load_missing", None))
     problems += [
-        f"{name}: the model has {_of(slots[name])}, and the checkpoint holds no tensor of that name"
+        f"{name}: the model has {_of(slots[name])}, and the checkpoint has no tensor of that name"
         for name in lacking
         if not is_new(name) and not (optional and optional.search(name))
     ]
@@ -145,35 +145,38 @@ def _slots(
     return slots, tied
 
 
-def _not_readable(checkpoint: Checkpoint, layout: CheckpointLayout, slots: Mapping[str, ExpectedTensor]) -> list[str]:
-    """Return a problem for each tensor whose elements do not stand for themselves in the model's dtype."""
+def _not_castable(checkpoint: Checkpoint, layout: CheckpointLayout, slots: Mapping[str, ExpectedTensor]) -> list[str]:
+    """Return a problem for each tensor whose elements cannot be cast to the model's dtype, such as quantized ones."""
     problems = []
     tensors = checkpoint.tensors
     for name, whole in layout.of.items():
-        wanted_dtype = slots[name].dtype if name in slots else None
+        expected_dtype = slots[name].dtype if name in slots else None
         first = tensors[whole.pieces[0].tensor].dtype
-        if len(whole.pieces) == 1 and wanted_dtype is not None and DTYPES.get(first) == wanted_dtype:
+        if len(whole.pieces) == 1 and expected_dtype is not None and DTYPES.get(first) == expected_dtype:
             continue  # nearly every one
         for disk in dict.fromkeys([piece.tensor for piece in whole.pieces]):
-            held = DTYPES.get(tensors[disk].dtype)
-            wanted = wanted_dtype or held
-            if held is None or wanted is None or not _casts(held, wanted):
+            stored = DTYPES.get(tensors[disk].dtype)
+            expected = expected_dtype or stored
+            if stored is None or expected is None or not _casts(stored, expected):
                 problems.append(
-                    f"{name}: the model has {wanted}, {checkpoint.file_of[disk]} holds {disk} as "
+                    f"{name}: the model has {expected}, {checkpoint.file_of[disk]} holds {disk} as "
                     f"{tensors[disk].dtype}, which is quantized. Load it with from_pretrained, call "
                     f"dequantize(), save it, and pass that folder"
                 )
     return problems
 
 
-def _casts(held: torch.dtype, wanted: torch.dtype) -> bool:
-    if held == wanted:
+def _casts(stored: torch.dtype, expected: torch.dtype) -> bool:
+    """Whether a cast keeps what the elements mean; a float of one byte has a scale in another tensor."""
+    if stored == expected:
         return True
-    return held.is_floating_point == wanted.is_floating_point and (held.itemsize > 1 or not held.is_floating_point)
+    if stored.is_floating_point != expected.is_floating_point:
+        return False
+    return stored.itemsize > 1 or not stored.is_floating_point
 
 
 def _unexpected(model: torch.nn.Module, layout: CheckpointLayout) -> list[str]:
-    """Return the tensors on disk the class neither knows nor says to ignore, by transformers' rules."""
+    """Return the tensors on disk that the class neither has nor tells to ignore, by transformers' rules."""
     if not layout.unknown:
         return []
     patterns: set[str] = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -188,7 +191,7 @@ def _unexpected(model: torch.nn.Module, layout: CheckpointLayout) -> list[str]:
 
 
 def _is_head(model: torch.nn.Module, disk: str, tensors: Collection[str]) -> bool:
-    """Whether a tensor stands outside the base model, in a checkpoint that has the base model under its prefix."""
+    """Whether a tensor is outside the base model, in a checkpoint that has the base model under its prefix."""
     base = f"{getattr(model, 'base_model_prefix', '')}."
     return base != "." and not disk.startswith(base) and any(name.startswith(base) for name in tensors)
 
@@ -196,7 +199,7 @@ def _is_head(model: torch.nn.Module, disk: str, tensors: Collection[str]) -> boo
 def _surplus(checkpoint: Checkpoint, layout: CheckpointLayout, disk: str) -> str:
     info = checkpoint.tensors[disk]
     return (
-        f"{disk}: {checkpoint.file_of[disk]} holds it as {info.dtype} {list(info.shape)}, and the model has no "
+        f"{disk}: {checkpoint.file_of[disk]} has it as {info.dtype} {list(info.shape)}, and the model has no "
         f"{layout.key_of[disk]}"
     )
 

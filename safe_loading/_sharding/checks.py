@@ -1,4 +1,4 @@
-"""Is the sharded model whole? Nothing on meta, nothing trained that is plain, no optimizer of what is gone."""
+"""Checks of a sharded model: no tensor on meta, no trained plain tensor, no optimizer of replaced parameters."""
 
 from __future__ import annotations
 
@@ -23,46 +23,50 @@ def check_whole(model: nn.Module, version: int, ignored: Collection[str]) -> Non
         DeviceError: Something is left on meta, or is trained and not sharded.
     """
     problems = []
-    parameters = parameters_of(model)
-    for held in (*parameters, *buffers_of(model)):
+    for tensor in (*parameters_of(model), *buffers_of(model)):
         # not to_local(), which goes through autograd
-        local = held.tensor._local_tensor if isinstance(held.tensor, DTensor) else held.tensor
+        local = tensor.tensor._local_tensor if isinstance(tensor.tensor, DTensor) else tensor.tensor
         if local.is_meta:
-            problems.append(f"{held.line()}: on meta")
-    if version == 2:
-        problems += [f"{name}: trained, and not sharded" for name in _plain(parameters) if name not in ignored]
+            problems.append(f"{tensor.line()}: on meta")
+    problems += [f"{name}: trained, and not sharded" for name in plain_trained(model, version) if name not in ignored]
     if problems:
-        raise DeviceError("The wrapped model is not whole:", problems)
+        raise DeviceError("The wrapped model is incomplete:", problems)
 
 
-def plain(model: nn.Module, version: int) -> list[str]:
-    """Return the trained parameters that are plain tensors, which every rank would train alone."""
-    return _plain(parameters_of(model)) if version == 2 else []
+def plain_trained(model: nn.Module, version: int) -> list[str]:
+    """Return the trained parameters that are plain tensors, which every rank would train alone.
+
+    None with FSDP1, where the parameters of a unit are views into its flat parameter, and so plain tensors themselves.
+    """
+    if version == 1:
+        return []
+    return [
+        parameter.name
+        for parameter in parameters_of(model)
+        if parameter.tensor.requires_grad and not isinstance(parameter.tensor, DTensor)
+    ]
 
 
-def _plain(parameters: Iterable[ModelTensor]) -> list[str]:
-    return [held.name for held in parameters if held.tensor.requires_grad and not isinstance(held.tensor, DTensor)]
-
-
-def stale_optimizers(held: Iterable[ModelTensor]) -> list[Finding]:
-    """Return a finding for each optimizer, anywhere in this process, that holds parameters which are now replaced."""
-    gone = {id(each.tensor): each.name for each in held}
+def stale_optimizers(replaced: Iterable[ModelTensor]) -> list[Finding]:
+    """Return a finding for each optimizer, anywhere in this process, that has parameters which are now replaced."""
+    names_by_id = {id(parameter.tensor): parameter.name for parameter in replaced}
     findings = []
-    things = gc.get_objects()
-    # by type(): isinstance asks strange objects for their __class__, and some answer with an import
-    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, torch.optim.Optimizer)}
-    for thing in things if kinds else ():
-        if type(thing) not in kinds:
+    objects = gc.get_objects()
+    # by type(): isinstance reads __class__, which lazy objects answer with an import
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.optim.Optimizer)}
+    for candidate in objects if kinds else ():
+        if type(candidate) not in kinds:
             continue
-        groups = getattr(thing, "param_groups", None) or ()
-        names = [gone[id(each)] for group in groups for each in group.get("params", ()) if id(each) in gone]
+        groups = getattr(candidate, "param_groups", None) or ()
+        parameters = [parameter for group in groups for parameter in group.get("params", ())]
+        names = [names_by_id[id(parameter)] for parameter in parameters if id(parameter) in names_by_id]
         if names:
             findings.append(
                 Finding(
                     "optimizer-before-wrap",
                     "warning",
-                    type(thing).__name__,
-                    f"it was made before the wrap and holds {len(names)} parameters that are no longer the model's "
+                    type(candidate).__name__,
+                    f"it was made before the wrap and has {len(names)} parameters that are no longer the model's "
                     f"({names[0]}, ...): its steps change nothing.",
                     "make the optimizer after wrap_fsdp_meta_safe; assert_optimizer_sharded checks it.",
                 )

@@ -1,4 +1,4 @@
-"""Conversions that do more than move elements, done by transformers' own converter on the tensors of one parameter."""
+"""Conversions that do more than move elements, done by transformers' own converter on the tensors that it takes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def convert(conversion: Conversion, fetch: Fetch, slots: Mapping[str, Any], conf
     """Return the parameters that a converter makes, as ``from_pretrained`` makes them.
 
     Args:
-        conversion: The converter and its tensors.
+        conversion: The converter and the tensors on disk that it takes.
         fetch: From the name of a tensor on disk to the tensor.
-        slots: The shape and the dtype of what the model has, by name.
+        slots: The shape and the dtype of the model's tensors, by name.
         config: The model's config.
     """
     rule = copy.deepcopy(conversion.rule)
@@ -31,7 +31,7 @@ def convert(conversion: Conversion, fetch: Fetch, slots: Mapping[str, Any], conf
     for pattern, names in conversion.sources.items():
         for name in names:
             rule.add_tensor(conversion.key, name, pattern, lambda name=name: fetch(name).to(dtype))
-    # the operations ask the model for shapes only
+    # the operations ask the model for nothing but shapes
     model = types.SimpleNamespace(config=config, get_parameter=slots.__getitem__)
     with torch.no_grad():
         made = rule.convert(conversion.key, model=model, config=config)
@@ -41,7 +41,7 @@ def convert(conversion: Conversion, fetch: Fetch, slots: Mapping[str, Any], conf
 def made_by(
     conversion: Conversion, tensors: Mapping[str, TensorInfo], slots: Mapping[str, Any], config: Any
 ) -> tuple[dict[str, tuple[int, ...]], str | None]:
-    """Return the names and shapes that a conversion makes, tried on meta; or the problem that it meets there."""
+    """Return the names and shapes that a conversion makes, found by a trial on meta, and why it fails if it does."""
 
     def fetch(name: str) -> torch.Tensor:
         info = tensors[name]

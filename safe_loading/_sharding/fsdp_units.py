@@ -1,4 +1,4 @@
-"""Which modules are gathered together: the units of FSDP, from the model's own hints or from its shape."""
+"""Plans the units of FSDP, the modules that are gathered together: from the model's own hints or from its structure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from safe_loading.errors import ArgumentError
 
 Wrap = Callable[[nn.Module], bool] | type[nn.Module] | str | Collection["type[nn.Module] | str"]
 
-_SMALLEST_SHARE = (
-    16  # of the largest list of layers: a list below it (a few heads) costs a collective and frees nothing
-)
+# A list of modules smaller than this fraction of the largest list (a few heads) is not split into units: each would
+# cost a collective and free next to nothing.
+_SMALLEST_LIST = 1 / 16
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
 
 
@@ -31,7 +31,7 @@ class ShardingUnit:
         modules: Their names as ``named_modules`` has them; ``""`` is the root.
         parameters: The parameters that it gathers, by canonical name, the first name of a tied one.
         bytes: Their size while they are gathered.
-        keeps: Whether they stay gathered from the forward to the backward pass.
+        keeps: Whether they stay gathered from the forward to the backward pass, instead of being gathered twice.
     """
 
     modules: tuple[str, ...]
@@ -41,7 +41,7 @@ class ShardingUnit:
 
     @property
     def name(self) -> str:
-        """The canonical names of the modules, as people read them."""
+        """The canonical names of the modules, joined by ``" + "``."""
         return " + ".join(canonical(name) or "(root)" for name in self.modules)
 
 
@@ -54,28 +54,28 @@ def plan_units(
         model: The model, on any device.
         wrap: Classes, names of classes or patterns of module names, or a predicate; None finds the layers.
         ignored: Parameters that no unit takes.
-        flat: Whether a unit becomes one flat tensor (FSDP1): one dtype a unit, and a module a unit.
+        flat: Whether a unit becomes one flat tensor (FSDP1), which allows one dtype and one module in a unit.
 
     Raises:
-        ArgumentError: ``wrap`` names nothing that the model has, or a dtype cannot be separated from another.
+        ArgumentError: ``wrap`` matches nothing in the model, or a dtype cannot be separated from another.
     """
     modules = dict(walk_modules(model))
-    chosen = _default(model, modules) if wrap is None else _asked(wrap, modules)
+    chosen = _default_modules(model, modules) if wrap is None else _matching_modules(wrap, modules)
     groups: list[tuple[str, ...]] = [
         (name,) for name in _outermost_wrappers(chosen, modules) if _has_parameters(modules[name], ignored)
     ]
     places = _places(model, ignored)
-    groups = _settle_ties(groups, places, flat=flat)
-    kept: set[tuple[str, ...]] = set()
+    groups = _merge_tied(groups, places, flat=flat)
+    keeping: set[tuple[str, ...]] = set()  # the groups that stay gathered until the backward pass
     if wrap is None and not flat and (tail := _norm_and_head(model, modules, groups, places)) is not None:
         groups.append(tail)
-        kept.add(tail)
+        keeping.add(tail)
     owned = _owned(groups, places)
     more = _separate_dtypes(groups, owned, places, modules, flat=flat)
     if more != groups:
         groups, owned = more, _owned(more, places)
     order = sorted(groups, key=lambda group: -max(_depth(name) for name in group))
-    units = [_unit(group, owned[group], keeps=group in kept) for group in order if owned[group]]
+    units = [_unit(group, owned[group], keeps=group in keeping) for group in order if owned[group]]
     return (*units, _unit(("",), owned[("",)], keeps=True))
 
 
@@ -84,16 +84,18 @@ def _unit(group: tuple[str, ...], parameters: Sequence[tuple[str, nn.Parameter]]
     return ShardingUnit(group, tuple(name for name, _ in parameters), size, keeps)
 
 
-def _default(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
-    name = "_no_split_modules"  # of the class, or of the instance; not by getattr(), which searches all submodules
-    hints = (vars(module).get(name) or getattr(type(module), name, None) for module in modules.values())
-    hinted = {hint for each in hints for hint in each or ()}
-    found = [name for name, module in modules.items() if name and type(module).__name__ in hinted]
-    return found or _repeated(modules) or _children(model)
+def _default_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the layers: the model's own hints, else the elements of its largest lists, else its children."""
+    # not getattr(module, ...), which goes through nn.Module.__getattr__ for each module that has no such attribute
+    attribute = "_no_split_modules"
+    hints = (vars(module).get(attribute) or getattr(type(module), attribute, None) for module in modules.values())
+    class_names = {class_name for of_module in hints for class_name in of_module or ()}
+    hinted = [name for name, module in modules.items() if name and type(module).__name__ in class_names]
+    return hinted or _elements_of_lists(modules) or _children(model)
 
 
-def _repeated(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the elements of the outermost lists of alike modules, the small lists left out."""
+def _elements_of_lists(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the elements of the outermost lists of modules of one class, without the small lists."""
     lists: dict[str, int] = {}
     for name, module in modules.items():
         if any(name == other or name.startswith(f"{other}.") for other in lists):
@@ -103,59 +105,59 @@ def _repeated(modules: Mapping[str, nn.Module]) -> list[str]:
         elements = [element for element in module.children() if any(True for _ in element.parameters())]
         if len(elements) > 1 and len({type(element) for element in elements}) == 1:
             lists[name] = sum(parameter.numel() for parameter in module.parameters())
-    least = max(lists.values(), default=0) / _SMALLEST_SHARE
-    found = []
+    smallest = max(lists.values(), default=0) * _SMALLEST_LIST
+    elements_of_lists = []
     for name, size in lists.items():
-        if size >= least:
+        if size >= smallest:
             prefix = f"{name}." if name else ""
-            found += [f"{prefix}{child}" for child, _ in modules[name].named_children()]
-    return [name for name in found if name in modules]
+            elements_of_lists += [f"{prefix}{child}" for child, _ in modules[name].named_children()]
+    return [name for name in elements_of_lists if name in modules]
 
 
 def _children(model: nn.Module) -> list[str]:
-    """Return the children with parameters, or theirs where there is only one; the root alone gathers all."""
+    """Return the children with parameters, or those of an only child: the root alone would gather everything."""
     name, module = "", model
     while True:
         prefix = f"{name}." if name else ""
-        found = [(f"{prefix}{each}", child) for each, child in module.named_children() if _has_parameters(child, ())]
-        if len(found) != 1:
-            return [each for each, child in found if can_run(child)]
-        ((name, module),) = found
+        children = [(f"{prefix}{own}", child) for own, child in module.named_children() if _has_parameters(child, ())]
+        if len(children) != 1:
+            return [path for path, child in children if can_run(child)]
+        ((name, module),) = children
 
 
-def _asked(wrap: Wrap, modules: Mapping[str, nn.Module]) -> list[str]:
+def _matching_modules(wrap: Wrap, modules: Mapping[str, nn.Module]) -> list[str]:
     if isinstance(wrap, (str, type)):
         wrap = [wrap]
     if not isinstance(wrap, Collection):
         if not callable(wrap):
             raise ArgumentError(f"wrap={wrap!r}: pass classes, names or patterns of modules, or fn(module) -> bool.")
         return [name for name, module in modules.items() if name and wrap(module)]
-    found: dict[str, None] = {}
+    matched: dict[str, None] = {}
     problems = []
-    for each in wrap:
-        if isinstance(each, type):
-            hits = [name for name, module in modules.items() if name and isinstance(module, each)]
-        elif isinstance(each, str):
-            hits = [name for name, module in modules.items() if name and _named(each, name, module)]
+    for entry in wrap:
+        if isinstance(entry, type):
+            matches = [name for name, module in modules.items() if name and isinstance(module, entry)]
+        elif isinstance(entry, str):
+            matches = [name for name, module in modules.items() if name and _matches_module(entry, name, module)]
         else:
-            raise ArgumentError(f"wrap holds {each!r}: pass classes, or names of classes or modules.")
-        if not hits:
-            problems.append(f"{each if isinstance(each, str) else each.__name__}: no module of the model is meant")
-        found.update(dict.fromkeys(hits))
+            raise ArgumentError(f"wrap holds {entry!r}: pass classes, or names of classes or modules.")
+        if not matches:
+            problems.append(f"{entry if isinstance(entry, str) else entry.__name__}: matches no module of the model")
+        matched.update(dict.fromkeys(matches))
     if problems:
         raise ArgumentError("wrap names what the model does not have:", problems)
-    refused = [name for name in found if not can_run(modules[name])]
+    refused = [name for name in matched if not can_run(modules[name])]
     if refused:
-        raise ArgumentError("wrap names containers, which have no forward; name what they hold:", refused)
-    return list(found)
+        raise ArgumentError("wrap names containers, which have no forward; name the modules in them:", refused)
+    return list(matched)
 
 
-def _named(pattern: str, name: str, module: nn.Module) -> bool:
+def _matches_module(pattern: str, name: str, module: nn.Module) -> bool:
     return type(module).__name__ == pattern or fnmatch.fnmatchcase(canonical(name), pattern)
 
 
 def can_run(module: nn.Module) -> bool:
-    """Whether a module has a forward, which containers have not."""
+    """Whether a module has a forward; containers have none."""
     # a compiled module has its forward on the instance
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
@@ -166,14 +168,14 @@ def _has_parameters(module: nn.Module, ignored: Collection[nn.Parameter]) -> boo
 
 
 def _outermost_wrappers(names: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the wrapper (of activation checkpointing, of compilation) where a module has one, each module once."""
-    found: dict[str, None] = {}
+    """Return the modules, each once, or the wrapper around one (activation checkpointing, compilation)."""
+    outermost: dict[str, None] = {}
     for name in names:
         while name.rpartition(".")[2] in WRAPPER_PARTS and "." in name:
             name = name.rpartition(".")[0]
         if name and name not in WRAPPER_PARTS and can_run(modules[name]):
-            found[name] = None
-    return list(found)
+            outermost[name] = None
+    return list(outermost)
 
 
 def _depth(name: str) -> int:
@@ -194,14 +196,15 @@ def _places(model: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.Para
 
 
 def _innermost(name: str, groups: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the group that a place belongs to; the root's when there is none."""
+    """Return the innermost group around a parameter's name; the root's when there is none."""
     path = nearest(name.rpartition(".")[0], groups)
     return groups[path] if path is not None else ("",)
 
 
-def _settle_ties(groups: list[tuple[str, ...]], places: Places, *, flat: bool) -> list[tuple[str, ...]]:
-    """Bring all places of a tied parameter into one unit: FSDP refuses a parameter of two."""
+def _merge_tied(groups: list[tuple[str, ...]], places: Places, *, flat: bool) -> list[tuple[str, ...]]:
+    """Bring all places of a tied parameter into one unit: FSDP refuses a parameter that is in two."""
     tied = [names for names in places.values() if len(names) > 1]
+    # merging the groups of one tie changes which groups own the others: start over until no tie has two owners
     while True:
         of = {name: group for group in groups for name in group}
         for names in tied:
@@ -210,7 +213,9 @@ def _settle_ties(groups: list[tuple[str, ...]], places: Places, *, flat: bool) -
                 continue
             taken = set(owners) - {("",)}
             groups = [group for group in groups if group not in taken]
-            nested = any(a.startswith(f"{b}.") for one in taken for other in taken for a in one for b in other)
+            names_taken = [name for group in taken for name in group]
+            nested = any(inner.startswith(f"{outer}.") for inner in names_taken for outer in names_taken)
+            # where they cannot be one unit, the root takes their parameters
             if ("",) not in owners and not nested and not flat:
                 groups.append(tuple(name for owner in owners for name in owner))
             break
@@ -221,7 +226,11 @@ def _settle_ties(groups: list[tuple[str, ...]], places: Places, *, flat: bool) -
 def _norm_and_head(
     model: nn.Module, modules: Mapping[str, nn.Module], groups: Sequence[tuple[str, ...]], places: Places
 ) -> tuple[str, ...] | None:
-    """Return the last norm and the head, whose weight a fused loss reads after the norm has run; None for the root."""
+    """Return the last norm and the head as one unit; None where the root takes them.
+
+    A fused loss reads the head's weight and never calls the head, so nothing would gather it there. With the norm,
+    which runs right before the loss, it is gathered in time.
+    """
     head = embeddings_and_head_of(model).head
     names = {module: name for name, module in modules.items()}
     if head is None or head not in names or not can_run(head):
@@ -266,7 +275,10 @@ def _separate_dtypes(
     *,
     flat: bool,
 ) -> list[tuple[str, ...]]:
-    """Give modules of another dtype units of their own: one unit reduces one dtype, and FSDP1 flattens one dtype."""
+    """Give modules of another dtype units of their own.
+
+    FSDP2 reduces the gradients of a unit in one dtype, and FSDP1 flattens all its parameters into one tensor.
+    """
     problems: list[str] = []
     for parameters in owned.values():
         counted = [parameter for _, parameter in parameters if flat or parameter.requires_grad]
@@ -285,8 +297,8 @@ def _separate_dtypes(
                 groups = [*groups, (module,)]
     if problems:
         raise ArgumentError(
-            "FSDP wants one dtype among the parameters of a unit, and these have no module of their own that could be "
-            "a unit; cast them, or pass wrap= so that dtypes are separate:",
+            "FSDP needs one dtype among the parameters of a unit, and these have no module of their own that could be "
+            "a unit; cast them, or pass wrap= with units of one dtype each:",
             problems,
         )
     return groups

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -30,45 +29,42 @@ def _canonical(tensor: ModelTensor) -> ModelTensor:
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[Ignored]) -> set[nn.Parameter]:
-    """Return the parameters that are meant: themselves, by module, or by name or pattern.
+    """Return the parameters that ``ignored=`` names: themselves, by their modules, or by names or patterns.
 
     Raises:
-        ArgumentError: Something names nothing that the model has, or is nothing that could be meant.
+        ArgumentError: An entry matches nothing in the model, or is of a wrong kind.
     """
     if isinstance(ignored, (nn.Module, nn.Parameter, str)):
         ignored = [ignored]
     if not isinstance(ignored, Iterable):
         raise ArgumentError(f"ignored={ignored!r:.80}: pass modules, parameters, or names or patterns of them.")
-    ignored = tuple(ignored)
-    every = parameters_of(model) if ignored else ()
-    here: set[Any] = {held.tensor for held in every}
-    found: set[nn.Parameter] = set()
+    entries = tuple(ignored)
+    by_tensor = {parameter.tensor: parameter for parameter in parameters_of(model)} if entries else {}
+    matched: set[nn.Parameter] = set()
     problems = []
-    for each in ignored:
-        if isinstance(each, nn.Parameter):
-            hits: set[Any] = {each} & here
-        elif isinstance(each, nn.Module):
-            hits = set(each.parameters()) & here
-        else:
-            hits = {held.tensor for held in every if any(_meant(each, name) for name in held.names)}
-        if not hits:
-            what = each if isinstance(each, str) else f"a {type(each).__name__}"
-            problems.append(f"{what}: no parameter of the model is meant")
-        found |= hits
+    for entry in entries:
+        own = [entry] if isinstance(entry, nn.Parameter) else []
+        own = [*entry.parameters()] if isinstance(entry, nn.Module) else own
+        matches = {parameter for parameter in own if parameter in by_tensor}
+        if isinstance(entry, str):
+            matches = {
+                tensor
+                for tensor, parameter in by_tensor.items()
+                if isinstance(tensor, nn.Parameter) and any(_matches(entry, name) for name in parameter.names)
+            }
+        if not matches:
+            what = entry if isinstance(entry, str) else f"a {type(entry).__name__}"
+            problems.append(f"{what}: matches no parameter of the model")
+        matched |= matches
     if problems:
         raise ArgumentError("ignored= names what the model does not have:", problems)
-    return found
-
-
-def names_of(held: Iterable[ModelTensor]) -> list[str]:
-    """Return the first name of each."""
-    return [each.name for each in held]
+    return matched
 
 
 def described(parameters: Sequence[ModelTensor], buffers: Sequence[ModelTensor]) -> list[str]:
     """Return a line for each tensor, which the ranks compare."""
-    return [each.line() for each in (*parameters, *buffers)]
+    return [tensor.line() for tensor in (*parameters, *buffers)]
 
 
-def _meant(pattern: str, name: str) -> bool:
+def _matches(pattern: str, name: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)

@@ -1,4 +1,4 @@
-"""The most memory of this process during a call, sampled."""
+"""The peak of this process's memory during a call, sampled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _STATM = Path("/proc/self/statm")
 
 
 class Peak:
-    """Context manager: ``bytes`` is the most memory beyond what there was before.
+    """Context manager: ``bytes`` is the peak of memory beyond what there was before.
 
-    Of the host it counts private memory (resident pages that are no file's), by a thread that looks every 5 ms. Of an
-    accelerator it is what the allocator counts itself, which is exact where the call takes more than was ever taken
-    before, and looked at as often elsewhere: the program's own peak statistics are not reset.
+    On the host it counts private memory (resident pages that belong to no file), which a thread samples every 5 ms. On
+    an accelerator it is the allocator's own peak where the call exceeds every earlier one, which is exact, and sampled
+    in the same way otherwise: the peak statistics are the program's, and are not reset.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,32 +26,33 @@ class Peak:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._before = self._now()
-        self._most = self._before
-        self._highest = self._ever()
+        self._peak = self._before
+        self._highest_before = self._highest_ever()
 
     def __enter__(self) -> Peak:
-        """Start."""
+        """Start sampling."""
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop, after one last look."""
+        """Stop sampling."""
         self._stop.set()
         self._thread.join()
 
     @property
     def bytes(self) -> int:
-        """The most so far beyond what there was before."""
-        self._most = max(self._most, self._now())
-        if (highest := self._ever()) > self._highest:
-            self._most = max(self._most, highest)
-        return self._most - self._before
+        """The peak so far beyond what there was before."""
+        self._peak = max(self._peak, self._now())
+        # a peak between two samples, which the allocator saw; not larger than an earlier one, it may be the program's
+        if (highest := self._highest_ever()) > self._highest_before:
+            self._peak = max(self._peak, highest)
+        return self._peak - self._before
 
     def _run(self) -> None:
         while not self._stop.wait(_INTERVAL_SECONDS):
-            self._most = max(self._most, self._now())
+            self._peak = max(self._peak, self._now())
 
     def _now(self) -> int:
         if self._device.type != "cpu":
@@ -62,6 +63,6 @@ class Peak:
             return 0
         return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
-    def _ever(self) -> int:
-        """Return the most that the device's allocator has had, since the start or since the program reset it."""
+    def _highest_ever(self) -> int:
+        """Return the peak of the device's allocator since the start, or since the program reset it."""
         return 0 if self._device.type == "cpu" else int(torch.accelerator.max_memory_allocated(self._device))

@@ -1,7 +1,9 @@
 """``save_pretrained`` of a sharded model: called on every rank, gathered tensor by tensor, written by the first rank.
 
-The engines' own would write what the first rank has: parts. transformers gathers what it has sharded itself, and peft
-gathers nothing; a DTensor that one rank alone reads waits for the others for ever.
+The engines' own methods would write what the first rank has, which is shards: transformers gathers only what it
+sharded itself, peft gathers nothing, and a DTensor that one rank alone reads waits for the others forever. torch's
+``get_model_state_dict(full_state_dict=True)`` is no replacement: it gathers the whole base for an adapter, waits for a
+missing rank without a limit, and uses the ``state_dict()`` of FSDP1 that is wrong on the CPU (:func:`_state_by_unit`).
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ import contextlib
 import dataclasses
 import inspect
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,10 +29,20 @@ from safe_loading.errors import ArgumentError
 
 from .fsdp1 import is_unit
 
-_NAME = "save_pretrained"
+_METHOD = "save_pretrained"
 _FLAT = "_flat_param"  # of FSDP1, where it keeps no original parameters
-_MEET = "call save_pretrained, which every rank must do"
+_CALL = "call save_pretrained, which every rank must do"
 _GATHER = "gather the weights"
+
+
+class TensorOfUnit(NamedTuple):
+    """Where a unit of FSDP1 registers a tensor, which is whole there only while the unit is gathered."""
+
+    module: nn.Module
+    attribute: str
+
+
+StateByUnit = Mapping[nn.Module, Mapping[str, "torch.Tensor | TensorOfUnit"]]
 
 
 def make_saving_whole(model: nn.Module, ranks: Ranks, device: torch.device, timeout: float) -> None:
@@ -38,30 +50,30 @@ def make_saving_whole(model: nn.Module, ranks: Ranks, device: torch.device, time
 
     Args:
         model: The model, wrapped by FSDP1 or FSDP2.
-        ranks: Who holds a part of it.
-        device: Where its parts are gathered.
+        ranks: The ranks that have its shards.
+        device: Where its shards are gathered.
         timeout: Longest wait for the other ranks, in seconds.
     """
-    if is_unit(model):
-        inner: Any = model.module  # what it holds is whole only through the outermost wrapper
-        if callable(getattr(type(inner), _NAME, None)):
+    if isinstance(model, FullyShardedDataParallel):
+        inner = model.module  # its parameters can be gathered only through the outermost wrapper
+        if callable(getattr(type(inner), _METHOD, None)):
             saving = SavingWhole(inner, model, ranks.ranks, device, timeout)
-            model.__dict__[_NAME] = inner.__dict__[_NAME] = saving
+            model.__dict__[_METHOD] = inner.__dict__[_METHOD] = saving
         return
     for module in model.modules():
-        if callable(getattr(type(module), _NAME, None)):
-            module.__dict__[_NAME] = SavingWhole(module, module, ranks.ranks, device, timeout)
+        if callable(getattr(type(module), _METHOD, None)):
+            module.__dict__[_METHOD] = SavingWhole(module, module, ranks.ranks, device, timeout)
 
 
 @dataclasses.dataclass(frozen=True)
 class SavingWhole:
-    """Stands in the place of a model's ``save_pretrained``.
+    """Takes the place of a model's ``save_pretrained``.
 
     Attributes:
         model: The model whose method is called.
-        wrapped: What holds its state: the model, or the FSDP1 unit around it.
-        ranks: The ranks that hold it.
-        device: Where its parts are gathered.
+        wrapped: The module that has its state: the model, or the FSDP1 unit around it.
+        ranks: The ranks that have its shards.
+        device: Where its shards are gathered.
         timeout: Longest wait for the other ranks, in seconds.
     """
 
@@ -71,7 +83,7 @@ class SavingWhole:
     device: torch.device
     timeout: float
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: object, **options: Any) -> object:
         """Save the model; arguments as its class has them. Every rank must call it, the first one writes.
 
         A ``state_dict=`` is saved as it is, by the ranks that pass it.
@@ -79,9 +91,9 @@ class SavingWhole:
         Raises:
             ArgumentError: The first rank is told not to write (``is_main_process=False``).
             RankError: A rank failed.
-            RankTimeout: A rank did not come.
+            RankTimeout: A rank did not call it.
         """
-        save: Any = getattr(type(self.model), _NAME)
+        save: Callable[..., object] = getattr(type(self.model), _METHOD)
         options |= dict(zip(list(inspect.signature(save).parameters)[1:], args, strict=False))
         if options.get("state_dict") is not None:
             return save(self.model, **options)
@@ -89,117 +101,128 @@ class SavingWhole:
         is_main = options.pop("is_main_process", True)
         ranks = Ranks.resolve(self.ranks)
         writes = ranks.rank == ranks.ranks[0]
-        held = _units(self.wrapped) if is_unit(self.wrapped) else {self.wrapped: self.model.state_dict(keep_vars=True)}
-        names = [name for state in held.values() for name in state]
-        with ranks.together(_MEET, timeout=self.timeout) as phase:
+        states = self._states()
+        names = [name for state in states.values() for name in state]
+        with ranks.together(_CALL, timeout=self.timeout) as phase:
             if writes and not is_main:
-                at = ranks.rank
+                rank = ranks.rank
                 raise ArgumentError(
-                    f"is_main_process={is_main} on rank {at}, which writes: pass rank == {at}, or not at all."
+                    f"is_main_process={is_main} on rank {rank}, which writes: pass rank == {rank}, or not at all."
                 )
             if writes:
-                state = {name: tensor for state in held.values() for name, tensor in state.items()}
-                with _bare(self.model):
-                    kept = _kept(self.model, state, options)
-                phase.payload = "".join("1" if name in kept else "0" for name in names)
+                state = {name: tensor for state in states.values() for name, tensor in state.items()}
+                with _without_wrappers(self.model):
+                    saved_names = _names_to_save(self.model, state, options)
+                phase.payload = "".join("1" if name in saved_names else "0" for name in names)
         with ranks.together(_GATHER, timeout=self.timeout):
-            wanted = {name for name, bit in zip(names, phase.results[0], strict=True) if bit == "1"}
-            whole = self._gathered(held, wanted, Waiting(ranks, _GATHER, self.device, self.timeout), keep=writes)
-        with ranks.together("write the gathered model", timeout=self.timeout), _bare(self.model):
-            return save(self.model, state_dict=whole, **options) if writes else None
+            bits = phase.results[0]  # of the first rank
+            chosen = {name for name, bit in zip(names, bits, strict=True) if bit == "1"}
+            gathered = self._gather(states, chosen, Waiting(ranks, _GATHER, self.device, self.timeout), keep=writes)
+        with ranks.together("write the gathered model", timeout=self.timeout), _without_wrappers(self.model):
+            return save(self.model, state_dict=gathered, **options) if writes else None
 
-    def _gathered(
-        self, held: Mapping[nn.Module, Mapping[str, Any]], wanted: Collection[str], waiting: Waiting, *, keep: bool
-    ) -> dict[str, Any]:
-        """Return the wanted tensors whole, on the host; nothing on ranks that do not keep them."""
-        whole: dict[str, Any] = {}
-        for unit, state in held.items():
-            asked = {name: tensor for name, tensor in state.items() if name in wanted}
-            if asked and is_unit(unit):
-                whole |= waiting.call(partial(_of_unit, unit, asked, keep))
+    def _states(self) -> StateByUnit:
+        if is_unit(self.wrapped):
+            return _state_by_unit(self.wrapped)
+        return {self.wrapped: self.model.state_dict(keep_vars=True)}
+
+    def _gather(
+        self, states: StateByUnit, names: Collection[str], waiting: Waiting, *, keep: bool
+    ) -> dict[str, torch.Tensor | None]:
+        """Return some tensors whole, on the host; nothing on ranks that do not keep them."""
+        gathered: dict[str, torch.Tensor | None] = {}
+        for unit, state in states.items():
+            of_unit = {name: tensor for name, tensor in state.items() if name in names}
+            places = {name: tensor for name, tensor in of_unit.items() if isinstance(tensor, TensorOfUnit)}
+            if places:
+                gathered |= waiting.call(partial(_gather_unit, unit, places, keep))
                 continue
-            seen: dict[int, Any] = {}  # a tied parameter stands under several names, and is gathered once
-            for name, tensor in asked.items():
-                if id(tensor) not in seen:
-                    seen[id(tensor)] = waiting.call(partial(_whole, tensor, self.device, keep))
-                whole[canonical(name)] = seen[id(tensor)]
-        return whole if keep else {}
+            by_id: dict[int, torch.Tensor | None] = {}  # a tied parameter has several names, and is gathered once
+            for name, tensor in of_unit.items():
+                if id(tensor) not in by_id:
+                    by_id[id(tensor)] = waiting.call(partial(_gather_tensor, tensor, self.device, keep))
+                gathered[canonical(name)] = by_id[id(tensor)]
+        return gathered if keep else {}
 
 
 @contextlib.contextmanager
-def _bare(model: nn.Module) -> Iterator[None]:
-    """Take the wrappers inside a model away for a while: peft 0.21 saves no adapter whose module has one around it."""
-    taken: list[tuple[nn.Module, str, nn.Module]] = []
+def _without_wrappers(model: nn.Module) -> Iterator[None]:
+    """Take the wrappers inside a model away for a while: peft 0.21 saves no adapter of a module that is wrapped."""
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
     for _, module in walk_modules(model):
         for name, child in module._modules.items():
-            inner: Any = child
+            inner: nn.Module | None = child
             while inner is not None and (wrapper := WRAPPER_PARTS & inner._modules.keys()):
                 inner = inner._modules[next(iter(wrapper))]
             if child is not None and inner is not child:
-                taken.append((module, name, child))
+                replaced.append((module, name, child))
                 module._modules[name] = inner
     try:
         yield
     finally:
-        for module, name, child in taken:
+        for module, name, child in replaced:
             module._modules[name] = child
 
 
 @torch.no_grad()
-def _whole(tensor: Any, device: torch.device, keep: bool) -> Any:
+def _gather_tensor(tensor: object, device: torch.device, keep: bool) -> torch.Tensor | None:
+    """Return a tensor whole on the host; all ranks of its mesh must call it."""
     if isinstance(tensor, DTensor):
-        sharded: Any = tensor if tensor.device.type == tensor.device_mesh.device_type else tensor.to(device)
-        tensor = sharded.full_tensor()
+        offloaded = tensor.device.type != tensor.device_mesh.device_type
+        # the collective of the mesh takes tensors of its devices only; typed for what .to() is annotated to return
+        sharded: object = tensor.to(device) if offloaded else tensor
+        tensor = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
     return tensor.detach().cpu() if keep and isinstance(tensor, torch.Tensor) else None
 
 
-def _units(model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
-    """Return the state of each unit of FSDP1, by its canonical names: ``(module, attribute)``.
+def _state_by_unit(model: nn.Module) -> StateByUnit:
+    """Return, for each unit of FSDP1, where the tensors of its state are, by canonical name.
 
     Not its ``state_dict()``, which reads memory that it has freed when the model is on the CPU (torch 2.13).
     """
     units: dict[str, nn.Module] = {}
-    held: dict[nn.Module, dict[str, Any]] = {}
+    states: dict[nn.Module, dict[str, TensorOfUnit]] = {}
     for path, module in walk_modules(model, repeats=True):
         if is_unit(module):
             units[path] = module
         unit = next(units[above] for above in ancestors(path) if above in units)
-        state = held.setdefault(unit, {})
-        saved = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
-        for name in (*module._parameters, *saved):
+        state = states.setdefault(unit, {})
+        buffers = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+        for name in (*module._parameters, *buffers):
             if getattr(module, name) is not None and name != _FLAT:
-                state[canonical(f"{path}.{name}")] = (module, name)
-    return held
+                state[canonical(f"{path}.{name}")] = TensorOfUnit(module, name)
+    return states
 
 
 @torch.no_grad()
-def _of_unit(unit: nn.Module, state: Mapping[str, tuple[nn.Module, str]], keep: bool) -> dict[str, torch.Tensor]:
-    """Return tensors of one unit whole; all its ranks gather it."""
-    whole: dict[str, torch.Tensor] = {}
+def _gather_unit(unit: nn.Module, state: Mapping[str, TensorOfUnit], keep: bool) -> dict[str, torch.Tensor]:
+    """Return tensors of one unit whole on the host; all its ranks must call it."""
+    gathered: dict[str, torch.Tensor] = {}
     with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-        seen: dict[int, torch.Tensor] = {}
+        by_id: dict[int, torch.Tensor] = {}
         for name, (module, attribute) in state.items() if keep else ():
             tensor = getattr(module, attribute)
-            if id(tensor) not in seen:
-                seen[id(tensor)] = tensor.detach().to("cpu", copy=True)
-            whole[name] = seen[id(tensor)]
-    return whole
+            if id(tensor) not in by_id:
+                # a copy, because the unit frees its memory at the end of the block
+                by_id[id(tensor)] = tensor.detach().to("cpu", copy=True)
+            gathered[name] = by_id[id(tensor)]
+    return gathered
 
 
-def _kept(model: Any, state: Mapping[str, Any], options: Mapping[str, Any]) -> Collection[str]:
-    """Return the names of a state dict that are saved: all of them, or what peft saves of a model with adapters."""
+def _names_to_save(model: nn.Module, state: Mapping[str, object], options: Mapping[str, Any]) -> Collection[str]:
+    """Return the names of a state dict that are saved: all of them, or those that peft saves of adapters."""
     peft: Any = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return state.keys()
-    # stand-ins: whatever peft does with them, it waits for nobody
-    standing = {name: torch.empty(getattr(tensor, "shape", ()), device="meta") for name, tensor in state.items()}
-    kept: set[int] = set()
+    # stand-ins on meta: whatever peft does with them starts no collective
+    stand_ins = {name: torch.empty(getattr(tensor, "shape", ()), device="meta") for name, tensor in state.items()}
+    saved: set[int] = set()
     for adapter in options.get("selected_adapters") or model.peft_config:
         embeddings = options.get("save_embedding_layers", "auto")
         of_adapter = peft.get_peft_model_state_dict(
-            model, state_dict=dict(standing), adapter_name=adapter, save_embedding_layers=embeddings
+            model, state_dict=dict(stand_ins), adapter_name=adapter, save_embedding_layers=embeddings
         )
-        kept |= {id(tensor) for tensor in of_adapter.values()}
-    if not kept <= {id(tensor) for tensor in standing.values()}:  # some are computed from others
+        saved |= {id(tensor) for tensor in of_adapter.values()}
+    if not saved <= {id(tensor) for tensor in stand_ins.values()}:  # some are computed from others
         return state.keys()
-    return {name for name, tensor in standing.items() if id(tensor) in kept}
+    return {name for name, tensor in stand_ins.items() if id(tensor) in saved}

@@ -1,4 +1,4 @@
-"""``wrap_fsdp_meta_safe``: FSDP over a model on meta, each rank getting only its own bytes."""
+"""``wrap_fsdp_meta_safe``: FSDP over a model on meta, where each rank gets only its own bytes."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def wrap_fsdp_meta_safe(
     verify: Literal["off", "structure", "bytes"] = "structure",
     timeout: float = 1800.0,
 ) -> nn.Module:
-    """Wrap a model in FSDP, and give each rank its part of the weights and nothing else.
+    """Wrap a model in FSDP, and give each rank its shard of the weights and nothing else.
 
-    All ranks call it with the same model: on meta everywhere, real on rank 0 and meta elsewhere, or real everywhere.
-    Before a weight moves the ranks agree on the names, shapes, dtypes, ties, units and arguments; if they differ, or
+    All ranks call it with the same model: on meta everywhere, real on rank 0 and on meta elsewhere, or real everywhere.
+    Before any weight moves, the ranks agree on the names, shapes, dtypes, ties, units and arguments; if they differ, or
     one of them fails, all of them raise. The result computes what the unsharded model does, to the last bit. The
-    :class:`FsdpReport` is the attribute ``fsdp_report`` of what is returned, and is logged at level INFO to the logger
-    ``safe_loading``.
+    :class:`FsdpReport` is the attribute ``fsdp_report`` of the returned module, and is logged at level INFO to the
+    logger ``safe_loading``.
 
     Called again on a model that FSDP2 wrapped, it shards what was attached since (an adapter, a head) and nothing else.
 
@@ -63,25 +63,26 @@ def wrap_fsdp_meta_safe(
 
     Args:
         model: The model. Make it with :func:`meta_model`, or under ``torch.device("meta")``.
-        source: A folder or hub id: each rank reads its own bytes from it, and no weight travels. A state dict on
-            rank 0 (None or ``{}`` on the others): scattered. None: rank 0's own weights, scattered. Saved buffers that
-            a source lacks are those of rank 0's model.
+        source: A folder or hub id: each rank reads its own bytes from it, and no weight is sent. A state dict on
+            rank 0 (None or ``{}`` on the others): scattered. None: rank 0's own weights, scattered. Persistent buffers
+            that are missing from the source are those of rank 0's model.
         version: 2 for ``fully_shard``, 1 for ``FullyShardedDataParallel``.
         mesh: A DeviceMesh of one dimension (FSDP) or two (HSDP: replicas, shards), or its sizes. None takes all ranks.
             FSDP1 takes replicas of two shards or more.
-        wrap: What is gathered together: classes, names of classes, patterns of module names, or
+        wrap: The modules that are gathered together: classes, names of classes, patterns of module names, or
             ``fn(module) -> bool``. None takes the layers, and the last norm with the head.
-        mixed_precision: The policy of the FSDP that is used, or the dtype to compute in (gradients are then reduced
+        mixed_precision: The policy class of that FSDP version, or the dtype to compute in (gradients are then reduced
             in float32).
-        cpu_offload: Whether the shards stay on the host, or the policy of the FSDP that is used.
+        cpu_offload: Whether the shards stay on the host, or the policy class of that FSDP version.
         device: The device of this rank; None takes :func:`device_for_rank`, which is the CPU without an accelerator.
         ignored: Modules, parameters, names or patterns that every rank keeps whole, and that FSDP leaves alone.
         adapters: Folder or hub id of the adapter that the model has, or ``{name: folder}`` for several: rank 0 alone
-            asks for it and reads it, and its values are scattered.
-        init_new: Called on each module that holds parameters which the source does not have, on rank 0, on the CPU,
-            in the order of ``named_modules``; what it writes is scattered. peft's LoRA layers need none.
+            downloads and reads it, and its values are scattered.
+        init_new: Called on each module that has parameters which the source does not have, on rank 0, on the CPU,
+            in the order of ``named_modules``; what it writes is scattered. Not needed for peft's LoRA layers, nor used
+            for buffers.
         verify: ``"structure"`` proves that nothing is left on meta and nothing trained is left unsharded; ``"bytes"``
-            compares, beyond that, the checksum of every shard with that of its source; ``"off"`` does neither.
+            also compares every shard with its source; ``"off"`` does neither.
         timeout: Longest wait for the other ranks, in seconds.
 
     Returns:
@@ -89,8 +90,8 @@ def wrap_fsdp_meta_safe(
 
     Raises:
         ArgumentError: The arguments contradict each other or the model.
-        CheckpointError: The source is not whole or does not fit; everything that does not is listed.
-        DeviceError: No device for this rank, or the wrapped model is not whole.
+        CheckpointError: The source is incomplete or does not fit the model; every problem is listed.
+        DeviceError: There is no device for this rank, or the wrapped model is incomplete.
         RankError: Another rank failed, or the ranks disagree (:class:`RanksDisagree`).
     """
     started = time.perf_counter()
