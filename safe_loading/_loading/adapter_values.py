@@ -61,6 +61,7 @@ def _read(header: Header) -> dict[str, torch.Tensor]:
         before = os.fstat(file.fileno())
         tensors = {name: _read_tensor(file.fileno(), header, info) for name, info in header.tensors.items()}
         after = os.fstat(file.fileno())
+    # The header once more, because a clock may be too coarse to tell two writes apart.
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or read_header(path) != header:
         raise CheckpointError(f"{path} was written again while it was read. Load it again when its writer is done.")
     return tensors

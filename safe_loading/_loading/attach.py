@@ -214,12 +214,15 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
 
 def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter) -> PeftModel:
     name = adapter.name
+    # autocast_adapter_dtype would cast 16-bit factors to float32; here each keeps the dtype that it has on disk.
     try:
         if isinstance(model, PeftModel):
             model.add_adapter(name, config, autocast_adapter_dtype=False)
             return model
         peft_class = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(str(config.task_type), PeftModel)
         return peft_class(model, config, adapter_name=name, autocast_adapter_dtype=False)
+    # What the checks of peft's methods raise, and what they run into where a check is missing: a target that does not
+    # exist, a module that the method does not support, a regular expression in target_modules that does not compile.
     except (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, re.error) as error:
         raise AdapterError(
             f"{adapter.facts.folder / ADAPTER_CONFIG}: peft cannot add {name!r} to {type(_base_of(model)).__name__}: "

@@ -193,6 +193,7 @@ def load_base(
     Returns:
         The model in eval mode, and transformers' loading info (``missing_keys`` and the like).
     """
+    # use_safetensors: otherwise transformers falls back to a pickle where there is no safetensors file.
     arguments: dict[str, object] = {"dtype": dtype, "output_loading_info": True}
     arguments |= {"use_safetensors": True, "trust_remote_code": False, **base_kwargs}
     if device.type != "cpu":

@@ -96,7 +96,7 @@ def check_checkpoint(path: str | os.PathLike[str], *, values: bool = False) -> C
     checked = Path(path_text(path, "path"))
     try:
         checked.stat()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         finding = unreadable(checked, error)
         if finding.code in ("not-found", "broken-link"):
             raise_faults(checked, [finding])

@@ -27,6 +27,7 @@ def fill_slots(
     peft casts the factors of a 16-bit base one by one, which ends the tie, so they may have been trained apart. A slot
     without a value keeps its initial value, in the dtype of the others, since a layer computes with both its factors.
     """
+    # The dtype of what is on file stands for the whole adapter; what peft made has the dtype of the base.
     common = dtype or next((value.dtype for value in values.values() if value.is_floating_point()), None)
     groups: dict[int, list[AdapterSlot]] = defaultdict(list)
     for slot in slots.values():

@@ -65,6 +65,7 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
     slots = adapter_slots(model, old.tensors)
     findings = [*adapter.findings, *file.findings, *_differences(adapter, slots, new.tensors, dtype)]
     errors = [str(finding) for finding in findings if finding.severity == "error"]
+    # peft pads a smaller rank with zeros, up to the rank of the loaded tensors.
     padded = any(key in slots and slots[key].tensor.shape != value.shape for key, value in new.tensors.items())
     errors += [*new.missing, *_unsupported(model, adapter, config, padded), *_other_rank(adapter)]
     if errors:
@@ -78,6 +79,7 @@ def commit_swap(model: PeftModel, staged: StagedSwap) -> Attached:
     name, config = staged.adapter.name, staged.config
     lora = {key: value for key, value in staged.values.items() if ".lora_" in key}
     old_config = model.peft_config[name]
+    # On the host: the new values are on the device already, and it may have no room for a third copy.
     old_values = {key: slot.tensor.detach().to("cpu", copy=True) for key, slot in staged.slots.items()}
     old_scalings = [(layer, layer.scaling[name]) for layer in _layers(model) if name in layer.scaling]
     try:

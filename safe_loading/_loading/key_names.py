@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from safe_loading._core.names import DDP_PREFIX, PEFT_PREFIX, canonical, without_peft_prefix
 
-_NAMED = re.compile(
+# A key of a raw state_dict(), with the adapter's name after the kind of tensor. The tail is missing for the parameters
+# of an embedding's LoRA. "weight" and "bias" are no names of adapters: lora_A.weight is what save_pretrained writes.
+_WITH_ADAPTER_NAME = re.compile(
     r"^(?P<head>.+\.(?:lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector))"
     r"\.(?P<adapter>(?!weight$|bias$)[^.]+)(?P<tail>\.weight|\.bias)?$"
 )
@@ -30,9 +32,10 @@ def canonical_key(key: str, *, prompt_learning: bool = False, own_module: bool =
         return key
     if not key.startswith("base_model."):
         key = PEFT_PREFIX + key
+    # DistributedDataParallel may have wrapped the PeftModel, which is done with, or the base inside it.
     if key.startswith(PEFT_PREFIX) and not own_module:
         key = PEFT_PREFIX + _strip_ddp(without_peft_prefix(key))
-    match = _NAMED.match(key)
+    match = _WITH_ADAPTER_NAME.match(key)
     return match["head"] + (match["tail"] or "") if match else key
 
 

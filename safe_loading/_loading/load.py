@@ -87,6 +87,7 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
         )
     config = base_config(folder, options.base_kwargs)
     auto_class = options.auto_class or auto_class_for(adapters[0].facts, config)
+    # Pickles and GGUF files have no safetensors header to check; transformers reads them if it is told to.
     checkpoint = None
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
         checkpoint = read_checkpoint(folder, variant=options.base_kwargs.get("variant"), kind="model")
@@ -117,6 +118,7 @@ def load(
         loaded = _load_base_and_attach(base, adapters, options)
     else:
         loaded = _attach_and_move(base, adapters, options, undo)
+    # With one adapter peft has done this. set_adapter also decides which adapter's parameters require grad.
     if len(adapters) > 1:
         loaded.model.set_adapter(options.active, inference_mode=not options.is_trainable)
     if not options.is_trainable:
@@ -128,6 +130,7 @@ def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options
     start = time.perf_counter()
     source = base.resolved.source
     model, info = load_base(base.auto_class, base.resolved.folder, options.device, options.dtype, options.base_kwargs)
+    # transformers reads the files after their headers were checked here: what changed in between was not checked.
     if base.checkpoint is not None:
         require_unchanged(base.checkpoint)
     name_base(model, source)
@@ -144,6 +147,7 @@ def _attach_and_move(
     base: torch.nn.Module, adapters: Sequence[Adapter], options: LoadOptions, undo: Sequence[Snapshot]
 ) -> Loaded:
     """Attach to a model that the caller owns, and only then move it: most refusals come before it is moved."""
+    # Counted now: after the injection the base's parameters include the adapter's.
     moves = one_device(base) != options.device
     part = _base_part(base, type(base).__name__, None, options.device, 0.0)
     attached = _attach_all(base, adapters, options, undo)

@@ -39,6 +39,7 @@ def build_config(facts: AdapterFacts, *, is_trainable: bool) -> tuple[PeftConfig
             f"{facts.config.get('peft_version') or 'of an unknown version'}). It knows "
             f"{sorted(str(getattr(name, 'value', name)) for name in PEFT_TYPE_TO_CONFIG_MAPPING)}. Upgrade peft."
         )
+    # peft takes a runtime_config out of any file itself, whatever the method (PeftConfigMixin.from_json_file).
     known = {field.name for field in dataclasses.fields(config_class)} | {"runtime_config"}
     unknown = {name: value for name, value in facts.config.items() if name not in known}
     with warnings.catch_warnings():
@@ -110,6 +111,7 @@ def _unknown_field(facts: AdapterFacts, name: str, value: object) -> Finding:
         newer = written_by is not None and Version(str(written_by).split("@")[0]) > Version(peft.__version__)
     except InvalidVersion:
         newer = True
+    # A newer peft writes all its fields, used or not. An empty one has no effect, so dropping it changes nothing.
     inert = value is None or value is False or value in ([], {}, "")
     return Finding(
         "config-unknown-field",

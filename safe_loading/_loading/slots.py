@@ -64,6 +64,7 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def new_slots(model: torch.nn.Module, before: set[int]) -> dict[str, AdapterSlot]:
     """Return the slots of all tensors whose id is not in ``before``, by key."""
     slots = {}
+    # With duplicates: where a module has two names, the file may use either.
     for path, module in model.named_modules(remove_duplicate=False):
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():

@@ -94,6 +94,7 @@ def find_sources(request: LoadRequest, ranks: Ranks, *, timeout: float) -> LoadS
         # A digest reads the whole adapter, so it is only taken where there is another rank to compare it with.
         if sources is not None and ranks.size > 1:
             phase.payload["found"] = _to_json(sources)
+    # Compared on every rank from the same posts, so that all of them raise the same or none does.
     posts = dict(zip(ranks.ranks, phase.results, strict=True))
     problems = [*_different_requests(posts), *_different_files(posts)]
     if problems:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from safe_loading._checkpoint.hub import Resolved
-from safe_loading._loading import adapter_values as values
 from safe_loading._loading.adapter_facts import read_adapter
+from safe_loading._loading.adapter_values import read_tensors, rename_keys
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading.errors import AdapterError
 
@@ -111,7 +111,7 @@ def saved_head(folder: Path, key: str, module: nn.Module, config: PeftConfig | N
     """
     facts = read_adapter(Resolved(str(folder), folder, None))
     prompts = bool(config is not None and config.is_prompt_learning)
-    tensors = values.rename_keys(facts, values.read_tensors(facts), prompt_learning=prompts, own_module=False).tensors
+    tensors = rename_keys(facts, read_tensors(facts), prompt_learning=prompts, own_module=False).tensors
     found = {name.removeprefix(f"{key}."): tensor for name, tensor in tensors.items() if name.startswith(f"{key}.")}
     problems = list(_differences(found, module.state_dict()))
     if problems:

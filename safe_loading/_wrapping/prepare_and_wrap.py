@@ -18,8 +18,8 @@ from peft import (
 from torch import nn
 from transformers import PreTrainedModel
 
-from safe_loading._loading import peft_config as configs
 from safe_loading._loading.attach import quiet
+from safe_loading._loading.peft_config import can_build_on_meta, changes_base
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading.errors import ArgumentError, SafeLoadingError, WrapError
@@ -103,7 +103,7 @@ def _check_kinds(model: object, config: object, heads: object, *, checkpointing:
 
 def _rehearse(model: PreTrainedModel, config: PeftConfig, adapter_name: str, mixin: type[Transparent]) -> None:
     """Let peft put the adapter on the model without its memory, to find what it would refuse, and where calls go."""
-    empty = configs.can_build_on_meta(config) and not configs.changes_base(config)
+    empty = can_build_on_meta(config) and not changes_base(config)
     # another one computes from the weights; calls go the same way through any adapter of the task
     trial = copy.deepcopy(config) if empty else LoraConfig(target_modules="all-linear", task_type=config.task_type)
     snapshot = Snapshot(model)

@@ -14,9 +14,9 @@ from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch.overrides import TorchFunctionMode
 
 from safe_loading._core.names import without_peft_prefix
-from safe_loading._loading import peft_config as configs
 from safe_loading._loading.adapter_values import rename_keys, same_tensor
 from safe_loading._loading.attach import Adapter, attach
+from safe_loading._loading.peft_config import changes_base
 from safe_loading._loading.slots import route
 from safe_loading._merging.weights.lora_layers import adapters_of, is_blocked, merge_targets
 from safe_loading._merging.weights.update import Update
@@ -342,7 +342,7 @@ def _attach_all(base: torch.nn.Module, adapters: Iterable[Adapter]) -> PeftModel
 
 def _as_plain_lora(adapter: Adapter) -> Adapter:
     """Return the adapter as one that leaves its base alone: PiSSA and OLoRA are repeated where the weights are read."""
-    if not configs.changes_base(adapter.config):
+    if not changes_base(adapter.config):
         return adapter
     config = copy.deepcopy(adapter.config)
     vars(config)["init_lora_weights"] = True

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from safe_loading._loading import peft_config as configs
 from safe_loading._loading.attach import Adapter, prepare
+from safe_loading._loading.peft_config import can_build_on_meta, changes_base, is_lora
 from safe_loading.errors import MergeError
 
 from .base_changing_init import REPEATABLE, init_kind
@@ -46,15 +46,15 @@ def find_changes(sources: MergeSources, dtype: torch.dtype | None) -> tuple[Chan
 def _refusals(adapter: Adapter) -> list[str]:
     """Return why an adapter cannot be merged, whatever the base."""
     folder, config = adapter.facts.folder, adapter.config
-    if not configs.is_lora(config):
+    if not is_lora(config):
         return [f"{folder}: its method is {config.peft_type}, and only LoRA is merged"]
-    if not configs.can_build_on_meta(config):
+    if not can_build_on_meta(config):
         return [
             f"{folder}: layer_replication makes layers that the base on disk does not have. Load it with "
             f"load_peft_on_rank, give each layer weights of its own (layers[i] = copy.deepcopy(layers[i])), "
             f"merge it with merge_lora_inplace and save it with save_pretrained"
         ]
-    if configs.changes_base(config) and init_kind(config) not in REPEATABLE:
+    if changes_base(config) and init_kind(config) not in REPEATABLE:
         return [
             f"{folder}: it was trained from init_lora_weights={getattr(config, 'init_lora_weights', None)!r}, which "
             f"first subtracts something from the base's weights; on the base as it is on disk the result would be "
