@@ -1,4 +1,4 @@
-"""``audit_model``: what will cost memory or silently go wrong, each finding with its code, bytes and fix."""
+"""``audit_model``: what will cost memory or silently go wrong; each finding has a code, its bytes and a fix."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading.errors import ArgumentError, TraceError
 
-from .audit import device_checks as devices
-from .audit import dtypes_and_ties as values
-from .audit import kept_memory as memory
-from .audit import loss, training, wrappers
-from .audit import step_checks as behavior
+from .audit import device_checks, dtypes_and_ties, kept_memory, loss, step_checks, training, wrappers
+from .audit.audited_model import AuditedModel
 from .audit.report import AuditReport, sorted_findings
-from .audit.subject import Subject
 from .forecast.build_model import build
 from .predict_memory import predict_memory
 
-Check = Callable[[Subject], Iterator[Finding]]
-# Without a step: what can be read off the objects.
+Check = Callable[[AuditedModel], Iterator[Finding]]
+# The checks that need no step.
 CHECKS: tuple[Check, ...] = (
     wrappers.check_wrapper,
     wrappers.check_prefix,
@@ -37,15 +33,15 @@ CHECKS: tuple[Check, ...] = (
     training.check_head,
     training.check_heads,
     training.check_optimizer,
-    values.check_quantized,
-    values.check_dtypes,
-    values.check_ties,
-    devices.check_device_map,
-    devices.check_contexts,
-    devices.check_sharding,
-    memory.check_kept,
-    memory.check_second_base,
-    memory.check_teachers,
+    dtypes_and_ties.check_quantized,
+    dtypes_and_ties.check_dtypes,
+    dtypes_and_ties.check_ties,
+    device_checks.check_device_map,
+    device_checks.check_contexts,
+    device_checks.check_sharding,
+    kept_memory.check_kept,
+    kept_memory.check_second_base,
+    kept_memory.check_teachers,
 )
 
 
@@ -58,19 +54,19 @@ def audit_model(
     forecast: bool = True,
     trust_remote_code: bool = False,
 ) -> AuditReport:
-    """Look for what costs memory or goes wrong without a word, and return it with codes, bytes, places and fixes.
+    """Look for what costs memory or silently goes wrong, and return it with codes, bytes, places and fixes.
 
-    Flags are not believed: one step runs on fake tensors, in the mode that the model is in, and what happened in it is
-    compared with what was asked for. The model, the trainer and the optimizer are not changed, and nothing is
+    Flags are not trusted: one step runs on fake tensors, in the mode that the model is in, and what happens in it is
+    compared with what was requested. The model, the trainer and the optimizer are not changed, and nothing is
     allocated. The codes are listed in the documentation, page "Auditing a model".
 
     Args:
         model: The model as the training loop has it, wrappers included; real or on meta. Or a folder, a hub id or a
-            config, of which a model on meta is made, with the workload's adapter attached.
-        workload: The step that is planned. None takes a short one when a trainer or an optimizer is given.
+            config, from which a model on meta is built, with the workload's adapter attached.
+        workload: The planned step. With None a short one is run if a trainer or an optimizer is given.
         trainer: A ``transformers.Trainer`` or one that looks like it.
         optimizer: The optimizer; by default the trainer's.
-        forecast: Whether the report of a given workload holds `predict_memory`'s forecast.
+        forecast: Whether the report contains `predict_memory`'s forecast of a given workload.
         trust_remote_code: Whether a repository's own code may run.
 
     Raises:
@@ -81,28 +77,29 @@ def audit_model(
         raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise ArgumentError(f"optimizer={optimizer!r:.80}: pass a torch optimizer, or None.")
-    source, asked = model, workload
+    source, requested = model, workload
     if not isinstance(model, torch.nn.Module):
-        model, workload = _built(model, workload, trust_remote_code)
+        model, workload = _build_on_meta(model, workload, trust_remote_code)
     planned = workload is not None and workload.kind == "train"
-    bound = planned or trainer is not None or optimizer is not None
-    subject = Subject(model, trainer, optimizer, bound or any(p.requires_grad for p in model.parameters()))
-    findings = [finding for check in CHECKS for finding in check(subject)]
+    will_train = planned or trainer is not None or optimizer is not None
+    training = will_train or any(p.requires_grad for p in model.parameters())
+    audited = AuditedModel(model, trainer, optimizer or getattr(trainer, "optimizer", None), training)
+    findings = [finding for check in CHECKS for finding in check(audited)]
     checked = [check.__name__.removeprefix("check_") for check in CHECKS]
     skipped: list[str] = []
-    step = workload if planned else Workload.train(1, 16, optimizer="none") if bound else None
+    step = workload if planned else Workload.train(1, 16, optimizer="none") if will_train else None
     predicted = None
     if step is not None:
         try:
             with with_stand_ins(model):
-                findings += behavior.check_step(subject, step)
+                findings += step_checks.check_step(audited, step)
             checked.append("step")
         except TraceError as error:
             skipped.append(f"step: {error}")
     if workload is not None and forecast:
-        said: dict[str, Any] = {} if source is model else {"trust_remote_code": trust_remote_code}
+        trusted = trust_remote_code and source is not model  # a module needs no code from a repository
         try:
-            predicted = predict_memory(source, asked or workload, **said)
+            predicted = predict_memory(source, requested or workload, trust_remote_code=trusted)
         except TraceError as error:
             skipped.append(f"forecast: {error}")
     return AuditReport(
@@ -110,15 +107,18 @@ def audit_model(
         findings=sorted_findings(findings),
         checked=tuple(checked),
         skipped=tuple(skipped),
-        dtypes=values.census(subject),
+        dtypes=dtypes_and_ties.bytes_by_dtype(audited),
         forecast=predicted,
     )
 
 
-def _built(source: Any, workload: Workload | None, trusted: bool) -> tuple[torch.nn.Module, Workload | None]:
+def _build_on_meta(
+    source: PreTrainedConfig | str | os.PathLike[str], workload: Workload | None, trust_remote_code: bool
+) -> tuple[torch.nn.Module, Workload | None]:
     """Return a model on meta with the adapter attached, ready to be trained, and the workload without the adapter."""
-    options = {"auto_class": None, "dtype": None, "attn_implementation": None, "revision": None}
-    made = build(source, workload or Workload.weights_only(), {**options, "trust_remote_code": trusted}, True)
+    options: dict[str, object] = {"auto_class": None, "dtype": None, "attn_implementation": None, "revision": None}
+    options["trust_remote_code"] = trust_remote_code
+    made = build(source, workload or Workload.weights_only(), options, True)
     adapter = made.workload.adapter
     if adapter is None:
         return made.model, workload
@@ -126,8 +126,8 @@ def _built(source: Any, workload: Workload | None, trusted: bool) -> tuple[torch
 
     from safe_loading._loading.peft_config import injecting, read_peft_config
 
-    config: Any = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else copy.copy(adapter)
-    config.inference_mode = False
+    config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else copy.copy(adapter)
+    config.inference_mode = False  # as it is in a saved config, with which nothing would be trained
     with injecting(adapter, made.model):
         attached = get_peft_model(made.model, config)
     return attached, None if workload is None else workload.replace(adapter=None)

@@ -1,4 +1,4 @@
-"""``MemoryGuard``: what a loop's memory does from step to step, and which tensors stay."""
+"""``MemoryGuard``: how a loop's memory changes from step to step, and which tensors accumulate."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from types import ModuleType, TracebackType
+from typing import NamedTuple
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -20,12 +20,13 @@ from safe_loading._core.arguments import whole_number
 from safe_loading._core.log import logger
 from safe_loading._core.report import Report, Table, format_bytes
 
-_SHOWN = 5
+_MOST_SHOWN = 5
+_GRADIENTS_AND_STATE = 2  # steps that allocate gradients and the optimizer's state, and are expected to grow
 
 
 @dataclass(frozen=True)
 class GrownTensors:
-    """Tensors of one kind that came in a step and stayed. `bytes` is of all of them."""
+    """New tensors of one shape, dtype and device that are alive after a step. `bytes` is the sum of all of them."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -34,7 +35,7 @@ class GrownTensors:
     bytes: int
 
     def __str__(self) -> str:
-        """Return one phrase: how many, of what."""
+        """Return one phrase: how many, of which shape, dtype and device."""
         return f"{self.count} x {list(self.shape)} {self.dtype} on {self.device}, {format_bytes(self.bytes)}"
 
 
@@ -44,11 +45,12 @@ class StepMemory:
 
     Attributes:
         step: Its number, from 1 on.
-        live_bytes: When it is over: of all tensors that Python can reach, each storage once; on accelerators what their
-            allocator holds, which has what a graph saved for its backward pass too.
-        growth_bytes: How much more than after the step before.
-        peak_bytes: The same with the most that each accelerator's allocator held during it; the CPU has no peak.
-        grown: What came and stayed, largest first.
+        live_bytes: After the step: all tensors that Python can reach, each storage once; on accelerators what their
+            allocators have allocated, which includes what a graph saved for its backward pass.
+        growth_bytes: How much more that is than after the previous step.
+        peak_bytes: The same with each accelerator's peak during the step in place of what it has after it; the CPU has
+            no record of its peak.
+        grown: The new tensors that are still alive, largest first.
     """
 
     step: int
@@ -59,20 +61,34 @@ class StepMemory:
 
     def __str__(self) -> str:
         """Return one line."""
-        said = f"; grew: {self.grown[0]}" if self.grown and self.growth_bytes > 0 else ""
+        growth = f"; grew: {self.grown[0]}" if self.grown and self.growth_bytes > 0 else ""
         return (
             f"step {self.step}: {format_bytes(self.live_bytes)} live, {_signed(self.growth_bytes)}, "
-            f"peak {format_bytes(self.peak_bytes)}{said}"
+            f"peak {format_bytes(self.peak_bytes)}{growth}"
         )
 
 
-class MemoryGuard(Report):
-    """Context manager around a loop: peak, growth per step, and which tensors stayed.
+class _Kind(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
 
-    Call `step` at the end of each step. Each writes one line to ``logging.getLogger("safe_loading")``, at level INFO,
-    or WARNING once memory has grown in `patience` steps in a row; logging's levels say what is shown. It collects
-    garbage and looks at every object that Python can reach, which takes tenths of a second where transformers is
-    imported, and at the allocators' counters. It never makes a CUDA context.
+
+class _Storage(NamedTuple):
+    kind: _Kind  # of the first tensor on it that was found
+    bytes: int
+
+
+_Storages = dict[int, _Storage]  # by address
+
+
+class MemoryGuard(Report):
+    """Context manager around a loop: peak, growth per step, and which tensors accumulate.
+
+    Call `step` at the end of each step. Each call writes one line to ``logging.getLogger("safe_loading")``, at level
+    INFO, or WARNING once memory has grown in `patience` steps in a row; your logging levels decide what is shown. It
+    collects garbage and looks at every object that Python can reach, which takes tenths of a second once transformers
+    is imported, and it reads the allocators' counters. It never creates a CUDA context.
 
     ::
 
@@ -83,45 +99,43 @@ class MemoryGuard(Report):
         print(guard)
 
     Args:
-        patience: After how many growing steps in a row the line is a warning. The first two steps make gradients and
-            optimizer state, and do not count.
+        patience: After how many growing steps in a row the line is a warning. The first two steps allocate gradients
+            and optimizer state, and do not count.
     """
 
     def __init__(self, *, patience: int = 3) -> None:
         self.steps: list[StepMemory] = []
         self._patience = whole_number(patience, "patience", least=1, what="a number of steps")
-        self._before: dict[int, tuple[Any, int]] = {}
+        self._before: _Storages = {}
         self._live = 0
 
     def __enter__(self) -> MemoryGuard:
-        """Take what is there as the start."""
+        """Record the memory at the start of the loop."""
         self._before = _storages()
-        self._live = _held(self._before)
+        self._live = _allocated_bytes(self._before)
         _reset_peak()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let go of everything; the records stay."""
+        """Keep the records of the steps alone."""
         self._before = {}
 
     def step(self) -> StepMemory:
         """Record a step, log a line, and return the record."""
         now = _storages()
-        live, before = _held(now), self._live
-        came = Counter({kind: 0 for kind, _ in now.values()})
-        sizes: Counter[Any] = Counter()
-        for key, (kind, size) in now.items():
-            if self._before.get(key) != (kind, size):
-                came[kind] += 1
-                sizes[kind] += size
-        grown = tuple(
-            GrownTensors(shape, dtype, device, came[shape, dtype, device], size)
-            for (shape, dtype, device), size in sizes.most_common()
-        )
-        peak = _held(now, "max_memory_allocated")
-        record = StepMemory(len(self.steps) + 1, live, live - before, peak, grown)
+        live, live_before = _allocated_bytes(now), self._live
+        counts: Counter[_Kind] = Counter()
+        sizes: Counter[_Kind] = Counter()
+        for address, storage in now.items():
+            # a freed address may be taken again, so the storage is compared as well
+            if self._before.get(address) != storage:
+                counts[storage.kind] += 1
+                sizes[storage.kind] += storage.bytes
+        grown = tuple(GrownTensors(*kind, counts[kind], size) for kind, size in sizes.most_common())
+        peak = _allocated_bytes(now, "max_memory_allocated")
+        record = StepMemory(len(self.steps) + 1, live, live - live_before, peak, grown)
         self.steps.append(record)
         self._before, self._live = now, live
         _reset_peak()
@@ -135,8 +149,8 @@ class MemoryGuard(Report):
 
     @property
     def leaking(self) -> bool:
-        """Whether the last steps all grew, the first two left out."""
-        last = self.steps[2:][-self._patience :]
+        """Whether memory grew in each of the last `patience` steps, not counting the first two."""
+        last = self.steps[_GRADIENTS_AND_STATE:][-self._patience :]
         return len(last) == self._patience and all(record.growth_bytes > 0 for record in last)
 
     def _title(self) -> str:
@@ -152,53 +166,56 @@ class MemoryGuard(Report):
     def _notes(self) -> list[str]:
         if not self.leaking:
             return []
-        grown = [f"  {grown}" for grown in self.steps[-1].grown[:_SHOWN]]
-        return ["\n".join(["Memory grows in every step. What came in the last and stayed:", *grown])]
+        grown = [f"  {grown}" for grown in self.steps[-1].grown[:_MOST_SHOWN]]
+        return ["\n".join(["Memory grows in every step. New tensors of the last one that are still alive:", *grown])]
 
     def _facts(self) -> Mapping[str, object]:
         records = [{**vars(record), "grown": [vars(grown) for grown in record.grown]} for record in self.steps]
         return {"peak_bytes": self.peak_bytes, "leaking": self.leaking, "steps": records}
 
 
-def _storages() -> dict[int, tuple[Any, int]]:
-    """Return every storage that a tensor of Python's refers to: its address, what it is, and its bytes."""
+def _storages() -> _Storages:
+    """Return every storage that a tensor reachable from Python is on."""
     gc.collect()
-    found: dict[int, tuple[Any, int]] = {}
+    storages: _Storages = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # looking at some objects of the engines says that they are deprecated
-        for thing in gc.get_objects():
-            if not issubclass(type(thing), torch.Tensor):
+        warnings.simplefilter("ignore")  # some objects of the engines warn of being deprecated when looked at
+        for candidate in gc.get_objects():
+            # not isinstance: it reads __class__, which lazy proxies compute
+            if not issubclass(type(candidate), torch.Tensor):
                 continue
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is not None and (storage := _storage_of(tensor)) is not None:
-                    kind = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device)
-                    found.setdefault(storage._cdata, (kind, storage.nbytes()))
-    return found
+            for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
+                if tensor is not None and (storage := _own_storage(tensor)) is not None:
+                    dtype = str(tensor.dtype).removeprefix("torch.")
+                    kind = _Kind(tuple(tensor.shape), dtype, str(tensor.device))
+                    storages.setdefault(storage._cdata, _Storage(kind, storage.nbytes()))
+    return storages
 
 
-def _storage_of(tensor: Any) -> torch.UntypedStorage | None:
-    """Return a tensor's memory; None where it has none of its own, as a fake tensor or a DTensor around another."""
-    if is_lazy(tensor) or is_functorch_wrapped_tensor(tensor) or is_traceable_wrapper_subclass(tensor):
+def _own_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return a tensor's storage; None where it has none itself, as a fake tensor or a DTensor around another tensor."""
+    if is_lazy(tensor) or is_functorch_wrapped_tensor(tensor):
         return None
-    if tensor.is_nested or tensor.layout is not torch.strided:
+    wraps_others: bool = is_traceable_wrapper_subclass(tensor)
+    if wraps_others or tensor.is_nested or tensor.layout is not torch.strided:
         return None
-    storage: torch.UntypedStorage = tensor.untyped_storage()
+    storage = tensor.untyped_storage()
     return None if storage.device.type == "meta" else storage
 
 
-def _held(storages: dict[int, tuple[Any, int]], counter: str = "memory_allocated") -> int:
-    """Return what tensors on the host take, and by a counter of the accelerators what is on these."""
+def _allocated_bytes(storages: _Storages, counter: str = "memory_allocated") -> int:
+    """Return the bytes of the tensors on the host, and of the accelerators by a counter of theirs."""
     module = _accelerator()
     if module is None:
-        return sum(size for _, size in storages.values())
-    on_host = sum(size for (_, _, device), size in storages.values() if device == "cpu")
+        return sum(storage.bytes for storage in storages.values())
+    on_host = sum(storage.bytes for storage in storages.values() if storage.kind.device == "cpu")
     return on_host + sum(int(getattr(module, counter)(index)) for index in range(module.device_count()))
 
 
-def _accelerator() -> Any:
-    """The accelerator's module, once something uses it: asking must not make a context, and its counters make none."""
+def _accelerator() -> ModuleType | None:
+    """Return the accelerator's module if the process uses it already: only then do its counters make no context."""
     for name in ("cuda", "xpu", "npu"):
-        module = getattr(torch, name, None)
+        module: ModuleType | None = getattr(torch, name, None)
         if module is not None and getattr(module, "is_initialized", lambda: False)():
             return module
     return None

@@ -1,57 +1,58 @@
-"""Where the tensors are, and who else is there: device map, contexts, FSDP's units."""
+"""Checks of where the tensors are and who shares the device: device map, CUDA contexts, FSDP's units."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 
+from safe_loading._core.names import nearest
 from safe_loading._core.report import Finding, format_bytes
 from safe_loading._ranks.contexts import contexts
 
-from .subject import Subject, size_of
+from .audited_model import AuditedModel, size_of
 
-_FEW_UNITS = 2
+_FEW_UNITS = 2  # the root alone, or the root and one submodule
 
 
-def check_device_map(subject: Subject) -> Iterator[Finding]:
+def check_device_map(audited: AuditedModel) -> Iterator[Finding]:
     """Yield findings where ``hf_device_map`` and the devices of the tensors differ."""
-    table: dict[str, Any] | None = getattr(subject.base, "hf_device_map", None)
-    if not table:
+    device_map: Mapping[str, object] | None = getattr(audited.base, "hf_device_map", None)
+    if audited.base is None or not device_map:
         return
-    lost, wrong = {}, {}
-    for name, parameter in subject.base.named_parameters():
-        plain = name.replace(".base_layer.", ".")
-        place = next((table[key] for key in _prefixes(plain) if key in table), None)
+    missing, misplaced = {}, {}
+    for name, parameter in audited.base.named_parameters():
+        entry = nearest(name.replace(".base_layer.", "."), device_map)
+        place = None if entry is None else device_map[entry]
         if place is None:
-            lost[name] = parameter
-        elif place != "disk" and not parameter.is_meta and not _same(place, parameter.device):
-            wrong[name] = parameter
-    if lost:
+            missing[name] = parameter
+        elif place != "disk" and not parameter.is_meta and not _is_on(parameter.device, place):
+            misplaced[name] = parameter
+    if missing:
         yield Finding(
             "SL110",
             "error",
-            next(iter(lost)),
-            f"hf_device_map places {len(subject.parameters) - len(lost)} parameters and leaves out {len(lost)}.",
-            "give the missing modules a device, or let plan_device_map make the map.",
-            size_of(lost.values()),
+            next(iter(missing)),
+            f"hf_device_map has no device for {len(missing)} of {len(audited.parameters)} parameters.",
+            "add the missing modules to it, or let plan_device_map make the map.",
+            size_of(missing.values()),
         )
-    if wrong:
-        name, parameter = next(iter(wrong.items()))
+    if misplaced:
+        name, parameter = next(iter(misplaced.items()))
         yield Finding(
             "SL110",
             "error",
             name,
-            f"hf_device_map and the tensors differ for {len(wrong)} parameters; this one is on {parameter.device}.",
+            f"{len(misplaced)} parameters are not on the device that hf_device_map gives; this one is on "
+            f"{parameter.device}.",
             "do not call .to(), .cuda() or .cpu() on a model that was dispatched.",
-            size_of(wrong.values()),
+            size_of(misplaced.values()),
         )
 
 
-def check_contexts(subject: Subject) -> Iterator[Finding]:
-    """Yield a finding for each GPU on which this process has a context and the model has nothing."""
-    own = {p.device for p in subject.model.parameters()}
+def check_contexts(audited: AuditedModel) -> Iterator[Finding]:
+    """Yield a finding for each GPU on which this process has a context and the model has no tensor."""
+    own = {p.device for p in audited.model.parameters()}
     for index in sorted(contexts()):
         device = torch.device("cuda", index)
         if device not in own:
@@ -59,24 +60,26 @@ def check_contexts(subject: Subject) -> Iterator[Finding]:
                 "SL116",
                 "warning",
                 str(device),
-                f"this process has a CUDA context on {device}, where the model has no tensor: some hundred MiB that "
-                f"every other process there misses.",
-                "call torch.cuda.set_device(device_for_rank()) first of all, and pass map_location= and device= fully.",
+                f"this process has a CUDA context on {device}, where the model has no tensor: it takes some hundred "
+                f"MiB from every other process on that GPU.",
+                "call torch.cuda.set_device(device_for_rank()) before anything else, and give map_location= and "
+                "device= with an index.",
             )
 
 
-def check_sharding(subject: Subject) -> Iterator[Finding]:
+def check_sharding(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding when FSDP gathers (nearly) the whole model at once."""
-    units = fsdp_units(subject.model)
+    units = fsdp_units(audited.model)
     if not units:
         return
     name, largest = max(units.items(), key=lambda item: item[1])
-    layers = sum(type(m).__name__ in _block_names(subject) for m in subject.model.modules())
+    layer_classes = set(getattr(audited.base, "_no_split_modules", None) or ())
+    layers = sum(type(module).__name__ in layer_classes for module in audited.model.modules())
     if len(units) <= _FEW_UNITS and layers > len(units):
         yield Finding(
             "SL117",
             "error",
-            name or type(subject.model).__name__,
+            name or type(audited.model).__name__,
             f"FSDP has {len(units)} unit{'s' if len(units) > 1 else ''} for {layers} layers: each step gathers "
             f"{format_bytes(largest)} at once.",
             "shard each layer (fully_shard, or wrap_fsdp_meta_safe), then the root.",
@@ -88,26 +91,18 @@ def fsdp_units(model: torch.nn.Module) -> dict[str, int]:
     """Return the name of each unit of FSDP1 or FSDP2 and the unsharded bytes that it gathers."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    roots = {n: m for n, m in model.named_modules() if isinstance(m, (FSDPModule, FullyShardedDataParallel))}
-    sizes = dict.fromkeys(roots, 0)
+    units = {n: m for n, m in model.named_modules() if isinstance(m, (FSDPModule, FullyShardedDataParallel))}
+    sizes = dict.fromkeys(units, 0)
     for name, parameter in model.named_parameters():
-        owner = next((key for key in _prefixes(name) if key in roots), None)
+        owner = nearest(name, units)
         if owner is not None:
-            sizes[owner] += parameter.numel() * parameter.itemsize  # a DTensor's numel is the whole tensor's
+            sizes[owner] += parameter.numel() * parameter.itemsize  # a DTensor's numel is that of the whole tensor
     return sizes
 
 
-def _block_names(subject: Subject) -> set[str]:
-    return set(getattr(subject.base, "_no_split_modules", None) or ())
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
-
-
-def _same(place: Any, device: torch.device) -> bool:
-    if isinstance(place, int):
+def _is_on(device: torch.device, place: object) -> bool:
+    """Whether a device is the one that an entry of a device map names: ``0``, ``"cuda:0"``, ``"cuda"``, ``"cpu"``."""
+    if isinstance(place, int):  # an accelerator of any kind
         return device.index == place and device.type != "cpu"
-    wanted = torch.device(place)
-    return wanted.type == device.type and wanted.index in (None, device.index)
+    expected = place if isinstance(place, torch.device) else torch.device(str(place))
+    return expected.type == device.type and expected.index in (None, device.index)

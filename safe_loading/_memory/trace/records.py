@@ -1,4 +1,4 @@
-"""What a traced step gives: blocks of memory, who held them, what crossed devices. Imports no torch."""
+"""The records of a traced step: allocations, peaks, transfers between devices, problems. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Phase = Literal["load", "prefill", "decode", "forward", "backward", "optimizer"]
 
 @dataclass(frozen=True)
 class Allocation:
-    """One allocation: a storage, from the moment that it is made to the moment that nothing holds it.
+    """One allocation: a storage, from the moment it is made until nothing refers to it.
 
     Attributes:
-        bytes: Its size as the model asked for it, before any rounding of an allocator.
-        device: The key of the device, as in the placement: ``0``, ``1``, ``"cpu"``.
+        bytes: Its size as the model requested it, before an allocator rounds it.
+        device: The device, as in a device map: ``0``, ``1``, ``"cpu"``.
         component: What it is.
         module: The module that was running when it was made, or that owns it; empty for the model itself.
         phase: When it was made.
-        op: The operation that made it, such as ``"aten.mm"``; for what was there before, the tensor's name.
-        dtype_bytes: Bytes of one element, for the census of dtypes.
+        op: The operation that made it, such as ``"aten.mm"``; for what was there before the step, the tensor's name.
+        dtype_bytes: Bytes of one element.
     """
 
     bytes: int
@@ -67,7 +67,7 @@ class DeviceTrace:
     Attributes:
         device: The key of the device.
         peak_bytes: The most that was alive at one moment.
-        at_peak: How much of it was what, at that moment: component to bytes, zeros left out.
+        at_peak: The bytes of each component at that moment, zeros left out.
         phase: When the peak was reached.
         module: The module that was running then.
     """
@@ -81,14 +81,14 @@ class DeviceTrace:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Tensors that went from one device to another at the entry of a module or inside it.
+    """Tensors that moved from one device to another at the entry of a module or inside it.
 
     Attributes:
-        source: The device that they left.
-        target: The device where they arrived.
+        source: The device that they came from.
+        target: The device that they went to.
         module: The module that was running or about to run.
-        bytes: All that was moved in the step.
-        count: How many tensors.
+        bytes: All bytes that were moved in the phase.
+        count: How many tensors were moved.
         phase: When.
         in_model_code: Whether the model's own code moved them (``tensor.to(other.device)``), rather than a hook.
     """
@@ -104,16 +104,16 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Problem:
-    """An operation on tensors of several devices: an error on hardware.
+    """An operation on tensors of several devices, which would be an error on hardware.
 
     Attributes:
         op: The operation, such as ``"aten.add.Tensor"``.
         module: The innermost module that was running.
-        devices: The devices that met, in the order of the arguments.
+        devices: The devices of the tensors, in the order of the arguments.
         tensors: Shape and device of each tensor, in words.
         phase: When.
-        makers: For each tensor the module inside ``module`` that it comes from, or its name when it is a parameter or a
-            buffer; None for what comes from elsewhere.
+        makers: For each tensor the module inside ``module`` that it comes from, or its own name if it is a parameter
+            or a buffer; None for one that comes from elsewhere.
     """
 
     op: str
@@ -124,7 +124,7 @@ class Problem:
     makers: tuple[str | None, ...] = ()
 
     def __str__(self) -> str:
-        """Return one line: what met what, where."""
+        """Return one line: the module, the operation and its tensors."""
         return f"{self.module or 'the model'}: {self.op} on {', '.join(self.tensors)}"
 
 

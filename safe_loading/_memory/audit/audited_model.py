@@ -1,11 +1,10 @@
-"""What is audited: the model as a trainer sees it, and what it really is inside."""
+"""The model that is audited: as a trainer sees it, and what it is inside its wrappers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -13,24 +12,25 @@ from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
-    """A model, and what it meets.
+class AuditedModel:
+    """A model, and the trainer and optimizer that it is used with.
 
     Attributes:
         model: As it was given, wrapper included.
-        trainer: A ``transformers.Trainer``, or None.
+        trainer: A ``transformers.Trainer`` or one that looks like it, or None.
         optimizer: An optimizer, or None.
-        training: Whether it will be trained: a trainer, an optimizer or a training workload is there.
+        training: Whether it will be trained: there is a trainer, an optimizer or a training workload, or a parameter
+            requires gradients.
     """
 
     model: torch.nn.Module
-    trainer: Any = None
-    optimizer: Any = None
+    trainer: object = None
+    optimizer: torch.optim.Optimizer | None = None
     training: bool = True
 
     @functools.cached_property
-    def known(self) -> tuple[str, torch.nn.Module]:
-        """Path and module of the outermost model that trainers recognize; the model itself where there is none."""
+    def engine_model(self) -> tuple[str, torch.nn.Module]:
+        """Path and module of the outermost model that trainers recognize; the model itself if there is none."""
         for name, module in self.model.named_modules():
             if isinstance(module, (PeftModel, PreTrainedModel)):
                 return name, module
@@ -38,16 +38,16 @@ class Subject:
 
     @property
     def inner(self) -> torch.nn.Module:
-        """The model that trainers recognize."""
-        return self.known[1]
+        """The outermost model that trainers recognize."""
+        return self.engine_model[1]
 
     @functools.cached_property
-    def peft(self) -> Any:
+    def peft(self) -> PeftModel | None:
         """The ``PeftModel``, or None."""
         return self.inner if isinstance(self.inner, PeftModel) else None
 
     @functools.cached_property
-    def base(self) -> Any:
+    def base(self) -> PreTrainedModel | None:
         """The ``PreTrainedModel`` without the adapter around it, or None."""
         model = self.peft.get_base_model() if self.peft is not None else self.inner
         return model if isinstance(model, PreTrainedModel) else None
@@ -56,6 +56,11 @@ class Subject:
     def wrapped(self) -> bool:
         """Whether something that trainers do not recognize is around the model."""
         return self.inner is not self.model
+
+    @property
+    def training_arguments(self) -> object:
+        """The trainer's arguments, or None."""
+        return getattr(self.trainer, "args", None)
 
     @functools.cached_property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -82,35 +87,32 @@ class Subject:
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
 
-        found: dict[int, None] = {}
+        added: set[int] = set()
         for module in self.peft.modules():
             if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
                 continue
             for name in module.adapter_layer_names:
-                held = getattr(module, name, None)
-                found |= dict.fromkeys(map(id, held.parameters() if isinstance(held, torch.nn.Module) else ()))
-        prompt = getattr(self.peft, "prompt_encoder", None)
-        found |= dict.fromkeys(map(id, prompt.parameters() if prompt is not None else ()))
-        return {name: parameter for name, parameter in self.parameters.items() if id(parameter) in found}
+                layers = getattr(module, name, None)
+                added.update(map(id, layers.parameters() if isinstance(layers, torch.nn.Module) else ()))
+        prompt_encoder = getattr(self.peft, "prompt_encoder", None)
+        added.update(map(id, prompt_encoder.parameters() if prompt_encoder is not None else ()))
+        return {name: parameter for name, parameter in self.parameters.items() if id(parameter) in added}
 
     def others(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield the other models that a trainer or a wrapper holds: references, teachers, rewards."""
+        """Yield the other models that a trainer or a wrapper holds: references, teachers, reward models."""
         seen = {id(self.model), id(self.inner), *(id(module) for module in self.inner.modules())}
         for owner, holder in (("trainer", self.trainer), ("model", self.model if self.wrapped else None)):
-            for name, value in [*vars(holder).items(), *_children(holder)] if holder is not None else []:
-                if (
-                    isinstance(value, torch.nn.Module)
-                    and id(value) not in seen
-                    and any(True for _ in value.parameters())
-                ):
+            if holder is None:
+                continue
+            children = holder.named_children() if isinstance(holder, torch.nn.Module) else ()
+            for name, value in [*vars(holder).items(), *children]:
+                if not isinstance(value, torch.nn.Module) or id(value) in seen:
+                    continue
+                if any(True for _ in value.parameters()):
                     seen.add(id(value))
                     yield f"{owner}.{name}", value
 
 
-def _children(holder: Any) -> list[tuple[str, Any]]:
-    return list(holder.named_children()) if isinstance(holder, torch.nn.Module) else []
-
-
-def size_of(tensors: Any) -> int:
+def size_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of some tensors, each storage once."""
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
