@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from safe_loading.errors import ArgumentError
 
 from .dtypes import DTYPES
 from .model_config import building, read_config
+from .tensors import tensor_places
 
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
 
@@ -35,19 +37,20 @@ def meta_model(
     revision: str | None = None,
     subfolder: str | None = None,
 ) -> torch.nn.Module:
-    """Return a model on meta: its modules, shapes, dtypes and ties, in no memory and without a random number drawn.
+    """Return a model on meta: its modules, shapes, dtypes and ties, without memory for its weights.
 
-    Parameters and buffers have the dtypes that ``from_pretrained`` gives them: rotary frequencies stay float32 in a
-    model of bfloat16, and so does what the class keeps in float32. ``model.to(dtype)`` on meta would cast them all.
-    Nothing but JSON files and headers is read.
+    Parameters and buffers have the dtypes that ``from_pretrained`` gives them: in a bfloat16 model the rotary
+    frequencies stay float32, and so does whatever the class keeps in float32. ``model.to(dtype)`` on meta would cast
+    all of them. Only JSON files and safetensors headers are read, and the random generators are left as they were.
 
     Args:
         config_or_id: A folder, a hub id, or a config, which is not changed.
-        auto_class: The class to build, as ``transformers.AutoModelForCausalLM`` or a model class. None takes the first
-            of the config's ``architectures``; of a config that names none, the first auto class that knows it.
-        dtype: The dtype of the weights. ``"auto"`` and None take that of the checkpoint: what the config says, else
-            that of the first floating tensor, else torch's default.
-        attn_implementation: As for ``from_pretrained``, such as ``"sdpa"``.
+        auto_class: The class to build: an auto class such as ``transformers.AutoModelForCausalLM``, or a model class.
+            None takes the first of the config's ``architectures`` that transformers has; if the config names none, the
+            first auto class that knows it.
+        dtype: The dtype of the weights. ``"auto"`` and None take the config's, else that of the checkpoint's first
+            floating-point tensor, else torch's default.
+        attn_implementation: As for ``from_pretrained``, for example ``"sdpa"``.
         trust_remote_code: Whether the repository's own code may run.
         revision: Branch, tag or commit of a hub id.
         subfolder: Folder inside ``config_or_id``.
@@ -56,8 +59,9 @@ def meta_model(
         The model in eval mode.
 
     Raises:
-        ArgumentError: Nothing says which class to build, ``dtype`` is no floating dtype, or the config is quantized.
-        CheckpointNotFound: There is no such folder, nor such an id in reach.
+        ArgumentError: Nothing says which class to build, ``dtype`` is not a floating-point dtype, or the config is
+            quantized.
+        CheckpointNotFound: The folder or id does not exist, or the id is not cached and the hub cannot be reached.
         CheckpointError: The config is damaged, or no model can be built from it.
     """
     folder: Path | None = None
@@ -69,21 +73,54 @@ def meta_model(
         config = read_config(folder, trust_remote_code=trust_remote_code)
         config.name_or_path = text
     _refuse_quantized(config)
-    kind = _class_of(config, auto_class)
-    wanted = _dtype(dtype, config, folder)
-    options: dict[str, Any] = {"dtype": wanted}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
-    if hasattr(kind, "from_config"):
-        options["trust_remote_code"] = trust_remote_code
-    make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with building(config, kind, folder):
-            model: torch.nn.Module = make(config, **options)
-    _keep_in_float32(model, wanted)
+    model_class = _class_to_build(config, auto_class)
+    with building(config, model_class, folder):
+        model = build_on_meta(
+            model_class,
+            config,
+            weights_dtype(dtype, config, folder),
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
     if folder is not None:
         _read_generation_config(model, folder)
+    return model
+
+
+def build_on_meta(
+    model_class: Any,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    *,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> torch.nn.Module:
+    """Return a model on meta, in eval mode and with the dtypes that ``from_pretrained(dtype=...)`` would give it.
+
+    Args:
+        model_class: A model class or an auto class of transformers; or a class that takes a config, and is cast whole.
+        config: The config, which the model keeps and in which ``dtype`` is set, as by ``from_pretrained``.
+        dtype: The dtype of the weights.
+        attn_implementation: As for ``from_pretrained``.
+        trust_remote_code: Whether the repository's own code may run.
+
+    Raises:
+        Exception: Whatever the class raises about its config.
+    """
+    options: dict[str, Any] = {"dtype": dtype}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: torch.nn.Module
+        if hasattr(model_class, "from_config"):
+            model = model_class.from_config(config, trust_remote_code=trust_remote_code, **options)
+        elif hasattr(model_class, "_from_config"):
+            model = model_class._from_config(config, **options)
+        else:
+            # Not a class of transformers, so nothing says what it keeps in float32.
+            model = model_class(config).to(dtype)
+    _keep_in_float32(model, dtype)
     return model.eval()
 
 
@@ -105,48 +142,72 @@ def _refuse_quantized(config: PreTrainedConfig) -> None:
         )
 
 
-def _class_of(config: PreTrainedConfig, auto_class: Any) -> Any:
+def _class_to_build(config: PreTrainedConfig, auto_class: Any) -> Any:
     if auto_class is not None:
-        if not (hasattr(auto_class, "from_config") or hasattr(auto_class, "_from_config")):
+        if not _can_build(auto_class):
             raise ArgumentError(
-                f"auto_class={auto_class!r} is no class of transformers; pass AutoModelForCausalLM, for one."
+                f"auto_class={auto_class!r} is not a class of transformers; pass for example AutoModelForCausalLM."
             )
         return auto_class
-    names = getattr(config, "architectures", None) or []
-    remote = getattr(config, "auto_map", None) or {}
-    for name in names:
-        found = getattr(transformers, name, None) if not remote else None
-        if hasattr(found, "from_config") or hasattr(found, "_from_config"):
-            return found
-    # code of the repository: the auto classes know how to run it, when they are told to
-    for name, reference in remote.items():
-        known = name.startswith("AutoModel") and hasattr(transformers, name) and isinstance(reference, str)
-        if known and reference.rpartition(".")[2] in names:
-            return getattr(transformers, name)
-    if not names:  # a config that somebody made by hand
-        kinds = [getattr(transformers, name) for name in _AUTO_CLASSES]
-        for kind in kinds:
-            if type(config) in kind._model_mapping:
-                return kind
+    named = class_in_config(config)
+    if named is not None:
+        return named
+    if not config.architectures:  # a config that was made by hand
+        for name in _AUTO_CLASSES:
+            candidate = getattr(transformers, name)
+            if type(config) in candidate._model_mapping:
+                return candidate
     raise ArgumentError(
-        f"Nothing says which class to build: the config's architectures are {names}, and none of them is a class of "
-        f"transformers. Pass auto_class=, as transformers.AutoModelForCausalLM."
+        f"Nothing says which class to build: the config's architectures are {config.architectures or []}, and none of "
+        f"them is a class of transformers. Pass auto_class=, for example transformers.AutoModelForCausalLM."
     )
 
 
-def _dtype(asked: torch.dtype | str | None, config: PreTrainedConfig, folder: Path | None) -> torch.dtype:
-    dtype: Any = asked
+def class_in_config(config: PreTrainedConfig) -> Any:
+    """Return the class that the config's ``architectures`` name; None when transformers has no such class.
+
+    For code of the repository it is the auto class that the config's ``auto_map`` names, because the auto classes know
+    how to run that code once it is trusted.
+    """
+    names = config.architectures or []
+    remote: Mapping[str, object] = getattr(config, "auto_map", None) or {}
+    for auto_class, reference in remote.items():
+        known = auto_class.startswith("AutoModel") and hasattr(transformers, auto_class)
+        if known and isinstance(reference, str) and reference.rpartition(".")[2] in names:
+            return getattr(transformers, auto_class)
+    candidates = (getattr(transformers, name, None) for name in names)
+    return next((candidate for candidate in candidates if _can_build(candidate)), None)
+
+
+def _can_build(model_class: object) -> bool:
+    return hasattr(model_class, "from_config") or hasattr(model_class, "_from_config")
+
+
+def weights_dtype(asked: torch.dtype | str | None, config: PreTrainedConfig, folder: Path | None) -> torch.dtype:
+    """Return the dtype of the weights: the one asked for, else what the config says, else that of the checkpoint.
+
+    Args:
+        asked: The caller's ``dtype=``; None and ``"auto"`` leave it to the config.
+        config: The config of the model.
+        folder: The checkpoint; None when there is none, which takes torch's default dtype instead of its own.
+
+    Raises:
+        ArgumentError: It is not a floating-point dtype.
+    """
+    dtype: object = asked
     if asked is None or asked == "auto":
         dtype = config.dtype or dtype_on_disk(folder) or torch.get_default_dtype()
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ArgumentError(f"dtype={asked!r}; pass a floating torch.dtype, as torch.bfloat16, its name, or 'auto'.")
+        raise ArgumentError(
+            f"dtype={asked!r}; pass a floating-point torch.dtype such as torch.bfloat16, its name, or 'auto'."
+        )
     return dtype
 
 
 def dtype_on_disk(folder: Path | None) -> torch.dtype | None:
-    """Return the dtype of the first floating tensor, as transformers does for a config that says none."""
+    """Return the dtype of a checkpoint's first floating-point tensor, which is what transformers takes for "auto"."""
     checkpoint = inspect_checkpoint(folder, kind="model")[0] if folder is not None else None
     for info in checkpoint.tensors.values() if checkpoint is not None else ():
         dtype = DTYPES.get(info.dtype)
@@ -156,18 +217,18 @@ def dtype_on_disk(folder: Path | None) -> torch.dtype | None:
 
 
 def _keep_in_float32(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Give what the class keeps in float32 that dtype, which ``from_pretrained`` does as it loads each weight."""
-    plan: dict[str, torch.dtype] = getattr(model, "_get_dtype_plan", lambda _: {})(dtype)
+    """Cast what the class keeps in float32, which ``from_pretrained`` does as it loads each weight."""
+    plan_for: Callable[[torch.dtype], Mapping[str, torch.dtype]] | None = getattr(model, "_get_dtype_plan", None)
+    plan = plan_for(dtype) if plan_for is not None else {}
     if not plan:
         return
+    # transformers' own matcher (core_model_loading): its patterns are globs of parts of names, not regular expressions
     pattern, pattern_of, _ = loader.build_glob_alternation(list(plan))
-    for name in model.state_dict():
-        match = pattern.search(name)
+    for place in tensor_places(model):
+        match = pattern.search(place.name) if place.persistent else None
         if match is None or match.lastgroup is None:
             continue
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        held: Any = module._parameters if leaf in module._parameters else module._buffers
-        wanted = plan[pattern_of[match.lastgroup]]
-        if held[leaf].is_floating_point() and held[leaf].dtype != wanted:
-            held[leaf].data = held[leaf].data.to(wanted)
+        kept = plan[pattern_of[match.lastgroup]]
+        if place.tensor.is_floating_point() and place.tensor.dtype != kept:
+            # in place, so that tied weights stay one parameter
+            place.tensor.data = place.tensor.data.to(kept)
