@@ -19,6 +19,7 @@ from safe_loading._core.report import Finding
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
+from safe_loading._model.meta_model import build_on_meta, class_in_config, weights_dtype
 from safe_loading._model.model_config import CONFIG, read_config
 from safe_loading.errors import AdapterError, ArgumentError, CheckpointError, SafeLoadingError
 
@@ -118,10 +119,10 @@ def auto_class_for(facts: AdapterFacts, config: PreTrainedConfig) -> ModelClass:
     architectures = config.architectures or []
     # The parent library is a module path that a file names, so it is not imported: only transformers is searched.
     of_transformers = str(mapping.get("parent_library", "")).split(".")[0] == "transformers"
-    for name in (mapping.get("base_model_class") if of_transformers else None, *architectures):
-        model_class: ModelClass | None = getattr(transformers, name or "", None)
-        if model_class is not None:
-            return model_class
+    name = str(mapping.get("base_model_class")) if of_transformers else ""
+    model_class: ModelClass | None = getattr(transformers, name, None) or class_in_config(config)
+    if model_class is not None:
+        return model_class
     raise AdapterError(
         f"{facts.folder}: neither task_type ({task!r}) nor auto_mapping ({mapping!r}) nor the base's architectures "
         f"({architectures}) name a class that loads the base. Pass auto_class=, such as "
@@ -139,23 +140,9 @@ def skeleton(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config, _ = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
-        return built_from_config(auto_class, config, dtype, trust_remote_code=trusted)
+        return build_on_meta(auto_class, config, weights_dtype(dtype, config, folder), trust_remote_code=trusted)
     except Exception:  # remote code may do anything on meta; the check then happens when the adapter is attached
         return None
-
-
-def built_from_config(
-    auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype | str, *, trust_remote_code: bool
-) -> torch.nn.Module:
-    """Return a model on meta, made from a config that it keeps; its class may raise anything."""
-    with warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter("ignore")
-        if hasattr(auto_class, "from_config"):
-            model: torch.nn.Module = auto_class.from_config(config, trust_remote_code=trust_remote_code)
-        else:
-            model = auto_class(config)
-        wanted = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None)
-        return model.to(wanted) if isinstance(wanted, torch.dtype) else model
 
 
 def check_fit(

@@ -15,6 +15,8 @@ from tiny_models import causal_lm_classes, image_text_classes, tiny_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedConfig
 
 from safe_loading import ArgumentError, CheckpointNotFound, meta_model
+from safe_loading._loading.base_model import skeleton
+from safe_loading._model.meta_model import build_on_meta, class_in_config
 
 EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
 
@@ -112,3 +114,38 @@ def test_a_config_that_names_no_architecture_gets_the_class_that_knows_it() -> N
     assert type(meta_model(config)).__name__ == "LlamaForCausalLM"
     with pytest.raises(ArgumentError, match="auto_class="):
         meta_model(PreTrainedConfig())
+
+
+def test_the_base_of_an_adapter_is_built_with_the_dtypes_of_from_pretrained(tmp_path: Path) -> None:
+    class Careful(LlamaForCausalLM):
+        _keep_in_fp32_modules_strict = ("norm",)
+
+    folder = save_llama(tmp_path, torch.bfloat16, tie_word_embeddings=True)
+    for dtype in ("auto", torch.float16):
+        model: Any = skeleton(Careful, folder, dtype, {})
+        wanted: Any = Careful.from_pretrained(folder, dtype=dtype)
+        for named in ("named_parameters", "named_buffers"):
+            dtypes = {name: tensor.dtype for name, tensor in getattr(wanted, named)()}
+            assert {name: tensor.dtype for name, tensor in getattr(model, named)()} == dtypes
+        assert model.model.rotary_emb.inv_freq.dtype == torch.float32  # model.to(dtype) would have cast it
+        assert model.model.norm.weight.dtype == torch.float32
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert model.config.dtype == wanted.config.dtype
+        assert model.training is wanted.training
+
+
+def test_a_class_of_no_engine_is_cast_whole() -> None:
+    class Own(torch.nn.Linear):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config.hidden_size, 2)
+
+    model = build_on_meta(Own, LlamaConfig(), torch.bfloat16)
+    assert {(parameter.dtype, parameter.is_meta) for parameter in model.parameters()} == {(torch.bfloat16, True)}
+
+
+def test_the_class_is_that_of_the_config_or_the_auto_class_of_its_code() -> None:
+    config = LlamaConfig(architectures=["Mine", "LlamaForCausalLM"])
+    assert class_in_config(config) is LlamaForCausalLM
+    config.auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Mine"}
+    assert class_in_config(config) is AutoModelForCausalLM
+    assert class_in_config(LlamaConfig(architectures=["Mine"])) is None

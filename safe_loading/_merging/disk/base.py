@@ -16,8 +16,9 @@ from safe_loading._checkpoint.hub import Resolved
 from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._core.protocols import EngineKwargs, JsonObject
-from safe_loading._loading.base_model import base_config, built_from_config
+from safe_loading._loading.base_model import base_config
 from safe_loading._loading.sources import HUB_OPTIONS
+from safe_loading._model.meta_model import build_on_meta, weights_dtype
 from safe_loading._model.model_config import CONFIG
 from safe_loading.errors import MergeError
 
@@ -84,7 +85,7 @@ class MergeBase:
         if num_labels is not None:
             config.num_labels = num_labels
         trusted = bool(self.kwargs.get("trust_remote_code", False))
-        model = built_from_config(model_class, config, "auto", trust_remote_code=trusted)
+        model = build_on_meta(model_class, config, weights_dtype("auto", config, None), trust_remote_code=trusted)
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"{type(model).__name__} is not a PreTrainedModel")
         return model
