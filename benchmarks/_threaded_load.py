@@ -12,7 +12,7 @@ import heapq
 import random
 from collections.abc import Iterator, Sequence
 
-from safe_loading._memory.forecast.timeline import _BELOW
+from safe_loading._memory.forecast.timeline import _UNPACKED
 from safe_loading._memory.trace.allocator import EMPTY_CACHE
 
 Event = tuple[int, int]
@@ -25,7 +25,7 @@ UNEVEN = 0.3  # sigma of the logarithm of each time
 def in_threads(events: Sequence[Event], seed: int) -> list[Event]:
     """Return the events of a forecast in 4 bits with the load that transformers 5.0 and peft 0.19 made of it."""
     # what is cast afterwards is freed one tensor after the other, each behind its copy in float32
-    cast = next(at for at, (key, size) in enumerate(events) if size == -1 and _BELOW < key < -1) - 1
+    cast = next(at for at, (key, size) in enumerate(events) if size == -1 and _UNPACKED < key < -1) - 1
     draw = random.Random(seed)
     rate, cost = 10 ** draw.uniform(*RATES), 10 ** draw.uniform(*COSTS)
     threads, now, timed = [0.0] * THREADS, 0.0, []
@@ -47,9 +47,9 @@ def _tensors(events: Sequence[Event]) -> Iterator[tuple[Event, list[Event]]]:
         if place < at:
             continue
         at = place + 1
-        if key > _BELOW:
+        if key > _UNPACKED:
             yield (key, size), []
             continue
         at = events.index((key, -1), place) + 1
-        own = _BELOW - 1000 - place  # in the events of one tensor at a time, all have the same key
+        own = _UNPACKED - 1000 - place  # in the events of one tensor at a time, all have the same key
         yield (own, size), [*events[place + 1 : at - 1], (own, -1)]

@@ -16,10 +16,9 @@ from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading.errors import ArgumentError
 
 from .forecast.build_model import build, loading_of_layers
-from .forecast.hardware import context_of, workspaces_of
 from .forecast.peak_parts import components_at_peak, modules_at_peak, peak_in_words
 from .forecast.report import MemoryForecast
-from .forecast.timeline import run_events
+from .forecast.timeline import context_of, run_events, workspaces_of
 from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
 from .trace.trace_step import trace_step

@@ -19,7 +19,7 @@ from transformers.core_model_loading import dot_natural_key
 
 from safe_loading import ArgumentError, Workload, largest_micro_batch, predict_memory
 from safe_loading._core.report import MiB
-from safe_loading._memory.forecast.timeline import Loading, order_of, run_events
+from safe_loading._memory.forecast.timeline import Loading, natural_key, run_events
 from safe_loading._memory.trace.cuda_paths import cuda_paths
 from safe_loading._memory.trace.records import Allocation, Event, StepTrace
 
@@ -110,7 +110,7 @@ def test_a_run_is_loaded_as_the_engines_do_and_each_thread_takes_its_scratch_at_
     blocks = (*load, adapter, *step)
     trace = StepTrace("", blocks, tuple(Event(index, freed=False) for index in range(len(blocks))), {}, {})
     loading = Loading(True, {"m.layers.10.q.weight": (50, 51)}, {"m.embed.weight": 60})
-    events = run_events(trace, 0, loading, (8, 9), steps=1)
+    events = run_events(trace, 0, loading, (8, 9))
     sizes = {key: size for key, size in events if size > 0}
     said = [size if size != -1 else -sizes[key] for key, size in events if key < 10 or size > 0]
     # all at once; each weight in the checkpoint's order; the cast; an empty cache; the adapter
@@ -123,7 +123,7 @@ def test_a_run_is_loaded_as_the_engines_do_and_each_thread_takes_its_scratch_at_
 def test_the_order_of_a_checkpoint_is_the_engines() -> None:
     names = ["lm_head.weight", "model.layers.10.mlp.up.weight", "model.layers.9.mlp.up.weight", "model.norm2.weight"]
     names += ["model.norm10.weight", "model.norm.weight", "model.embed_tokens.weight", "model.layers.9.a1.b.weight"]
-    assert sorted(names, key=order_of) == sorted(names, key=dot_natural_key)
+    assert sorted(names, key=natural_key) == sorted(names, key=dot_natural_key)
 
 
 def test_the_parts_are_arithmetic_and_sum_to_the_peak() -> None:

@@ -1,4 +1,4 @@
-"""From a folder, an id or a config to a model on meta, quantized and cast as it will be, and how its weights come."""
+"""The model that is forecast: on meta from a folder, an id or a config, and how its weights will be loaded."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from safe_loading._model.quantized.stand_ins import StandIn, bitsandbytes_config
 from safe_loading._model.quantized_meta_model import quantized_meta_model
 from safe_loading.errors import ArgumentError
 
-from .timeline import Loading, own_name
+from .timeline import Loading, original_name
+
+ForecastSource = torch.nn.Module | PreTrainedConfig | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model, and what was said about it.
+    """A model, and what is assumed about it.
 
     Attributes:
-        model: On meta, unless it was given.
+        model: On meta, unless it was passed as a module.
         name: What to call it.
-        workload: With the adapter of an adapter's folder in it.
+        workload: What it will do; for an adapter's folder, with that adapter.
         loading: How the weights will come to the device.
-        notes: What was taken as given.
+        notes: What was assumed, in sentences.
     """
 
     model: torch.nn.Module
@@ -43,8 +45,8 @@ class Built:
     notes: tuple[str, ...] = ()
 
 
-def build(source: Any, workload: Workload, options: Mapping[str, Any], prepare: bool) -> Built:
-    """Return the model that is meant.
+def build(source: ForecastSource, workload: Workload, options: Mapping[str, Any], prepare: bool) -> Built:
+    """Return the model of a source.
 
     Args:
         source: A module, a config, a folder or a hub id.
@@ -53,12 +55,12 @@ def build(source: Any, workload: Workload, options: Mapping[str, Any], prepare: 
         prepare: Whether ``prepare_model_for_kbit_training`` is applied to what is quantized and trained.
 
     Raises:
-        ArgumentError: It cannot be built from what is there.
+        ArgumentError: No model can be built from the source.
     """
     if isinstance(source, torch.nn.Module):
-        given = [name for name, value in options.items() if value not in (None, False)]
-        if given:
-            raise ArgumentError(f"{given} are for a config or a folder; this model is built already.")
+        superfluous = [name for name, value in options.items() if value not in (None, False)]
+        if superfluous:
+            raise ArgumentError(f"{superfluous} are for a config or a folder; this model is built already.")
         return Built(source, type(source).__name__, workload, Loading())
     if not isinstance(source, PreTrainedConfig):
         folder = Path(path_text(source, "model_or_config")).expanduser()
@@ -81,7 +83,7 @@ def build(source: Any, workload: Workload, options: Mapping[str, Any], prepare: 
 
 
 def loading_of_layers(model: torch.nn.Module, stand_ins: Mapping[str, StandIn]) -> Loading:
-    """Return how the weights of a real model came to the device, as transformers loads what bitsandbytes quantizes.
+    """Return how the weights of a real model came to the device: as transformers loads what bitsandbytes quantizes.
 
     Args:
         model: The model, with stand-ins for bitsandbytes' layers.
@@ -92,7 +94,7 @@ def loading_of_layers(model: torch.nn.Module, stand_ins: Mapping[str, StandIn]) 
     if dtype in (torch.float16, torch.bfloat16):
         # what is in float32 though the config says 16 bits was cast by prepare_model_for_kbit_training
         recast = {
-            own_name(name): parameter.nbytes // 2
+            original_name(name): parameter.nbytes // 2
             for name, parameter in model.named_parameters()
             if parameter.dtype == torch.float32 and not parameter.requires_grad
         }
@@ -100,18 +102,18 @@ def loading_of_layers(model: torch.nn.Module, stand_ins: Mapping[str, StandIn]) 
 
 
 def _quantized_loading(stand_ins: Mapping[str, StandIn], recast: Mapping[str, int]) -> Loading:
-    return Loading(True, {own_name(f"{path}.weight"): unpacked_copies(s) for path, s in stand_ins.items()}, recast)
+    return Loading(True, {original_name(f"{path}.weight"): unpacked_copies(s) for path, s in stand_ins.items()}, recast)
 
 
 def _adapted(folder: Path, workload: Workload) -> tuple[str, Workload]:
-    """An adapter's folder stands for its base with the adapter attached."""
+    """Return the base of an adapter's folder, and the workload with the adapter."""
     base = read_peft_config(folder).base_model_name_or_path
     if not base:
-        raise ArgumentError(f"{folder} names no base. Pass the base, and this adapter in the workload.")
+        raise ArgumentError(f"{folder} names no base model. Pass the base, and this adapter in the workload.")
     return base, workload if workload.adapter is not None else workload.replace(adapter=os.fspath(folder))
 
 
-def _config_of(source: Any, options: Mapping[str, Any]) -> PreTrainedConfig:
+def _config_of(source: str | os.PathLike[str] | PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedConfig:
     if isinstance(source, PreTrainedConfig):
         return source
     folder = resolve(source, small_files, revision=options["revision"]).folder

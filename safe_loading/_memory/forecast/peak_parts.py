@@ -9,7 +9,7 @@ from safe_loading._memory.trace.records import Allocation, StepTrace
 
 from .report import COMPONENTS, ModuleMemory
 
-_OURS = {
+_COMPONENT_OF = {
     "weights": "weights",
     "buffers": "weights",
     "adapters": "adapters",
@@ -23,10 +23,17 @@ _OURS = {
 
 
 def components_at_peak(trace: StepTrace, device: int | str, workspaces: int, allocated: int) -> Mapping[str, int]:
-    """Return the bytes of each component at the peak; `allocated` is their sum, and rounding what is left of it."""
+    """Return the bytes of each component at the peak.
+
+    Args:
+        trace: One step.
+        device: The device.
+        workspaces: The bytes of cuBLAS's scratch.
+        allocated: What the allocator counts at the peak, to which the components sum up: the rest is rounding.
+    """
     parts = dict.fromkeys(COMPONENTS, 0)
     for component, size in trace.devices[device].at_peak.items():
-        parts[_OURS[component]] += size
+        parts[_COMPONENT_OF[component]] += size
     parts["workspaces"] = workspaces
     parts["rounding"] = 0
     parts["rounding"] = allocated - sum(parts.values())
@@ -35,26 +42,28 @@ def components_at_peak(trace: StepTrace, device: int | str, workspaces: int, all
 
 def modules_at_peak(trace: StepTrace, device: int | str) -> tuple[ModuleMemory, ...]:
     """Return the modules down to the numbered ones, in the model's order, with what they hold at the peak."""
-    found: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    for block in _alive_at_peak(trace, device):
-        place = {"weights": 0, "adapters": 0, "gradients": 1, "optimizer": 1}.get(_OURS[block.component], 2)
-        found[_top(block.module)][place] += block.bytes
-    return tuple(ModuleMemory(name, *sizes) for name, sizes in found.items())
+    sizes: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])  # weights, training, activations
+    for allocation in _alive_at_peak(trace, device):
+        component = _COMPONENT_OF[allocation.component]
+        column = {"weights": 0, "adapters": 0, "gradients": 1, "optimizer": 1}.get(component, 2)
+        sizes[_row_of(allocation.module)][column] += allocation.bytes
+    return tuple(ModuleMemory(name, *row) for name, row in sizes.items())
 
 
 def peak_in_words(trace: StepTrace, device: int | str) -> str:
-    """Return when the peak is reached."""
+    """Return when the peak is reached, as ``"backward pass, in model.layers.3"``."""
     use = trace.devices[device]
     phase = {"load": "weights alone", "optimizer": "optimizer's step"}.get(use.phase, f"{use.phase} pass")
     return f"{phase}, in {use.module}" if use.module else phase
 
 
 def _alive_at_peak(trace: StepTrace, device: int | str) -> list[Allocation]:
+    # which event reaches the peak, and then what is alive after it
     live, most, at = 0, -1, 0
     for place, event in enumerate(trace.events):
-        block = trace.allocations[event.allocation]
-        if block.device == device:
-            live += event.sign * block.bytes
+        allocation = trace.allocations[event.allocation]
+        if allocation.device == device:
+            live += event.sign * allocation.bytes
             if live > most:
                 most, at = live, place
     alive: dict[int, None] = {}
@@ -66,8 +75,8 @@ def _alive_at_peak(trace: StepTrace, device: int | str) -> list[Allocation]:
     return [trace.allocations[index] for index in alive if trace.allocations[index].device == device]
 
 
-def _top(name: str) -> str:
-    """A module's path down to the first number in it, or its first two parts."""
+def _row_of(name: str) -> str:
+    """Return the module that stands for a path: down to the first number in it, or its first two parts."""
     parts = name.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
     return ".".join(parts[: number + 1] if number is not None else parts[:2])
