@@ -20,7 +20,7 @@ from .weights.apply import carry_out
 from .weights.check_merge import check_merge, reshard
 from .weights.dequantize import replace_quantized
 from .weights.finite import delta_rms
-from .weights.merge_plan import LayerMerge, MergePlan, make_plan
+from .weights.merge_plan import LayerMerge, MergeOptions, MergePlan, make_plan
 from .weights.offloaded import OffloadedWeights
 from .weights.peft_merge import merge_all_by_peft
 from .weights.trainable_tokens import TokenRows
@@ -44,9 +44,9 @@ def merge_lora_inplace(
     found before the first weight is written: a refused model is unchanged to the last bit. The report is the
     attribute ``merge_report`` of what is returned, and is logged at level INFO to the logger ``safe_loading``.
 
-    Ctrl-C waits until the layer at work is finished. What is left is a model whose merged layers are merged and
-    whose others are not; a second call merges the rest. The same holds when the memory runs out between two layers;
-    within one, a small reserve lets the layer be finished.
+    Ctrl-C takes effect once the current layer is finished. The layers before it are merged then, the others are not,
+    and a second call merges the rest. The same holds when the memory runs out between two layers; within a layer, a
+    small reserve is freed so that it can be finished.
 
     Args:
         model: A PeftModel (or one of peft's tuners, such as ``LoraModel``).
@@ -57,14 +57,15 @@ def merge_lora_inplace(
         progress: Whether a progress bar is shown. None shows it in a terminal.
         unload: Whether the base model is returned, without any adapter left. With False the adapters stay, marked
             as merged, so that ``model.unmerge_adapter()`` can take them out again.
-        dequantize: Whether quantized layers, all of the model, become plain ones in the dtype in which they compute.
+        dequantize: Whether all quantized layers of the model become plain ones in the dtype in which they compute.
             With False those that have adapters are requantized by peft, and a finding says what that rounds away.
 
     Returns:
         The base model, as ``merge_and_unload`` returns it; with ``unload=False`` the model itself.
 
     Raises:
-        MergeError: What forbids the merge, every layer listed. The model is unchanged.
+        MergeError: The merge is forbidden, for the reasons that are listed for every layer, and the model is unchanged;
+            or memory or disk space ran out while weights were written, and the message says how many layers are merged.
         ArgumentError: The model has no adapters, or not those that were named.
     """
     started = time.perf_counter()
@@ -73,29 +74,21 @@ def merge_lora_inplace(
     if type(scratch_bytes) is not int or scratch_bytes <= 0:
         raise ArgumentError(f"scratch_bytes={scratch_bytes!r}: pass a number of bytes, for example 1 << 20.")
     if dequantize and not unload:
-        raise ArgumentError("dequantize=True puts plain layers in the place of peft's; that needs unload=True.")
+        raise ArgumentError("dequantize=True replaces peft's layers by plain ones, which needs unload=True.")
+    options = MergeOptions(names, check_finite, scratch_bytes, unload, dequantize)
     reshard(model)
     with OffloadedWeights(tuner.model) as offloaded:
-        plan = make_plan(tuner.model, names, unload=unload, dequantize=dequantize)
-        replacements = check_merge(
-            tuner,
-            plan,
-            offloaded,
-            names=names,
-            check_finite=check_finite,
-            scratch_bytes=scratch_bytes,
-            unload=unload,
-            dequantize=dequantize,
-        )
-        # Nothing was written up to here. The report is made first, as carrying out the plan frees what it says.
+        plan = make_plan(tuner.model, options)
+        replacements = check_merge(tuner, plan, offloaded, options)
+        # Nothing was written up to here. The report comes first, as carrying out the plan frees what it is made from.
         weights = [weight for job in plan.jobs for weight in _weights_of(job, plan)]
         findings = _merged_before(plan.jobs)
-        # The methods that may still fail as a whole come first, and undo what they did if they do.
+        # peft's merge may still fail, and is undone then; so it comes before everything that is not undone.
         by_peft = [job for job in plan.jobs if job.method == "peft" and job.names]
         findings += merge_all_by_peft(by_peft, offloaded, check_finite=check_finite)
         findings += replace_quantized(tuner.model, replacements)
         shown = _progress.wanted(0) if progress is None else progress
-        carry_out(tuner, plan, offloaded, scratch_bytes=scratch_bytes, unload=unload, show_progress=shown)
+        carry_out(tuner, plan, offloaded, options, show_progress=shown)
         findings += offloaded.findings()
         result, untied = unload_adapters(tuner, names) if unload else (model, [])
     merged = tuple(dict.fromkeys(name for weight in weights for name in weight.adapters))

@@ -1,4 +1,4 @@
-"""What a merge did: which weights changed, by which road, and what is worth knowing about it. Imports no torch."""
+"""The report of a merge in memory: which weights changed, by which method, and the findings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class MergedWeight:
     Attributes:
         name: Its name in the unloaded base model.
         kind: The class of the layer, as peft calls it.
-        dtype: The dtype in which it was kept before the merge.
+        dtype: Its dtype before the merge.
         adapters: The adapters that were added to it, in order.
-        road: ``"blocks"`` (row blocks in place), ``"tokens"`` (rows replaced), ``"peft"`` (the layer's own merge) or
-            ``"dequantised"`` (a plain layer took the place of a quantized one).
+        road: The method: ``"blocks"`` (row blocks in place), ``"tokens"`` (rows replaced), ``"peft"`` (the layer's own
+            merge) or ``"dequantised"`` (a plain layer replaced a quantized one).
         bytes: Its size.
         delta_rms: The root mean square of what was added, DoRA's scaling left out; None where it is not known.
-        also: Names of the weights that lie in the same memory and were targeted with the same adapter.
+        also: The paths of other layers that share this memory and have the same adapters.
     """
 
     name: str
@@ -38,14 +38,14 @@ class MergedWeight:
 
 @dataclasses.dataclass(frozen=True)
 class InplaceMergeReport(Verdict):
-    """What a merge did.
+    """The weights that a merge in memory changed.
 
     Attributes:
         adapters: The adapters that were merged, in order.
         weights: Every weight that changed.
-        seconds: The time that it took.
+        seconds: How long it took.
         unloaded: Whether the LoRA layers were replaced by their base layers.
-        findings: What is worth knowing.
+        findings: Notes and warnings about the result.
     """
 
     adapters: tuple[str, ...]

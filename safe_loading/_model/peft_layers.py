@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-if TYPE_CHECKING:
-    # BaseTunerLayer is a mixin: every class that peft puts into a model derives from torch.nn.Module as well.
-    class TunerModule(torch.nn.Module, BaseTunerLayer):
-        """A layer of any of peft's tuners."""
 
-    class LoraModule(TunerModule, LoraLayer):
-        """A layer of LoRA."""
+# BaseTunerLayer is a mixin: every class that peft puts into a model derives from torch.nn.Module as well. These two are
+# for annotations; the functions below tell which objects they stand for.
+class TunerModule(torch.nn.Module, BaseTunerLayer):
+    """A layer of any of peft's tuners."""
+
+
+class LoraModule(TunerModule, LoraLayer):
+    """A layer of LoRA."""
 
 
 def is_tuner_layer(module: object) -> TypeGuard[TunerModule]:

@@ -6,27 +6,22 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
+from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.other import AuxiliaryTrainingWrapper
 
 from safe_loading._core import progress
-from safe_loading._model.peft_layers import is_lora_layer
+from safe_loading._model.peft_layers import TunerModule, is_lora_layer
 from safe_loading.errors import MergeError
 
 from .fp8_merge import merge_fp8
 from .lora_layers import MatrixUpdate, data_of
-from .merge_plan import LayerMerge, MergePlan
+from .merge_plan import LayerMerge, MergeOptions, MergePlan
 from .offloaded import OffloadedWeights
 from .trainable_tokens import TokenRows
 from .update import PartlyMergedError, merge_matrix
 from .writable_tensors import parents_of
-
-if TYPE_CHECKING:
-    from peft.tuners.tuners_utils import BaseTuner
-
-    from safe_loading._model.peft_layers import TunerModule
 
 _Parents = dict[int, list[tuple[torch.nn.Module, str]]]
 
@@ -36,35 +31,29 @@ class HalfMergedError(Exception):
 
 
 def carry_out(
-    tuner: BaseTuner,
-    plan: MergePlan,
-    offloaded: OffloadedWeights,
-    *,
-    scratch_bytes: int,
-    unload: bool,
-    show_progress: bool,
+    tuner: BaseTuner, plan: MergePlan, offloaded: OffloadedWeights, options: MergeOptions, *, show_progress: bool
 ) -> None:
     """Write, mark and unload the layers of a plan, group by group; what a group held in memory is freed with it.
 
     Raises:
         MergeError: The memory ran out; the message says which layers are merged.
-        KeyboardInterrupt: Ctrl-C was pressed; the layer at work was finished first.
+        KeyboardInterrupt: Ctrl-C was pressed; the current layer was finished first.
     """
-    parents = parents_of(tuner.model) if unload else {}
+    parents = parents_of(tuner.model) if options.unload else {}
     groups, total = plan.groups, len(plan.groups)
     bar = progress.Bar("merging", total, unit=" layers", shown=show_progress)
     with bar, _deferred_interrupts() as interrupts:
         for _ in range(total):
             if interrupts:
                 break
-            for job in groups[0]:
-                if job.method in ("blocks", "tokens"):
-                    try:
-                        _merge_layer(job, offloaded, scratch_bytes=scratch_bytes, unload=unload)
-                    except (MemoryError, RuntimeError, HalfMergedError) as error:
-                        raise _stopped(error, plan, total) from error
+            try:
+                for job in groups[0]:
+                    _merge_layer(job, offloaded, options)
+            except (MemoryError, RuntimeError, HalfMergedError) as error:
+                raise _stopped(error, plan, total) from error
+            # Only now: of tied layers one has the targets for all, so none is done before the whole group is written.
             for job in groups.pop(0):
-                if unload and job.method != "dequantised":
+                if options.unload and job.method != "dequantised":
                     _unload_layer(job, tuner, parents)
             bar.advance()
     if interrupts:
@@ -75,29 +64,32 @@ def carry_out(
         )
 
 
-def _merge_layer(job: LayerMerge, offloaded: OffloadedWeights, *, scratch_bytes: int, unload: bool) -> None:
+def _merge_layer(job: LayerMerge, offloaded: OffloadedWeights, options: MergeOptions) -> None:
     """Overwrite the weights of a layer, in the offload store too, and mark it as merged.
 
     Raises:
         MemoryError, RuntimeError: The memory ran out before anything of the layer was written.
         HalfMergedError: It ran out later, and did not suffice for the smallest blocks either.
     """
+    if job.method in ("peft", "dequantised"):
+        return  # merged already
     written = 0
     for target in job.targets:
         if isinstance(target, TokenRows):
             target.write()
             continue
         for matrix in target.matrices:
-            try:
-                norms = _merge_matrix(matrix, scratch_bytes, begun=written > 0)
+            try:  # torch reports an allocation that failed as a RuntimeError
+                norms = _merge_matrix(matrix, options.scratch_bytes, begun=written > 0)
             except (MemoryError, RuntimeError, PartlyMergedError) as error:
                 if written or isinstance(error, PartlyMergedError):
                     raise HalfMergedError(f"{job.name_of(target)}: {error}") from error
                 raise
             written += 1
-            if not unload and target.attribute != "bias":
+            if not options.unload and target.attribute != "bias":
                 for index, norm in norms.items():
                     _keep_norm(job.layer, matrix.update.terms[index].name, norm)
+    # Before the marks: a full disk leaves the layer as it was, and a second call merges it.
     offloaded.write_back((target.owner, name) for target in job.targets for name in target.written)
     for layer, names in job.marks:
         layer.merged_adapters.extend(names)
@@ -128,7 +120,7 @@ def _unload_layer(job: LayerMerge, tuner: BaseTuner, parents: _Parents) -> None:
     """Replace the tuner layer by its base layer in each of its parents."""
     layer = job.layer
     take_off = getattr(layer, "unload_and_optionally_merge_module", None)
-    if take_off is not None:
+    if take_off is not None:  # MultiheadAttention has to make its weights parameters again
         base = take_off(merge=False, safe_merge=False, adapter_names=None)
     else:
         base = layer.get_base_layer()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.other import ModulesToSaveWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from safe_loading._model.peft_layers import TunerModule
 from safe_loading._model.tensor_values import is_finite
 from safe_loading._ranks.exchange import Ranks
 from safe_loading.errors import MergeError
@@ -19,30 +20,17 @@ from .dequantize import Replacement, dequantized_layers
 from .finite import why_not_finite
 from .fp8_merge import why_fp8_not_finite
 from .lora_layers import MatrixUpdate
-from .merge_plan import LayerMerge, MergePlan, tie_problem
+from .merge_plan import LayerMerge, MergeOptions, MergePlan, tie_problem
 from .offloaded import OffloadedWeights
 from .trainable_tokens import TokenRows
 from .unload import adapters_with_copy
 from .writable_tensors import same_change
 
-if TYPE_CHECKING:
-    from peft.tuners.tuners_utils import BaseTuner
-
-    from safe_loading._model.peft_layers import TunerModule
-
 _TIMEOUT = 1800.0  # seconds; the ranks check weights of the same size, so they arrive together
 
 
 def check_merge(
-    tuner: BaseTuner,
-    plan: MergePlan,
-    offloaded: OffloadedWeights,
-    *,
-    names: Sequence[str] | None,
-    check_finite: bool,
-    scratch_bytes: int,
-    unload: bool,
-    dequantize: bool,
+    tuner: BaseTuner, plan: MergePlan, offloaded: OffloadedWeights, options: MergeOptions
 ) -> list[Replacement]:
     """Find out whether all of a plan can be carried out; nothing of the model is written.
 
@@ -53,20 +41,19 @@ def check_merge(
         MergeError: Every reason against it, on every rank.
     """
     model: torch.nn.Module = tuner.model
-    problems = [*([] if dequantize else _refused_by_peft(tuner)), *_wrapped_by_fsdp1(model), *plan.problems]
-    if unload:
-        problems += _conflicting_copies(model, names)
-    if check_finite:
+    problems = [*([] if options.dequantize else _refused_by_peft(tuner)), *_wrapped_by_fsdp1(model), *plan.problems]
+    if options.unload:
+        problems += _conflicting_copies(model, options.names)
+    if options.check_finite:
         for job in plan.jobs:
-            problems += _not_finite(job, scratch_bytes=scratch_bytes)
+            problems += _not_finite(job, scratch_bytes=options.scratch_bytes)
     problems += _broken_disk_ties(model, plan.jobs, offloaded)
     if problems:
         problems += _replication_advice(tuner)
     problems += offloaded.full_disks((t.owner, name) for job in plan.jobs for t in job.targets for name in t.written)
     replacements: list[Replacement] = []
-    if dequantize:
-        jobs = [job for job in plan.jobs if job.method == "dequantised"]
-        replacements, more = dequantized_layers(model, jobs, scratch_bytes=scratch_bytes, check_finite=check_finite)
+    if options.dequantize:
+        replacements, more = dequantized_layers(model, plan.jobs, options)
         problems += more
     problems = _of_all_ranks(model, problems)
     if problems:

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from safe_loading._core.report import Finding, format_bytes
-from safe_loading._model.peft_layers import is_lora_layer, outermost_tuner_layers
+from safe_loading._model.peft_layers import LoraModule, is_lora_layer, outermost_tuner_layers
 from safe_loading._model.quantized.decode import decoded_weight
 from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
 from safe_loading._model.tensor_values import is_finite
 
 from .lora_layers import data_of, gathered, linear_terms
-from .merge_plan import LayerMerge
+from .merge_plan import LayerMerge, MergeOptions
 from .rounding import round_into
 from .update import ROWS, RowMerger, Term, Update
 from .variants import MERGE_BEFORE_QUANTIZING, SCALES_OFFLOADED, CannotMergeError, is_known, refuse_impossible
 from .writable_tensors import parents_of
-
-if TYPE_CHECKING:
-    from safe_loading._model.peft_layers import LoraModule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,26 +37,23 @@ class Replacement:
 
 
 def dequantized_layers(
-    model: torch.nn.Module, jobs: Sequence[LayerMerge], *, scratch_bytes: int, check_finite: bool
+    model: torch.nn.Module, jobs: Sequence[LayerMerge], options: MergeOptions
 ) -> tuple[list[Replacement], list[str]]:
     """Make the plain layers; the model is not changed.
 
     Args:
         model: The base, with its adapters.
-        jobs: The quantized layers that have adapters.
-        scratch_bytes: The largest temporary besides the values of one layer.
-        check_finite: Whether the merged values must be finite.
+        jobs: All layers of the plan; the quantized ones among them have adapters.
+        options: What was asked for; ``scratch_bytes`` bounds the temporaries besides the values of one layer.
 
     Returns:
-        A replacement for each of ``jobs`` and for each quantized layer without adapters; and the problems that forbid
-        making one.
+        A replacement for each quantized layer, with adapters or without; and the problems that forbid making one.
     """
     replacements: list[Replacement] = []
     problems: list[str] = []
     for path, layer, names in _quantized_layers(model, jobs):
         try:
-            new = _dequantized(model, layer, names, scratch_bytes=scratch_bytes, check_finite=check_finite)
-            replacements.append(Replacement(path, layer, new))
+            replacements.append(Replacement(path, layer, _dequantized(model, layer, names, options)))
         except CannotMergeError as reason:
             problems.append(f"{path}: {reason}.")
         except NotImplementedError as reason:
@@ -101,16 +94,18 @@ def _quantized_layers(
     model: torch.nn.Module, jobs: Sequence[LayerMerge]
 ) -> Iterator[tuple[str, torch.nn.Module, Sequence[str]]]:
     """Yield path, layer and adapters of every quantized layer."""
+    # Base layers inside tuner layers come with their jobs: they are replaced together with the tuner layer.
     inside = {id(module) for _, layer in outermost_tuner_layers(model) for module in layer.modules()}
     for job in jobs:
-        yield job.path, job.layer, job.names
+        if job.method == "dequantised":
+            yield job.path, job.layer, job.names
     for path, module in model.named_modules():
         if id(module) not in inside and is_quantized(module):
             yield path, module, ()
 
 
 def _dequantized(
-    model: torch.nn.Module, layer: torch.nn.Module, names: Sequence[str], *, scratch_bytes: int, check_finite: bool
+    model: torch.nn.Module, layer: torch.nn.Module, names: Sequence[str], options: MergeOptions
 ) -> torch.nn.Linear:
     """Return a plain Linear with what a quantized layer and its adapters stand for."""
     lora = layer if is_lora_layer(layer) else None
@@ -124,10 +119,10 @@ def _dequantized(
         raise CannotMergeError(SCALES_OFFLOADED)
     terms = [] if lora is None or not names else _terms(lora, names)
     dtype, values = _compute_dtype(model, base), decoded_weight(base)
-    with torch.device("meta"):
+    with torch.device("meta"):  # without the memory and the random numbers of a weight that is replaced at once
         new = torch.nn.Linear(values.shape[1], values.shape[0], bias=base.bias is not None)
-    weight = _merged_weight(values, terms, dtype, scratch_bytes)
-    if check_finite and not is_finite(weight):
+    weight = _merged_weight(values, terms, dtype, options.scratch_bytes)
+    if options.check_finite and not is_finite(weight):
         raise CannotMergeError(f"a merged element is NaN, infinite or beyond the largest number of {dtype}")
     new.weight = torch.nn.Parameter(weight, requires_grad=False)
     bias = _merged_bias(base, lora, names, dtype)
@@ -184,7 +179,7 @@ def _merged_bias(
 
 def _compute_dtype(model: torch.nn.Module, base: torch.nn.Linear) -> torch.dtype:
     """Return the dtype in which a quantized layer computes: its own, or the model's."""
-    dtype = getattr(base, "compute_dtype", None)
+    dtype = getattr(base, "compute_dtype", None)  # of bitsandbytes' 4-bit layers
     if dtype is None:
         dtype = getattr(getattr(model, "config", None), "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32

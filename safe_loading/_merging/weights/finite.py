@@ -1,4 +1,4 @@
-"""Is the merge of one weight finite? Decided from the weight's range and the factors, without computing the delta."""
+"""Will a merged weight be finite? Mostly decided from its range and the factors, without computing the delta."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from safe_loading._model.tensor_values import value_range
 
 from .update import RowMerger, Update, exact
 
-_PROBES = 8  # rows or columns that are looked at to find norms of zero
+_PROBES = 8  # leading elements of each row or column that are computed to find norms of zero
+_NAMES = {"left": "lora_A or lora_B", "right": "lora_A or lora_B", "magnitude": "magnitude vector"}
 
 
 def why_not_finite(update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 4 * MiB) -> str | None:
     """Return why the merged weight would not be finite in its dtype, or None when it will be.
 
-    The weight is read once. ``|W| + sum(scaling * |row of left| * |column of right|)`` bounds every merged element;
-    only when that is not below the dtype's largest number (or there are several DoRA terms) is the merge computed.
+    The weight is read once. ``|W| + sum(scaling * |row of left| * |column of right|)`` bounds every merged element. The
+    merge is computed only if that bound is not below the dtype's largest number, or if there are several DoRA terms.
     """
     for term in update.terms:
         for name, tensor in (("left", term.left), ("right", term.right), ("magnitude", term.magnitude)):
@@ -54,31 +55,30 @@ def delta_rms(update: Update) -> float:
     terms = [term for term in update.terms if term.left.numel() and term.right.numel()]
     if not terms or 0 in update.shape:
         return 0.0
+    # |L R|^2 = sum((L^T L) * (R R^T)): two small matrices instead of one of the weight's size
     left = torch.cat([exact(term.left) * term.scaling for term in terms], 1)
     right = torch.cat([exact(term.right, left.device) for term in terms], 0)
     total = float(((left.T @ left) * (right @ right.T)).sum())
     return math.sqrt(max(total, 0.0) / (update.shape[0] * update.shape[1]))
 
 
-_NAMES = {"left": "lora_A or lora_B", "right": "lora_A or lora_B", "magnitude": "magnitude vector"}
-
-
 def _surely_finite(update: Update, matrix: torch.Tensor, largest: float) -> bool:
-    limit = torch.finfo(matrix.dtype).max * (1 - 2**-10)
+    """Return whether bounds alone show that the merged weight is finite; False leaves it open."""
+    limit = torch.finfo(matrix.dtype).max * (1 - 2**-10)  # a margin for the rounding of the bounds themselves
     bound = largest + delta_bound(update)
     if not update.has_magnitude:
         return bound < limit
     (term, *more) = update.terms
     if more or term.magnitude is None or not bound < math.inf:
         return False
-    # Each element of (W + delta) / norm is at most 1, unless the norm is zero; then the first elements are, too.
+    # Each element of (W + delta) / norm is at most 1 unless the norm is zero, and then the first elements are zero too.
     left, right = exact(term.left), exact(term.right, term.left.device)
     if update.axis == 0:
         probe = exact(matrix[:, :_PROBES], left.device) + term.scaling * (left @ right[:, :_PROBES])
     else:
         probe = exact(matrix[:_PROBES], left.device) + term.scaling * (left[:_PROBES] @ right)
-    nothing = probe.abs().amax(1 - update.axis) <= 1e-9 * bound
-    return _largest(term.magnitude) < limit and not bool(nothing.any())
+    zero = probe.abs().amax(1 - update.axis) <= 1e-9 * bound
+    return _largest(term.magnitude) < limit and not bool(zero.any())
 
 
 def _largest(tensor: torch.Tensor) -> float:

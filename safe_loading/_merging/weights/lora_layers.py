@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft.tuners.lora import layer as lora
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from safe_loading._model.peft_layers import LoraModule
 from safe_loading._model.quantized.decode import Fp8Matrix, fp8_matrix_of
 
 from .update import Term, Update
@@ -22,9 +23,6 @@ from .variants import (
     refuse_impossible,
     refuse_own_forward,
 )
-
-if TYPE_CHECKING:
-    from safe_loading._model.peft_layers import LoraModule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
@@ -12,7 +12,7 @@ from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
-from safe_loading._model.peft_layers import is_lora_layer, outermost_tuner_layers
+from safe_loading._model.peft_layers import LoraModule, TunerModule, is_lora_layer, outermost_tuner_layers
 from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
 
 from .lora_layers import MergeTarget, adapters_of, is_blocked, merge_targets
@@ -21,10 +21,18 @@ from .unload import adapters_with_copy
 from .variants import MERGE_BEFORE_QUANTIZING, SCALES_OFFLOADED, CannotMergeError, refuse_impossible
 from .writable_tensors import SharedMemory, check_tensor, same_change, same_memory
 
-if TYPE_CHECKING:
-    from safe_loading._model.peft_layers import LoraModule, TunerModule
-
 Method = Literal["blocks", "tokens", "peft", "dequantised"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeOptions:
+    """The arguments of ``merge_lora_inplace``, checked; ``names`` None means the active adapters of each layer."""
+
+    names: tuple[str, ...] | None
+    check_finite: bool
+    scratch_bytes: int
+    unload: bool
+    dequantize: bool
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,6 +61,7 @@ class LayerMerge:
 
     def name_of(self, target: MergeTarget | TokenRows) -> str:
         """Return the name of a weight in the unloaded base model."""
+        # peft's wrappers add these parts to the paths, and unloading takes them away again.
         for path, module in self.layer.named_modules():
             if module is target.owner:
                 inner = ".".join(p for p in path.split(".") if p not in ("base_layer", ""))
@@ -79,20 +88,20 @@ class MergePlan:
         return [job for group in self.groups for job in group]
 
 
-def make_plan(
-    model: torch.nn.Module, names: Sequence[str] | None, *, unload: bool, dequantize: bool = False
-) -> MergePlan:
-    """Plan the merge of every tuner layer of ``model``; ``names`` None takes the active adapters of each."""
+def make_plan(model: torch.nn.Module, options: MergeOptions) -> MergePlan:
+    """Plan the merge of every tuner layer of ``model``."""
     jobs: list[LayerMerge] = []
     problems: list[str] = []
     for path, layer in outermost_tuner_layers(model):
         try:
-            jobs.append(_plan_layer(path, layer, names, dequantize))
+            jobs.append(_plan_layer(path, layer, options.names, options.dequantize))
         except CannotMergeError as error:
             problems.append(f"{path}: {error}.")
     if not any(job.targets or job.method in ("peft", "dequantised") for job in jobs):
+        # Nothing will change, so nothing needs to be known about shared memory.
         return MergePlan([[job] for job in jobs], problems)
-    groups, tied = _group_by_memory(jobs, SharedMemory(model, _replaced_originals(model, names) if unload else ()))
+    replaced = _replaced_originals(model, options.names) if options.unload else ()
+    groups, tied = _group_by_memory(jobs, SharedMemory(model, replaced))
     return MergePlan(groups, problems + tied)
 
 
@@ -127,6 +136,7 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
         if not chosen:
             continue
         if not is_blocked(nested, chosen):
+            # peft's merge() takes a layer with those nested in it, so one that is not known makes all of them peft's.
             _check_peft_merge(nested, chosen)
             return LayerMerge(path, layer, "peft", chosen, merged_before=before)
         if nested.merged_adapters and any(nested.use_dora.get(name) for name in chosen):
@@ -213,6 +223,7 @@ def _group_by_memory(jobs: list[LayerMerge], shared: SharedMemory) -> tuple[list
     group_of = {id(job): [job] for job in jobs}
     problems = []
     for job in jobs:
+        # What peft changes is not known as targets, so here any sharing with a module outside the layer is a problem.
         if job.method == "peft":
             problems += _shared_outside(job, shared)
         for target in list(job.targets):

@@ -157,6 +157,7 @@ class OffloadedWeights:
         inside = {id(module) for _, layer in layers for module in layer.modules()}
         for path, module in self._model.named_modules():
             for hook in _offloading_hooks(module):
+                # A list, as the loop changes what named_module_tensors walks through.
                 for name, tensor in list(named_module_tensors(module, recurse=hook.place_submodules)):
                     if tensor.is_meta:
                         owner, _, attribute = name.rpartition(".")
@@ -186,6 +187,7 @@ class OffloadedWeights:
             offloaded.set(value)
 
     def _restore(self) -> None:
+        """Put everything back as accelerate expects it, whether or not a merge was written."""
         for offloaded in self._tensors.values():
             offloaded.unset()
         for hook in self._hooks:

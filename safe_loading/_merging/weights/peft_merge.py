@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from safe_loading._core.report import Finding, format_bytes
-from safe_loading._model.peft_layers import is_lora_layer, is_tuner_layer
+from safe_loading._model.peft_layers import TunerModule, is_lora_layer, is_tuner_layer
 from safe_loading._model.quantized.decode import decoded_weight, undo_cpu_packing
 from safe_loading._model.quantized.recognize import is_quantized
 from safe_loading.errors import MergeError
 
 from .merge_plan import LayerMerge
 from .offloaded import OffloadedWeights
-
-if TYPE_CHECKING:
-    from safe_loading._model.peft_layers import TunerModule
 
 _Tensors = dict[str, Any]  # module._parameters or module._buffers, whose values have different types
 
@@ -35,13 +32,14 @@ def merge_all_by_peft(jobs: list[LayerMerge], offloaded: OffloadedWeights, *, ch
     try:
         for job in jobs:
             path = job.path
+            # Before the backup: the packing is a matter of speed alone, and bitsandbytes does it again when it runs.
             undo_cpu_packing(job.layer.get_base_layer())
             backup.keep(job.layer)
             exact = _exact_values(job)
             job.layer.merge(safe_merge=check_finite, adapter_names=list(job.names))
             if exact is not None:
                 errors[path] = _relative_error(job, *exact)
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C as well: a layer may be half merged
         backup.restore()
         if not isinstance(error, Exception):
             raise

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.other import ModulesToSaveWrapper
 
 from safe_loading._core.report import Finding, format_bytes
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
-
-if TYPE_CHECKING:
-    from peft.tuners.tuners_utils import BaseTuner
 
 
 def adapters_with_copy(module: ModulesToSaveWrapper, names: Sequence[str] | None) -> list[str]:

@@ -136,6 +136,7 @@ class RowMerger:
         self._views: dict[int, torch.Tensor] = {}
         ranks = sum(term.left.shape[1] for term in update.terms)
         blocks = max(1, LEFT_BYTES // max(8 * ranks * self.rows_per_block, 1))
+        # As many rows of the left factors as LEFT_BYTES allow are converted at once, not those of each block anew.
         self._span = max(self.rows_per_block, min(blocks * self.rows_per_block, -(-height // ROWS) * ROWS))
         self._left_from = -1
         self._left = [
@@ -205,7 +206,7 @@ class RowMerger:
         return True
 
     def _blocks(self, rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:
-        """Cut rows at multiples of the block size, counted from row 0 of the weight."""
+        """Cut rows at multiples of the block size, counted from row 0 of the weight, wherever the call begins."""
         size, count = self.rows_per_block, rows.shape[0]
         if count <= size - start % size:
             return [(start, rows)] if count else []

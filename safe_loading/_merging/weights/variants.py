@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from peft.tuners.lora import variants
 
-if TYPE_CHECKING:
-    from safe_loading._model.peft_layers import LoraModule
+from safe_loading._model.peft_layers import LoraModule
 
 # Their delta is scaling * B @ A, as without a variant.
 _PLAIN = (variants.MiCALinearVariant, variants.MiCAEmbeddingVariant, variants.VeloraLinearVariant)

@@ -59,6 +59,8 @@ class _MemoryRange(NamedTuple):
 class SharedMemory:
     """Which parameters and buffers of a model lie in the same memory.
 
+    Ranges of addresses are compared, not storages: views of one storage that do not overlap are not tied.
+
     Args:
         model: The model, adapters included.
         replaced: Prefixes of the modules that unloading throws away, whose tensors nobody will read again.
