@@ -27,17 +27,17 @@ def largest_micro_batch(
 ) -> MemoryForecast:
     """Return the forecast of the largest ``batch_size`` with which the workload fits on a card.
 
-    The first two sizes give the slope, and the size that it promises is then traced and moved until it fits and one
-    row more does not. A size counts as fitting when its allocations, replayed under the card's limit, all succeed.
+    The first two sizes give a line, and the size where it meets the card's memory is traced next, and so on until one
+    size fits and one row more does not. A size fits when its allocations, replayed under the card's limit, all succeed.
 
     Args:
         model_or_config: As for `predict_memory`.
-        workload: A training or generating workload; its ``batch_size`` is not looked at.
-        memory: What the card has, in bytes, context included: ``24 * 2**30`` for 24 GiB.
+        workload: A training or generating workload; its ``batch_size`` is ignored.
+        memory: The memory of the card in bytes, context included: ``24 * 2**30`` for 24 GiB.
         **options: The keyword arguments of `predict_memory`, without ``inputs``.
 
     Raises:
-        ArgumentError: Not even one row fits; the text says what one row takes.
+        ArgumentError: Not even one row fits; the text says how much one row takes.
         TraceError: As for `predict_memory`.
     """
     if not isinstance(workload, Workload):
@@ -46,18 +46,18 @@ def largest_micro_batch(
     if workload.kind == "weights_only":
         raise ArgumentError("Workload.weights_only() has no batch. Pass Workload.train(...) or Workload.generate(...).")
     if options.get("inputs") is not None:
-        raise ArgumentError("inputs have a number of rows of their own. Forecast each size with predict_memory.")
-    known: dict[int, MemoryForecast] = {}
+        raise ArgumentError("inputs= fixes the number of rows. Forecast each size with predict_memory.")
+    forecasts: dict[int, MemoryForecast] = {}
 
     def fits(rows: int) -> bool:
-        if rows not in known:
-            known[rows] = predict_memory(model_or_config, workload.replace(batch_size=rows), **options)
-        return known[rows].fits(memory)
+        if rows not in forecasts:
+            forecasts[rows] = predict_memory(model_or_config, workload.replace(batch_size=rows), **options)
+        return forecasts[rows].fits(memory)
 
     if not fits(1):
         raise ArgumentError(
-            f"One row takes {format_bytes(known[1].total_bytes)}, and the card has {format_bytes(memory)}. Shorten the "
-            f"rows, switch gradient checkpointing on, quantize the base, or train an adapter."
+            f"One row takes {format_bytes(forecasts[1].total_bytes)}, and the card has {format_bytes(memory)}. Shorten "
+            f"the rows, switch gradient checkpointing on, quantize the base, or train an adapter."
         )
     most, too_many = 1, None
     guess = 2
@@ -68,15 +68,19 @@ def largest_micro_batch(
             too_many = guess
         if most >= MOST_ROWS:
             break
-        guess = _next(known, memory, most, too_many)
-    return known[most]
+        guess = _next_guess(forecasts, memory, most, too_many)
+    return forecasts[most]
 
 
-def _next(known: dict[int, MemoryForecast], memory: int, most: int, too_many: int | None) -> int:
-    """Where the line through the two sizes next to the card's limit meets it, inside what is still open."""
-    sizes = sorted(known, key=lambda rows: abs(known[rows].total_bytes - memory))[:2]
+def _next_guess(forecasts: dict[int, MemoryForecast], memory: int, most: int, too_many: int | None) -> int:
+    """Return the size to try next.
+
+    The line through the two sizes whose totals are nearest to the card's memory says where it is reached; the guess
+    stays between the largest size that fits and the smallest that does not.
+    """
+    sizes = sorted(forecasts, key=lambda rows: abs(forecasts[rows].total_bytes - memory))[:2]
     low, high = min(sizes), max(sizes)
-    slope = (known[high].total_bytes - known[low].total_bytes) / max(1, high - low)
-    meets = low + int((memory - known[low].total_bytes) / slope) if slope > 0 else 2 * most
+    slope = (forecasts[high].total_bytes - forecasts[low].total_bytes) / max(1, high - low)
+    meets = low + int((memory - forecasts[low].total_bytes) / slope) if slope > 0 else 2 * most
     upper = too_many - 1 if too_many is not None else min(MOST_ROWS, max(2 * most, meets))
     return max(most + 1, min(meets, upper))

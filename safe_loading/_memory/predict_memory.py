@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -34,7 +33,7 @@ def predict_memory(
     expandable_segments: bool = False,
     dtype: torch.dtype | str | None = None,
     attn_implementation: str | None = None,
-    auto_class: Any = None,
+    auto_class: type | None = None,
     prepare_for_kbit: bool = True,
     keep_outputs: bool = False,
     trust_remote_code: bool = False,
@@ -42,24 +41,24 @@ def predict_memory(
 ) -> MemoryForecast:
     """Return what a step takes of one GPU, without the GPU, the weights or the memory.
 
-    The model's own code runs once on tensors that have shapes and no data, and every allocation is noted. The notes of
-    a few steps then pass through the rules of CUDA's caching allocator.
+    The model's own code runs once on tensors that have shapes and no data, and every allocation is recorded. The
+    records of a few steps are then replayed by the rules of CUDA's caching allocator.
 
     Args:
         model_or_config: A folder or hub id of a model or an adapter, a config, or a model: real, on meta, or a
             ``PeftModel``. It is not changed. A config with a ``quantization_config`` of bitsandbytes gives layers in
             4 or 8 bits.
-        workload: What is run, as ``Workload.train(batch_size=4, sequence_length=1024)``.
-        inputs: What the model is fed with, by argument name, where tokens are not all of it: images, audio, a batch of
-            your collator. Shapes and dtypes count, and whole numbers that are not on meta keep their values, such as
-            the places of images in a text. What is left out is made from the workload.
-        capability: Compute capability of the GPU, which decides between attention kernels and the size of cuBLAS's
-            scratch: (7, 5) a T4, (8, 0) an A100, (8, 9) an L4 or RTX 4090, (9, 0) an H100.
-        context_bytes: The CUDA context; None takes what was measured for this capability, or an allowance.
+        workload: What is run, for example ``Workload.train(batch_size=4, sequence_length=1024)``.
+        inputs: Inputs by argument name, for models that take more than tokens: images, audio, a batch of your
+            collator. Their shapes and dtypes count; integers that are not on meta keep their values, such as the
+            places of images in a text. Inputs that are not passed are made from the workload.
+        capability: Compute capability of the GPU, on which the attention kernels and the size of cuBLAS's scratch
+            depend: (7, 5) a T4, (8, 0) an A100, (8, 9) an L4 or RTX 4090, (9, 0) an H100.
+        context_bytes: The size of the CUDA context. None takes what was measured for this capability, or an allowance.
         expandable_segments: Whether ``PYTORCH_ALLOC_CONF=expandable_segments:True`` will be set.
-        dtype: The dtype of the weights of a config or folder; None takes what it says.
+        dtype: The dtype of the weights of a config or folder. None takes the one that it names.
         attn_implementation: As for ``from_pretrained``, for a config or folder.
-        auto_class: The class to build for a config or folder that does not say it.
+        auto_class: The class to build for a config or folder that does not name one.
         prepare_for_kbit: Whether training in 4 or 8 bits starts with peft's ``prepare_model_for_kbit_training``, which
             casts what is not quantized to float32. Only for a model made here.
         keep_outputs: Whether the loop holds the model's output, logits included, while it runs backward, as
@@ -68,23 +67,25 @@ def predict_memory(
         revision: Branch, tag or commit of a hub id.
 
     Raises:
-        ArgumentError: The model cannot be built from what is there, or the workload does not suit it.
+        ArgumentError: No model can be built from the source, or the workload does not suit it.
         TraceError: The model's own code cannot run without data; the text says where.
     """
     model_source(model_or_config, "model_or_config", torch.nn.Module, PreTrainedConfig)
     if not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
-    parts = capability if isinstance(capability, tuple) else ()
-    if [type(part) for part in parts] != [int, int]:
-        raise ArgumentError(f"capability={capability!r:.80}: pass major and minor, as (8, 0).")
+    numbers = capability if isinstance(capability, tuple) else ()
+    if [type(number) for number in numbers] != [int, int]:
+        raise ArgumentError(f"capability={capability!r:.80}: pass major and minor, for example (8, 0).")
     if not all(isinstance(tensor, torch.Tensor) for tensor in (inputs or {}).values()):
-        raise ArgumentError("inputs: pass tensors by argument name, as {'pixel_values': torch.empty(4, 3, 336, 336)}.")
+        raise ArgumentError(
+            "inputs: pass tensors by argument name, such as {'pixel_values': torch.empty(4, 3, 336, 336)}."
+        )
     if context_bytes is not None:
         whole_number(context_bytes, "context_bytes", least=0, what="a number of bytes")
-    options = {"auto_class": auto_class, "dtype": dtype, "attn_implementation": attn_implementation}
+    options: dict[str, object] = {"auto_class": auto_class, "dtype": dtype, "attn_implementation": attn_implementation}
     options |= {"trust_remote_code": trust_remote_code, "revision": revision}
     made = build(model_or_config, workload, options, prepare_for_kbit)
-    with with_stand_ins(made.model) as stand_ins, cuda_paths(capability), _held_outputs(made.model, keep_outputs):
+    with with_stand_ins(made.model) as stand_ins, cuda_paths(capability), _kept_outputs(made.model, keep_outputs):
         loading = loading_of_layers(made.model, stand_ins) if stand_ins else made.loading
         trace = trace_step(made.model, made.workload, inputs=inputs)
     device = next(iter(trace.devices))
@@ -92,10 +93,10 @@ def predict_memory(
     workspaces = () if workload.kind == "weights_only" else workspaces
     events = run_events(trace, device, loading, workspaces)
     run = replay(events, expandable_segments=expandable_segments)
-    context, source = context_of(capability) if context_bytes is None else (context_bytes, "as given")
+    context, source = context_of(capability) if context_bytes is None else (context_bytes, "as passed")
     return MemoryForecast(
         model=made.name,
-        workload=_in_words(workload),
+        workload=_workload_text(workload),
         allocated_peak_bytes=run.allocated_peak_bytes,
         reserved_peak_bytes=run.reserved_peak_bytes,
         context_bytes=context,
@@ -108,8 +109,8 @@ def predict_memory(
     )
 
 
-def _in_words(workload: Workload) -> str:
-    """The call that makes a workload, with an adapter's kind and rank in place of all its fields."""
+def _workload_text(workload: Workload) -> str:
+    """Return the call that makes a workload, with an adapter's kind and rank in place of all its fields."""
     adapter = workload.adapter
     if adapter is None or isinstance(adapter, (str, os.PathLike)):
         return repr(workload)
@@ -118,10 +119,10 @@ def _in_words(workload: Workload) -> str:
 
 
 @contextlib.contextmanager
-def _held_outputs(model: torch.nn.Module, keep: bool) -> Iterator[None]:
-    """Hold what the model returns until its next call, as a loop's variable does."""
-    held: dict[str, Any] = {}
-    hook = model.register_forward_hook(lambda _, __, output: held.update(output=output)) if keep else None
+def _kept_outputs(model: torch.nn.Module, keep: bool) -> Iterator[None]:
+    """Keep what the model returns alive until its next call, as a loop's variable does."""
+    kept: dict[str, object] = {}
+    hook = model.register_forward_hook(lambda _, __, output: kept.update(output=output)) if keep else None
     try:
         yield
     finally:

@@ -14,11 +14,11 @@ from safe_loading._memory.trace.allocator import replay
 MEANINGS = {
     "weights": "the base model's parameters and buffers",
     "adapters": "the adapter's parameters",
-    "gradients": "of what is trained",
-    "optimizer": "its state",
+    "gradients": "of the parameters that are trained",
+    "optimizer": "the optimizer's state",
     "saved_activations": "kept by the forward pass for the backward pass",
     "kv_cache": "keys and values of the tokens so far",
-    "temporary": "results that the step is working on at its peak",
+    "temporary": "intermediate results that are alive at the peak",
     "workspaces": "cuBLAS's scratch, taken from the allocator",
     "rounding": "blocks are multiples of 512 B; tails of large blocks",
 }
@@ -27,7 +27,7 @@ COMPONENTS = tuple(MEANINGS)  # in the order of the tables and of the picture
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """The bytes that belong to one module, its children included, at the moment of the peak.
+    """The bytes that belong to one module and its children at the moment of the peak.
 
     Attributes:
         name: Its path in the model.
@@ -43,7 +43,7 @@ class ModuleMemory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of the three."""
         return self.weights + self.training + self.activations
 
 
@@ -60,8 +60,8 @@ class MemoryForecast(Report):
         context_bytes: The CUDA context and loaded kernels, which no allocator counts; an allowance, see `notes`.
         components: The bytes of each component at the peak; they sum to `allocated_peak_bytes`.
         modules: The top of the module tree, children included.
-        peak_at: When the peak is reached: the phase, and the module at work.
-        notes: What was taken as given, in sentences.
+        peak_at: When the peak is reached: the phase, and the module that is running.
+        notes: What was assumed, in sentences.
     """
 
     model: str
@@ -84,8 +84,8 @@ class MemoryForecast(Report):
     def fits(self, memory: int) -> bool:
         """Whether the step runs on a card of `memory` bytes.
 
-        The allocator gives cached segments back before it fails, so a card may hold a step whose `total_bytes` are
-        more than it has. This replays the step's allocations with the limit that the card sets.
+        The allocator gives cached segments back before it fails, so a card may run a step whose `total_bytes` are
+        more than it has. This replays the step's allocations with the memory of the card as their limit.
         """
         limit = memory - self.context_bytes
         if self.reserved_peak_bytes <= limit:
@@ -110,14 +110,14 @@ class MemoryForecast(Report):
         cached = self.reserved_peak_bytes - self.allocated_peak_bytes
         return [
             *rows,
-            ("allocated", self.allocated_peak_bytes, "their sum: torch.cuda.max_memory_allocated()"),
+            ("allocated", self.allocated_peak_bytes, "the sum of these: torch.cuda.max_memory_allocated()"),
             ("cached", cached, "reserved by the allocator beyond that, at most"),
-            ("context", self.context_bytes, "CUDA's own; an allowance"),
+            ("context", self.context_bytes, "CUDA's own; not counted by any allocator"),
             ("total", self.total_bytes, "reserved and context: what nvidia-smi shows"),
         ]
 
     def _module_rows(self) -> list[tuple[str, ...]]:
-        """A line for each module, and one for neighbors that are alike."""
+        """Return a line for each module, and a single one for neighbors that are alike."""
         rows: list[tuple[str, ...]] = []
         for sizes, group in itertools.groupby(self.modules, key=lambda m: (m.weights, m.training, m.activations)):
             alike = [module.name or "(the step itself)" for module in group]
