@@ -1,1 +1,1 @@
-"""User code around a model by a class swap: the mixin, the classes, what is refused, the proof that the code runs."""
+"""User code around a model by a class swap: the mixin, its checks, heads, and the proof that the code runs."""

@@ -1,4 +1,4 @@
-"""``attach_head``: a module of your own that is trained, saved, loaded and merged with the adapter."""
+"""``attach_head``: a module of your own, trained, saved, loaded and merged with the adapter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from safe_loading.errors import ArgumentError, WrapError
 
-from .heads import HEADS, base_and_path, head_problems, place_for, saved_head
+from .heads import HEADS, base_and_path, device_and_dtype_of_output, head_problems, saved_head
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -32,20 +32,20 @@ def attach_head(
     """Attach a head to a model: a module that belongs to its adapter, as peft's ``modules_to_save`` do.
 
     peft trains it, saves it with the adapter, and keeps it in the merged model; ``model.<name>(hidden)`` calls it.
-    ``PeftModel.from_pretrained`` and ``load_peft_on_rank`` load it when the base has a place for it: attach a module
-    like it to the base first. On a base the call makes that place and no more. Whoever forgets it is told by
-    ``load_peft_on_rank``, ``wrap_transparent`` and ``audit_model`` (SL123). peft itself leaves the head out without a
-    word, and nothing in ``adapter_config.json`` changes that: peft 0.21 makes no modules, passes over names in
-    ``modules_to_save`` that the base has not, and does not look at keys of the file that found no place.
+    ``PeftModel.from_pretrained`` and ``load_peft_on_rank`` load it only into a base that has a module of that name: so
+    attach one like it to the base first, which is all that the call does to a base. ``load_peft_on_rank``,
+    ``wrap_transparent`` and ``audit_model`` (SL123) report a head that was left out. peft itself leaves it out
+    silently, and nothing in ``adapter_config.json`` changes that: peft 0.21 creates no modules, skips names in
+    ``modules_to_save`` that the base does not have, and ignores keys of the file that match no module.
 
     Args:
-        model: A PeftModel; or a base that becomes one.
-        name: The attribute that it becomes, such as ``"value_head"``.
+        model: A PeftModel, or a base that becomes one.
+        name: The name of the attribute, such as ``"value_head"``.
         module: The head. It is moved and cast in place, and is the module that is trained.
         source: The folder of an adapter that was saved with this head and loaded without it; its values are read.
-        adapter_name: The adapter that it belongs to. None takes the active one.
-        dtype: None takes what the last hidden states come in, or what ``source`` holds.
-        device: None takes the device that the last hidden states come on.
+        adapter_name: The adapter that it belongs to; None means the active one.
+        dtype: The dtype of the head; None means that of ``source``, or else that of the last hidden states.
+        device: The device of the head; None means that of the last hidden states.
 
     Returns:
         The model.
@@ -53,17 +53,17 @@ def attach_head(
     Raises:
         WrapError: The head cannot be attached so that it is trained, saved and loaded. The model is unchanged.
         AdapterError: ``source`` does not hold this head. The model is unchanged.
-        CheckpointError: ``source`` is no adapter, or is damaged. The model is unchanged.
-        ArgumentError: The adapter is not there, or has to be named.
+        CheckpointError: ``source`` is not an adapter, or is damaged. The model is unchanged.
+        ArgumentError: There is no such adapter, or several are active and one must be named.
     """
     if not isinstance(module, nn.Module):
-        raise ArgumentError(f"{type(module).__name__} is no head: pass a torch.nn.Module.")
+        raise ArgumentError(f"{type(module).__name__} is not a head: pass a torch.nn.Module.")
     if not isinstance(model, nn.Module) or not isinstance(name, str):
         raise ArgumentError(
             f"attach_head({type(model).__name__}, {name!r:.80}, ...): pass a model and the head's name."
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ArgumentError(f"dtype={dtype!r:.80}: pass a torch.dtype, as torch.float32.")
+        raise ArgumentError(f"dtype={dtype!r:.80}: pass a torch.dtype, such as torch.float32.")
     device = None if device is None else _device(device)
     base, path = base_and_path(model)
     adapter, config = "", None
@@ -71,16 +71,16 @@ def attach_head(
         adapter, config = _adapter(model, adapter_name)
     problems = head_problems(model, base, name, module)
     if config is not None:
-        # a model that has one of this name has the adapter's own, and was told that the name is taken
+        # If the model has an attribute of this name, head_problems has refused the name already.
         problems += _not_loaded(config, name) if source is None and not hasattr(model, name) else []
     elif source is not None:
-        problems.append("source is for a PeftModel; a base gets the values from PeftModel.from_pretrained.")
+        problems.append("source= is for a PeftModel; a base gets the values from PeftModel.from_pretrained.")
     if problems:
         raise WrapError(f"{name!r} cannot be attached to {type(model).__name__}; nothing was changed:", problems)
     state = None if source is None else saved_head(Path(source), path + name, module, config)
     _move(module, base, state, dtype, device)
     if isinstance(model, PeftModel) and config is not None:
-        wrapper = _wrapped(module, adapter, active=adapter in model.active_adapters)
+        wrapper = _with_peft_wrapper(module, adapter, active=adapter in model.active_adapters)
         if source is not None and config.inference_mode:
             wrapper.requires_grad_(False)
         setattr(base, name, wrapper.train(model.training))
@@ -92,7 +92,7 @@ def attach_head(
     devices = getattr(base, "hf_device_map", None)
     if isinstance(devices, dict) and devices and "" not in devices:
         first = next(module.parameters(), None)
-        devices[name] = place_for(base)[0] if first is None else first.device
+        devices[name] = device_and_dtype_of_output(base)[0] if first is None else first.device
     return model
 
 
@@ -100,24 +100,24 @@ def _adapter(model: PeftModel, name: str | None) -> tuple[str, Any]:
     if name is None:
         active = list(model.active_adapters)
         if len(active) != 1:
-            raise ArgumentError(f"The active adapters are {active}: name the one that the head belongs to.")
+            raise ArgumentError(f"The active adapters are {active}: name the one of the head with adapter_name=.")
         name = str(active[0])
     if name not in model.peft_config:
         raise ArgumentError(f"adapter_name={name!r}: the model has {list(model.peft_config)}.")
     if not hasattr(model.peft_config[name], "modules_to_save"):
-        raise ArgumentError(f"{model.peft_config[name].peft_type} saves no modules, so it can have no head.")
+        raise ArgumentError(f"{model.peft_config[name].peft_type} adapters save no modules, so they can have no head.")
     return name, model.peft_config[name]
 
 
-def _device(device: Any) -> torch.device:
+def _device(device: torch.device | str | int) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device={device!r:.80} is no device: {str(error).splitlines()[0]}") from error
+        raise ArgumentError(f"device={device!r:.80} is not a device: {str(error).splitlines()[0]}") from error
 
 
 def _not_loaded(config: Any, name: str) -> list[str]:
-    """Return a problem when the adapter was saved with a head of this name: a new one would stand in for it."""
+    """Return a problem if the adapter was saved with a head of this name, which a new one would silently replace."""
     if name not in (config.modules_to_save or ()):
         return []
     return [
@@ -133,20 +133,21 @@ def _move(
     dtype: torch.dtype | None,
     device: torch.device | str | int | None,
 ) -> None:
-    where, computed = place_for(base)
+    output_device, output_dtype = device_and_dtype_of_output(base)
     saved = {tensor.dtype for tensor in (state or {}).values() if tensor.is_floating_point()}
     if dtype is None:
-        dtype = next(iter(saved)) if len(saved) == 1 else computed
-    module.to(device=where if device is None else device, dtype=dtype)
+        dtype = next(iter(saved)) if len(saved) == 1 else output_dtype
+    module.to(device=output_device if device is None else device, dtype=dtype)
     if state is not None:
         module.load_state_dict(state)
 
 
-def _wrapped(module: nn.Module, adapter: str, *, active: bool) -> nn.Module:
-    """Return peft's wrapper with the module itself as what is trained, and a frozen copy for disabled adapters."""
+def _with_peft_wrapper(module: nn.Module, adapter: str, *, active: bool) -> nn.Module:
+    """Return peft's wrapper, which trains the module itself and uses a frozen copy when adapters are disabled."""
     module.requires_grad_(True)
     wrapper = ModulesToSaveWrapper(copy.deepcopy(module), adapter)  # type: ignore[no-untyped-call]  # peft leaves it untyped
+    # peft's wrapper trains a copy of its module. The caller holds this one, so it takes the copy's place.
     wrapper.modules_to_save[adapter] = module
     wrapper.set_adapter(adapter if active else [])
-    made: nn.Module = wrapper
-    return made
+    module_of_peft: nn.Module = wrapper
+    return module_of_peft

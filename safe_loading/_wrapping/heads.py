@@ -1,10 +1,9 @@
-"""Heads, which peft trains, saves and loads with an adapter: where they go, in which dtype, and what is missing."""
+"""Heads that peft trains, saves and loads with an adapter: where they go, in which dtype, and which are missing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -20,8 +19,8 @@ from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading.errors import AdapterError
 
 HEADS = "_attached_heads"  # in the __dict__ of a base: the names of its heads
-# peft asks for both of every classifier, which has one of them
-_EITHER = frozenset({"classifier", "score"})
+# peft lists both in modules_to_save of every sequence classifier, which has one of them.
+_EITHER_NAME = frozenset({"classifier", "score"})
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 
 
@@ -33,59 +32,60 @@ def base_and_path(model: nn.Module) -> tuple[nn.Module, str]:
     return base, next(path for path, module in model.named_modules() if module is base) + "."
 
 
-def place_for(base: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return the device and the dtype in which the last hidden states of a model come: those of its output layer."""
-    layer: Any = embeddings_and_head_of(base).head
+def device_and_dtype_of_output(base: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Return the device and the dtype of the last hidden states of a model, which are those of its output layer."""
+    layer: object = embeddings_and_head_of(base).head
     layer = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
     weights = [*(layer.parameters() if isinstance(layer, nn.Module) else ()), *reversed([*base.parameters()])]
     if not weights:
         return torch.device("cpu"), torch.get_default_dtype()
-    hook = getattr(layer, "_hf_hook", None)  # an offloaded layer lies on meta; its hook knows where it computes
-    where = getattr(hook, "execution_device", None)
-    device = torch.device(weights[0].device if where is None else where)
+    # The weights of a layer that accelerate offloads are on meta; its hook tells where the layer computes.
+    hook = getattr(layer, "_hf_hook", None)
+    execution_device = getattr(hook, "execution_device", None)
+    device = torch.device(weights[0].device if execution_device is None else execution_device)
     return device, next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
 
 
 def head_problems(model: nn.Module, base: nn.Module, name: str, module: nn.Module) -> list[str]:
-    """Return what speaks against a head of this name."""
+    """Return the reasons why a head of this name cannot be attached, one per line."""
     if not name.isidentifier():
-        return [f"{name!r} is no name of an attribute."]
+        return [f"{name!r} is not a valid name of an attribute."]
     problems = []
     if hasattr(model, name):
         problems.append(f"the model has {name!r} already; choose another name.")
-    # peft finds modules_to_save by the end of their path
-    caught = [path for path, _ in base.named_modules() if path.endswith(name)]
-    if caught and not hasattr(model, name):
+    # peft matches modules_to_save against the ends of module paths.
+    matched = [path for path, _ in base.named_modules() if path.endswith(name)]
+    if matched and not hasattr(model, name):
         problems.append(
-            f"peft finds {name!r} by the end of a path, and {caught[0]!r} ends so too: it would be trained and saved "
-            f"with the head, and missed when it is loaded; choose another name."
+            f"peft matches {name!r} against the ends of module paths, and {matched[0]!r} ends in it too: that module "
+            f"would be trained and saved with the head, and missing when it is loaded; choose another name."
         )
     if isinstance(module, (*_CONTAINERS, BaseTunerLayer, AuxiliaryTrainingWrapper)):
         problems.append(f"a {type(module).__name__} cannot be a head; put it into a module with a forward.")
-    own = {id(parameter) for parameter in model.parameters()}
-    if any(id(parameter) in own for parameter in module.parameters()):
+    model_parameters = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) in model_parameters for parameter in module.parameters()):
         problems.append("it shares a parameter with the model, which would be trained and saved under two names.")
     if any(parameter.is_meta for parameter in module.parameters()):
-        problems.append("it lies on meta and has no values; make it on a device.")
+        problems.append("it is on meta and has no values; create it on a device.")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        problems.append("the model is sharded already, so nobody would reduce its gradients; attach it before.")
+        problems.append("the model is sharded already, so nothing would reduce the head's gradients; attach it before.")
     return problems
 
 
 def missing_heads(model: nn.Module) -> list[str]:
-    """Return what is wrong with the heads of a model: not there after loading, or neither trained nor saved."""
+    """Return which heads of a model are missing after loading, or are neither trained nor saved, one per line."""
     if not isinstance(model, PeftModel):
         return []
     base, _ = base_and_path(model)
     paths = [path for path, _ in model.named_modules()]
     problems = []
     for adapter, config in model.peft_config.items():
-        wanted = set(getattr(config, "modules_to_save", None) or ()) - _EITHER
+        expected = set(getattr(config, "modules_to_save", None) or ()) - _EITHER_NAME
         problems += [
             f"adapter {adapter!r} was saved with {name!r} (modules_to_save), which this model does not have, so it was "
-            f"loaded without: attach_head(base, {name!r}, ...) before PeftModel.from_pretrained, or "
+            f"loaded without it: attach_head(base, {name!r}, ...) before PeftModel.from_pretrained, or "
             f"attach_head(model, {name!r}, ..., source=FOLDER) now."
-            for name in sorted(wanted)
+            for name in sorted(expected)
             if not any(path.endswith(name) for path in paths)
         ]
     problems += [
@@ -101,8 +101,8 @@ def saved_head(folder: Path, key: str, module: nn.Module, config: PeftConfig | N
     """Return the state of a head from an adapter's folder.
 
     Args:
-        folder: What ``save_pretrained`` wrote.
-        key: The path of the head, as it stands in the file.
+        folder: A folder that ``save_pretrained`` wrote.
+        key: The path of the head, as it is in the file.
         module: A module like the one that was saved.
         config: The adapter's config.
 
@@ -112,18 +112,18 @@ def saved_head(folder: Path, key: str, module: nn.Module, config: PeftConfig | N
     facts = read_adapter(Resolved(str(folder), folder, None))
     prompts = bool(config is not None and config.is_prompt_learning)
     tensors = rename_keys(facts, read_tensors(facts), prompt_learning=prompts, own_module=False).tensors
-    found = {name.removeprefix(f"{key}."): tensor for name, tensor in tensors.items() if name.startswith(f"{key}.")}
-    problems = list(_differences(found, module.state_dict()))
+    saved = {name.removeprefix(f"{key}."): tensor for name, tensor in tensors.items() if name.startswith(f"{key}.")}
+    problems = list(_differences(saved, module.state_dict()))
     if problems:
         raise AdapterError(f"{facts.weights} does not hold this head ({key}); nothing was changed:", problems)
-    return found
+    return saved
 
 
-def _differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Iterator[str]:
-    for name in sorted({*found, *wanted}):
-        if name not in found:
-            yield f"{name}: the module has it ({list(wanted[name].shape)}), the file does not."
-        elif name not in wanted:
-            yield f"{name}: the file has it ({list(found[name].shape)}), the module does not."
-        elif found[name].shape != wanted[name].shape:
-            yield f"{name}: the file has {list(found[name].shape)}, the module {list(wanted[name].shape)}."
+def _differences(saved: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> Iterator[str]:
+    for name in sorted({*saved, *expected}):
+        if name not in saved:
+            yield f"{name}: the module has it ({list(expected[name].shape)}), the file does not."
+        elif name not in expected:
+            yield f"{name}: the file has it ({list(saved[name].shape)}), the module does not."
+        elif saved[name].shape != expected[name].shape:
+            yield f"{name}: the file has {list(saved[name].shape)}, the module {list(expected[name].shape)}."

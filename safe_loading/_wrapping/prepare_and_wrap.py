@@ -1,4 +1,4 @@
-"""``prepare_and_wrap``: a base, an adapter and user code, put together in the one order that keeps the memory low."""
+"""``prepare_and_wrap``: a base, an adapter and user code, combined in the one order that saves memory."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def prepare_and_wrap(
     gradient_checkpointing_kwargs: dict[str, Any] | None = None,
     **state: Any,
 ) -> PeftModel:
-    """Prepare a base for training, put an adapter on it, attach heads, and wrap user code around it, in this order.
+    """Prepare a base for training, add an adapter, attach heads, and wrap user code around it, in this order.
 
-    A quantized base goes through ``prepare_model_for_kbit_training``. Another one does not, since that would cast the
-    whole of it to float32; peft freezes it anyway. What the config, the names and the heads get wrong, and whether the
-    code would run, is found before the base is touched.
+    A quantized base goes through ``prepare_model_for_kbit_training``. Any other base does not, since that function
+    would cast all of it to float32; peft freezes it anyway. Mistakes in the config, the names and the heads, and code
+    that would not run, are found before the base is touched.
 
     Args:
         model: A base of transformers, quantized or not.
@@ -57,29 +57,29 @@ def prepare_and_wrap(
         heads: Modules to attach, by name.
         adapter_name: The name of the adapter.
         gradient_checkpointing: Whether activations are recomputed in the backward pass.
-        gradient_checkpointing_kwargs: What ``torch.utils.checkpoint`` is given, such as ``{"use_reentrant": False}``.
+        gradient_checkpointing_kwargs: Arguments for ``torch.utils.checkpoint``, such as ``{"use_reentrant": False}``.
         **state: Attributes that the model gets, for the mixin.
 
     Returns:
         The PeftModel, wrapped.
 
     Raises:
-        WrapError: The base is a plain wrapper, names clash, a head cannot be attached, or the code would not run. The
-            base is unchanged.
-        ArgumentError: The arguments do not fit together, or peft cannot use the config. The base is unchanged.
+        WrapError: The base is in a plain wrapper, names clash, a head cannot be attached, or the code would not run.
+            The base is unchanged.
+        ArgumentError: The arguments contradict one another, or peft cannot use the config. The base is unchanged.
     """
     check_mixin(mixin)
     check_order(model, mixin.__name__)
-    _check_kinds(model, peft_config, heads, checkpointing=gradient_checkpointing)
+    _check_types(model, peft_config, heads, checkpointing=gradient_checkpointing)
     cls = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(str(peft_config.task_type), PeftModel)
     problems = check_names(model, mixin, state, also=(cls,))
     for name, head in (heads or {}).items():
         problems += [f"head {name!r}: {problem}" for problem in head_problems(model, model, name, head)]
         if name in state:
-            problems.append(f"{name!r} is a head and a state: choose another name for one of them.")
+            problems.append(f"{name!r} is the name of a head and of a state: rename one of them.")
     if problems:
         raise WrapError(f"{mixin.__name__} cannot go around {type(model).__name__}; nothing was changed:", problems)
-    _rehearse(model, peft_config, adapter_name, mixin)
+    _try_on_meta(model, peft_config, adapter_name, mixin)
     _prepare(model, gradient_checkpointing, gradient_checkpointing_kwargs)
     wrapped: Any = get_peft_model(model, peft_config, adapter_name=adapter_name)
     for name, head in (heads or {}).items():
@@ -88,24 +88,25 @@ def prepare_and_wrap(
     return result
 
 
-def _check_kinds(model: object, config: object, heads: object, *, checkpointing: bool) -> None:
+def _check_types(model: object, config: object, heads: object, *, checkpointing: bool) -> None:
     if not isinstance(model, PreTrainedModel):
-        hint = " It has an adapter already: wrap_transparent(model, ...)." if isinstance(model, PeftModel) else ""
-        raise ArgumentError(f"{type(model).__name__} is no base of transformers.{hint}")
+        hint = " It has an adapter already: call wrap_transparent(model, ...)." if isinstance(model, PeftModel) else ""
+        raise ArgumentError(f"{type(model).__name__} is not a PreTrainedModel.{hint}")
     if not isinstance(config, PeftConfig):
-        raise ArgumentError(f"{type(config).__name__} is no config of peft, such as LoraConfig(...).")
-    known = heads is None or (isinstance(heads, Mapping) and all(isinstance(h, nn.Module) for h in heads.values()))
-    if not known:
-        raise ArgumentError(f"heads={heads!r:.80}: pass modules by name, as {{'value_head': torch.nn.Linear(64, 1)}}.")
+        raise ArgumentError(f"{type(config).__name__} is not a peft config, such as LoraConfig(...).")
+    valid = heads is None or (isinstance(heads, Mapping) and all(isinstance(h, nn.Module) for h in heads.values()))
+    if not valid:
+        raise ArgumentError(f"heads={heads!r:.80}: pass modules by name: {{'value_head': torch.nn.Linear(64, 1)}}.")
     if checkpointing and not model.supports_gradient_checkpointing:
-        raise ArgumentError(f"{type(model).__name__} cannot checkpoint gradients: gradient_checkpointing=False.")
+        raise ArgumentError(f"{type(model).__name__} has no gradient checkpointing: pass gradient_checkpointing=False.")
 
 
-def _rehearse(model: PreTrainedModel, config: PeftConfig, adapter_name: str, mixin: type[Transparent]) -> None:
-    """Let peft put the adapter on the model without its memory, to find what it would refuse, and where calls go."""
-    empty = can_build_on_meta(config) and not changes_base(config)
-    # another one computes from the weights; calls go the same way through any adapter of the task
-    trial = copy.deepcopy(config) if empty else LoraConfig(target_modules="all-linear", task_type=config.task_type)
+def _try_on_meta(model: PreTrainedModel, config: PeftConfig, adapter_name: str, mixin: type[Transparent]) -> None:
+    """Have peft add the adapter to the model on the meta device, to find what peft would refuse and where calls go."""
+    on_meta = can_build_on_meta(config) and not changes_base(config)
+    # Other adapters are initialized from the weights, which do not exist on meta. Calls take the same way through every
+    # adapter of a task, so a LoRA takes their place.
+    trial = copy.deepcopy(config) if on_meta else LoraConfig(target_modules="all-linear", task_type=config.task_type)
     snapshot = Snapshot(model)
     try:
         with quiet(), MetaStandIns(model):
@@ -115,9 +116,9 @@ def _rehearse(model: PreTrainedModel, config: PeftConfig, adapter_name: str, mix
     except SafeLoadingError:
         raise
     except (ValueError, TypeError, NotImplementedError, AttributeError, KeyError) as error:
-        if empty:
+        if on_meta:
             raise ArgumentError(
-                f"peft cannot put this {type(config).__name__} on {type(model).__name__}; nothing was changed: {error}"
+                f"peft cannot add this {type(config).__name__} to {type(model).__name__}; nothing was changed: {error}"
             ) from error
     finally:
         snapshot.restore()
@@ -130,7 +131,7 @@ def _prepare(model: Any, checkpointing: bool, kwargs: dict[str, Any] | None) -> 
             model, use_gradient_checkpointing=checkpointing, gradient_checkpointing_kwargs=kwargs
         )
     if checkpointing and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        if hasattr(model, "activation_checkpointing_enable"):  # transformers' new name for it, since which it warns
+        if hasattr(model, "activation_checkpointing_enable"):  # the new name; with the old one transformers warns
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)

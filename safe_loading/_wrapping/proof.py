@@ -1,8 +1,8 @@
-"""Does the user's code run? A call in train mode, in eval mode and by generate, each stopped where the code stands.
+"""Does the user's code run? A call in train mode, in eval mode and by generate, each stopped where the code would be.
 
-In place of the user's class the model gets a probe, which notes that it was reached and stops the call. So nothing of
-the user's runs, and in most models no operation at all. What runs on the way there does so without weights: an
-operation that would read a parameter or a buffer of the model gives a fake tensor instead.
+In place of the user's class the model gets a probe, which raises when it is called. So none of the user's code runs,
+and in most models no operation at all. What runs before the probe does so without weights: an operation that would
+read a parameter or a buffer of the model returns a fake tensor instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -21,34 +21,34 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.utils import logging as engine
+from transformers.utils import logging as transformers_logging
 
 from safe_loading._loading.attach import quiet
 from safe_loading._model.snapshot import Snapshot
 from safe_loading.errors import WrapError
 
 from .report import CallProof
-from .routing import base_of
+from .routing import generating_base
 from .transparent import Transparent, wrapped_class
 
 _TOKENS = 4
 
 
 class _Reached(BaseException):
-    """The call arrived where the user's code stands."""
+    """The call reached the place of the user's code. A BaseException, which no code on the way catches as an error."""
 
 
-class _Passed(BaseException):
+class _Bypassed(BaseException):
     """The model's forward was called, and the user's code was not."""
 
 
 class _Probe(Transparent):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         raise _Reached
 
 
 class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its methods untyped
-    """Inside, an operation on a weight of the model gives a fake tensor; what is small and new is computed."""
+    """In this mode an operation on a weight of the model returns a fake tensor; new, small tensors are computed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
@@ -56,8 +56,12 @@ class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         self._weights = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         leaves = tree_leaves((args, kwargs))
         if any(id(leaf) in self._weights or isinstance(leaf, FakeTensor) for leaf in leaves):
             with self._fake:
@@ -65,12 +69,12 @@ class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         return func(*args, **(kwargs or {}))
 
 
-def prove(model: nn.Module, within: nn.Module | None, example: Mapping[str, Any] | None) -> tuple[CallProof, ...]:
-    """Return whether code around ``model`` would be reached in each mode; the model is left as it was.
+def prove(model: nn.Module, within: nn.Module | None, example: Mapping[str, object] | None) -> tuple[CallProof, ...]:
+    """Return whether code around ``model`` would be reached in each mode, and leave the model as it was.
 
     Args:
-        model: The model, not yet wrapped in the class that is asked about.
-        within: The module that is called, when ``model`` is a part of it.
+        model: The model, not yet wrapped in the class in question.
+        within: The module that is called, if ``model`` is a part of it.
         example: The keyword arguments of one call; None makes up four tokens.
     """
     root = model if within is None else within
@@ -82,109 +86,113 @@ def prove(model: nn.Module, within: nn.Module | None, example: Mapping[str, Any]
                 for module in root.modules():
                     module.training = mode == "train"
                 proofs.append(_attempt(mode, root, model, lambda: root(**_example(root, example))))
-            if _generates(root):
-                proofs.append(_generation(root, model, example))
+            if _can_generate(root):
+                proofs.append(_prove_generate(root, model, example))
             return tuple(proofs)
         finally:
             snapshot.restore()
 
 
 def refuse_unreached(mixin: type[Transparent], proofs: tuple[CallProof, ...]) -> None:
-    """Refuse code that some mode would leave out.
+    """Refuse code that would not run in one of the modes.
 
     Raises:
-        WrapError: The modes, and why.
+        WrapError: Names the modes, and why.
     """
-    passed = [f"{proof.mode}: {proof.how}." for proof in proofs if proof.runs is False]
-    if passed:
-        raise WrapError(f"The code of {mixin.__name__} would not run; nothing was changed:", passed)
+    bypassed = [f"{proof.mode}: {proof.how}." for proof in proofs if proof.runs is False]
+    if bypassed:
+        raise WrapError(f"The code of {mixin.__name__} would not run; nothing was changed:", bypassed)
 
 
 @contextmanager
 def _probed(model: nn.Module) -> Iterator[None]:
-    """Put the probe where the user's class would be, and watch the forward of the model and of its base."""
-    base = base_of(model)
-    before = [(module, type(module)) for module in (model, base) if module is not None]
+    """Put the probe in the place of the user's class, and watch the forward of the model and of its base."""
+    base = generating_base(model)
+    classes = [(module, type(module)) for module in (model, base) if module is not None]
     try:
-        for module, cls in before:
+        for module, cls in classes:
             watched = types.new_class(cls.__name__, (cls,), exec_body=functools.partial(_watch, cls))
             module.__class__ = wrapped_class(_Probe, watched) if module is model else watched
         yield
     finally:
-        for module, cls in before:
+        for module, cls in classes:
             module.__class__ = cls
 
 
-def _watch(cls: type[nn.Module], namespace: dict[str, Any]) -> None:
+def _watch(cls: type[nn.Module], namespace: dict[str, object]) -> None:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     namespace.update(names, forward=_watched(cls.forward, cls.__name__))
 
 
-def _watched(forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
+def _watched(forward: Callable[..., object], class_name: str) -> Callable[..., NoReturn]:
     @functools.wraps(forward)
-    def passed(*args: Any, **kwargs: Any) -> Any:
+    def bypassed(*args: object, **kwargs: object) -> NoReturn:
+        # The first frame outside torch and this package is the code that called forward.
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "safe_loading.")):
             frame = frame.f_back
-        raise _Passed(f"{_place(frame)} calls the forward of {kind}, which leaves out __call__")
+        raise _Bypassed(f"{_location(frame)} calls the forward of {class_name}, which bypasses __call__")
 
-    return passed
+    return bypassed
 
 
-def _place(frame: FrameType | None) -> str:
+def _location(frame: FrameType | None) -> str:
     if frame is None:
         return "something"
     code = frame.f_code
-    name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 knows the short name only
+    name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the short name only
     return f"{frame.f_globals.get('__name__', '?')}.{name} (line {frame.f_lineno})"
 
 
 def _attempt(mode: str, root: nn.Module, model: nn.Module, call: Callable[[], object]) -> CallProof:
-    level = engine.get_verbosity()
-    engine.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers leaves it without annotations
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers leaves it without annotations
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet(), _Weightless(root):
             call()
     except _Reached:
         return CallProof(mode, True, f"a call of {type(root).__name__} reached it")
-    except _Passed as past:
-        return CallProof(mode, False, _sentences(str(past), root, model, mode))
+    except _Bypassed as bypass:
+        return CallProof(mode, False, _with_replaced_methods(str(bypass), root, model, mode))
     except Exception as error:
         text = str(error).split("\n")[0]
         return CallProof(mode, None, f"the call could not be simulated: {type(error).__name__}: {text:.160}")
     finally:
-        engine.set_verbosity(level)
-    return CallProof(mode, False, _sentences(f"a call of {type(root).__name__} ended without it", root, model, mode))
+        transformers_logging.set_verbosity(level)
+    cause = f"a call of {type(root).__name__} ended without it"
+    return CallProof(mode, False, _with_replaced_methods(cause, root, model, mode))
 
 
-def _sentences(cause: str, root: nn.Module, model: nn.Module, mode: str) -> str:
-    """Add what was replaced on the modules between the call and the code."""
+def _with_replaced_methods(cause: str, root: nn.Module, model: nn.Module, mode: str) -> str:
+    """Return the cause, and which methods were replaced on the modules between the call and the code."""
     names = ("forward", "generate") if mode == "generate" else ("forward",)
     replaced = []
     for path, module in root.named_modules():
-        above = any(each is model for each in module.modules())
+        contains = any(inner is model for inner in module.modules())
         for name in names:
-            own = vars(module).get(name)
-            if above and own is not None:
-                plain = getattr(own, "__func__", own)
-                where = f"{getattr(plain, '__module__', '?')}.{getattr(plain, '__qualname__', type(plain).__name__)}"
-                replaced.append(f"{path + '.' if path else ''}{name} was replaced on the object by {where}")
+            method = vars(module).get(name)
+            if contains and method is not None:
+                function = getattr(method, "__func__", method)
+                qualname = getattr(function, "__qualname__", type(function).__name__)
+                by = f"{getattr(function, '__module__', '?')}.{qualname}"
+                replaced.append(f"{path + '.' if path else ''}{name} was replaced on the object by {by}")
     return "; ".join([cause, *replaced])
 
 
-def _generates(root: nn.Module) -> bool:
-    base: Any = base_of(root) or root
-    return callable(getattr(base, "generate", None)) and bool(getattr(base, "can_generate", lambda: True)())
+def _can_generate(root: nn.Module) -> bool:
+    base = generating_base(root) or root
+    can_generate: Callable[[], bool] = getattr(base, "can_generate", lambda: True)
+    return callable(getattr(base, "generate", None)) and bool(can_generate())
 
 
-def _generation(root: Any, model: nn.Module, example: Mapping[str, Any] | None) -> CallProof:
+def _prove_generate(root: Any, model: nn.Module, example: Mapping[str, object] | None) -> CallProof:
     if any(isinstance(parameter, DTensor) for parameter in root.parameters()):
         return CallProof("generate", None, "the model is sharded, so a call would wait for the other ranks")
     inputs = {name: value for name, value in _example(root, example).items() if name != "labels"}
     return _attempt("generate", root, model, lambda: root.generate(**inputs, max_new_tokens=1, pad_token_id=0))
 
 
-def _example(root: Any, example: Mapping[str, Any] | None) -> dict[str, Any]:
+def _example(root: nn.Module, example: Mapping[str, object] | None) -> dict[str, object]:
     if example is not None:
         return dict(example)
     first = next(root.parameters(), None)

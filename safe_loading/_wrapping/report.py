@@ -1,4 +1,4 @@
-"""What a wrapping did: which classes are around the model, and whether their code runs. Imports no torch."""
+"""The report of a wrapped model: which classes are around it, and whether their code runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CallProof:
 
     Attributes:
         mode: ``"train"``, ``"eval"`` or ``"generate"``.
-        runs: Whether it was reached; None when this could not be found out.
+        runs: Whether a call reaches it; None if this could not be determined.
         how: How it is known, or why it is not.
     """
 
@@ -26,13 +26,13 @@ class CallProof:
 
 @dataclasses.dataclass(frozen=True)
 class WrapReport(Verdict):
-    """What a wrapping did.
+    """How a model is wrapped.
 
     Attributes:
         model: The name of the model's class.
-        mixins: The names of the classes around it; the first one is called first, and the last is next to the model.
+        mixins: The names of the classes around it; the first is called first, and the last calls the model.
         proofs: Whether the code of the first one runs, for each mode.
-        findings: What is worth knowing.
+        findings: What the user should know.
     """
 
     model: str

@@ -1,7 +1,8 @@
-"""User code during ``generate``: a PeftModel hands it to its base, which calls itself and would never call the wrapper.
+"""User code during ``generate``: a PeftModel delegates to its base, which calls itself and so never calls the wrapper.
 
-While a wrapped PeftModel generates, its base has a class whose ``__call__`` goes through the user's code, and back.
-The rest of the time the base is untouched. Routes belong to a thread: another thread may train meanwhile.
+While a wrapped PeftModel generates, its base gets a class whose ``__call__`` goes to the wrapped model, whose innermost
+``super().__call__`` comes back to the base. The rest of the time the base is unchanged. A route belongs to one thread:
+another thread may train at the same time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from peft import PeftMixedModel, PeftModel
 from torch import nn
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 else:
     _Module = object
 
-ROUTES = "_transparent_routes"  # in the __dict__ of both modules, while there is one
+ROUTES = "_transparent_routes"  # in the __dict__ of both modules, while a thread generates: {thread id: route}
 _LOCK = threading.Lock()
 
 
@@ -33,7 +34,7 @@ class Route:
     Attributes:
         outer: The wrapped model.
         inner: Its base.
-        entered: Whether the user's code is running, so that the next call of the base is meant for the base.
+        entered: Whether the user's code is running. Then a call of the base is for the base itself.
     """
 
     outer: nn.Module
@@ -44,8 +45,8 @@ class Route:
 class RoutedBase(_Module):
     """The class of a base while its wrapped model generates."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Go through the user's code first."""
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Call the wrapped model instead, unless the call comes from its code."""
         route = route_of(self)
         if route is None or route.entered:
             return super().__call__(*args, **kwargs)
@@ -62,8 +63,8 @@ def route_of(module: nn.Module) -> Route | None:
     return None if routes is None else routes.get(threading.get_ident())
 
 
-def base_of(model: nn.Module) -> nn.Module | None:
-    """Return the model that ``generate`` of a PeftModel calls; None for a model that calls itself."""
+def generating_base(model: nn.Module) -> nn.Module | None:
+    """Return the base that ``generate`` of a PeftModel calls; None for a model that calls itself."""
     if isinstance(model, PeftModel):
         base: nn.Module = model.get_base_model()
         return base
@@ -72,8 +73,8 @@ def base_of(model: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def routed(outer: nn.Module) -> Iterator[None]:
-    """Inside, what this thread calls the base of ``outer`` for goes through the code that ``outer`` is wrapped in."""
-    inner = base_of(outer)
+    """Inside the block, calls that this thread makes of the base of ``outer`` go through the code around ``outer``."""
+    inner = generating_base(outer)
     if inner is None:
         yield
         return
@@ -84,20 +85,20 @@ def routed(outer: nn.Module) -> Iterator[None]:
             inner.__class__ = _routed_class(type(inner))  # type: ignore[arg-type]  # modules hash by identity
         routes: dict[int, Route] = vars(inner)[ROUTES]
         vars(outer)[ROUTES] = routes
-        before = routes.get(thread)
+        previous = routes.get(thread)  # the user's code may itself call generate
         routes[thread] = Route(outer, inner)
     try:
         yield
     finally:
         with _LOCK:
             del routes[thread]
-            if before is not None:
-                routes[thread] = before
+            if previous is not None:
+                routes[thread] = previous
             if not any(route.outer is outer for route in routes.values()):
                 del vars(outer)[ROUTES]
             if not routes:
                 del vars(inner)[ROUTES]
-                inner.__class__ = type(inner).__mro__[2]
+                inner.__class__ = type(inner).__mro__[2]  # after the routed class and RoutedBase
 
 
 @functools.cache
@@ -106,12 +107,12 @@ def _routed_class(cls: type[nn.Module]) -> type[nn.Module]:
     return types.new_class(cls.__name__, (RoutedBase, cls), exec_body=lambda namespace: namespace.update(names))
 
 
-def generating(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``generate`` of a PeftModel's class so that the user's code runs at each step."""
+def generate_through(generate: Callable[..., object]) -> Callable[..., object]:
+    """Return the ``generate`` of a PeftModel's class, changed so that the user's code runs at each step."""
 
     @functools.wraps(generate)
-    def through_the_wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def generate_with_code(self: nn.Module, *args: object, **kwargs: object) -> object:
         with routed(self):
             return generate(self, *args, **kwargs)
 
-    return through_the_wrapper
+    return generate_with_code

@@ -1,4 +1,4 @@
-"""``Transparent``, which user code derives from, and the classes of wrapped models: made, looked up, taken apart."""
+"""``Transparent``, from which users derive their code, and the classes of wrapped models: made and unmade."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
 
     _Module = nn.Module
 else:
-    _Module = object  # a wrapped model is a module already, and has a place for nn.Module in its order of classes
+    _Module = object  # the class of a wrapped model has nn.Module among its bases already
 
-MIXIN = "_transparent_mixin"  # in the namespace of each class that wrap_transparent makes
-_MADE: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
+MIXIN = "_transparent_mixin"  # an attribute of each class that wrap_transparent makes
+# Weak, so that the classes of local mixins can be collected with their models.
+_WRAPPED_CLASSES: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
 
 
 class Transparent(_Module):
     """Derive from this class, write your code into ``__call__``, and hand the class to ``wrap_transparent``.
 
     ``super().__call__`` is the model's own call, with its hooks. ``self`` is the model: its config, its heads and
-    the state that was given to ``wrap_transparent`` are attributes. Write ``__call__(self, *args, **kwargs)`` and
+    the state that was passed to ``wrap_transparent`` are attributes. Write ``__call__(self, *args, **kwargs)`` and
     pass on what you do not use, since trainers and ``generate`` add arguments of their own.
 
     ::
@@ -44,25 +45,26 @@ class Transparent(_Module):
     if not TYPE_CHECKING:
 
         def __new__(cls, *args: object, **kwargs: object) -> Self:
-            """Refuse the habit of calling a wrapper with the model."""
+            """Refuse to be called with a model, as a wrapper module would be."""
             if not issubclass(cls, nn.Module):
-                raise TypeError(f"{cls.__name__} is no model of its own: wrap_transparent(model, {cls.__name__}, ...).")
+                raise TypeError(f"{cls.__name__} is not a module itself: wrap_transparent(model, {cls.__name__}, ...).")
             return super().__new__(cls)
 
         def __init_subclass__(cls, **kwargs: object) -> None:
-            # transformers evaluates every annotation of a new model class, those of the mixin too; ours are not new
+            # PreTrainedModel.__init_subclass__ evaluates all annotations of a new class (get_type_hints). Those of a
+            # mixin may use names that only type checkers import. A wrapped class needs nothing that it computes.
             if not issubclass(cls, nn.Module):
                 super().__init_subclass__(**kwargs)
 
-        def __reduce_ex__(self, protocol: int) -> Any:
-            """Pickle and copy by the importable classes that the wrapped class is made of."""
-            mixins, original = layers_of(type(self))
+        def __reduce_ex__(self, protocol: int) -> tuple[object, ...]:
+            """Pickle and copy by the importable classes that the wrapped class was made from."""
+            mixins, original = mixins_and_original(type(self))
             _, _, *rest = super().__reduce_ex__(max(protocol, 2))
             return (rebuild, (mixins, original), *rest)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model itself."""
-        if routing.ROUTES in self.__dict__:  # a PeftModel that generates: its base is what generate calls
+        if routing.ROUTES in self.__dict__:  # a PeftModel that generates, whose generate calls its base
             route = routing.route_of(self)
             if route is not None and route.entered and route.outer is self:
                 return route.inner(*args, **kwargs)
@@ -70,33 +72,33 @@ class Transparent(_Module):
 
 
 def wrapped_class(mixin: type[Transparent], cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of a model of class ``cls`` with ``mixin`` around it; the same class each time.
+    """Return the class that a model of class ``cls`` gets when it is wrapped in ``mixin``; the same class each time.
 
-    It bears the name and the module of ``cls``: transformers, accelerate and trl write class names into checkpoints
-    and look behavior up by them.
+    It has the name and the module of ``cls``: transformers, accelerate and trl write class names into checkpoints and
+    choose behavior by them.
     """
-    made = _MADE.get((mixin, cls))
+    made = _WRAPPED_CLASSES.get((mixin, cls))
     if made is None:
-        names: dict[str, Any] = {
+        attributes: dict[str, object] = {
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
             MIXIN: mixin,
         }
         if issubclass(cls, (PeftModel, PeftMixedModel)) and not issubclass(cls, Transparent):
-            names["generate"] = routing.generating(cls.generate)
-        made = types.new_class(cls.__name__, (mixin, cls), exec_body=lambda namespace: namespace.update(names))
-        _MADE[mixin, cls] = made
+            attributes["generate"] = routing.generate_through(cls.generate)
+        made = types.new_class(cls.__name__, (mixin, cls), exec_body=lambda namespace: namespace.update(attributes))
+        _WRAPPED_CLASSES[mixin, cls] = made
     return made
 
 
 def mixins_of(cls: type) -> tuple[type[Transparent], ...]:
-    """Return the mixins that a model of class ``cls`` is wrapped in, the innermost first."""
-    return tuple(vars(each)[MIXIN] for each in reversed(cls.__mro__) if MIXIN in vars(each))
+    """Return the mixins in which a model of class ``cls`` is wrapped, the innermost first."""
+    return tuple(vars(base)[MIXIN] for base in reversed(cls.__mro__) if MIXIN in vars(base))
 
 
-def layers_of(cls: type) -> tuple[tuple[type[Transparent], ...], type]:
-    """Return the mixins of a class, the innermost first, and the class that they were put around."""
+def mixins_and_original(cls: type) -> tuple[tuple[type[Transparent], ...], type]:
+    """Return the mixins of a class, the innermost first, and the class of the model before it was wrapped."""
     mixins = mixins_of(cls)
     for _ in mixins:
         cls = unwrapped_class(cls)
@@ -104,20 +106,21 @@ def layers_of(cls: type) -> tuple[tuple[type[Transparent], ...], type]:
 
 
 def unwrapped_class(cls: type) -> type:
-    """Return a class without the mixin that was put around it last.
+    """Return a class without its outermost mixin.
 
-    Something else may have swapped the class since, as ``fully_shard`` does; what it put around the model stays.
+    Something else may have replaced the model's class since it was wrapped, as ``fully_shard`` does; that stays.
     """
     if MIXIN in vars(cls):
         return cls.__bases__[1]
-    marked = next(each for each in cls.__mro__ if MIXIN in vars(each))
-    bases = tuple(unwrapped_class(base) if marked in base.__mro__ else base for base in cls.__bases__)
+    # The mixin is further up. Make the classes between here and there anew, without it.
+    wrapped = next(base for base in cls.__mro__ if MIXIN in vars(base))
+    bases = tuple(unwrapped_class(base) if wrapped in base.__mro__ else base for base in cls.__bases__)
     own = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     return types.new_class(cls.__name__, bases, exec_body=lambda namespace: namespace.update(own))
 
 
 def rebuild(mixins: tuple[type[Transparent], ...], original: type[nn.Module]) -> nn.Module:
-    """Return an empty model of a wrapped class; pickle and copy fill it."""
+    """Return an empty model of a wrapped class, which pickle and copy then fill."""
     cls = original
     for mixin in mixins:
         cls = wrapped_class(mixin, cls)

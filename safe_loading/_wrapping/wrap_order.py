@@ -1,4 +1,4 @@
-"""Wrappers in the wrong place: a plain module around the model hides it from all that comes after."""
+"""Wrappers in the wrong order: a plain module around the model hides it from everything that is applied later."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from safe_loading.errors import WrapError
 
 _KNOWN = (PreTrainedModel, PeftModel, PeftMixedModel)
-# What trainers and peft ask a model for, to choose the road that costs less memory.
-_ASKED_FOR = (
+# Attributes by which trainers and peft decide whether they can save memory.
+_MEMORY_ATTRIBUTES = (
     "config",
     "hf_device_map",
     "is_loaded_in_8bit",
@@ -24,7 +24,8 @@ _ASKED_FOR = (
     "save_pretrained",
     "generate",
 )
-_ENGINES = {
+# Wrappers of engines, with the attribute that holds the model.
+_ENGINE_WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
     "FullyShardedDataParallel": "module",
@@ -34,39 +35,39 @@ _ENGINES = {
 
 
 def check_order(model: nn.Module, mixin: str) -> None:
-    """Refuse a model that is not the outermost thing, or that lies inside a plain wrapper.
+    """Refuse a model that is inside an engine's wrapper, or that contains the real model in a plain wrapper.
 
     Args:
-        model: What is to be wrapped.
-        mixin: The name of the class to wrap it in, for the text.
+        model: The model to wrap.
+        mixin: The name of the class to wrap it in, for the message.
 
     Raises:
-        WrapError: With the two lines that are right.
+        WrapError: The wrappers are in the wrong order. The message shows the two lines to write instead.
     """
     kind = type(model).__name__
-    if kind in _ENGINES and hasattr(model, _ENGINES[kind]):
+    if kind in _ENGINE_WRAPPERS and hasattr(model, _ENGINE_WRAPPERS[kind]):
         raise WrapError(
-            f"The model is inside {kind} already, which calls it by its class: wrap it first, then hand it on:\n"
-            f"    model = wrap_transparent(model.{_ENGINES[kind]}, {mixin})\n"
+            f"The model is inside {kind} already, which calls the model by its class: wrap the model first:\n"
+            f"    model = wrap_transparent(model.{_ENGINE_WRAPPERS[kind]}, {mixin})\n"
             f"    model = {'torch.compile' if kind == 'OptimizedModule' else kind}(model)"
         )
     if isinstance(model, (PeftModel, PeftMixedModel)):
         base = model.get_base_model() if isinstance(model, PeftModel) else model.base_model.model
         inside = _hidden_in(base)
         if inside is not None:
-            raise WrapError(_text(base, inside, mixin, "get_peft_model was given"))
+            raise WrapError(_message(base, inside, mixin, "get_peft_model received"))
         return
     inside = _hidden_in(model)
     if inside is not None:
-        raise WrapError(_text(model, inside, mixin, "wrap_transparent was given"))
+        raise WrapError(_message(model, inside, mixin, "wrap_transparent received"))
 
 
 def _hidden_in(module: nn.Module) -> nn.Module | None:
-    """Return the one model of transformers or peft inside a plain module, when there is one."""
+    """Return the model of transformers or peft inside a plain module, if there is exactly one."""
     if isinstance(module, _KNOWN):
         return None
-    found = list(_outermost(module))
-    return found[0] if len(found) == 1 else None
+    models = list(_outermost(module))
+    return models[0] if len(models) == 1 else None
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
@@ -77,9 +78,9 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
             yield from _outermost(child)
 
 
-def _text(wrapper: nn.Module, inside: nn.Module, mixin: str, given: str) -> str:
+def _message(wrapper: nn.Module, inside: nn.Module, mixin: str, received_by: str) -> str:
     path = next(path for path, module in wrapper.named_modules() if module is inside)
-    hidden = [name for name in _ASKED_FOR if hasattr(inside, name) and not hasattr(wrapper, name)]
+    hidden = [name for name in _MEMORY_ATTRIBUTES if hasattr(inside, name) and not hasattr(wrapper, name)]
     lines, start = [], "base"
     if isinstance(inside, (PeftModel, PeftMixedModel)):
         lines.append(f"    model = wrapper.{path}")
@@ -95,9 +96,9 @@ def _text(wrapper: nn.Module, inside: nn.Module, mixin: str, given: str) -> str:
         if not any(module is inside for module in child.modules()) and any(True for _ in child.parameters())
     ]
     lines[1:1] = heads
-    lost = f" It hides {', '.join(hidden)} from them." if hidden else ""
+    hides = f" It hides {', '.join(hidden)} from them." if hidden else ""
     return (
-        f"{given} a {type(wrapper).__name__} with the {type(inside).__name__} inside it ({path!r}). Trainers and peft "
-        f"look at the outermost module, so nothing that saves memory is switched on.{lost} Start from the {start} "
-        f"and write:\n" + "\n".join(lines)
+        f"{received_by} a {type(wrapper).__name__} with the {type(inside).__name__} inside it ({path!r}). Trainers and "
+        f"peft look at the outermost module, so nothing that saves memory is switched on.{hides} Start from the "
+        f"{start} and write:\n" + "\n".join(lines)
     )

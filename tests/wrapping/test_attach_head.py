@@ -234,23 +234,23 @@ def test_what_cannot_be_kept_is_refused_and_nothing_changes() -> None:
     tied.weight = model.get_base_model().lm_head.weight
     before, config = list(model.state_dict()), copy.deepcopy(model.peft_config["default"])
     for name, head, message in (
-        ("head", nn.Linear(32, 1), "'lm_head' ends so too"),
+        ("head", nn.Linear(32, 1), "'lm_head' ends in it too"),
         ("lm_head", nn.Linear(32, 1), "the model has 'lm_head' already"),
         ("generate", nn.Linear(32, 1), "the model has 'generate' already"),
-        ("a.b", nn.Linear(32, 1), "'a.b' is no name"),
+        ("a.b", nn.Linear(32, 1), "'a.b' is not a valid name"),
         ("heads", nn.ModuleList([nn.Linear(32, 1)]), "a ModuleList cannot be a head"),
         ("tied", tied, "it shares a parameter with the model"),
-        ("empty", nn.Linear(32, 1, device="meta"), "it lies on meta"),
+        ("empty", nn.Linear(32, 1, device="meta"), "it is on meta"),
     ):
         with pytest.raises(WrapError, match=message):
             attach_head(model, name, head)
     assert list(model.state_dict()) == before
     assert model.peft_config["default"] == config
-    with pytest.raises(ArgumentError, match="is no head"):
+    with pytest.raises(ArgumentError, match="is not a head"):
         attach_head(model, "value_head", torch.ones(2))
     with pytest.raises(ArgumentError, match="adapter_name='nobody'"):
         attach_head(model, "value_head", nn.Linear(32, 1), adapter_name="nobody")
-    with pytest.raises(WrapError, match="source is for a PeftModel"):
+    with pytest.raises(WrapError, match="source= is for a PeftModel"):
         attach_head(llama(), "value_head", nn.Linear(32, 1), source="x")
 
 
@@ -270,5 +270,5 @@ def test_a_prompt_has_a_head_too(tiny_llama: Path, tmp_path: Path) -> None:
 def test_an_adapter_that_saves_no_modules_has_no_head() -> None:
     model = peft_llama()
     model.peft_config["default"] = PeftConfig(peft_type="LORA")  # as the configs of some tuners, without the field
-    with pytest.raises(ArgumentError, match="saves no modules"):
+    with pytest.raises(ArgumentError, match="save no modules"):
         attach_head(model, "value_head", nn.Linear(32, 1))

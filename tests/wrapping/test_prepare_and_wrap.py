@@ -77,19 +77,19 @@ def test_a_quantized_base_is_prepared_first(bits: int, tiny_llama: Path) -> None
 def test_what_is_wrong_is_found_before_the_base_is_touched() -> None:
     base = llama(torch.bfloat16)
     before = bits_of(base)
-    with pytest.raises(ArgumentError, match="peft cannot put this LoraConfig on LlamaForCausalLM"):
+    with pytest.raises(ArgumentError, match="peft cannot add this LoraConfig to LlamaForCausalLM"):
         prepare_and_wrap(base, lora(target_modules=["nowhere"]), Count)
     with pytest.raises(WrapError, match="the state 'base_model' would hide"):
         prepare_and_wrap(base, lora(), Count, peft_config_=1, base_model=1)
     with pytest.raises(WrapError, match="the state 'print_trainable_parameters' would hide"):
         prepare_and_wrap(base, lora(), Count, print_trainable_parameters=1)
-    with pytest.raises(WrapError, match="head 'head': peft finds"):
+    with pytest.raises(WrapError, match="head 'head': peft matches"):
         prepare_and_wrap(base, lora(), Count, heads={"head": nn.Linear(32, 1)})
     with pytest.raises(WrapError, match="is a head and a state"):
         prepare_and_wrap(base, lora(), Count, heads={"value_head": nn.Linear(32, 1)}, value_head=3)
-    with pytest.raises(ArgumentError, match="dict is no config of peft"):
+    with pytest.raises(ArgumentError, match="dict is not a peft config"):
         prepare_and_wrap(base, {}, Count)
-    with pytest.raises(ArgumentError, match="is no mixin"):
+    with pytest.raises(ArgumentError, match="is not a mixin"):
         prepare_and_wrap(base, lora(), Plain)
     with pytest.raises(ArgumentError, match="pass modules by name"):
         prepare_and_wrap(base, lora(), Count, heads=[nn.Linear(32, 1)])  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def test_what_is_wrong_is_found_before_the_base_is_touched() -> None:
 def test_what_is_no_base_is_refused() -> None:
     with pytest.raises(WrapError, match="with the LlamaForCausalLM inside it"):
         prepare_and_wrap(Plain(llama()), lora(), Count)
-    with pytest.raises(ArgumentError, match="has an adapter already: wrap_transparent"):
+    with pytest.raises(ArgumentError, match="has an adapter already: call wrap_transparent"):
         prepare_and_wrap(peft_llama(), lora(), Count)
-    with pytest.raises(ArgumentError, match="Linear is no base"):
+    with pytest.raises(ArgumentError, match="Linear is not a PreTrainedModel"):
         prepare_and_wrap(nn.Linear(2, 2), lora(), Count)

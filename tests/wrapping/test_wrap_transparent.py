@@ -526,17 +526,17 @@ def test_all_that_clashes_is_told_at_once() -> None:
 def test_what_is_no_mixin_is_refused() -> None:
     model = peft_llama()
     for wrong, message in (
-        (Plain, "Plain is no mixin"),
-        (lambda model: model, "is no mixin"),
+        (Plain, "Plain is not a mixin"),
+        (lambda model: model, "is not a mixin"),
         (Transparent, "has no __call__"),
         (type("Empty", (Transparent,), {}), "Empty has no __call__"),
         (type("Both", (Transparent, nn.Module), {"__call__": Count.__call__}), "derives from nn.Module too"),
     ):
         with pytest.raises(ArgumentError, match=message):
             wrap_transparent(model, wrong)
-    with pytest.raises(ArgumentError, match="str is no model"):
+    with pytest.raises(ArgumentError, match="str is not a model"):
         wrap_transparent("model", Count)
-    with pytest.raises(ArgumentError, match="does not hold the Linear"):
+    with pytest.raises(ArgumentError, match="does not contain the Linear"):
         wrap_transparent(nn.Linear(2, 2), Count, within=model)
     with pytest.raises(TypeError, match=r"wrap_transparent\(model, Count, ...\)"):
         Count(model)
@@ -572,12 +572,12 @@ def test_a_plain_wrapper_before_get_peft_model_is_refused_with_the_right_two_lin
         wrap_transparent(model, Count)
     text = str(refused.value)
     assert text.endswith(WRONG)
-    assert "get_peft_model was given a Plain with the LlamaForCausalLM inside it ('model')" in text
+    assert "get_peft_model received a Plain with the LlamaForCausalLM inside it ('model')" in text
     assert "gradient_checkpointing_enable" in text
 
 
 def test_a_plain_wrapper_around_everything_is_refused() -> None:
-    with pytest.raises(WrapError, match="wrap_transparent was given a Plain with the LlamaForCausalLM") as refused:
+    with pytest.raises(WrapError, match="wrap_transparent received a Plain with the LlamaForCausalLM") as refused:
         wrap_transparent(Plain(llama()), Count)
     assert str(refused.value).endswith(WRONG)
     wrapper = Plain(peft_llama())

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.trace_step import trace_step
-from safe_loading._wrapping.transparent import layers_of, mixins_of
+from safe_loading._wrapping.transparent import mixins_and_original, mixins_of
 from safe_loading.errors import TraceError
 
 from .audited_model import AuditedModel
@@ -142,7 +142,7 @@ def _own_loss_uses_count(audited: AuditedModel) -> bool:
     if not model.forward.__module__.startswith("transformers."):
         return True  # the user's own loss, which should divide by it
     try:
-        with _passing_count(model, layers_of(type(model))[1]) as use:
+        with _passing_count(model, mixins_and_original(type(model))[1]) as use:
             trace_step(model, Workload.train(1, 16, optimizer="none"))
     except TraceError:
         return False
