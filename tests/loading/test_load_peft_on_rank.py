@@ -708,7 +708,7 @@ def test_what_is_no_adapter_is_named(tiny_llama: Path, adapter: Any) -> None:
 
 
 def test_paths_that_are_not_there_say_what_to_pass(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
-    with pytest.raises(CheckpointNotFound, match="no folder"):
+    with pytest.raises(CheckpointNotFound, match="is not a folder"):
         load_peft_on_rank(tmp_path / "nowhere", tiny_llama)
     moved = faults.edited(
         tiny_adapter, tmp_path / "moved", config=lambda c: c.update(base_model_name_or_path="/gone/base")
@@ -798,7 +798,7 @@ def test_a_base_that_is_written_again_while_it_is_loaded_is_an_error(
         return result
 
     monkeypatch.setattr(steps, "load_base", rewritten)
-    with pytest.raises(CheckpointError, match=r"1 of 7 files were written again while they were read"):
+    with pytest.raises(CheckpointError, match=r"1 of 7 files were written while they were read"):
         load_peft_on_rank(tiny_adapter, base)
     monkeypatch.undo()
     load_peft_on_rank(tiny_adapter, base)
