@@ -280,7 +280,7 @@ def test_the_users_own_batch_is_what_is_run() -> None:
     assert sizes[0] == sizes[1] > 2 * sizes[2]
     with pytest.raises(ArgumentError, match="pass tensors by argument name"):
         predict_memory(tiny(), Workload.train(1, 8), inputs={"input_ids": [[1, 2]]})
-    with pytest.raises(ArgumentError, match="rows of their own"):
+    with pytest.raises(ArgumentError, match="fixes the number of rows"):
         largest_micro_batch(tiny(), Workload.train(1, 8), 2**30, inputs=batch)
 
 
