@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,9 @@ from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
 from safe_loading._core.names import canonical
 from safe_loading._model.dtypes import DTYPES
+from safe_loading._model.layout.fit import missing_problems, shape_problem, unexpected_tensors
 from safe_loading._model.layout.layout import CheckpointLayout, Conversion, read_layout
-from safe_loading._model.tensors import walk_modules
+from safe_loading._model.tensors import tensor_places
 from safe_loading.errors import CheckpointError
 
 from .convert import made_by
@@ -97,21 +97,16 @@ def open_source(
             conversions[name] = conversion
             if name in slots and shape != slots[name].shape and not problem:
                 disk = [tensor for group in conversion.sources.values() for tensor in group]
-                problems.append(_mismatch(name, slots[name], shape, checkpoint, disk))
+                problems.append(shape_problem(name, slots[name], shape, checkpoint, disk))
     source = CheckpointSource(checkpoint, layout, slots, same_as, conversions, config)
     for name, shape in layout.mismatched.items():
         if not is_new(name):
             disk = [disk for disk, key in layout.key_of.items() if key == name]
-            problems.append(_mismatch(name, slots[name], shape, checkpoint, disk))
-    lacking = [name for name in slots if source.stored_as(name) is None and name not in layout.mismatched]
-    lacking += [name for name in layout.mismatched if is_new(name)]
-    optional = _pattern(getattr(model, "_keys_to_ignore_on_load_missing", None))
-    problems += [
-        f"{name}: the model has {_of(slots[name])}, and the checkpoint has no tensor of that name"
-        for name in lacking
-        if not is_new(name) and not (optional and optional.search(name))
-    ]
-    unexpected = _unexpected(model, layout)
+            problems.append(shape_problem(name, slots[name], shape, checkpoint, disk))
+    needed = {name: slot for name, slot in slots.items() if not is_new(name)}
+    stored = {*layout.of, *conversions, *layout.mismatched}  # a problem of its shape was told already
+    problems += missing_problems(model, checkpoint, needed, stored, same_as)
+    unexpected = unexpected_tensors(model, layout)
     others = [disk for disk in unexpected if heads and _is_head(model, disk, checkpoint.tensors)]
     problems += [_surplus(checkpoint, layout, disk) for disk in unexpected if disk not in others]
     if problems:
@@ -129,24 +124,19 @@ def _slots(
     """Return what a ``state_dict`` would hold, and which names are one tensor."""
     slots: dict[str, ExpectedTensor] = {}
     of: dict[int, list[str]] = defaultdict(list)
-    for path, module in walk_modules(model, repeats=True):
-        tensors: dict[str, torch.Tensor | None] = {**module._parameters}
-        if module._buffers:
-            skipped = module._non_persistent_buffers_set
-            tensors |= {leaf: tensor for leaf, tensor in module._buffers.items() if leaf not in skipped}
-        if not tensors:
-            continue
-        prefix = f"{path}." if path else ""
-        for leaf, tensor in tensors.items():
-            if tensor is not None and (name := names(prefix + leaf)) is not None:
-                slots[name] = ExpectedTensor(tuple(tensor.shape), tensor.dtype)
-                of[id(tensor)].append(name)
+    for place in tensor_places(model):
+        if place.persistent and (name := names(place.name)) is not None:
+            slots[name] = ExpectedTensor(tuple(place.tensor.shape), place.tensor.dtype)
+            of[id(place.tensor)].append(name)
     tied = {name: tuple(group) for group in of.values() if len(group) > 1 for name in group}
     return slots, tied
 
 
 def _not_castable(checkpoint: Checkpoint, layout: CheckpointLayout, slots: Mapping[str, ExpectedTensor]) -> list[str]:
-    """Return a problem for each tensor whose elements cannot be cast to the model's dtype, such as quantized ones."""
+    """Return a problem for each tensor whose elements cannot be cast to the model's dtype, such as quantized ones.
+
+    Stricter than ``fit.misfits``: there transformers loads the weights and can dequantize, here they are only copied.
+    """
     problems = []
     tensors = checkpoint.tensors
     for name, whole in layout.of.items():
@@ -175,21 +165,6 @@ def _casts(stored: torch.dtype, expected: torch.dtype) -> bool:
     return stored.itemsize > 1 or not stored.is_floating_point
 
 
-def _unexpected(model: torch.nn.Module, layout: CheckpointLayout) -> list[str]:
-    """Return the tensors on disk that the class neither has nor tells to ignore, by transformers' rules."""
-    if not layout.unknown:
-        return []
-    patterns: set[str] = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    buffers = [name for name, _ in model.named_buffers()]
-    # as PreTrainedModel._adjust_missing_and_unexpected_keys: old checkpoints hold these, of every layer
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-        patterns.add(r"rotary_emb\.inv_freq")
-    if any(name.endswith("position_ids") for name in buffers):
-        patterns.add(r"(^|\.)position_ids$")
-    ignored = _pattern(patterns)
-    return [disk for disk in layout.unknown if not (ignored and ignored.search(layout.key_of[disk]))]
-
-
 def _is_head(model: torch.nn.Module, disk: str, tensors: Collection[str]) -> bool:
     """Whether a tensor is outside the base model, in a checkpoint that has the base model under its prefix."""
     base = f"{getattr(model, 'base_model_prefix', '')}."
@@ -202,21 +177,6 @@ def _surplus(checkpoint: Checkpoint, layout: CheckpointLayout, disk: str) -> str
         f"{disk}: {checkpoint.file_of[disk]} has it as {info.dtype} {list(info.shape)}, and the model has no "
         f"{layout.key_of[disk]}"
     )
-
-
-def _mismatch(
-    name: str, slot: ExpectedTensor, shape: Sequence[int], checkpoint: Checkpoint, disk: Sequence[str]
-) -> str:
-    files = dict.fromkeys(str(checkpoint.file_of[tensor]) for tensor in disk)
-    return f"{name}: the model has {list(slot.shape)}, the checkpoint makes {list(shape)} of it ({', '.join(files)})"
-
-
-def _of(slot: ExpectedTensor) -> str:
-    return f"{str(slot.dtype).removeprefix('torch.')} {list(slot.shape)}"
-
-
-def _pattern(patterns: Collection[str] | None) -> re.Pattern[str] | None:
-    return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns))) if patterns else None
 
 
 def disk_tensors(source: CheckpointSource, name: str) -> list[TensorInfo]:

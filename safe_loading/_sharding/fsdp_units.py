@@ -12,7 +12,7 @@ from torch import nn
 
 from safe_loading._core.names import WRAPPER_PARTS, canonical, nearest
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
-from safe_loading._model.tensors import walk_modules
+from safe_loading._model.tensors import tensor_places, walk_modules
 from safe_loading.errors import ArgumentError
 
 Wrap = Callable[[nn.Module], bool] | type[nn.Module] | str | Collection["type[nn.Module] | str"]
@@ -188,10 +188,9 @@ Places = Mapping[nn.Parameter, Sequence[str]]  # the raw names of each parameter
 def _places(model: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, list[str]]:
     places: dict[nn.Parameter, list[str]] = {}
     taken = {id(parameter) for parameter in ignored}
-    for path, module in walk_modules(model, repeats=True):
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in taken:
-                places.setdefault(parameter, []).append(f"{path}.{attribute}" if path else attribute)
+    for place in tensor_places(model):
+        if isinstance(place.tensor, nn.Parameter) and not place.is_buffer and id(place.tensor) not in taken:
+            places.setdefault(place.tensor, []).append(place.name)
     return places
 
 

@@ -24,6 +24,7 @@ from safe_loading._merging.weights.variants import CannotMergeError, refuse_own_
 from safe_loading._merging.weights.writable_tensors import equal_updates
 from safe_loading._model.peft_layers import is_lora_layer
 from safe_loading._model.snapshot import Snapshot
+from safe_loading._model.tensors import inventory
 
 from .base_changing_init import BaseChangingInit, init_of
 from .changes import Edit, WeightChange
@@ -52,14 +53,6 @@ def collect_edits(base: torch.nn.Module, adapters: Sequence[Adapter]) -> tuple[l
     collector.collect_modules(model, adapters)
     edits = [collector.finish(record) for record in collector.records.values()]
     return edits, collector.problems
-
-
-def names_of(model: torch.nn.Module) -> dict[int, tuple[str, ...]]:
-    """Return the names of each parameter and buffer, by ``id``."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in _named_tensors(model):
-        names.setdefault(id(tensor), []).append(name)
-    return {key: tuple(aliases) for key, aliases in names.items()}
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,7 +104,7 @@ class _Collector:
     """
 
     def __init__(self, base: torch.nn.Module) -> None:
-        names = names_of(base)
+        names = {id(tensor.tensor): tensor.names for tensor in inventory(base)}
         # By module and attribute too: peft's MultiheadAttention replaces the base's Parameters whenever it is walked.
         self._parameters = {
             (id(module), name): (id(tensor), names[id(tensor)], tensor.shape)

@@ -27,13 +27,14 @@ from safe_loading._loading.attach import Adapter
 from safe_loading._loading.base_model import auto_class_for, check_fit
 from safe_loading._loading.key_names import canonical_key
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
+from safe_loading._model.layout.fit import missing_names
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.model_config import CONFIG
+from safe_loading._model.tensors import all_names, inventory
 from safe_loading.errors import MergeError
 
 from .base import MergeBase
 from .changes import FLOATS, NAMES, Changes
-from .collect_edits import names_of
 
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
 _REPLACING_LEVELS = re.compile(r"\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module)(?=\.)")
@@ -75,7 +76,7 @@ def build_output_model(base: MergeBase, adapters: Sequence[Adapter]) -> OutputMo
         model.resize_token_embeddings(rows, mean_resizing=False)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters(remove_duplicate=False)}
         resized = {name: rows for name, whole in layout.of.items() if shapes.get(name, whole.shape) != whole.shape}
-    ties = {name: aliases for aliases in names_of(model).values() for name in aliases}
+    ties = all_names(model)
     return OutputModel(model, layout, num_labels, resized, ties)
 
 
@@ -107,7 +108,7 @@ def _with_head(base: MergeBase, model_class: Any, adapters: Sequence[Adapter]) -
 
 def _vocabulary_of(adapters: Sequence[Adapter], model: PreTrainedModel) -> int | None:
     """Return the rows of the adapters' embeddings when the model has another number of them."""
-    names = names_of(model)
+    names = {id(tensor.tensor): tensor.names for tensor in inventory(model)}
     for weight in embeddings_and_head_of(model).weights:
         if weight is None:
             continue
@@ -212,11 +213,8 @@ def _not_found(changes: Changes, output: OutputModel, base: MergeBase) -> list[s
     for name, value in changes.values.items():
         tensors[name] = TensorInfo(name, NAMES[value.dtype], tuple(value.shape), 0, value.nbytes)
     layout, state = read_layout(model, tensors), model.state_dict()
-    aliases_of = {name: aliases for aliases in names_of(model).values() for name in aliases}
     problems = [f"{name}: {why}" for name, why in layout.opaque.items() if name in state and "the checkpoint" in why]
-    for name in state:
-        if any(alias in layout.of or alias in layout.opaque for alias in aliases_of.get(name, (name,))):
-            continue
+    for name in missing_names(state, {*layout.of, *layout.opaque}, all_names(model)):
         source = _one_tensor_of(output.ties.get(name, ()), output.layout)
         if source is None:
             problems.append(f"{name}: neither the base nor the adapter has it, so it would start at random")

@@ -1,10 +1,10 @@
-"""What of a checkpoint does not fit the model that it is for, told from headers before a tensor is read."""
+"""Whether a checkpoint fits a model, told from its headers before a tensor is read."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -19,16 +19,28 @@ from .layout import CheckpointLayout
 _NUMBERED = re.compile(r"(.+)\.(\d+)\.")
 
 
+class ShapeAndDtype(Protocol):
+    """What a model expects under a name: a tensor, or a record of its shape and dtype."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+
+
 def misfits(
     model: torch.nn.Module,
     checkpoint: Checkpoint,
     layout: CheckpointLayout,
     excused: Callable[[str], bool] = lambda name: False,
 ) -> list[str]:
-    """Return everything that would leave a weight at random, or drop or distort one.
+    """Return a problem for everything that would leave a weight at random, or drop or distort one.
 
-    Tensors that the class does not know are no misfit, as a head for another task, unless they are layers beyond the
-    last one of the model.
+    Tensors that the class does not know, such as a head for another task, are not reported, unless they belong to
+    layers beyond the last one of the model.
 
     Args:
         model: The model on meta, as its class makes it.
@@ -36,39 +48,78 @@ def misfits(
         layout: Where its tensors go in the model.
         excused: Whether a parameter gets its value from elsewhere.
     """
-    state = {name: tensor for name, tensor in model.state_dict().items() if not excused(name)}
-    wrapped = _wrapped(checkpoint, layout, state)
-    if wrapped:
-        return [wrapped]  # all else follows from it
+    state: dict[str, torch.Tensor] = {name: t for name, t in model.state_dict().items() if not excused(name)}
+    prefixed = _prefixed_names(checkpoint, layout, state)
+    if prefixed:
+        return [prefixed]  # all other problems would follow from this one
     problems = [
-        f"{name}: the model has {list(state[name].shape)}, the checkpoint makes {list(shape)} of it "
-        f"({_files(checkpoint, [disk for disk, key in layout.key_of.items() if key == name])})"
+        shape_problem(name, state[name], shape, checkpoint, [d for d, key in layout.key_of.items() if key == name])
         for name, shape in layout.mismatched.items()
         if name in state
     ]
-    problems += _other_kinds(checkpoint, layout, state)
-    problems += [
-        f"{name}: the model has {_of(state[name])}, and the checkpoint {str(checkpoint.folder)!r} holds no tensor of "
-        f"that name, so it would start at random"
-        for name in lacking(model, layout, state)
-    ]
-    return problems + _beyond(model, checkpoint, layout)
+    problems += _cast_across_kinds(checkpoint, layout, state)
+    problems += missing_problems(model, checkpoint, state, {*layout.of, *layout.opaque}, all_names(model))
+    return problems + _beyond_last_layer(model, checkpoint, layout)
 
 
-def lacking(model: torch.nn.Module, layout: CheckpointLayout, state: Mapping[str, Any]) -> list[str]:
-    """Return the names of a state that the checkpoint holds under none of their names, and that the class needs."""
-    aliases = all_names(model)
-    held = {*layout.of, *layout.opaque}
-    optional = _pattern(getattr(model, "_keys_to_ignore_on_load_missing", None))
+def shape_problem(
+    name: str, expected: ShapeAndDtype, shape: Sequence[int], checkpoint: Checkpoint, disk: Collection[str]
+) -> str:
+    """Return the problem of a tensor that has another shape in the checkpoint, where ``disk`` are its parts."""
+    return (
+        f"{name}: the model has {list(expected.shape)}, the checkpoint makes {list(shape)} of it "
+        f"({_files(checkpoint, disk)})"
+    )
+
+
+def missing_names(
+    expected: Collection[str], stored: Collection[str], aliases: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return the names whose tensor is stored neither under them nor under a name that they are tied to.
+
+    Args:
+        expected: The names that the model needs.
+        stored: The names that the checkpoint makes, all of a tied tensor or only some.
+        aliases: All the names of a tied tensor, by each of them.
+    """
+    stored = frozenset(stored)
+    return [name for name in expected if stored.isdisjoint(aliases.get(name, (name,)))]
+
+
+def missing_problems(
+    model: torch.nn.Module,
+    checkpoint: Checkpoint,
+    expected: Mapping[str, ShapeAndDtype],
+    stored: Collection[str],
+    aliases: Mapping[str, Sequence[str]],
+) -> list[str]:
+    """Return a problem for each tensor that the model needs, its class does not excuse, and the checkpoint lacks."""
+    optional = _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None))
     return [
-        name
-        for name in state
-        if held.isdisjoint(aliases.get(name, (name,))) and not (optional is not None and optional.search(name))
+        f"{name}: the model has {str(expected[name].dtype).removeprefix('torch.')} {list(expected[name].shape)}, and "
+        f"the checkpoint {str(checkpoint.folder)!r} has no tensor of that name, so it would start at random"
+        for name in missing_names(expected, stored, aliases)
+        if not optional(name)
     ]
 
 
-def _wrapped(checkpoint: Checkpoint, layout: CheckpointLayout, state: Mapping[str, Any]) -> str | None:
-    """Return the problem of names that a wrapper has left its own prefix in."""
+def unexpected_tensors(model: torch.nn.Module, layout: CheckpointLayout) -> list[str]:
+    """Return the tensors on disk that the class neither has nor tells to ignore, by transformers' rules."""
+    if not layout.unknown:
+        return []
+    patterns: set[str] = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    # as PreTrainedModel._adjust_missing_and_unexpected_keys: old checkpoints hold these, of every layer
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    ignored = _matcher(patterns)
+    return [disk for disk in layout.unknown if not ignored(layout.key_of[disk])]
+
+
+def _prefixed_names(checkpoint: Checkpoint, layout: CheckpointLayout, state: Collection[str]) -> str | None:
+    """Return the problem of a checkpoint whose names all begin with a wrapper's prefix."""
     names = list(checkpoint.tensors)
     for prefix in WRAPPER_PREFIXES:
         if names and all(name.startswith(prefix) for name in names) and names[0] in layout.unknown:
@@ -82,37 +133,40 @@ def _wrapped(checkpoint: Checkpoint, layout: CheckpointLayout, state: Mapping[st
     return None
 
 
-def _other_kinds(checkpoint: Checkpoint, layout: CheckpointLayout, state: Mapping[str, Any]) -> list[str]:
-    """Return integers for floats and the other way round: the engines cast them without a word."""
+def _cast_across_kinds(
+    checkpoint: Checkpoint, layout: CheckpointLayout, state: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Return a problem for each integer stored for a float or the other way round: the engines cast them silently.
+
+    A cast from one float to another, fp8 included, is left to transformers, which loads these weights.
+    """
     problems = []
     for name, whole in layout.of.items():
-        wanted = state[name].dtype if name in state else None
+        expected = state[name].dtype if name in state else None
         for disk in dict.fromkeys(piece.tensor for piece in whole.pieces):
             info = checkpoint.tensors[disk]
-            held = DTYPES.get(info.dtype)
-            if wanted is not None and held is not None and wanted.is_floating_point != held.is_floating_point:
+            stored = DTYPES.get(info.dtype)
+            if expected is not None and stored is not None and expected.is_floating_point != stored.is_floating_point:
                 problems.append(
-                    f"{name}: the model has {str(wanted).removeprefix('torch.')}, {checkpoint.file_of[disk]} holds "
-                    f"{disk!r} as {info.dtype}; a config of quantized weights would say so. Save the checkpoint again"
+                    f"{name}: the model has {str(expected).removeprefix('torch.')}, {checkpoint.file_of[disk]} stores "
+                    f"{disk!r} as {info.dtype}, and no quantization_config in config.json explains it. Save the "
+                    f"checkpoint again"
                 )
     return problems
 
 
-def _beyond(model: torch.nn.Module, checkpoint: Checkpoint, layout: CheckpointLayout) -> list[str]:
-    """Return the tensors of layers that the model does not have, though it has a list of such layers."""
-    ignored = _pattern(getattr(model, "_keys_to_ignore_on_load_unexpected", None))
-    lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
+def _beyond_last_layer(model: torch.nn.Module, checkpoint: Checkpoint, layout: CheckpointLayout) -> list[str]:
+    """Return a problem for each tensor of a layer whose number is beyond the model's list of such layers."""
+    lengths = {name: len(module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
     problems = []
-    for disk in layout.unknown:
-        name = layout.key_of[disk]
-        if ignored is not None and ignored.search(name):
-            continue
-        for match in _NUMBERED.finditer(name):
-            inner = next((found for found in lists if match[1] == found or match[1].endswith(f".{found}")), None)
-            if inner is not None and int(match[2]) >= lists[inner]:
+    for disk in unexpected_tensors(model, layout):
+        for match in _NUMBERED.finditer(layout.key_of[disk]):
+            # An unknown name may have a prefix in front that the model's names lack: the end of the path decides.
+            path = next((path for path in lengths if match[1] == path or match[1].endswith(f".{path}")), None)
+            if path is not None and int(match[2]) >= lengths[path]:
                 problems.append(
-                    f"{disk}: {checkpoint.file_of[disk]} holds a layer {match[2]} of {inner}, and the model has "
-                    f"{lists[inner]}; correct the number of layers in config.json"
+                    f"{disk}: {checkpoint.file_of[disk]} has a layer {match[2]} of {path}, and the model has "
+                    f"{lengths[path]} layers; correct the number of layers in config.json"
                 )
                 break
     return problems
@@ -122,9 +176,9 @@ def _files(checkpoint: Checkpoint, disk: Collection[str]) -> str:
     return ", ".join(dict.fromkeys(str(checkpoint.file_of[name]) for name in disk))
 
 
-def _of(tensor: Any) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _pattern(patterns: Collection[str] | None) -> re.Pattern[str] | None:
-    return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns))) if patterns else None
+def _matcher(patterns: Collection[str] | None) -> Callable[[str], bool]:
+    """Return whether one of several regular expressions is found in a name."""
+    if not patterns:
+        return lambda name: False
+    pattern = re.compile("|".join(f"({each})" for each in sorted(patterns)))
+    return lambda name: pattern.search(name) is not None
