@@ -90,7 +90,7 @@ def run_ranks(
     status other than 0 is a RanksFailed; being late always is.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    with _folder(script) as folder:
+    with script_folder(script) as folder:
         command = [*torchrun, str(folder / "script.py"), *map(os.fspath, args)]
         return _run([(command, _environment(folder, env))], folder, nproc, timeout, check)
 
@@ -108,7 +108,7 @@ def spawn_ranks(
 
     They have ``RANK``, ``WORLD_SIZE`` and ``MEETING``, a path for ``init_method=f"file://{os.environ['MEETING']}"``.
     """
-    with _folder(script) as folder:
+    with script_folder(script) as folder:
         command = [sys.executable, str(folder / "script.py"), *map(os.fspath, args)]
         ranks = []
         for rank in range(nproc):
@@ -189,7 +189,8 @@ def _kill(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def _folder(script: str | Path) -> Iterator[Path]:
+def script_folder(script: str | Path) -> Iterator[Path]:
+    """A temporary folder with the script, which can report."""
     text = script.read_text() if isinstance(script, Path) else textwrap.dedent(script)
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
@@ -202,12 +203,17 @@ def import_path() -> str:
     return os.pathsep.join([*SHARED, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _environment(folder: Path, env: Mapping[str, str | None] | None) -> dict[str, str]:
+def environment_of_ranks() -> dict[str, str]:
+    """This process's environment without its place in a job, and with what all ranks need."""
     # Neither a job that the tests run in nor a rank that starts them may lend its place to these ranks.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "SLURM_"))}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         inherited.pop(name, None)
-    wanted = {**inherited, **ENVIRONMENT, OUT: str(folder), "PYTHONPATH": import_path(), **(env or {})}
+    return {**inherited, **ENVIRONMENT, "PYTHONPATH": import_path()}
+
+
+def _environment(folder: Path, env: Mapping[str, str | None] | None) -> dict[str, str]:
+    wanted = {**environment_of_ranks(), OUT: str(folder), **(env or {})}
     return {name: value for name, value in wanted.items() if value is not None}
 
 
@@ -231,7 +237,7 @@ def _run(
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        run = Run(next(filter(None, codes), 0), _text(output), _reports(folder, nproc), time.monotonic() - start)
+        run = Run(next(filter(None, codes), 0), _text(output), reports_of(folder, nproc), time.monotonic() - start)
     if check and run.code != 0:
         raise RanksFailed(f"the ranks ended with status {run.code}:\n{run.output[-TAIL:]}")
     return run
@@ -242,6 +248,7 @@ def _text(output: IO[str]) -> str:
     return output.read()
 
 
-def _reports(folder: Path, nproc: int) -> list[dict[str, Any]]:
+def reports_of(folder: Path, nproc: int) -> list[dict[str, Any]]:
+    """What each rank of a script in a folder has reported."""
     paths = [folder / f"{rank}.json" for rank in range(nproc)]
     return [json.loads(path.read_text()) if path.is_file() else {} for path in paths]

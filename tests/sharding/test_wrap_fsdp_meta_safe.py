@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from fsdp_cases import CASES, NOTHING
 from fsdp_sweep import CANNOT_STEP, NOT_COMPARED, OTHER_SUMS
+from rank_server import RankServer
 from tiny_models import causal_lm_classes, image_text_classes
-from torchrun import run_ranks
 
 SCRIPT = """
 import io, os, pathlib, sys, warnings
@@ -106,9 +106,9 @@ TWO += ["llama 2 None state", "llama 1 None state"]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two_ranks(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("two")
-    return run_ranks(SCRIPT, 2, args=[",".join(CASES), "[None]", folder, ",".join(SAMPLE)], timeout=240).found
+    return rank_server.run(SCRIPT, 2, args=[",".join(CASES), "[None]", folder, ",".join(SAMPLE)], timeout=240).found
 
 
 @pytest.mark.parametrize("case", TWO)
@@ -143,9 +143,11 @@ def test_a_sample_of_classes_equals_one_process(two_ranks: list[dict[str, Any]])
 @pytest.mark.parametrize(
     ("ranks", "version", "part"), [(2, 2, n) for n in range(8)] + [(2, 1, n) for n in range(8)] + [(4, 2, 0)]
 )
-def test_every_class_equals_one_process(ranks: int, version: int, part: int, tmp_path: Path) -> None:
+def test_every_class_equals_one_process(
+    rank_server: RankServer, ranks: int, version: int, part: int, tmp_path: Path
+) -> None:
     cases = [f"{name}:{version}" for name in EVERY[part::8]]
-    check_cases(run_ranks(SCRIPT, ranks, args=["", "[]", tmp_path, ",".join(cases)], timeout=1200).found, cases)
+    check_cases(rank_server.run(SCRIPT, ranks, args=["", "[]", tmp_path, ",".join(cases)], timeout=1200).found, cases)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -173,9 +175,9 @@ def test_the_units_are_the_layers_and_the_head_with_its_norm(two_ranks: list[dic
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def four_ranks(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("four")
-    return run_ranks(SCRIPT, 4, args=["mixtral", "[None, (2, 2)]", folder], timeout=240).found
+    return rank_server.run(SCRIPT, 4, args=["mixtral", "[None, (2, 2)]", folder], timeout=240).found
 
 
 def test_four_ranks_and_replicas_equal_one_process(four_ranks: list[dict[str, Any]]) -> None:

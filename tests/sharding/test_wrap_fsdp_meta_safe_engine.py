@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fsdp_cases import NOTHING, llama, reference
-from torchrun import run_ranks
+from rank_server import RankServer
 
 SCRIPT = """
 import os, pathlib, shutil, sys, time, types, warnings
@@ -233,9 +233,8 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    home = tmp_path_factory.mktemp("home")
-    return run_ranks(SCRIPT, 2, args=[tmp_path_factory.mktemp("engine")], env={"HF_HOME": str(home)}, timeout=240).found
+def found(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return rank_server.run(SCRIPT, 2, args=[tmp_path_factory.mktemp("engine")], timeout=240).found
 
 
 @pytest.mark.parametrize("version", [2, 1])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fsdp_cases import NOTHING
-from torchrun import run_ranks
+from rank_server import RankServer
 
 SCRIPT = """
 import sys, warnings
@@ -112,8 +112,8 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks(SCRIPT, 2, timeout=200).found
+def found(rank_server: RankServer) -> list[dict[str, Any]]:
+    return rank_server.run(SCRIPT, 2, timeout=200).found
 
 
 def test_the_recipe_makes_the_model_real_at_once_and_hands_over_a_module(found: list[dict[str, Any]]) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_hub import serve
 from fsdp_cases import NOTHING, llama, reference, save
-from torchrun import run_ranks
+from rank_server import RankServer
 
 SCRIPT = """
-import sys, time, warnings
+import os, sys, time, warnings
+import huggingface_hub.constants
 import torch, torch.distributed as dist
 warnings.simplefilter("ignore")
 from transformers import logging as transformers_logging
@@ -22,7 +24,11 @@ from fsdp_cases import *
 from safe_loading import meta_model, wrap_fsdp_meta_safe
 
 dist.init_process_group("gloo")
-base, adapter = sys.argv[1:3]
+base, adapter, where = sys.argv[1:]
+if where == "offline":
+    # as HF_HUB_OFFLINE does in a process that starts with it; every engine reads one of the two when it asks
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = "1"
 kind, _ = llama()
 
 def attached(model):
@@ -54,12 +60,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     save(reference(llama), root / "base")
     one = get_peft_model(reference(llama), LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     one.save_pretrained(root / "adapter")
-    given = [root / "base", root / "adapter"]
+    folders = [root / "base", root / "adapter"]
     env = {"HF_HUB_CACHE": str(root / "cache"), "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
-    with serve({"org/base": given[0], "org/adapter": given[1]}) as hub:
-        online = run_ranks(SCRIPT, 2, args=given, env={**env, "HF_ENDPOINT": hub.url}).found
-        requests = [request for request in hub.requests if "/api/models/" in request]
-    offline = run_ranks(SCRIPT, 2, args=given, env={"HF_HUB_CACHE": env["HF_HUB_CACHE"]}).found
+    with contextlib.ExitStack() as stack:
+        with serve({"org/base": folders[0], "org/adapter": folders[1]}) as hub:
+            # a server of its own: the address of the hub is read when its client is imported
+            ranks = stack.enter_context(RankServer({**env, "HF_ENDPOINT": hub.url}))
+            online = ranks.run(SCRIPT, 2, args=[*folders, "online"]).found
+            requests = [request for request in hub.requests if "/api/models/" in request]
+        offline = ranks.run(SCRIPT, 2, args=[*folders, "offline"]).found
     return {"online": online, "offline": offline, "requests": requests}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fsdp_cases import NOTHING
-from torchrun import run_ranks
+from rank_server import RankServer
 
 SCRIPT = """
 import sys, warnings
@@ -189,8 +189,8 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(SCRIPT, 2, args=[tmp_path_factory.mktemp("peft")], timeout=240).found
+def found(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return rank_server.run(SCRIPT, 2, args=[tmp_path_factory.mktemp("peft")], timeout=240).found
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fsdp_cases import NOTHING
-from torchrun import run_ranks
+from rank_server import RankServer
 
 SCRIPT = """
 import json, os, pathlib, shutil, sys, time, warnings
@@ -210,8 +210,8 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(SCRIPT, 2, args=[tmp_path_factory.mktemp("refuses")], timeout=240).found
+def found(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return rank_server.run(SCRIPT, 2, args=[tmp_path_factory.mktemp("refuses")], timeout=240).found
 
 
 REFUSED = {

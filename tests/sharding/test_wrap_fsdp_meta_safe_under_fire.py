@@ -7,7 +7,7 @@ import random
 from typing import Any, NamedTuple
 
 import pytest
-from torchrun import spawn_ranks
+from rank_server import RankServer
 
 SCRIPT = """
 import contextlib, functools, json, os, pathlib, signal, sys, time, warnings
@@ -24,7 +24,8 @@ from safe_loading._ranks.exchange import Ranks
 from safe_loading._sharding import reading, scatter
 from torchrun import fork_ranks, held_store
 
-folder = pathlib.Path(sys.argv[1])
+mine, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+folder = pathlib.Path(sys.argv[1], str(mine))
 small = lambda: llama(num_hidden_layers=2)
 one = reference(small)
 save(one, folder / "llama")
@@ -89,7 +90,7 @@ def rank_main(victim, kind, when, label, source, timeout, mesh, rank):
     return {**found, "seconds": time.monotonic() - started}
 
 with held_store() as port:
-    for number, (world, victim, kind, *where) in enumerate(json.loads(sys.argv[2])):
+    for number, (world, victim, kind, *where) in [*enumerate(json.loads(sys.argv[2]))][mine::processes]:
         main = functools.partial(rank_main, victim, kind, *where)
         hanging = victim if kind == "hang" else None
         report(**{str(number): fork_ranks(port, str(number), world, main, hanging=hanging)})
@@ -183,19 +184,21 @@ SAMPLE = {
 }
 
 
-def tried(cases: dict[str, Case], folder: Any, timeout: float = 500) -> dict[str, Any]:
-    found = spawn_ranks(SCRIPT, 1, args=[folder, json.dumps(list(cases.values()))], timeout=timeout).found[0]
+def tried(rank_server: RankServer, cases: dict[str, Case], folder: Any, timeout: float = 500) -> dict[str, Any]:
+    # two processes share the cases, which mostly wait
+    halves = rank_server.run(SCRIPT, 2, args=[folder, json.dumps(list(cases.values()))], timeout=timeout).found
+    found = halves[0] | halves[1]
     return {name: found[str(number)] for number, name in enumerate(cases)}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return tried({**SPECIAL, **SAMPLE}, tmp_path_factory.mktemp("fire"))
+def found(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return tried(rank_server, {**SPECIAL, **SAMPLE}, tmp_path_factory.mktemp("fire"))
 
 
 @pytest.fixture(scope="module")
-def all_found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return tried({**KILLED, **OF_A_MESH}, tmp_path_factory.mktemp("every fire"), 3000)
+def all_found(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return tried(rank_server, {**KILLED, **OF_A_MESH}, tmp_path_factory.mktemp("every fire"), 3000)
 
 
 def check(case: Case, facts: dict[str, Any]) -> None:
