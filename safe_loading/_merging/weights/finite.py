@@ -59,6 +59,7 @@ def delta_rms(update: Update) -> float:
     left = torch.cat([exact(term.left) * term.scaling for term in terms], 1)
     right = torch.cat([exact(term.right, left.device) for term in terms], 0)
     total = float(((left.T @ left) * (right @ right.T)).sum())
+    # Terms that cancel out may leave a sum just below zero.
     return math.sqrt(max(total, 0.0) / (update.shape[0] * update.shape[1]))
 
 

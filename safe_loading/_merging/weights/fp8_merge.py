@@ -85,6 +85,7 @@ def store_fp8(matrix: Fp8Matrix, values: torch.Tensor, start: int) -> None:
     current = stored.float().double()
     scales = _round_up(torch.where(needed <= current, current, needed), grid.dtype)
     spread = spread_scales(scales, matrix.block, 0, values.shape)
+    # A block of zeros may have the scale 0.
     codes = round_to_fp8(torch.where(spread == 0, 0.0, values / spread), rows.dtype)
     # Both are computed before either is written: when the memory runs out, codes and scales still fit together.
     stored.copy_(scales)

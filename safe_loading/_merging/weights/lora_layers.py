@@ -65,6 +65,7 @@ class MergeTarget:
 
 def is_blocked(layer: LoraModule, names: Sequence[str]) -> bool:
     """Return whether :func:`merge_targets` knows this kind of layer with these adapters; if not, peft merges it."""
+    # Exact types: a subclass, as peft's quantized layers and a user's own, may compute something else.
     return type(layer) in _BUILDERS and all(is_known(layer.lora_variant.get(name)) for name in names)
 
 
@@ -153,6 +154,7 @@ def _embedding(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
         )
     base, terms = layer.get_base_layer(), []
     refuse_own_forward(base)
+    # The weight has a row for each token, so lora_A, which takes tokens to ranks, is on the left here.
     for name in names:
         left, right = gathered(layer.lora_embedding_A[name].data).T, gathered(layer.lora_embedding_B[name].data).T
         terms.append(Term(left, right, layer.scaling[name], _magnitude(layer, name), name))
@@ -246,6 +248,7 @@ def _bias(layer: LoraModule, base: torch.nn.Module, names: Sequence[str]) -> lis
         raise CannotMergeError(
             f"a DoRA adapter follows {with_bias[0]!r}, which has lora_bias=True. Merge that one last"
         )
+    # FSDP2 shards a bias along its only dimension, as it does the rows of the weight.
     bias, (first,) = local_shard(data_of(base, "bias"))
     one = torch.ones((1, 1), dtype=torch.float64)
     terms = []

@@ -136,7 +136,7 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
         if not chosen:
             continue
         if not is_blocked(nested, chosen):
-            # peft's merge() takes a layer with those nested in it, so one that is not known makes all of them peft's.
+            # One nested layer that is not known leaves all of them to peft.
             _check_peft_merge(nested, chosen)
             return LayerMerge(path, layer, "peft", chosen, merged_before=before)
         if nested.merged_adapters and any(nested.use_dora.get(name) for name in chosen):

@@ -131,6 +131,7 @@ class OffloadedWeights:
             before = loader.index.get(offloaded.key)
             loader.index[offloaded.key] = entry
             self._written_bytes += offloaded.meta.nbytes
+            # A second merge replaces the file of the first; others belong to the caller and are never deleted.
             if before is not None and before.get(_MERGED_COPY):
                 Path(before["safetensors_file"]).unlink(missing_ok=True)
             offloaded.unset()  # frees the private pages
@@ -192,6 +193,7 @@ class OffloadedWeights:
             offloaded.unset()
         for hook in self._hooks:
             hook.offload = True
+        # Loaders read the converted tensors from where they were; the new files served this merge alone.
         for file in self._converted.values():
             file.unlink(missing_ok=True)
         for folder in self._folders.values():
@@ -251,8 +253,8 @@ def _map_privately(loader: OffloadedWeightsLoader, key: str) -> torch.Tensor:
     size = math.prod(shape)
     if not size:
         return torch.empty(shape, dtype=dtype)
-    path = str(Path(loader.save_folder) / f"{key}.dat")
-    return torch.from_file(path, shared=False, size=size, dtype=dtype).view(shape)
+    path = Path(f"{loader.save_folder}", f"{key}.dat")  # as accelerate names the files that it writes itself
+    return torch.from_file(str(path), shared=False, size=size, dtype=dtype).view(shape)
 
 
 def _map_safetensors(path: str | os.PathLike[str], name: str) -> torch.Tensor:

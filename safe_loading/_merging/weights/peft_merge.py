@@ -82,7 +82,7 @@ def _exact_values(job: LayerMerge) -> tuple[torch.Tensor, torch.Tensor] | None:
 def _relative_error(job: LayerMerge, exact: torch.Tensor, delta: torch.Tensor) -> float:
     """Return the rounding error of a requantized layer, relative to what its adapters added."""
     error = torch.linalg.vector_norm(decoded_weight(job.layer.get_base_layer()).float() - exact)
-    return float(error / torch.linalg.vector_norm(delta).clamp_min(1e-30))
+    return float(error / torch.linalg.vector_norm(delta).clamp_min(1e-30))  # adapters may add nothing
 
 
 def _requantized(errors: dict[str, float]) -> list[Finding]:

@@ -184,6 +184,7 @@ class RowMerger:
         """
         blocks = self._blocks(rows, start)
         targets = blocks if into is None else self._blocks(into, start)
+        # .to() returns the rows themselves unless their device has no float64; then a copy is merged and copied back.
         for (first, stored), (_, target) in zip(blocks, targets, strict=True):
             block = stored.to(self._device)
             out = target if block is stored else block

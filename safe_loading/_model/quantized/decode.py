@@ -131,8 +131,11 @@ def decoded_weight(module: torch.nn.Module) -> torch.Tensor:
     Raises:
         NotImplementedError: The kind of code is not known here.
     """
-    weight: Any = getattr(module, "weight", None)  # each engine has its own class of parameter
-    fp8 = None if weight is None else fp8_matrix_of(module, "weight")
+    unknown = f"{type(module).__name__} is quantized in a way that is not known here"
+    if getattr(module, "weight", None) is None:
+        raise NotImplementedError(unknown)
+    weight: Any = module.weight  # each engine has its own class of parameter
+    fp8 = fp8_matrix_of(module, "weight")
     if fp8 is not None:
         return fp8.rows(0, len(fp8.codes))
     if is_four_bit(weight):
@@ -151,4 +154,4 @@ def decoded_weight(module: torch.nn.Module) -> torch.Tensor:
         return int8_vectorwise_dequant(weight.data, scales.to(weight.device))  # type: ignore[no-any-return]  # a tensor
     if is_torchao(weight):
         return weight.dequantize()  # type: ignore[no-any-return]  # a tensor
-    raise NotImplementedError(f"{type(module).__name__} is quantized in a way that is not known here")
+    raise NotImplementedError(unknown)
