@@ -1,6 +1,10 @@
 """Every fault of a folder against every verb that reads one: refused at once, by name, and nothing is changed.
 
 A seeded sample runs by default, in which every fault meets a verb and every verb a fault; all pairs with ``-m ''``.
+
+A new fault goes into `faults.folders`, into the group of those that concern the same verbs. A new verb goes into
+`OF_A_BASE` or `OF_AN_ADAPTER`, and into the tuples of what it reads. A pair that is rightly no refusal goes into
+`ACCEPTED`, with the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ GENERATE, TRAIN = Workload.generate(1, 8), Workload.train(1, 8)
 
 
 class Good:
-    """A sound base and adapter, models made of them, and what all of these look like."""
+    """A sound base and adapter, and models made of them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -50,10 +54,6 @@ class Good:
         return get_peft_model(s.meta_model(self.base), PeftConfig.from_pretrained(self.adapter), low_cpu_mem_usage=True)
 
 
-def plan_with(good: Good, adapter: Path) -> Any:
-    return s.plan_device_map(good.base, LIMIT, workload=GENERATE.replace(adapter=adapter))
-
-
 def check(folder: Path) -> None:
     report = s.check_checkpoint(folder)
     if not report.ok:
@@ -61,7 +61,8 @@ def check(folder: Path) -> None:
 
 
 Verb = Callable[[Good, Path], tuple[Any, Callable[[], Any]]]
-# The model that the caller holds, which a refusal leaves as it is, and what the verb does with a folder.
+# From the good ones and the path of a bad folder: the caller's model, which a refusal must not change (None if there is
+# none), and the call.
 OF_A_BASE: dict[str, Verb] = {
     "load_peft_on_rank": lambda g, f: (None, lambda: s.load_peft_on_rank(g.adapter, f)),
     "merge_lora_checkpoint": lambda g, f: (None, lambda: s.merge_lora_checkpoint(f, g.adapter, g.out)),
@@ -87,7 +88,8 @@ OF_AN_ADAPTER: dict[str, Verb] = {
     ),
     "audit_model": lambda g, f: (None, lambda: s.audit_model(g.base, TRAIN.replace(adapter=f))),
 }
-# Verbs that need no weights read configs and headers. Whether tensors fit a model is for those that load them.
+# Which verbs read what. Verbs that need no weights read configs and headers only; whether tensors fit a model is found
+# by those that load them.
 NEEDS_WEIGHTS = (
     "load_peft_on_rank",
     "merge_lora_checkpoint",
@@ -98,19 +100,19 @@ NEEDS_WEIGHTS = (
 LOADS = ("load_peft_on_rank", "merge_lora_checkpoint", "wrap_fsdp_meta_safe")
 NEEDS_CONFIG = tuple(verb for verb in OF_A_BASE if verb not in ("check_checkpoint", "wrap_fsdp_meta_safe"))
 ATTACHES = ("load_peft_on_rank", "load_adapter_on_rank", "hot swap", "merge_lora_checkpoint", "wrap_fsdp_meta_safe")
-# Pairs that are no refusal, and why.
+# Pairs that are not refused, and why.
 ACCEPTED = {
-    # a tensor of no layer may be a head for another task: a finding of the load, copied by the merge
+    # a tensor outside the layers may be a head for another task: a finding of the load, copied by the merge
     ("extra tensor", "load_peft_on_rank"),
     ("extra tensor", "merge_lora_checkpoint"),
-    # what the merge does not touch is written as it was
+    # the merge writes what it does not touch as it was
     ("tied by the config, not on disk", "merge_lora_checkpoint"),
-    # told by the config alone, and the swap takes what the file holds
+    # only the config names them, and a swap takes the tensors of the file
     ("adapter for modules that are not there", "hot swap"),
     ("adapter for modules that are not there", "wrap_fsdp_meta_safe"),
-    # peft's methods are known to peft, which the check does not import
+    # only peft knows peft's methods, and the check does not import it
     ("adapter of no method", "check_checkpoint"),
-    # taken for a model, of which config.json is missing
+    # taken for a model without a config.json
     ("adapter config missing", "predict_memory"),
 }
 
@@ -168,9 +170,10 @@ def state_of(model: Any) -> str:
     return digest.hexdigest()
 
 
-def attempt(good: Good, folder: Path, verb: Verb, made: list[Any]) -> None:
+def attempt(good: Good, folder: Path, verb: Verb, before: list[Any]) -> None:
+    """Call the verb, after adding to `before` the model and what everything looks like before the call."""
     model, call = verb(good, folder)
-    made.append((model, state_of(model), files_of(good.root), files_of(folder)))
+    before.append((model, state_of(model), files_of(good.root), files_of(folder)))
     call()
 
 
@@ -183,21 +186,21 @@ CAPABILITIES_3, READ_ANYTHING = 0x20080522, 0b110  # CAP_DAC_OVERRIDE and CAP_DA
 
 @contextmanager
 def no_more_than_its_owner() -> Iterator[None]:
-    """Root without the right to read what it must not read as the owner of a file: then it is a user as others are."""
+    """Take away root's right to read every file, so that a fault of permissions is one for root as well."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         yield
         return
     head = (ctypes.c_uint32 * 2)(CAPABILITIES_3, 0)  # of this thread
-    held = (ctypes.c_uint32 * 6)()
+    capabilities = (ctypes.c_uint32 * 6)()
     library = ctypes.CDLL(None)
-    library.capget(head, held)
-    fewer = (ctypes.c_uint32 * 6)(*held)
+    library.capget(head, capabilities)
+    fewer = (ctypes.c_uint32 * 6)(*capabilities)
     fewer[0] &= ~READ_ANYTHING
     library.capset(head, fewer)
     try:
         yield
     finally:
-        library.capset(head, held)
+        library.capset(head, capabilities)
 
 
 def hang(*_: object) -> None:
@@ -211,18 +214,18 @@ def test_it_is_refused_by_name_and_nothing_is_changed(
     folder = tmp_path / "case" / "model"
     shutil.copytree(good.base if kind == "base" else good.adapter, folder)
     fault.change(folder)
-    before = signal.signal(signal.SIGALRM, hang)
+    handler = signal.signal(signal.SIGALRM, hang)
     signal.alarm(SECONDS)
-    made: list[Any] = []
+    before: list[Any] = []
     try:
         with pytest.raises(s.SafeLoadingError) as caught, no_more_than_its_owner():
-            attempt(good, folder, (OF_A_BASE if kind == "base" else OF_AN_ADAPTER)[verb], made)
+            attempt(good, folder, (OF_A_BASE if kind == "base" else OF_AN_ADAPTER)[verb], before)
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
     text = str(caught.value)
     assert [word for word in (str(folder), *fault.words) if word not in text] == [], text
-    for model, state, files, held in made:  # nothing, where meta_model refused to make the model to wrap
+    for model, state, good_files, files in before:  # empty where meta_model refused to make the model to wrap
         assert state_of(model) == state
-        assert files_of(good.root) == files
-        assert files_of(folder) == held
+        assert files_of(good.root) == good_files
+        assert files_of(folder) == files

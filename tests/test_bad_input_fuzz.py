@@ -47,13 +47,13 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
     if kind < 0.6:
         document = json.loads(data)
         for _ in range(chance.choice((1, 1, 1, 2, 5))):
-            held = list(places(document))
-            if held:
-                container, key = chance.choice(held)
+            entries = list(places(document))
+            if entries:
+                container, key = chance.choice(entries)
                 if chance.random() < 0.2:
                     del container[key]
                 elif chance.random() < 0.2:
-                    container[key] = copy.deepcopy(chance.choice(held)[0])  # another part of the document
+                    container[key] = copy.deepcopy(chance.choice(entries)[0])  # another part of the document
                 else:
                     container[key] = copy.deepcopy(chance.choice(ODD))
         return json.dumps(document).encode()
@@ -93,6 +93,10 @@ def hang(*_: object) -> None:
 
 
 def fuzz(folder: Path, name: str, count: int, read: Callable[[], Any], judge: Callable[[Any], None]) -> None:
+    """Mutate a file `count` times: `read` must raise a SafeLoadingError, or return what `judge` asserts to be right.
+
+    Both outcomes must occur. `check_checkpoint` must never raise.
+    """
     good = (folder / name).read_bytes()
     outcomes = {"read": 0, "refused": 0}
     before = signal.signal(signal.SIGALRM, hang)
@@ -120,10 +124,10 @@ def test_a_changed_index_is_refused_or_says_the_same(sound: tuple[Path, Path], t
     folder = Path(shutil.copytree(sound[0], tmp_path / "base"))
     true = {name: (info.shape, info.dtype, info.start) for name, info in read_checkpoint(folder).tensors.items()}
 
-    def judge(found: Checkpoint) -> None:
-        held = {name: (info.shape, info.dtype, info.start) for name, info in found.tensors.items()}
-        assert held == true
-        assert {path.parent for path in found.files} == {folder}
+    def judge(checkpoint: Checkpoint) -> None:
+        tensors = {name: (info.shape, info.dtype, info.start) for name, info in checkpoint.tensors.items()}
+        assert tensors == true
+        assert {path.parent for path in checkpoint.files} == {folder}
 
     fuzz(folder, INDEX, 250, lambda: read_checkpoint(folder), judge)
 
@@ -132,10 +136,10 @@ def test_a_changed_adapter_config_is_refused_or_read_as_peft_reads_it(sound: tup
     folder = Path(shutil.copytree(sound[1], tmp_path / "adapter"))
 
     def judge(config: Any) -> None:
-        said = json.loads((folder / "adapter_config.json").read_text())
-        assert config.peft_type == said["peft_type"]
-        if said["peft_type"] == "LORA":
-            assert (config.r, config.lora_alpha) == (said["r"], said["lora_alpha"])
+        document = json.loads((folder / "adapter_config.json").read_text())
+        assert config.peft_type == document["peft_type"]
+        if document["peft_type"] == "LORA":
+            assert (config.r, config.lora_alpha) == (document["r"], document["lora_alpha"])
             assert config.r >= 1
 
     fuzz(folder, "adapter_config.json", 250, lambda: read_peft_config(folder), judge)
@@ -145,8 +149,8 @@ def test_a_changed_config_is_refused_or_makes_the_model_that_it_says(sound: tupl
     folder = Path(shutil.copytree(sound[0], tmp_path / "base"))
 
     def judge(model: Any) -> None:
-        said = json.loads((folder / "config.json").read_text())
-        assert model.config.model_type == said["model_type"]
+        document = json.loads((folder / "config.json").read_text())
+        assert model.config.model_type == document["model_type"]
         assert all(tensor.is_meta for tensor in model.parameters())
 
     fuzz(folder, "config.json", 60, lambda: meta_model(folder), judge)

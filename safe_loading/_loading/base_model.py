@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -130,10 +129,10 @@ def auto_class_for(facts: AdapterFacts, config: PreTrainedConfig) -> ModelClass:
     )
 
 
-def skeleton(
-    auto_class: Any, folder: Path, dtype: torch.dtype | str, base_kwargs: EngineKwargs
+def base_on_meta(
+    auto_class: ModelClass, folder: Path, dtype: torch.dtype | str, base_kwargs: EngineKwargs
 ) -> torch.nn.Module | None:
-    """Return the base on meta, in the dtype that it will have, or None when its class cannot be built so."""
+    """Return the base on meta, in the dtype that it will have, or None if its class cannot be built on meta."""
     options = {"trust_remote_code": False, **base_kwargs}
     trusted = bool(options["trust_remote_code"])
     try:

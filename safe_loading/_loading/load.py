@@ -25,11 +25,11 @@ from .attach import Adapter, Attached, attach, check_on_meta
 from .base_model import (
     auto_class_for,
     base_config,
+    base_on_meta,
     check_fit,
     load_base,
     loading_findings,
     name_base,
-    skeleton,
     untied_findings,
 )
 from .report import LoadedPart
@@ -91,7 +91,7 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
     checkpoint = None
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
         checkpoint = read_checkpoint(folder, variant=options.base_kwargs.get("variant"), kind="model")
-    meta_model = skeleton(auto_class, folder, options.dtype, options.base_kwargs)
+    meta_model = base_on_meta(auto_class, folder, options.dtype, options.base_kwargs)
     if meta_model is not None and options.strict:
         if checkpoint is not None:
             check_fit(meta_model, checkpoint, adapters)

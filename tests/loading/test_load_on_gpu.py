@@ -64,10 +64,10 @@ def run(index: int, tmp_path: Path, dtype: torch.dtype) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_device_one_context_and_no_more_memory_than_needed(tmp_path: Path, dtype: torch.dtype) -> None:
     index = torch.cuda.device_count() - 1
-    found = run(index, tmp_path, dtype)
-    assert found["devices"] == [f"cuda:{index}"]
-    assert found["contexts"] == [index]
-    assert found["equal"]
-    assert found["rng"]
-    rounded = [-(-size // 512) * 512 for size in found["tensors"]]  # the caching allocator's unit
-    assert found["peak"] <= sum(rounded) + max(rounded)
+    facts = run(index, tmp_path, dtype)
+    assert facts["devices"] == [f"cuda:{index}"]
+    assert facts["contexts"] == [index]
+    assert facts["equal"]
+    assert facts["rng"]
+    rounded = [-(-size // 512) * 512 for size in facts["tensors"]]  # the caching allocator's unit
+    assert facts["peak"] <= sum(rounded) + max(rounded)

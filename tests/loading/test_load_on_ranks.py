@@ -68,7 +68,7 @@ SCRIPT = """
     device_for_rank._visible_devices = seen
     del os.environ["ASCEND_RT_VISIBLE_DEVICES"]
     report({"two": tried(lambda: load_peft_on_rank(adapter, base, ranks=[0, 2])) if rank != 1 else {}})
-    report({"told differently": tried(lambda: load_peft_on_rank(second if rank == 1 else adapter, base))})
+    report({"asked differently": tried(lambda: load_peft_on_rank(second if rank == 1 else adapter, base))})
 
     # as if each rank were a node of its own, with a copy of the adapter that differs on one of them
     from safe_loading._ranks import exchange
@@ -82,7 +82,7 @@ SCRIPT = """
 
 
 @pytest.fixture(scope="module")
-def found(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("ranks")
     base = save_llama(root / "base")
     adapter = save_adapter(root / "adapter", base)
@@ -99,21 +99,21 @@ def found(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> dic
     return {"ranks": facts, "first": first, "cached": cached}
 
 
-def each(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    return [facts[name] for facts in found["ranks"]]
+def each(results: dict[str, Any], case: str) -> list[dict[str, Any]]:
+    return [facts[case] for facts in results["ranks"]]
 
 
-def test_each_rank_has_its_own_device_and_no_other(found: dict[str, Any]) -> None:
-    for rank, facts in enumerate(each(found, "load")):
+def test_each_rank_has_its_own_device_and_no_other(results: dict[str, Any]) -> None:
+    for rank, facts in enumerate(each(results, "load")):
         assert facts["contexts"] == [rank]
         assert facts["device"] == f"npu:{rank}"
         assert facts["ranks"] == RANKS
         assert facts["rng"]
-    assert len({facts["sum"] for facts in each(found, "load")}) == 1
+    assert len({facts["sum"] for facts in each(results, "load")}) == 1
 
 
-def test_a_later_adapter_stays_there(found: dict[str, Any]) -> None:
-    for rank, facts in enumerate(each(found, "second")):
+def test_a_later_adapter_stays_there(results: dict[str, Any]) -> None:
+    for rank, facts in enumerate(each(results, "second")):
         assert facts["contexts"] in ([], [rank])
         assert facts["parts"][0][3] == f"npu:{rank}"
 
@@ -126,9 +126,9 @@ def test_a_later_adapter_stays_there(found: dict[str, Any]) -> None:
     ],
 )
 def test_if_one_rank_fails_all_raise_with_its_cause(
-    found: dict[str, Any], case: str, failing: int, kind: str, words: list[str]
+    results: dict[str, Any], case: str, failing: int, kind: str, words: list[str]
 ) -> None:
-    for rank, facts in enumerate(each(found, case)):
+    for rank, facts in enumerate(each(results, case)):
         assert facts["error"] == (kind if rank == failing else "RankError"), facts
         assert all(word in facts["text"] for word in words)
         if rank != failing:
@@ -136,54 +136,54 @@ def test_if_one_rank_fails_all_raise_with_its_cause(
             assert kind in facts["text"]
 
 
-def test_if_all_fail_each_has_the_cause(found: dict[str, Any]) -> None:
-    for facts in each(found, "all fail"):
+def test_if_all_fail_each_has_the_cause(results: dict[str, Any]) -> None:
+    for facts in each(results, "all fail"):
         assert facts["error"] in ("AdapterError", "RankError")
         assert "layers.1.self_attn.q_proj" in facts["text"]
 
 
-def test_ranks_that_were_told_different_things_all_raise(found: dict[str, Any]) -> None:
-    for facts in each(found, "told differently"):
+def test_ranks_that_ask_for_different_things_all_raise(results: dict[str, Any]) -> None:
+    for facts in each(results, "asked differently"):
         assert facts["error"] == "RanksDisagree"
         assert "rank 1 asks for" in facts["text"]
 
 
-def test_after_a_failure_the_next_call_works(found: dict[str, Any]) -> None:
-    assert all(facts["parts"][0][0] == "fourth" for facts in each(found, "after"))
+def test_after_a_failure_the_next_call_works(results: dict[str, Any]) -> None:
+    assert all(facts["parts"][0][0] == "fourth" for facts in each(results, "after"))
 
 
-def test_one_rank_asks_the_hub(found: dict[str, Any]) -> None:
-    for facts in (*each(found, "hub"), *each(found, "hub again")):
+def test_one_rank_asks_the_hub(results: dict[str, Any]) -> None:
+    for facts in (*each(results, "hub"), *each(results, "hub again")):
         assert [part[:3] for part in facts["parts"]] == [
             ["base", "org/base", commit_of("org/base")],
             ["default", "org/adapter", commit_of("org/adapter")],
         ]
-    assert any("/resolve/" in request for request in found["first"])
-    assert len(found["cached"]) == 2, found["cached"]
+    assert any("/resolve/" in request for request in results["first"])
+    assert len(results["cached"]) == 2, results["cached"]
 
 
-def test_some_ranks_or_one_can_load_without_the_others(found: dict[str, Any]) -> None:
-    assert each(found, "alone")[0]["ranks"] == 1
-    assert [(facts.get("rank"), facts.get("ranks")) for facts in each(found, "two")] == [(0, 2), (None, None), (1, 2)]
+def test_some_ranks_or_one_can_load_without_the_others(results: dict[str, Any]) -> None:
+    assert each(results, "alone")[0]["ranks"] == 1
+    assert [(facts.get("rank"), facts.get("ranks")) for facts in each(results, "two")] == [(0, 2), (None, None), (1, 2)]
 
 
-def test_one_device_for_all_ranks_is_refused_unless_it_is_named(found: dict[str, Any]) -> None:
-    for facts in each(found, "one device for all"):
+def test_one_device_for_all_ranks_is_refused_unless_it_is_named(results: dict[str, Any]) -> None:
+    for facts in each(results, "one device for all"):
         assert facts["error"] == "DeviceError"
         assert "ranks [0, 1, 2] own npu:0" in facts["text"]
-    assert all(facts["contexts"] == [0] for facts in each(found, "shared by name"))
+    assert all(facts["contexts"] == [0] for facts in each(results, "shared by name"))
 
 
-def test_a_rank_that_does_not_come_is_named(found: dict[str, Any]) -> None:
-    for facts in each(found, "one late")[:2]:
+def test_a_rank_that_does_not_come_is_named(results: dict[str, Any]) -> None:
+    for facts in each(results, "one late")[:2]:
         assert facts["error"] == "RankTimeout"
         assert "TimeoutError" in facts["bases"]
         assert "2" in facts["text"]
         assert "ranks=" in facts["text"]
 
 
-def test_nodes_with_different_copies_all_raise(found: dict[str, Any]) -> None:
-    for facts in each(found, "copies differ"):
+def test_nodes_with_different_copies_all_raise(results: dict[str, Any]) -> None:
+    for facts in each(results, "copies differ"):
         assert facts["error"] == "RanksDisagree"
         assert "SHA-256" in facts["text"]
-    assert all("error" not in facts for facts in each(found, "copies equal"))
+    assert all("error" not in facts for facts in each(results, "copies equal"))

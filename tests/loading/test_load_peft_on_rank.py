@@ -65,7 +65,7 @@ def test_logits_equal_the_plain_two_steps(made: Made, dtype: torch.dtype) -> Non
     assert not torch.equal(logits(ours), logits(AutoModelForCausalLM.from_pretrained(base)))
 
 
-def test_an_adapter_of_float32_on_bfloat16_equals_the_plain_road_too(made: Made) -> None:
+def test_an_adapter_of_float32_on_bfloat16_equals_the_plain_load_too(made: Made) -> None:
     base, adapter = made.llama(torch.bfloat16), made.adapter(made.llama(), dtype=torch.float32)
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     assert torch.equal(logits(load_peft_on_rank(adapter, base)), logits(plain))
@@ -114,7 +114,7 @@ def test_saving_over_the_adapter_does_not_change_the_model(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_gives_the_logits_of_the_plain_road(made: Made, kind: str) -> None:
+def test_every_kind_gives_the_logits_of_the_plain_load(made: Made, kind: str) -> None:
     base = made.llama(attention_bias=True) if kind == "trained bias" else made.llama()
     adapter = made.adapter(base, **KINDS[kind])
     ours, plain = load_peft_on_rank(adapter, base), two_steps(adapter, base)
@@ -210,7 +210,7 @@ def test_experts_of_transformers_4_on_a_fused_model(tmp_path: Path, layout: str)
 @pytest.mark.parametrize(
     "method", ["AdaLoraConfig", "IA3Config", "VeraConfig", "OFTConfig", "PromptTuningConfig", "PrefixTuningConfig"]
 )
-def test_other_methods_take_peft_s_road(tmp_path: Path, tiny_llama: Path, method: str) -> None:
+def test_other_methods_are_left_to_peft(tmp_path: Path, tiny_llama: Path, method: str) -> None:
     import peft
 
     prompt = method.startswith("Pr")
@@ -241,15 +241,15 @@ def test_quantized_bases(made: Made, bits: int, kind: str) -> None:
     base = made.llama(hidden_size=64, intermediate_size=128)
     adapter = made.adapter(base, **KINDS[kind])
     quantized = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_compute_dtype=torch.float32)
-    given = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantized)
+    loaded = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantized)
     plain = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base, quantization_config=quantized), adapter, autocast_adapter_dtype=False
     )
     expected = logits(plain)
     ours = load_peft_on_rank(adapter, base, base_kwargs={"quantization_config": quantized})
     assert torch.equal(logits(ours), expected)
-    assert torch.equal(logits(load_peft_on_rank(adapter, given)), expected)
-    kept = type(given.model.layers[0].self_attn.q_proj.base_layer.weight).__name__
+    assert torch.equal(logits(load_peft_on_rank(adapter, loaded)), expected)
+    kept = type(loaded.model.layers[0].self_attn.q_proj.base_layer.weight).__name__
     assert kept == {4: "Params4bit", 8: "Int8Params"}[bits]
 
 
@@ -328,7 +328,7 @@ def one_nan(tensors: faults.Tensors) -> None:
 
 FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "missing keys": ({"tensors": faults.without("layers.1.self_attn.q_proj.lora_B")}, ["layers.1.self_attn.q_proj"]),
-    "keys of a layer that the base lacks": ({"tensors": rename_layers}, ["layers.7.", "no module", "3 layers"]),
+    "keys of a layer that the base does not have": ({"tensors": rename_layers}, ["layers.7.", "no module", "3 layers"]),
     "targets that cover a part": (
         {"config": lambda c: c.update(target_modules=["q_proj"])},
         ["v_proj", "target_modules", "down_proj"],
@@ -364,9 +364,9 @@ def test_a_fault_is_refused_and_leaves_the_base_as_it_was(
     bad = faults.edited(tiny_adapter, tmp_path / "bad", **edits)
     base = AutoModelForCausalLM.from_pretrained(tiny_llama)
     before, bits = state(base), {key: p.clone() for key, p in base.state_dict().items()}
-    for given in (base, tiny_llama):
+    for base_model in (base, tiny_llama):
         with pytest.raises(AdapterError) as refused:
-            load_peft_on_rank(bad, given)
+            load_peft_on_rank(bad, base_model)
         for word in [*words, str(bad)]:
             assert word in str(refused.value)
         assert isinstance(refused.value, ValueError)
@@ -388,14 +388,16 @@ def test_all_faults_are_listed_at_once(tmp_path: Path, tiny_llama: Path, tiny_ad
         assert word in text
 
 
-def test_without_strict_the_rest_is_loaded_and_said_once(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+def test_without_strict_the_rest_is_loaded_and_warned_of_once(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
     bad = faults.edited(tiny_adapter, tmp_path / "bad", tensors=faults.without("layers.1.self_attn.q_proj.lora_B"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = load_peft_on_rank(bad, tiny_llama, strict=False)
-    said = [w for w in caught if "strict=False" in str(w.message)]
-    assert len(said) == 1
-    assert "layers.1.self_attn.q_proj.lora_B" in str(said[0].message)
+    warned = [w for w in caught if "strict=False" in str(w.message)]
+    assert len(warned) == 1
+    assert "layers.1.self_attn.q_proj.lora_B" in str(warned[0].message)
     assert not model.load_report.ok
     assert [f.code for f in model.load_report.findings if f.severity == "error"] == ["adapter-key-missing"]
     q1 = model.get_base_model().model.layers[1].self_attn.q_proj
@@ -435,7 +437,7 @@ def test_a_resized_vocabulary_says_how_to_resize(tmp_path: Path, tiny_llama: Pat
     assert torch.equal(logits(load_peft_on_rank(adapter, resized)), logits(two_steps(adapter, tmp_path / "resized")))
 
 
-def test_embeddings_that_peft_saved_beside_replace_the_base_s_and_are_said(tmp_path: Path, tiny_llama: Path) -> None:
+def test_embeddings_that_peft_saved_too_replace_the_base_s_and_are_reported(tmp_path: Path, tiny_llama: Path) -> None:
     import peft
 
     model = peft.get_peft_model(
@@ -450,7 +452,7 @@ def test_embeddings_that_peft_saved_beside_replace_the_base_s_and_are_said(tmp_p
     assert "base-weight-replaced" in [f.code for f in ours.load_report.findings]
 
 
-def test_another_number_of_layers_is_said_in_one_line(tmp_path: Path, tiny_adapter: Path) -> None:
+def test_another_number_of_layers_is_told_in_one_line(tmp_path: Path, tiny_adapter: Path) -> None:
     deeper = save_llama(tmp_path / "deeper", num_hidden_layers=5)
     with pytest.raises(AdapterError, match="tensors for layers up to 2, the base has 5 layers"):
         load_peft_on_rank(tiny_adapter, deeper)
@@ -545,7 +547,7 @@ def test_arguments_for_a_base_that_is_loaded_already_are_refused(
 @pytest.mark.parametrize(
     "prefix", ["_fsdp_wrapped_module.", "module.", "_orig_mod.", "module._orig_mod._fsdp_wrapped_module."]
 )
-def test_keys_of_wrappers_are_renamed_and_said(
+def test_keys_of_wrappers_are_renamed_and_reported(
     tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, prefix: str
 ) -> None:
     wrapped = faults.edited(tiny_adapter, tmp_path / "wrapped", tensors=faults.with_prefix(prefix))
@@ -702,12 +704,12 @@ def test_embeddings_saved_in_a_narrower_dtype_are_widened(tmp_path: Path, tiny_l
 
 
 @pytest.mark.parametrize("adapter", [None, "", 3, ["a"]])
-def test_what_is_no_adapter_is_named(tiny_llama: Path, adapter: Any) -> None:
+def test_what_is_not_an_adapter_is_named(tiny_llama: Path, adapter: Any) -> None:
     with pytest.raises(ArgumentError, match="first argument"):
         load_peft_on_rank(adapter, tiny_llama)
 
 
-def test_paths_that_are_not_there_say_what_to_pass(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+def test_missing_paths_say_what_to_pass(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="is not a folder"):
         load_peft_on_rank(tmp_path / "nowhere", tiny_llama)
     moved = faults.edited(
@@ -766,7 +768,7 @@ def test_names_that_peft_cannot_keep_are_refused(tiny_llama: Path, tiny_adapter:
 # ---------------------------------------------------------------------------------------------------------- report
 
 
-def test_the_report_says_what_lies_where(
+def test_the_report_says_what_is_where(
     tiny_llama: Path, tiny_adapter: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.INFO, logger="safe_loading"):
@@ -828,19 +830,19 @@ def test_an_adapter_that_is_cut_or_written_again_while_it_is_read_is_an_error_an
 
         return first
 
-    for act, said in (
+    for act, message in (
         (lambda: os.truncate(file, 100), r"adapter_model.safetensors became shorter while it was read"),
         (lambda: os.utime(file, ns=(1, 1)), r"adapter_model.safetensors was written again while it was read"),
     ):
         file.write_bytes(data)
         monkeypatch.setattr(values, "_read_tensor", during(act))
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             calls[verb]()
     assert state(model) == before
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
-def test_what_the_base_holds_beyond_its_class_is_told_and_two_values_of_a_tied_weight_are_refused(
+def test_what_the_base_has_beyond_its_class_is_reported_and_two_values_of_a_tied_weight_are_refused(
     tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
 ) -> None:
     base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
@@ -872,10 +874,10 @@ def test_keys_that_peft_renames_to_nothing_are_loaded(tmp_path: Path, name: str,
     config = {"auto_class": kind, "target_modules": "all-linear", "task_type": None, "use_dora": dora}
     adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", **config)
     on_file = load_file(adapter / "adapter_model.safetensors")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         theirs = get_peft_model_state_dict(PeftModel.from_pretrained(kind.from_pretrained(tmp_path / "base"), adapter))
-    assert any("missing adapter keys" in str(each.message) for each in said)  # else this can go
+    assert any("missing adapter keys" in str(warning.message) for warning in caught)  # else this can go
     assert not all(torch.equal(theirs[key], value) for key, value in on_file.items())
     ours = get_peft_model_state_dict(load_peft_on_rank(adapter, tmp_path / "base", auto_class=kind))
     assert ours.keys() == on_file.keys()

@@ -15,7 +15,7 @@ from tiny_models import causal_lm_classes, image_text_classes, tiny_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedConfig
 
 from safe_loading import ArgumentError, CheckpointNotFound, meta_model
-from safe_loading._loading.base_model import skeleton
+from safe_loading._loading.base_model import base_on_meta
 from safe_loading._model.meta_model import build_on_meta, class_in_config
 
 EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
@@ -122,7 +122,7 @@ def test_the_base_of_an_adapter_is_built_with_the_dtypes_of_from_pretrained(tmp_
 
     folder = save_llama(tmp_path, torch.bfloat16, tie_word_embeddings=True)
     for dtype in ("auto", torch.float16):
-        model: Any = skeleton(Careful, folder, dtype, {})
+        model: Any = base_on_meta(Careful, folder, dtype, {})
         wanted: Any = Careful.from_pretrained(folder, dtype=dtype)
         for named in ("named_parameters", "named_buffers"):
             dtypes = {name: tensor.dtype for name, tensor in getattr(wanted, named)()}
