@@ -11,14 +11,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from safe_loading._core.arguments import model_source
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, worst_first
 from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading.errors import ArgumentError, TraceError
 
 from .audit import device_checks, dtypes_and_ties, kept_memory, loss, step_checks, training, wrappers
 from .audit.audited_model import AuditedModel
-from .audit.report import AuditReport, sorted_findings
+from .audit.report import AuditReport
 from .forecast.build_model import build
 from .predict_memory import predict_memory
 
@@ -104,7 +104,7 @@ def audit_model(
             skipped.append(f"forecast: {error}")
     return AuditReport(
         model=os.fspath(source) if isinstance(source, (str, os.PathLike)) else type(model).__name__,
-        findings=sorted_findings(findings),
+        findings=worst_first(sorted(findings, key=lambda finding: (-finding.bytes, finding.code))),
         checked=tuple(checked),
         skipped=tuple(skipped),
         dtypes=dtypes_and_ties.bytes_by_dtype(audited),

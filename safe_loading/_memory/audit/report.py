@@ -5,27 +5,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from safe_loading._core.report import Finding, Table, Verdict, format_bytes, text_table, to_json
 from safe_loading._memory.forecast.report import MemoryForecast
 
-_RANK = {"error": 0, "warning": 1, "info": 2}
 _GITHUB = {"error": "error", "warning": "warning", "info": "notice"}
 _SARIF = {"error": "error", "warning": "warning", "info": "note"}
 
 
 @dataclass(frozen=True)
 class AuditReport(Verdict):
-    """What is wrong with a model that is about to be trained, worst first.
+    """What is wrong with a model that is about to be trained.
 
     Attributes:
         model: What was audited.
-        findings: Each with its code, the bytes that it costs, where it is and what to do.
+        findings: What was found, worst first; each finding has a code, the bytes that it costs, a place and a fix.
         checked: The names of the checks that ran.
         skipped: The checks that could not run, and why.
-        dtypes: Bytes of the parameters by dtype, trained and frozen apart.
-        forecast: The step's memory, when a workload was given.
+        dtypes: The bytes of the parameters by dtype, trainable and frozen ones separately.
+        forecast: The memory of the step, if a workload was given.
     """
 
     model: str
@@ -37,7 +35,7 @@ class AuditReport(Verdict):
 
     @property
     def bytes(self) -> int:
-        """What the findings cost together; some may count the same tensor."""
+        """The sum of what the findings cost; a tensor may be counted by several."""
         return sum(finding.bytes for finding in self.findings)
 
     def _title(self) -> str:
@@ -49,7 +47,7 @@ class AuditReport(Verdict):
         return [Table(("parameters", "bytes"), [(dtype, format_bytes(size)) for dtype, size in self.dtypes.items()])]
 
     def __str__(self) -> str:
-        """Return the verdict, a paragraph for each finding, and the census of dtypes."""
+        """Return the verdict, a paragraph for each finding, and the bytes by dtype."""
         parts = [self._title()]
         for finding in self.findings:
             cost = f" ({format_bytes(finding.bytes)})" if finding.bytes else ""
@@ -79,7 +77,7 @@ class AuditReport(Verdict):
     def to_sarif(self) -> str:
         """Return the findings as SARIF 2.1.0, which code scanning reads."""
         rules = [{"id": code} for code in sorted({finding.code for finding in self.findings})]
-        results: list[dict[str, Any]] = [
+        results = [
             {
                 "ruleId": finding.code,
                 "level": _SARIF[finding.severity],
@@ -91,11 +89,6 @@ class AuditReport(Verdict):
         ]
         driver = {"name": "safe_loading audit", "rules": rules}
         return to_json({"version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]})
-
-
-def sorted_findings(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Return the findings worst first: by severity, then by bytes, then by code."""
-    return tuple(sorted(findings, key=lambda f: (_RANK[f.severity], -f.bytes, f.code)))
 
 
 def _escaped(text: str) -> str:
