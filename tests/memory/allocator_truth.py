@@ -1,7 +1,10 @@
-"""The truth for traces: what the CPU allocator really hands out while a step runs, to the byte.
+"""The truth for traces: what the CPU allocator really allocates while a step runs, to the byte.
 
-Two things are left out, which no device but the CPU takes. A number of Python becomes a tensor of the host, whatever
-the device. And three kernels of the CPU take scratch of their own, some KiB, and give it back before they end.
+For a new case, run the step for real with `generation` or `training`, trace the same step, and compare the figures with
+`above_start` of the trace. For anything else that runs on the CPU take `peak_above_start` or `bytes_kept_by`.
+
+Two things are left out, which are allocated on the CPU alone. A Python number becomes a tensor on the host, whatever
+the device. And three CPU kernels allocate scratch of their own, some KiB, and free it before they return.
 """
 
 from __future__ import annotations
@@ -17,28 +20,31 @@ from torch.profiler import ProfilerActivity, profile
 
 from safe_loading._memory.trace.records import StepTrace
 
-NUMBER = 8  # bytes of a number of Python
-KERNELS = (
+NUMBER = 8  # bytes of a Python number
+KERNELS_WITH_SCRATCH = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::mkldnn_convolution",
     "aten::convolution_backward",
 )
-STATES = ("past_key_values", "cache_params", "state")
+CACHES = ("past_key_values", "cache_params", "state")
 
 
 @dataclass(frozen=True)
 class _Event:
-    """One allocation, or one free with a negative size; and when the operations around it end."""
+    """One allocation, or one free with a negative size; and when the operations that it is part of end."""
 
     time: int
     size: int
     address: int
-    operation: int = 0  # the outermost operation's end, 0 outside of any
-    kernel: int = 0  # the same of a kernel with scratch
+    operation: int = 0  # when the outermost operation ends; 0 outside of any
+    kernel: int = 0  # when the kernel with scratch ends; 0 outside of any
 
 
 def peak_above_start(run: Callable[[], Any], log: list[int] | None = None) -> int:
-    """Return the most bytes that were alive on the CPU while `run` ran, above those at its beginning."""
+    """Return the most bytes that were alive on the CPU while `run` ran, above those at its start.
+
+    `log` receives the size of each allocation, and the negative size of each free.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         kept = run()
     sizes = _without_scratch(_events(profiler))
@@ -48,13 +54,13 @@ def peak_above_start(run: Callable[[], Any], log: list[int] | None = None) -> in
     return max(itertools.accumulate(sizes), default=0)
 
 
-def held_after(run: Callable[[], Any]) -> int:
-    """Return the bytes on the CPU that what `run` returns holds, a graph of autograd above all."""
+def bytes_kept_by(run: Callable[[], Any]) -> int:
+    """Return the bytes on the CPU that the result of `run` keeps alive, such as the graph of a loss."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         kept = run()
-    held = sum(_without_scratch(_events(profiler)))
+    size = sum(_without_scratch(_events(profiler)))
     del kept
-    return held
+    return size
 
 
 def _events(profiler: Any) -> list[_Event]:
@@ -67,7 +73,7 @@ def _events(profiler: Any) -> list[_Event]:
                 found.append(_Event(event.start_time_ns, fields.alloc_size, fields.ptr, operation, kernel))
         if not operation and event.name.startswith("aten::"):
             operation = event.end_time_ns
-        if not kernel and event.name in KERNELS:
+        if not kernel and event.name in KERNELS_WITH_SCRATCH:
             kernel = event.end_time_ns
         stack.extend((child, operation, kernel) for child in event.children)
     return sorted(found, key=lambda event: event.time)
@@ -91,7 +97,7 @@ def _without_scratch(events: list[_Event]) -> list[int]:
 
 
 def tokens(model: Any, rows: int, columns: int) -> dict[str, torch.Tensor]:
-    """What a tokenizer gives: token ids and a mask of ones."""
+    """What a tokenizer returns: token ids and a mask of ones."""
     ids = torch.full((rows, columns), 5)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if model.config.is_encoder_decoder:
@@ -99,11 +105,11 @@ def tokens(model: Any, rows: int, columns: int) -> dict[str, torch.Tensor]:
     return batch
 
 
-def fed(model: Any, rows: int, columns: int, given: dict[str, Any] | None) -> dict[str, Any]:
-    """Fresh copies of what is given, or tokens, or images."""
+def make_batch(model: Any, rows: int, columns: int, inputs: dict[str, Any] | None) -> dict[str, Any]:
+    """Copies of the case's own inputs, or else tokens, or images for a model that takes no tokens."""
     takes = inspect.signature(model.forward).parameters
-    if given is not None:
-        return {name: tensor.clone() for name, tensor in given.items()}
+    if inputs is not None:
+        return {name: tensor.clone() for name, tensor in inputs.items()}
     if "input_ids" not in takes:
         size = model.config.image_size
         return {"pixel_values": torch.zeros(rows, model.config.num_channels, size, size)}
@@ -111,8 +117,8 @@ def fed(model: Any, rows: int, columns: int, given: dict[str, Any] | None) -> di
 
 
 @torch.no_grad()
-def generation(model: Any, rows: int, columns: int, given: dict[str, Any] | None = None) -> dict[str, int]:
-    """Measure the prompt, and then the step of one token."""
+def generation(model: Any, rows: int, columns: int, inputs: dict[str, Any] | None = None) -> dict[str, int]:
+    """Measure the prompt, and then the step of one token if the model has a cache; bytes by phase."""
     model.eval()
     takes = inspect.signature(model.forward).parameters
     extra = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
@@ -122,11 +128,11 @@ def generation(model: Any, rows: int, columns: int, given: dict[str, Any] | None
     mask = torch.ones(rows, columns, dtype=torch.long)
 
     def prompt() -> Any:
-        batch = fed(model, rows, columns, given)
+        batch = make_batch(model, rows, columns, inputs)
         if encoder_decoder:
             batch["decoder_input_ids"] = torch.full((rows, 1), 5)
         output = model(**batch, **extra)
-        kept.update({name: output[name] for name in (*STATES, "encoder_last_hidden_state") if name in output})
+        kept.update({name: output[name] for name in (*CACHES, "encoder_last_hidden_state") if name in output})
         return kept
 
     def token() -> Any:
@@ -136,16 +142,16 @@ def generation(model: Any, rows: int, columns: int, given: dict[str, Any] | None
         else:
             batch = {"input_ids": torch.full((rows, 1), 5)}
             batch |= {"attention_mask": torch.full((rows, columns + 1), 1)} if "attention_mask" in takes else {}
-        return model(**batch, **{name: kept[name] for name in STATES if name in kept}, **extra)
+        return model(**batch, **{name: kept[name] for name in CACHES if name in kept}, **extra)
 
-    found = {"prefill": peak_above_start(prompt)}
-    return found | ({"decode": peak_above_start(token)} if set(kept) & set(STATES) else {})
+    peaks = {"prefill": peak_above_start(prompt)}
+    return peaks | ({"decode": peak_above_start(token)} if set(kept) & set(CACHES) else {})
 
 
 def training(
-    model: Any, rows: int, columns: int, given: dict[str, Any] | None = None, *, checkpointing: bool
+    model: Any, rows: int, columns: int, inputs: dict[str, Any] | None = None, *, checkpointing: bool
 ) -> dict[str, int]:
-    """Measure forward and backward, with the gradients that they leave."""
+    """Measure forward and backward, with the gradients that they leave; bytes under ``"train"``."""
     model.train()
     if checkpointing:
         # the states of the random generators lie on the host, whatever the device
@@ -156,7 +162,7 @@ def training(
     whole = type(model).__name__.endswith(("ForImageClassification", "ForSequenceClassification"))
 
     def step() -> None:
-        batch = fed(model, rows, columns, given)
+        batch = make_batch(model, rows, columns, inputs)
         batch["labels"] = torch.full((rows,), 1) if whole else torch.full((rows, columns), 5)
         loss = model(**batch, **extra).loss
         del batch
@@ -166,7 +172,7 @@ def training(
 
 
 def above_start(trace: StepTrace, *phases: str) -> int:
-    """The most bytes that were alive in some phases, above those at the beginning of the first."""
+    """The most bytes that were alive in some phases of a trace, above those at the start of the first of them."""
     live = start = most = 0
     begun = False
     for event in trace.events:

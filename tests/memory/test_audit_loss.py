@@ -126,6 +126,19 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Any], str | None, str 
 }
 
 
+# run through the Trainer in every test run; the others are slow
+WITH_TRAINER = {
+    "causal",
+    "transparent with a term",
+    "own loss",
+    "forgetful",
+    "a wrapper with names",
+    "a mixin that drops",
+    "classifier",
+    "a wrapper with names, of a classifier",
+}
+
+
 class Gradients(TrainerCallback):
     """Keeps the gradients that the optimizer is about to use."""
 
@@ -150,7 +163,9 @@ def trainer_of(model: Any, labels: Callable[[int], Any], folder: Path, steps: in
     return kind(copy.deepcopy(model), options, train_dataset=rows)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in WITH_TRAINER else [pytest.mark.slow]) for case in CASES]
+)
 def test_the_finding_is_there_when_the_gradients_of_micro_batches_are_wrong(case: str, tmp_path: Path) -> None:
     make, labels, found, _ = CASES[case]
     torch.manual_seed(0)

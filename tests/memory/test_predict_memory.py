@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from allocator_truth import held_after
+from allocator_truth import bytes_kept_by
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
@@ -242,7 +242,7 @@ def test_eight_bits_keep_their_inputs_unless_checkpointing_is_reentrant(tmp_path
         base = prepare_model_for_kbit_training(base, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         model = get_peft_model(base, lora()).train()
         ids = torch.ones(2, 128, dtype=torch.long)
-        seen = held_after(lambda model=model, ids=ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
+        seen = bytes_kept_by(lambda model=model, ids=ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
         trace = predict_memory(model, Workload.train(2, 128, gradient_checkpointing=True))
         kept.append((seen, trace.components["saved_activations"]))
     layer = 2 * 128 * (64 + 64 + 64 + 128) * 4  # the inputs of attention, its output layer, and the two of the MLP

@@ -1,4 +1,4 @@
-"""What a traced model is fed with, and how it is asked for what nobody can make."""
+"""The inputs of a traced model, and the errors that ask for inputs that cannot be made."""
 
 from __future__ import annotations
 

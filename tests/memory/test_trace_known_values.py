@@ -129,13 +129,13 @@ def test_a_router_written_by_hand_spreads_the_tokens_evenly(route: Any) -> None:
         (lambda x: bool((x > 3).any()), True),
     ],
 )
-def test_numbers_that_nobody_knows_are_ones_and_that_is_said(ask: Any, answer: Any) -> None:
+def test_unknown_numbers_are_ones_and_noted_as_assumptions(ask: Any, answer: Any) -> None:
     found, trace = seen(lambda _, __, scores: ask(scores))
     assert found == answer
     assert [said.split(" reads")[0] for said in trace.assumptions] == ["router"]
 
 
-def test_the_outermost_module_has_a_name_in_what_is_said() -> None:
+def test_an_assumption_names_the_outermost_module() -> None:
     trace = trace_step(Router(lambda _, __, scores: scores.sum().item()), PROMPT)
     assert trace.assumptions == ("the model reads a number whose value is unknown; 1.0 is assumed",)
 
@@ -219,7 +219,7 @@ def test_a_mask_of_unknown_numbers_is_refused() -> None:
             seen(lambda _, __, scores, choose=choose: choose(scores))
 
 
-def test_numbers_are_taken_to_be_finite() -> None:
+def test_unknown_numbers_are_assumed_finite() -> None:
     def look(_: Any, __: Any, scores: torch.Tensor) -> Any:
         large = scores.new_empty(2048, 1025)  # more than is computed
         found = scores.isfinite().all(), (scores == scores).all(), *(x.isnan().any() for x in (scores, large))

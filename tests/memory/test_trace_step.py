@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -156,16 +158,16 @@ def test_a_map_of_the_base_model_holds_with_an_adapter_too() -> None:
     assert trace.devices[1].at_peak["adapters"] == 2 * trace.devices[0].at_peak["adapters"]
 
 
-def test_what_is_remembered_is_what_torch_would_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_outputs_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     workload = Workload.train(2, 16, gradient_checkpointing=True, adapter=LoraConfig(r=4, target_modules=["q_proj"]))
-    remembered = [trace_step(model, each) for each in (workload, Workload.generate(2, 16))]
+    cached = [trace_step(model, work) for work in (workload, Workload.generate(2, 16))]
     monkeypatch.setattr(OperationCache, "key", lambda *_: None)
-    for known in remembered:
-        asked = trace_step(model, workload if "train" in known.workload else Workload.generate(2, 16))
-        assert (asked.allocations, asked.events) == (known.allocations, known.events)
+    for expected, work in zip(cached, (workload, Workload.generate(2, 16)), strict=True):
+        computed = trace_step(model, work)
+        assert (computed.allocations, computed.events) == (expected.allocations, expected.events)
 
 
 class Table(nn.Module):
@@ -188,7 +190,7 @@ def test_indices_of_another_device_are_refused_as_on_hardware() -> None:
 
 
 class Unknown(nn.Module):
-    """A shape that depends on numbers that nobody knows."""
+    """A shape that depends on unknown numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +211,7 @@ def test_what_cannot_be_traced_is_refused_with_the_reason_and_the_model_is_whole
 
 
 class Asking(nn.Module):
-    """Asks what models of transformers ask, which take another branch for an answer of yes."""
+    """Asks what models of transformers ask, which take another branch if the answer is yes."""
 
     heard: ClassVar[list[bool]] = []
 
@@ -218,9 +220,9 @@ class Asking(nn.Module):
         self.embed = nn.Embedding(8, 4)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        passing = torch.empty(77, device=input_ids.device)
-        self.heard.append(import_utils.is_tracing(passing))
-        del passing
+        transient = torch.empty(77, device=input_ids.device)
+        self.heard.append(import_utils.is_tracing(transient))
+        del transient
         x: torch.Tensor = self.embed(input_ids)
         return x
 
@@ -230,13 +232,13 @@ def test_models_take_the_branch_of_a_real_run_and_what_they_ask_with_is_not_kept
     trace = trace_step(Asking(), Workload.generate(2, 6))
     assert Asking.heard == [False]
     assert import_utils.is_fake_tensor is before
-    passing = next(i for i, block in enumerate(trace.allocations) if block.bytes == 77 * 4)
+    transient = next(i for i, block in enumerate(trace.allocations) if block.bytes == 77 * 4)
     after = next(i for i, block in enumerate(trace.allocations) if block.op.startswith("aten.embedding"))
-    assert trace.events.index(Event(passing, freed=True)) < trace.events.index(Event(after, freed=False))
+    assert trace.events.index(Event(transient, freed=True)) < trace.events.index(Event(after, freed=False))
 
 
-class Chancy(nn.Module):
-    """Asks what no run has in common with the next: the lot that it draws, and memory that it never wrote to."""
+class Undetermined(nn.Module):
+    """Reads what differs from run to run: a random number, and memory that was never written to."""
 
     heard: ClassVar[list[float]] = []
 
@@ -254,12 +256,12 @@ class Chancy(nn.Module):
         return x
 
 
-def test_chance_and_fresh_memory_decide_nothing() -> None:
+def test_random_numbers_and_uninitialized_memory_decide_nothing() -> None:
     for seed in (1, 2):
         torch.manual_seed(seed)
-        assert any("reads a number" in said for said in trace_step(Chancy(), Workload.generate(2, 6)).assumptions)
-    lot, written, *again = Chancy.heard
-    assert again == [lot, written]
+        assert any("reads a number" in said for said in trace_step(Undetermined(), Workload.generate(2, 6)).assumptions)
+    drawn, written, *again = Undetermined.heard
+    assert again == [drawn, written]
     assert written == 6
 
 
@@ -284,7 +286,7 @@ def test_a_tie_has_one_gradient_and_one_state() -> None:
 
 
 class PassesOn(nn.Module):
-    """A wrapper that names nothing of what it takes."""
+    """A wrapper that takes any argument and passes it on."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -310,11 +312,19 @@ def lora() -> Any:
     return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj"]))
 
 
+@functools.cache
+def plain_trace(make: Callable[[], Any], workload: Workload) -> StepTrace:
+    """The trace of a model without wrappers, made once for all of them."""
+    return trace_step(make(), workload)
+
+
 @pytest.mark.parametrize("make", [llama, classifier, t5, lora])
 @pytest.mark.parametrize("around", [PassesOn, lambda model: PassesOn(PassesOn(model)), nn.DataParallel])
 @pytest.mark.parametrize("workload", [Workload.generate(2, 16), Workload.train(2, 16, optimizer="none")])
-def test_a_wrapper_that_names_nothing_is_fed_as_the_model_in_it(make: Any, around: Any, workload: Workload) -> None:
-    plain, wrapped = trace_step(make(), workload), trace_step(around(make()), workload)
+def test_a_wrapper_that_takes_any_argument_gets_those_of_the_model_in_it(
+    make: Any, around: Any, workload: Workload
+) -> None:
+    plain, wrapped = plain_trace(make, workload), trace_step(around(make()), workload)
     assert wrapped.events == plain.events
     assert [(b.bytes, b.component, b.op) for b in wrapped.allocations if b.phase != "load"] == [
         (b.bytes, b.component, b.op) for b in plain.allocations if b.phase != "load"

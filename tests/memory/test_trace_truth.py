@@ -1,4 +1,4 @@
-"""Traces beside the real CPU allocator: the peaks of steps that are really run, equal to the byte."""
+"""Traces compared with the real CPU allocator: the peaks of steps that are really run, equal to the byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safe_loading import Workload
 from safe_loading._memory.trace.trace_step import trace_step
 
 ROWS, COLUMNS = 2, 48
-FEW_COLUMNS = 12  # for models that go from token to token in Python
+FEW_COLUMNS = 6  # for models whose Python code loops over the tokens
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -178,17 +178,17 @@ def picture_in_text() -> dict[str, torch.Tensor]:
 )
 def test_peaks_are_those_of_the_allocator(name: str, attention: str) -> None:
     model = model_of(name, attention)
-    given = picture_in_text() if name == "Llava" else None
+    inputs = picture_in_text() if name == "Llava" else None
     columns = FEW_COLUMNS if name in TOKEN_BY_TOKEN else COLUMNS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trace = trace_step(model, Workload.generate(ROWS, columns), inputs=given)
-        real = generation(model, ROWS, columns, given)
+        trace = trace_step(model, Workload.generate(ROWS, columns), inputs=inputs)
+        real = generation(model, ROWS, columns, inputs)
         mine = {phase: above_start(trace, phase) for phase in real}
         assert {made.phase for made in trace.allocations} - {"load"} == set(real)
         for on in (False, True):
             model.zero_grad(set_to_none=True)
-            step = trace_step(model, Workload.train(ROWS, columns, on, optimizer="none"), inputs=given)
+            step = trace_step(model, Workload.train(ROWS, columns, on, optimizer="none"), inputs=inputs)
             mine[f"train {on}"] = above_start(step, "forward", "backward")
-            real[f"train {on}"] = training(model, ROWS, columns, given, checkpointing=on)["train"]
+            real[f"train {on}"] = training(model, ROWS, columns, inputs, checkpointing=on)["train"]
     assert mine == real
