@@ -1,4 +1,15 @@
-"""A hub on loopback that serves folders as repositories and counts the requests that it gets."""
+"""A hub on loopback that serves folders as repositories and lists the requests that it gets.
+
+::
+
+    with serve({"org/base": folder, "org/tuned": {"main": one, "v2": other}}) as hub:
+        ...  # a process with HF_ENDPOINT=hub.url, or endpoint=hub.url, sees these repositories
+    assert hub.requests == ["GET /api/models/org/base/revision/main", ...]
+
+huggingface_hub reads ``HF_ENDPOINT`` when it is imported, so a test that loads from this hub starts a process. It
+answers what huggingface_hub asks for: the info of a revision, the tree of a commit, and the files. Each revision has a
+commit of its own, `commit_of`; the content of a folder may change while it is served.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +28,7 @@ def commit_of(repo: str, revision: str = "main") -> str:
 
 
 class Hub:
-    """The requests that came, and where the hub is."""
+    """The address of a hub, and the requests that it got, as ``"GET /path"``, in the order in which they came."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -29,8 +40,8 @@ def serve(repositories: Mapping[str, Path | Mapping[str, Path]]) -> Iterator[Hub
     """Serve ``{repo id: folder}`` or ``{repo id: {revision: folder}}`` until the block ends."""
     folders = {
         (repo, commit_of(repo, revision)): folder
-        for repo, given in repositories.items()
-        for revision, folder in (given.items() if isinstance(given, Mapping) else [("main", given)])
+        for repo, source in repositories.items()
+        for revision, folder in (source.items() if isinstance(source, Mapping) else [("main", source)])
     }
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +17,85 @@ from models import save_adapter, save_llama
 from safe_loading._checkpoint.hub import adapter_files, base_files, resolve
 from safe_loading.errors import ArgumentError, CheckpointNotFound, PickleRefused
 
-SCRIPT = """
-    import json, sys
-    import torch
-    from safe_loading import load_peft_on_rank
-    for line in json.loads(sys.argv[1]):
-        try:
-            model = load_peft_on_rank(**line)
-        except Exception as error:
-            print("RESULT", json.dumps({"error": type(error).__name__, "text": str(error)}))
-            continue
-        parts = {p.name: [p.source, p.commit] for p in model.load_report.parts}
-        with torch.no_grad():
-            out = model(input_ids=torch.arange(1, 9)[None]).logits
-        print("RESULT", json.dumps({"parts": parts, "sum": out.double().sum().item(),
-                                    "name": [model.get_base_model().name_or_path, model.config._name_or_path]}))
+# Forks for each line of stdin, so that each load begins in a process in which nothing was loaded before. The imports,
+# which take longer than all the loads, happen once.
+LOADER = """
+import json, os, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+import transformers.models.llama.modeling_llama
+from huggingface_hub import constants
+from safe_loading import load_peft_on_rank
+
+def load(call):
+    try:
+        model = load_peft_on_rank(**call)
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    with torch.no_grad():
+        out = model(input_ids=torch.arange(1, 9)[None]).logits
+    return {"parts": {p.name: [p.source, p.commit] for p in model.load_report.parts},
+            "sum": out.double().sum().item(),
+            "name": [model.get_base_model().name_or_path, model.config._name_or_path]}
+
+for line in sys.stdin:
+    cache, calls = json.loads(line)
+    child = os.fork()
+    if not child:
+        constants.HF_HUB_CACHE = cache
+        print("RESULTS", json.dumps([load(call) for call in calls]), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
 
 
-def load_in_a_process(calls: list[dict[str, Any]], cache: Path, endpoint: str | None) -> list[dict[str, Any]]:
-    env = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0" if endpoint else "1", "OMP_NUM_THREADS": "1"}
-    env["TRANSFORMERS_OFFLINE"] = env["HF_HUB_OFFLINE"]
-    env["HF_ENDPOINT"] = endpoint or "http://127.0.0.1:9"
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), json.dumps(calls)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+class Loader:
+    """A process that loads from a hub, or offline."""
+
+    def __init__(self, folder: Path, endpoint: str | None) -> None:
+        offline = "0" if endpoint else "1"
+        env = {**os.environ, "HF_HUB_OFFLINE": offline, "TRANSFORMERS_OFFLINE": offline, "OMP_NUM_THREADS": "1"}
+        env["HF_ENDPOINT"] = endpoint or "http://127.0.0.1:9"
+        self._errors = folder / f"errors{offline}.txt"
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", LOADER],
+                env=env,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+
+    def load(self, cache: Path, *calls: dict[str, Any]) -> list[dict[str, Any]]:
+        """What ``load_peft_on_rank`` makes of the arguments of each call, with this folder as the hub's cache."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([str(cache), calls]), file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("RESULTS "):
+                return json.loads(line.removeprefix("RESULTS "))
+        raise AssertionError(self._errors.read_text())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+FLAT = {"adapter": "org/adapter"}
+INNER = {"adapter": "org/nested", "adapter_subfolder": "inner"}
+TUNED = {"adapter": "org/adapter", "base_revision": "v2"}
+NOWHERE = (
+    {"adapter": "org/nobody"},
+    {"adapter": "org/adapter", "adapter_revision": "gone"},
+    {"adapter": "org/nested", "adapter_subfolder": "elsewhere"},
+)
 
 
 @pytest.fixture(scope="module")
-def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    root = tmp_path_factory.mktemp("repositories")
+def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of all loads, and the requests that the hub got for some of them."""
+    root = tmp_path_factory.mktemp("hub")
     base, tuned = save_llama(root / "base"), save_llama(root / "tuned", seed=9)
     for extra in ("pytorch_model.bin", "original/consolidated.safetensors", "README.md"):
         (base / extra).parent.mkdir(exist_ok=True)
@@ -56,30 +103,41 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     adapter = save_adapter(root / "one", base)
     named = faults.edited(adapter, root / "named", config=lambda c: c.update(base_model_name_or_path="org/base"))
     shutil.copytree(named, root / "nested" / "inner")
-    return {
+    repositories = {
         "org/base": {"main": base, "v2": tuned},
         "org/adapter": {"main": named},
         "org/nested": {"main": root / "nested"},
     }
+    loads: dict[str, Any] = {}
+    cache = root / "cache"
+    with contextlib.ExitStack() as stack:
+        with serve(repositories) as hub:
+            online, offline = Loader(root, hub.url), Loader(root, None)
+            stack.callback(online.close)
+            stack.callback(offline.close)
+            loads["first"] = online.load(cache, FLAT, INNER, TUNED)
+            loads["first requests"] = list(hub.requests)
+            hub.requests.clear()
+            loads["again"] = online.load(cache, FLAT)
+            loads["again requests"] = list(hub.requests)
+            loads["nowhere"] = online.load(root / "other cache", *NOWHERE)
+        # The server is closed: who connects is refused.
+        loads["unreachable"] = online.load(cache, FLAT)
+        loads["offline"] = offline.load(cache, FLAT, INNER, TUNED)
+        loads["offline nowhere"] = offline.load(root / "empty cache", NOWHERE[0])
+    return loads
 
 
-def test_one_request_per_repository_and_none_when_offline(tmp_path: Path, repositories: dict[str, Any]) -> None:
-    flat = {"adapter": "org/adapter"}
-    inner = {"adapter": "org/nested", "adapter_subfolder": "inner"}
-    tuned = {"adapter": "org/adapter", "base_revision": "v2"}
-    with serve(repositories) as hub:
-        first = load_in_a_process([flat, inner, tuned], tmp_path / "cache", hub.url)
-        asked = [request for request in hub.requests if "/revision/" in request and "main" in request]
-        assert len(asked) <= 6, asked
-        fetched = {request.rpartition("/")[2] for request in hub.requests if request.startswith("GET /org")}
-        assert not fetched & {"pytorch_model.bin", "consolidated.safetensors", "README.md"}
-        hub.requests.clear()
-        again = load_in_a_process([flat], tmp_path / "cache", hub.url)
-        assert len(hub.requests) == 2, hub.requests
-        assert again == first[:1]
-    offline = load_in_a_process([flat, inner, tuned], tmp_path / "cache", None)
-    assert offline[:2] == first[:2]
-    assert offline[2] == first[2]
+def test_one_request_per_repository_and_none_when_offline(loads: dict[str, Any]) -> None:
+    asked = [request for request in loads["first requests"] if "/revision/" in request and "main" in request]
+    assert len(asked) <= 6, asked
+    fetched = {request.rpartition("/")[2] for request in loads["first requests"] if request.startswith("GET /org")}
+    assert "config.json" in fetched
+    assert not fetched & {"pytorch_model.bin", "consolidated.safetensors", "README.md"}
+    assert len(loads["again requests"]) == 2, loads["again requests"]
+    first = loads["first"]
+    assert loads["again"] == first[:1]
+    assert loads["offline"] == first
     assert first[0]["parts"] == {
         "base": ["org/base", commit_of("org/base")],
         "default": ["org/adapter", commit_of("org/adapter")],
@@ -90,35 +148,22 @@ def test_one_request_per_repository_and_none_when_offline(tmp_path: Path, reposi
     assert first[2]["parts"]["base"][1] == commit_of("org/base", "v2")
 
 
-def test_what_the_hub_has_not_is_said(tmp_path: Path, repositories: dict[str, Any]) -> None:
-    calls = [
-        {"adapter": "org/nobody"},
-        {"adapter": "org/adapter", "adapter_revision": "gone"},
-        {"adapter": "org/nested", "adapter_subfolder": "elsewhere"},
-    ]
-    with serve(repositories) as hub:
-        nobody, revision, subfolder = load_in_a_process(calls, tmp_path / "cache", hub.url)
+def test_what_the_hub_has_not_is_said(loads: dict[str, Any]) -> None:
+    nobody, revision, subfolder = loads["nowhere"]
     assert "org/nobody" in nobody["text"]
     assert "gone" in revision["text"]
     assert "elsewhere" in subfolder["text"]
-    (offline,) = load_in_a_process(calls[:1], tmp_path / "empty", None)
+    (offline,) = loads["offline nowhere"]
     assert offline["error"] == "CheckpointNotFound"
     assert "HF_HUB_OFFLINE" in offline["text"]
 
 
-def test_a_hub_that_cannot_be_reached_is_said_with_the_way_to_what_is_cached(
-    tmp_path: Path, repositories: dict[str, Any]
-) -> None:
-    with serve(repositories) as hub:
-        (first,) = load_in_a_process([{"adapter": "org/adapter"}], tmp_path / "cache", hub.url)
-    with socket.socket() as closed:  # bound and not listening: who connects is refused
-        closed.bind(("127.0.0.1", 0))
-        gone = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        (found,) = load_in_a_process([{"adapter": "org/adapter"}], tmp_path / "cache", gone)
-    assert found["error"] == "CheckpointNotFound"
-    assert "ConnectError" in found["text"]
-    assert "HF_HUB_OFFLINE=1" in found["text"]
-    assert load_in_a_process([{"adapter": "org/adapter"}], tmp_path / "cache", None) == [first]
+def test_a_hub_that_cannot_be_reached_is_said_with_the_way_to_what_is_cached(loads: dict[str, Any]) -> None:
+    (refused,) = loads["unreachable"]
+    assert refused["error"] == "CheckpointNotFound"
+    assert "ConnectError" in refused["text"]
+    assert "HF_HUB_OFFLINE=1" in refused["text"]
+    assert loads["offline"][0] == loads["first"][0]  # and that way leads to it
 
 
 @pytest.mark.parametrize("source", ["a/b/c", "../up", "~nobody/x", "/gone/away", "a\\b", "/"])
@@ -126,7 +171,7 @@ def test_what_can_be_neither_folder_nor_id_is_refused_without_asking(source: str
     if source == "/":
         assert resolve(tmp_path, adapter_files).folder == tmp_path
         return
-    with pytest.raises(CheckpointNotFound, match="no folder"):
+    with pytest.raises(CheckpointNotFound, match="not a folder"):
         resolve(source, adapter_files)
 
 

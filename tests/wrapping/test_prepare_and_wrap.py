@@ -85,7 +85,7 @@ def test_what_is_wrong_is_found_before_the_base_is_touched() -> None:
         prepare_and_wrap(base, lora(), Count, print_trainable_parameters=1)
     with pytest.raises(WrapError, match="head 'head': peft matches"):
         prepare_and_wrap(base, lora(), Count, heads={"head": nn.Linear(32, 1)})
-    with pytest.raises(WrapError, match="is a head and a state"):
+    with pytest.raises(WrapError, match="is the name of a head and of a state"):
         prepare_and_wrap(base, lora(), Count, heads={"value_head": nn.Linear(32, 1)}, value_head=3)
     with pytest.raises(ArgumentError, match="dict is not a peft config"):
         prepare_and_wrap(base, {}, Count)
