@@ -105,13 +105,8 @@ def merge_lora_checkpoint(
     if base_kwargs is not None and not isinstance(base_kwargs, Mapping):
         raise ArgumentError(f"base_kwargs={base_kwargs!r:.80}: pass a dict of arguments of from_pretrained.")
     target = output_path(output)
-    request = merge_request(
-        adapter,
-        BaseRequest(base_model, base_revision, base_subfolder),
-        adapter_revision=adapter_revision,
-        adapter_subfolder=adapter_subfolder,
-        base_kwargs=dict(base_kwargs or {}),
-    )
+    asked_base, kwargs = BaseRequest(base_model, base_revision, base_subfolder), dict(base_kwargs or {})
+    request = merge_request(adapter, asked_base, adapter_revision, adapter_subfolder, kwargs)
     with one_torch_thread(), guarded(own), _progress.engine_bars(0):
         sources = open_sources(request, dequantize=dequantize)
         check_apart(target, sources.folders)

@@ -67,7 +67,6 @@ class MergeSources:
 def merge_request(
     adapter: Source | Sequence[Source],
     base: BaseRequest,
-    *,
     adapter_revision: str | None,
     adapter_subfolder: str | None,
     base_kwargs: EngineKwargs,
@@ -86,8 +85,9 @@ def merge_request(
         raise ArgumentError("adapter is empty; pass a folder or hub id, or several.")
     check_base_kwargs(base_kwargs)
     names = ["default"] if len(adapters) == 1 else [f"adapter_{number}" for number in range(1, len(adapters) + 1)]
-    named = dict(zip(names, adapters, strict=True))
-    return LoadRequest(named, base, adapter_revision, adapter_subfolder, base_kwargs=base_kwargs)
+    return LoadRequest(
+        dict(zip(names, adapters, strict=True)), base, adapter_revision, adapter_subfolder, base_kwargs=base_kwargs
+    )
 
 
 def open_sources(request: LoadRequest, *, dequantize: bool = False) -> MergeSources:
