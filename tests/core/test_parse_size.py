@@ -26,6 +26,8 @@ from safe_loading._core.parse_size import UNLIMITED, parse_limits, parse_size
         ("512M", 512 * 10**6),
         ("5TB", 5 * 10**12),
         ("1.5 GiB", 3 * 2**29),
+        (".5MB", 500_000),
+        ("1_000.2_5KB", 1_000_250),
         ("1_000", 1000),
         ("7B", 7),
         ("2e9", 2 * 10**9),

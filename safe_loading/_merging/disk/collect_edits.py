@@ -24,7 +24,7 @@ from safe_loading._merging.weights.variants import CannotMergeError, refuse_own_
 from safe_loading._merging.weights.writable_tensors import equal_updates
 from safe_loading._model.peft_layers import is_lora_layer
 from safe_loading._model.snapshot import Snapshot
-from safe_loading._model.tensors import inventory
+from safe_loading._model.tensors import ModelTensor, inventory
 
 from .base_changing_init import BaseChangingInit, init_of
 from .changes import Edit, WeightChange
@@ -104,19 +104,11 @@ class _Collector:
     """
 
     def __init__(self, base: torch.nn.Module) -> None:
-        names = {id(tensor.tensor): tensor.names for tensor in inventory(base)}
-        # By module and attribute too: peft's MultiheadAttention replaces the base's Parameters whenever it is walked.
-        self._parameters = {
-            (id(module), name): (id(tensor), names[id(tensor)], tensor.shape)
-            for module in base.modules()
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None and id(tensor) in names
-        }
-        self._names = {
-            (id(module), name): f"{path}.{name}".lstrip(".")
-            for path, module in base.named_modules()
-            for name in (*module._parameters, *module._buffers)
-        }
+        # By module and attribute: peft's MultiheadAttention replaces the base's Parameters whenever it is walked.
+        self._parameters: dict[tuple[int, str], tuple[str, ModelTensor]] = {}
+        for tensor in inventory(base):
+            for name, (module, attribute) in zip(tensor.names, tensor.places, strict=True):
+                self._parameters.setdefault((id(module), attribute), (name, tensor))
         self.records: dict[int, _ParameterRecord] = {}
         self.problems: list[str] = []
 
@@ -207,8 +199,8 @@ class _Collector:
     def _replace(
         self, owner: torch.nn.Module, attribute: str, path: str, value: torch.Tensor, *, saved: bool = False
     ) -> None:
-        name = self._names.get((id(owner), attribute), f"{path}.{attribute}")
-        record = self._record(owner, attribute, name.rpartition(".")[0])  # path may be that of a module around it
+        name, _ = self._parameters.get((id(owner), attribute), (f"{path}.{attribute}", None))
+        record = self._record(owner, attribute, _module_of(name))  # path may be that of a module around it
         if record is None:
             return
         if not same_tensor(record.values.setdefault(name, value.detach()), value):
@@ -223,8 +215,8 @@ class _Collector:
         if known is None:
             self.problems.append(f"{path}: the adapter changes a tensor that is no parameter of the base")
             return None
-        key, names, shape = known
-        record = self.records.setdefault(key, _ParameterRecord(names, tuple(shape)))
+        _, tensor = known
+        record = self.records.setdefault(id(tensor.tensor), _ParameterRecord(tensor.names, tuple(tensor.tensor.shape)))
         record.modules.add(_base_name(path))
         if updated:
             record.updated_modules.add(_base_name(path))

@@ -76,8 +76,7 @@ def build_output_model(base: MergeBase, adapters: Sequence[Adapter]) -> OutputMo
         model.resize_token_embeddings(rows, mean_resizing=False)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters(remove_duplicate=False)}
         resized = {name: rows for name, whole in layout.of.items() if shapes.get(name, whole.shape) != whole.shape}
-    ties = all_names(model)
-    return OutputModel(model, layout, num_labels, resized, ties)
+    return OutputModel(model, layout, num_labels, resized, all_names(model))
 
 
 def _with_head(base: MergeBase, model_class: Any, adapters: Sequence[Adapter]) -> tuple[PreTrainedModel, int | None]:
