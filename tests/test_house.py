@@ -71,6 +71,16 @@ def test_the_architecture_draws_the_house_as_it_is() -> None:
     assert text == drawn(text, HOUSE), "run: python -m tests.house --write"
 
 
+def test_the_architecture_names_what_is_there() -> None:
+    if not ARCHITECTURE.is_file():
+        pytest.skip("the tests run on an installed wheel, without the project's files")
+    named = re.findall(r"`(_\w+(?:/\w+)+)\.(?!py)(\w+)`", ARCHITECTURE.read_text(encoding="utf-8"))
+    assert len(named) > 20
+    for path, name in named:
+        tree = HOUSE.trees[f"safe_loading.{path.replace('/', '.')}"]
+        assert name in {node.name for node in tree.body if hasattr(node, "name")}, f"{path}.{name}"
+
+
 @pytest.mark.parametrize(
     "path",
     [
