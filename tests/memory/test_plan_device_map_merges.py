@@ -132,7 +132,9 @@ def test_a_decoder_layer_that_may_be_split_is_merged_at_its_residual_add(no_spli
 )
 def test_a_map_that_was_edited_is_counted_anew(workload: Workload | None) -> None:
     model = llama()
-    limits = smallest_limits(model, 2, workload=workload)
+    # without the proof, which takes most of the time, and a little more in its place
+    least = smallest_limits(model, 2, workload=workload, verify=False)
+    limits = {device: size * 21 // 20 for device, size in least.items()}
     plan = plan_device_map(model, {**limits, 7: 0}, workload=workload)
     facts = plan.facts
     assert plan.verify()

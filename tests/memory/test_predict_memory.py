@@ -143,7 +143,7 @@ def test_the_parts_are_arithmetic_and_sum_to_the_peak() -> None:
 
 
 def test_checkpointing_keeps_less_and_longer_rows_more() -> None:
-    config = tiny(num_hidden_layers=6)
+    config = tiny(num_hidden_layers=4)
     kept = [
         predict_memory(config, Workload.train(1, length, gradient_checkpointing=on)).components["saved_activations"]
         for length, on in ((256, True), (256, False), (512, False))
@@ -184,7 +184,7 @@ def test_double_quantization_stores_less() -> None:
 
 
 def test_the_wrapper_that_hides_the_quantized_base_costs_what_was_promised_to_be_saved() -> None:
-    config = tiny(num_hidden_layers=8, hidden_size=128, intermediate_size=512)
+    config = tiny(num_hidden_layers=7, hidden_size=128, intermediate_size=512)
     config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
     right, wrong = (
         predict_memory(config, Workload.train(4, 256, gradient_checkpointing=on, adapter=lora()))
@@ -207,7 +207,7 @@ def test_a_model_is_forecast_as_it_is_and_stays_so() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_model_of_bitsandbytes_own_layers_is_forecast_as_its_config(bits: int, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
     AutoModelForCausalLM.from_config(tiny(**sizes)).save_pretrained(tmp_path)
     quantized = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_use_double_quant=True)
     real: Any = AutoModelForCausalLM.from_pretrained(
@@ -260,15 +260,16 @@ def test_an_adapter_folder_stands_for_its_base(tiny_llama: Path, tiny_adapter: P
 def test_the_users_own_batch_is_what_is_run() -> None:
     ids = torch.ones(3, 48, dtype=torch.long)
     batch = {"input_ids": ids, "attention_mask": ids, "labels": ids}
-    expected = predict_memory(tiny(), Workload.train(3, 48))
-    for given in (batch, {name: tensor.to("meta") for name, tensor in batch.items()}):
-        found = predict_memory(tiny(), Workload.train(1, 8), inputs=given)
+    model = tiny(num_hidden_layers=1)
+    expected = predict_memory(model, Workload.train(3, 48))
+    for own in (batch, {name: tensor.to("meta") for name, tensor in batch.items()}):
+        found = predict_memory(model, Workload.train(1, 8), inputs=own)
         assert (found.components, found.reserved_peak_bytes) == (expected.components, expected.reserved_peak_bytes)
     assert any(
         "reads a number whose value is unknown; True is assumed" in note for note in found.notes
     )  # is the mask all ones?
     padded = {**batch, "attention_mask": ids.tril()}
-    found = predict_memory(tiny(), Workload.train(1, 8), inputs=padded)
+    found = predict_memory(model, Workload.train(1, 8), inputs=padded)
     assert found.components["saved_activations"] > expected.components["saved_activations"]
     config = AutoConfig.for_model("vit", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32)
     config.architectures = ["ViTForImageClassification"]
