@@ -1,8 +1,15 @@
-"""Real ranks for tests: torchrun, or plain processes that meet on a file, which start sooner.
+"""Real ranks for tests: torchrun, or plain processes that no launcher starts, which is faster.
 
-A script says what it found with ``report(name=value)``, which it has without an import; the values must be JSON. A
-rank costs 2 to 4 seconds before its first line, most of it torch's import, so let one script try many things. A script
-that tries many jobs of which ranks die imports everything once and forks the ranks of each job: `fork_ranks`.
+Which one to take for a new case:
+
+* `run_ranks` when the launcher matters (its variables, its store, how it ends the ranks).
+* `spawn_ranks` when ranks end on their own and the others must go on, or when rank 0 holds the store.
+* `spawn_ranks(script, 1)` with `held_store` and `fork_ranks` in the script, when there are many jobs or ranks that die:
+  it imports everything once and forks the ranks of each job.
+
+A script hands results to the test with ``report(name=value)``, which it has without an import; the values must be JSON,
+and are ``found[rank][name]`` of the `Run`. A rank takes 2 to 4 seconds before its first line, most of it the import of
+torch, so let one script try many things, and extend an existing script before you write another.
 """
 
 from __future__ import annotations
@@ -106,13 +113,14 @@ def spawn_ranks(
 ) -> Run:
     """The same in plain processes that no launcher watches, so that one may end and leave the others alone.
 
-    They have ``RANK``, ``WORLD_SIZE`` and ``MEETING``, a path for ``init_method=f"file://{os.environ['MEETING']}"``.
+    They have ``RANK``, ``WORLD_SIZE`` and ``RENDEZVOUS``, a path that does not exist yet, for
+    ``init_method=f"file://{os.environ['RENDEZVOUS']}"`` or for the port of a store of their own.
     """
     with script_folder(script) as folder:
         command = [sys.executable, str(folder / "script.py"), *map(os.fspath, args)]
         ranks = []
         for rank in range(nproc):
-            place = {"RANK": str(rank), "WORLD_SIZE": str(nproc), "MEETING": str(folder / "meeting")}
+            place = {"RANK": str(rank), "WORLD_SIZE": str(nproc), "RENDEZVOUS": str(folder / "rendezvous")}
             ranks.append((command, {**_environment(folder, env), **place}))
         return _run(ranks, folder, nproc, timeout, check)
 

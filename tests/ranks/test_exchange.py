@@ -403,29 +403,21 @@ def test_torchrun_one_never_arrives(torchrun: list[dict[str, Any]]):
 
 
 # Rank 0 holds the store in its own process, and no launcher watches.
-MEETING = (
+OWN_STORE = (
     PRELUDE
     + """
     from datetime import timedelta
     import pathlib
-    place = pathlib.Path(os.environ["MEETING"])
+    address = pathlib.Path(os.environ["RENDEZVOUS"])
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30))
-        place.with_suffix(".part").write_text(str(store.port))
-        place.with_suffix(".part").replace(place)
+        address.with_suffix(".part").write_text(str(store.port))
+        address.with_suffix(".part").replace(address)
     else:
-        while not place.exists():
+        while not address.exists():
             time.sleep(0.02)
-        store = dist.TCPStore("127.0.0.1", int(place.read_text()), None, False, timedelta(seconds=30))
+        store = dist.TCPStore("127.0.0.1", int(address.read_text()), None, False, timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-"""
-)
-
-
-def test_the_cause_outlives_the_rank_that_holds_the_store():
-    script = (
-        MEETING
-        + """
     ranks = Ranks.resolve()
     ranks.exchange("begin", timeout=30)
 
@@ -438,8 +430,11 @@ def test_the_cause_outlives_the_rank_that_holds_the_store():
     tried("load", load)
     os._exit(0)
 """
-    )
-    run = spawn_ranks(script, 3)
+)
+
+
+def test_the_cause_outlives_the_rank_that_holds_the_store():
+    run = spawn_ranks(OWN_STORE, 3)
     assert run.found[0]["load"]["error"] == "ValueError"
     for found in run.found[1:]:
         assert found["load"]["error"] == "RankError"
@@ -447,11 +442,10 @@ def test_the_cause_outlives_the_rank_that_holds_the_store():
 
 
 def test_ranks_of_a_test_do_not_outlive_it(tmp_path: Path):
-    with pytest.raises(RanksFailed, match=r"not done after 0\.5 s"):
-        spawn_ranks(
-            f"import pathlib, time; time.sleep(3); pathlib.Path({str(tmp_path / 'x')!r}).touch()", 1, timeout=0.5
-        )
-    time.sleep(3)
+    script = f"import pathlib, time; time.sleep(1.2); pathlib.Path({str(tmp_path / 'x')!r}).touch()"
+    with pytest.raises(RanksFailed, match=r"not done after 0\.2 s"):
+        spawn_ranks(script, 1, timeout=0.2)
+    time.sleep(1.5)
     assert not (tmp_path / "x").exists()
 
 
@@ -462,28 +456,38 @@ def test_a_failed_rank_of_a_test_is_seen():
     assert (run.code, run.found) == (3, [{"found": 1}])
 
 
-KILLED = (
-    MEETING
-    + """
-    import signal
+# Imports once, and forks the ranks of each job, of which the last one ends.
+GONE = """
+import functools, os, signal, time
+from safe_loading._ranks.exchange import Ranks
+from torchrun import fork_ranks, held_store
+
+def rank_main(kind, rank):
     ranks = Ranks.resolve()
     ranks.exchange("begin", timeout=30)
     if rank == 2:
-        {end}
-    tried("killed", lambda: ranks.exchange("load", timeout=60))
-    os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL) if kind == "killed" else os._exit(0)
+    start = time.monotonic()
+    try:
+        ranks.exchange("load", timeout=60)
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
+    return {"error": None}
+
+with held_store() as port:
+    for kind in ("killed", "left"):
+        report(**{kind: fork_ranks(port, kind, 3, functools.partial(rank_main, kind))["ranks"]})
 """
-)
 
 
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)"], ids=["killed", "left"])
-def test_a_rank_that_is_gone_is_named_long_before_the_limit(end: str):
-    run = spawn_ranks(KILLED.replace("{end}", end), 3, check=False)
-    for found in run.found[:2]:
-        assert found["killed"]["error"] == "RankError"
-        assert "Rank 2 (host " in found["killed"]["text"]
-        assert "ended before all 3 ranks could load" in found["killed"]["text"]
-        assert found["killed"]["seconds"] < LONG
+def test_a_rank_that_is_gone_is_named_long_before_the_limit():
+    for outcomes in spawn_ranks(GONE, 1).found[0].values():
+        assert outcomes[2] is None
+        for outcome in outcomes[:2]:
+            assert outcome["error"] == "RankError"
+            assert "Rank 2 (host " in outcome["text"]
+            assert "ended before all 3 ranks could load" in outcome["text"]
+            assert outcome["seconds"] < LONG
 
 
 def test_a_process_that_ended_is_told_from_one_that_lives_and_from_its_successor():
