@@ -87,10 +87,12 @@ def audit_model(
     findings = [finding for check in CHECKS for finding in check(audited)]
     checked = [check.__name__.removeprefix("check_") for check in CHECKS]
     skipped: list[str] = []
+    # without a planned step one short row shows what happens, though not at its real size
     step = workload if planned else Workload.train(1, 16, optimizer="none") if will_train else None
     predicted = None
     if step is not None:
         try:
+            # the kernels of bitsandbytes do not run on fake tensors
             with with_stand_ins(model):
                 findings += step_checks.check_step(audited, step)
             checked.append("step")

@@ -176,7 +176,7 @@ class MemoryGuard(Report):
 
 def _storages() -> _Storages:
     """Return every storage that a tensor reachable from Python is on."""
-    gc.collect()
+    gc.collect()  # or tensors in reference cycles would count as alive
     storages: _Storages = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some objects of the engines warn of being deprecated when looked at
@@ -208,6 +208,7 @@ def _allocated_bytes(storages: _Storages, counter: str = "memory_allocated") -> 
     module = _accelerator()
     if module is None:
         return sum(storage.bytes for storage in storages.values())
+    # the tensors on accelerators are in the counter, together with what no Python object refers to
     on_host = sum(storage.bytes for storage in storages.values() if storage.kind.device == "cpu")
     return on_host + sum(int(getattr(module, counter)(index)) for index in range(module.device_count()))
 

@@ -74,6 +74,7 @@ class AuditedModel:
             return self.parameters
         from peft import get_peft_model_state_dict
 
+        # matched by storage, because the keys that peft writes are not the model's names
         with torch.no_grad():
             state = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
         storages = {value.untyped_storage()._cdata for value in state.values()}
@@ -87,6 +88,7 @@ class AuditedModel:
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
 
+        # by what peft's layers declare; names such as "lora_" would miss the other tuners
         added: set[int] = set()
         for module in self.peft.modules():
             if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):

@@ -22,6 +22,7 @@ def check_device_map(audited: AuditedModel) -> Iterator[Finding]:
         return
     missing, misplaced = {}, {}
     for name, parameter in audited.base.named_parameters():
+        # the map was made before peft put the layer into a wrapper
         entry = nearest(name.replace(".base_layer.", "."), device_map)
         place = None if entry is None else device_map[entry]
         if place is None:

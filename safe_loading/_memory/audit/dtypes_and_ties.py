@@ -30,6 +30,7 @@ def check_quantized(audited: AuditedModel) -> Iterator[Finding]:
     in_config = getattr(audited.base.config, "quantization_config", None) is not None
     if not in_config and not any(getattr(audited.base, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
         return
+    # quantizers leave the output layer and the adapter's own layers as they are
     head = embeddings_and_head_of(audited.base).head
     plain = {
         name: module.weight
@@ -68,7 +69,7 @@ def check_dtypes(audited: AuditedModel) -> Iterator[Finding]:
         and id(p) not in adapter
         and not any(k in name for k in keep)
     }
-    extra = size_of(upcast.values()) // 2
+    extra = size_of(upcast.values()) // 2  # 16 bits would take the other half
     if upcast and dtype is torch.float32:
         yield from _float32_base(audited, next(iter(upcast)), extra)
     elif upcast:

@@ -21,6 +21,7 @@ def check_kept(audited: AuditedModel) -> Iterator[Finding]:
     holders += [("trainer", audited.trainer)] if audited.trainer is not None else []
     for owner, holder in holders:
         for name, value in list(vars(holder).items()):
+            # the tensors that a module is made of, and the trainer's references to the audited model
             if name in ("_parameters", "_buffers", "_modules", "model", "model_wrapped"):
                 continue
             kept = [tensor for tensor in _tensors(value, _DEEPEST) if tensor.grad_fn is not None]
@@ -43,6 +44,7 @@ def check_second_base(audited: AuditedModel) -> Iterator[Finding]:
     own = {p.untyped_storage()._cdata for p in audited.inner.parameters()}
     shapes = _shapes(audited.base)
     for where, other in audited.others():
+        # a reference made by sharing the base's tensors, with a new head perhaps, is no copy
         separate = [p for p in other.parameters() if p.untyped_storage()._cdata not in own]
         if _shapes(other) >= shapes and size_of(separate) > size_of(other.parameters()) // 2:
             size = size_of(separate)

@@ -102,6 +102,7 @@ def _not_passed(audited: AuditedModel) -> Finding:
 def _trainer_passes_count(model: torch.nn.Module, trainer: object = None) -> bool:
     """Whether the Trainer passes the number of tokens: the rule of ``Trainer.__init__`` of transformers 5.23."""
     inner = _unwrapped(model)
+    # a trainer's own decision comes first, since a subclass may have changed it
     accepts = getattr(trainer, "model_accepts_loss_kwargs", None)
     accepts = getattr(inner, "accepts_loss_kwargs", None) if accepts is None else accepts
     if accepts is not None:
@@ -120,6 +121,7 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def _overcount(audited: AuditedModel, workload: Workload) -> int:
     """Return the factor by which an undivided loss is too large: micro-batches, times ranks that share the count."""
     arguments = audited.training_arguments
+    # the workload describes the step that is planned, the arguments the one that the trainer takes
     steps = max(workload.gradient_accumulation_steps, getattr(arguments, "gradient_accumulation_steps", 1))
     ranks = getattr(arguments, "world_size", 1) if getattr(arguments, "average_tokens_across_devices", False) else 1
     return int(steps * ranks)

@@ -122,6 +122,7 @@ def check_optimizer(audited: AuditedModel) -> Iterator[Finding]:
     inner: torch.optim.Optimizer = getattr(audited.optimizer, "optimizer", audited.optimizer)  # of AcceleratedOptimizer
     optimized = {id(p): p for group in inner.param_groups for p in group["params"]}
     own = {id(p): name for name, p in audited.model.named_parameters()}
+    # sharding, casting and attaching an adapter may replace parameters; the optimizer then keeps the old ones alive
     stale = [p for key, p in optimized.items() if key not in own]
     if stale:
         state = [v for p in stale for v in inner.state.get(p, {}).values() if isinstance(v, torch.Tensor)]

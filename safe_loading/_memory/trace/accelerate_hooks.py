@@ -36,7 +36,9 @@ class TracePlacement:
         devices = set(self.map.values())
         running = devices - set(OFFLOADED)
         self.main: Device = next(iter(running)) if running else "cpu"  # as dispatch_model chooses main_device
+        # for a single device dispatch_model only moves the model, but disk weights always need hooks that load them
         self.hooked = len(devices) > 1 or "disk" in devices
+        # a model that runs on the CPU has its "cpu" modules where they run
         self._offloads = ("disk",) if self.main == "cpu" else OFFLOADED
 
     def entry(self, path: str) -> str | None:
@@ -78,7 +80,7 @@ def install_hooks(model: torch.nn.Module, placement: TracePlacement, ledger: Led
             _send_inputs(module, device, skip_keys, in_hook)
             if placement.is_offloaded(name) and any(p is not None for p in module._parameters.values()):
                 _load_for_forward(name, module, device, ledger, in_hook)
-        elif not name:
+        elif not name:  # io_same_device=True, which dispatch_model sets for the model as a whole
             _send_inputs(module, fake_device(placement.main), skip_keys, in_hook, outputs_back=True)
 
 
@@ -132,6 +134,7 @@ def _load_for_forward(
     def before(_: object, __: object) -> None:
         with in_hook():
             for key, parameter in offloaded.items():
+                # the copy is a weight of this module for as long as the forward runs
                 copy = parameter.detach().to(device)
                 ledger.classify(ledger.index_of(copy), "weights", module=name, op="staged")
                 module._parameters[key] = torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)

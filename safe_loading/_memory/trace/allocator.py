@@ -113,6 +113,7 @@ def replay(events: Iterable[tuple[int, int]], *, limit: int | None = None, expan
     addresses: dict[int, int] = {}
     failed_at = None
     for index, (key, size) in enumerate(events):
+        # a free without an address is that of an empty allocation
         if (key, size) == EMPTY_CACHE:
             allocator.empty_cache()
         elif size > 0:
@@ -159,6 +160,7 @@ class CachingAllocator:
         pool = self._pools[0] if size <= SMALL_SIZE else self._pools[1]
         block = self._take_cached(pool, size) or self._grow(pool, size)
         if block is None:
+            # release_cached_blocks, and one more attempt
             self.empty_cache()
             self.retries += 1
             block = self._grow(pool, size)
@@ -185,12 +187,14 @@ class CachingAllocator:
             for _, _, block in list(pool.free):
                 if self._expandable:
                     self._unmap(block)
+                # a block without neighbors is a whole segment; a split one has live parts, or it would be merged
                 elif block.before is None and block.after is None:
                     pool.remove(block)
                     self.reserved -= block.size
 
     def _take_cached(self, pool: _Pool, size: int) -> _Block | None:
         """Take the smallest free block that fits out of the pool (``get_free_block``)."""
+        # best fit: lower_bound of the size, and the lowest address among equals
         at = bisect.bisect_left(pool.free, size, key=lambda entry: entry[0])
         if at == len(pool.free):
             return None
@@ -263,6 +267,7 @@ class CachingAllocator:
         return start
 
     def _map(self, block: _Block, size: int) -> bool:
+        # expandable segments are mapped in pages as large as the segments of their pool
         page = SMALL_BUFFER if block.pool.small else LARGE_BUFFER
         size = -(-size // page) * page
         if not self._reserve(size):

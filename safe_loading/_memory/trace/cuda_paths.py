@@ -27,6 +27,7 @@ def cuda_paths(capability: tuple[int, int] | None) -> Iterator[None]:
 
     None stands for an accelerator other than an NVIDIA GPU: Dropout.cpp treats it as CUDA, and nothing else is known.
     """
+    # models and torch's own modules call these as attributes of torch.nn.functional
     replacements = _CudaFunctions(capability or (0, 0))
     originals = {name: getattr(functional, name) for name in ("softmax", "dropout", "scaled_dot_product_attention")}
     try:

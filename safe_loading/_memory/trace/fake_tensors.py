@@ -77,6 +77,7 @@ class FakeTensors:
         self._ledger.add(fake, name, component, module, device=device)
         if isinstance(tensor, torch.nn.Parameter):
             fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        # what engines attach to tensors, such as the quant_state of bitsandbytes, is read by layers and optimizers
         for key, value in vars(tensor).items() if hasattr(tensor, "__dict__") else ():
             if key != "grad":
                 vars(fake).setdefault(key, value)
@@ -92,6 +93,7 @@ class FakeTensors:
             base = self._storages.get(storage._cdata)
             if base is None:
                 fake = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
+                # in general one tensor fills its storage; for views of a larger one the storage is made as bytes
                 if fake.untyped_storage().nbytes() == storage.nbytes() and tensor.storage_offset() == 0:
                     self._storages[storage._cdata] = fake
                     return fake.detach()

@@ -45,6 +45,7 @@ def forward_arguments(model: torch.nn.Module) -> dict[str, bool]:
 
 def _inner_model(model: torch.nn.Module) -> torch.nn.Module | None:
     """Return the model that a model passes its arguments to: a head's base, or what a wrapper contains."""
+    # transformers' base_model is the model under a head; PeftModel's is the tuner, whose `model` is the base
     inner = getattr(model, "base_model", None)
     if isinstance(inner, torch.nn.Module) and inner is not model:
         deeper = getattr(inner, "model", None)

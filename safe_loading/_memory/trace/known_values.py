@@ -132,12 +132,14 @@ class KnownValues:
                     return None
                 real.append(value)
             else:
+                # fake devices such as cpu:1 do not exist for real tensors
                 real.append(torch.device("cpu") if isinstance(leaf, torch.device) else leaf)
         args, kwargs = spec.unflatten(real)
         with _on_real_tensors():
             try:
                 result: object = call.func(*args, **kwargs)
             except (RuntimeError, TypeError, IndexError, NotImplementedError):
+                # no CPU kernel for this dtype, for example: then the output is unknown
                 return None
             return result
 
@@ -217,7 +219,8 @@ def _answer_for_finite(call: OperationCall) -> bool | None:
     func, args = call.func, call.args
     if func in (aten.isnan.default, aten.isinf.default):
         return False
-    if func in (aten.eq.Scalar, aten.ne.Scalar) and args[1] == math.inf:  # `isfinite` compares |x| with inf
+    # aten composes `isfinite` of |x| != inf and x == x
+    if func in (aten.eq.Scalar, aten.ne.Scalar) and args[1] == math.inf:
         return func is aten.ne.Scalar
     if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]:
         return func is aten.eq.Tensor

@@ -73,6 +73,7 @@ class Ledger:
         """Record the tensor's storage if it is new, and return its index; -1 for tensors on meta."""
         if tensor.device.type == "meta":
             return -1
+        # by the address of the storage's C++ object: views and in-place operations return a known storage
         storage = tensor.untyped_storage()
         known = self.live.get(storage._cdata)
         if known is not None:
@@ -150,6 +151,7 @@ class Ledger:
 
 def device_traces(allocations: Sequence[Allocation], events: Sequence[Event]) -> dict[int | str, DeviceTrace]:
     """Return each device's peak, and what was alive at it; devices on which nothing was allocated are left out."""
+    # only the first event that reaches a peak counts, so that the phase and the module are those that caused it
     live: defaultdict[int | str, int] = defaultdict(int)
     peaks: dict[int | str, tuple[int, int]] = {}  # the bytes, and the index of the event that reached them
     for position, event in enumerate(events):

@@ -83,6 +83,7 @@ class OperationCache:
     def _new(self, output: _Output, call: OperationCall, devices: list[torch.device]) -> torch.Tensor:
         shape, strides, dtype, place, offset, source = output
         device = devices[place] if isinstance(place, int) else place
+        # without the modes, which would trace the making of the output
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             if source < 0:
                 empty = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -101,6 +102,7 @@ class OperationCache:
                 return
             storage = tensor.untyped_storage()
             source = next((at for at, arg in enumerate(call.args) if _shares(arg, storage)), -1)
+            # a view of an argument is made again on its storage, anything else only if it fills a storage of its own
             dense = tensor.storage_offset() == 0 and storage.nbytes() == _extent(tensor) * tensor.itemsize
             if source < 0 and (not dense or any(_shares(arg, storage) for arg in call.kwargs.values())):
                 return

@@ -29,6 +29,7 @@ def run_generation(model: torch.nn.Module, workload: Workload, inputs: StepInput
     options: dict[str, object] = {"use_cache": True} if "use_cache" in inputs.names else {}
     if "logits_to_keep" in inputs.names:
         options["logits_to_keep"] = 1  # as generate() asks for
+    # generate() starts a decoder with one token, whatever the length of the text that the encoder reads
     encoder_decoder = "decoder_input_ids" in batch
     _classify_inputs(batch, ledger)
     if encoder_decoder:
@@ -115,6 +116,7 @@ def run_training(
             loss = _loss_of(output)
             del output
         _classify_activations(ledger)
+        # from here on what a checkpoint recomputes is temporary, since it was not alive after the forward pass
         ledger.phase = "backward"
         loss.backward()  # type: ignore[no-untyped-call]  # of torch
         del loss
@@ -150,6 +152,7 @@ def _make_optimizer(
         module, _, name = (rule.source or "").partition(":")
         optimizer_class, options = getattr(importlib.import_module(module), name), dict(rule.options)
     optimizer: torch.optim.Optimizer = optimizer_class(parameters, **options)  # type: ignore[operator]  # a class
+    # optimizers allocate their state in the first step; only the fake gradients' shapes matter
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

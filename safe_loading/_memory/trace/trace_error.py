@@ -77,6 +77,7 @@ def _locate(model: torch.nn.Module, trace: TracebackType | None) -> tuple[str, s
     """Return the path of the innermost module that ran, and file, number and text of the model's innermost line."""
     names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
     module, line = "", ""
+    # the innermost frame of each kind wins: modules by their forward's `self`, lines by their file
     while trace is not None:
         module = names.get(id(trace.tb_frame.f_locals.get("self")), module)
         if not _NOT_THE_MODEL.intersection(Path(trace.tb_frame.f_code.co_filename).parents):

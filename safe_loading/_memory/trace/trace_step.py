@@ -99,12 +99,14 @@ def _run(
 ) -> None:
     ledger = mode.ledger
     functions = TraceFunctionMode(mode.content)
+    # the fake mode is entered before the dispatch mode, which therefore sees each operation first and can answer it
     with _isolated(), functions, functions.whole_lists(), fake:
         tensors = FakeTensors(fake, ledger, where)
         tensors.replace_tensors(model)
         if workload.kind == "weights_only":
             ledger.close()
             return
+        # an audit that wants the mode in which the model is replaces train() by a function that does nothing
         model.train(workload.kind == "train")
         if workload.gradient_checkpointing:
             _enable_checkpointing(model)
