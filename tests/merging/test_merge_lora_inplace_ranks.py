@@ -123,6 +123,6 @@ def test_norms_that_cross_ranks_are_refused(ranks: list[dict[str, Any]]) -> None
     assert all("along which DoRA takes norms" in rank["dora"] for rank in ranks)
 
 
-def test_fsdp1_is_refused_with_the_road(ranks: list[dict[str, Any]]) -> None:
+def test_fsdp1_is_refused_with_what_to_do_instead(ranks: list[dict[str, Any]]) -> None:
     text = r"layers\.0 is wrapped by FSDP1.*Save the adapter, and merge it into the unsharded base"
     assert all(re.search(text, rank["fsdp1"]) for rank in ranks)

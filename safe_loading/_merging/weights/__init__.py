@@ -1,1 +1,1 @@
-"""How each LoRA layer kind turns into a block update of its weight: arithmetic, layers, and what forbids a merge."""
+"""Merging into weights in memory: what each layer's adapters add, what forbids it, and the arithmetic."""

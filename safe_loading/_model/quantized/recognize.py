@@ -12,22 +12,22 @@ import importlib.util
 import torch
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-FOUR_BIT_PARAMETER = "Params4bit"
-EIGHT_BIT_PARAMETER = "Int8Params"
+_FOUR_BIT = "Params4bit"
+_EIGHT_BIT = "Int8Params"
 # bitsandbytes' layers, and the class of their weights for as long as it is bitsandbytes that holds them.
-_PARAMETER_OF = {"Linear4bit": FOUR_BIT_PARAMETER, "Linear8bitLt": EIGHT_BIT_PARAMETER}
+_PARAMETER_OF = {"Linear4bit": _FOUR_BIT, "Linear8bitLt": _EIGHT_BIT}
 # Packed weights of GPTQ and AWQ, and of HQQ, which are no parameter called "weight".
 _PACKED = ("qweight", "W_q")
 
 
 def is_four_bit(tensor: object) -> bool:
     """Return whether a tensor is a 4-bit weight of bitsandbytes."""
-    return type(tensor).__name__ == FOUR_BIT_PARAMETER
+    return type(tensor).__name__ == _FOUR_BIT
 
 
 def is_eight_bit(tensor: object) -> bool:
     """Return whether a tensor is an 8-bit weight of bitsandbytes."""
-    return type(tensor).__name__ == EIGHT_BIT_PARAMETER
+    return type(tensor).__name__ == _EIGHT_BIT
 
 
 def is_torchao(tensor: object) -> bool:

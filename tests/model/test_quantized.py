@@ -1,0 +1,76 @@
+"""Quantized layers are recognized by the names of the engines' classes, and decoded to what the codes stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from safe_loading._model.quantized.decode import decode_fp8, decoded_weight, fp8_matrix_of
+from safe_loading._model.quantized.recognize import (
+    fp8_scales_name,
+    has_offloaded_codes,
+    is_bitsandbytes_linear,
+    is_eight_bit,
+    is_four_bit,
+    is_quantized,
+)
+
+
+def test_the_layers_of_bitsandbytes_have_the_names_that_are_looked_for() -> None:
+    bnb = pytest.importorskip("bitsandbytes").nn
+    for layer, recognized in ((bnb.Linear4bit(8, 4), is_four_bit), (bnb.Linear8bitLt(8, 4), is_eight_bit)):
+        assert recognized(layer.weight)
+        assert is_bitsandbytes_linear(layer)
+        assert is_quantized(layer)
+        assert not has_offloaded_codes(layer)
+        layer.weight = nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False)  # as accelerate offloads it
+        assert has_offloaded_codes(layer)
+        assert is_quantized(layer)
+
+
+def test_peft_s_layers_around_those_of_bitsandbytes_are_none_of_them() -> None:
+    bnb = pytest.importorskip("bitsandbytes").nn
+    from peft import LoraConfig, get_peft_model
+
+    base = nn.Sequential(bnb.Linear8bitLt(8, 4, has_fp16_weights=False))
+    base.is_loaded_in_8bit = True  # as from_pretrained marks a model
+    model = get_peft_model(base, LoraConfig(target_modules=["0"], r=2))
+    around = model.base_model.model[0]
+    assert type(around).__name__ == "Linear8bitLt"
+    assert not is_bitsandbytes_linear(around)
+    assert is_bitsandbytes_linear(around.get_base_layer())
+
+
+def test_fp8_is_recognized_by_its_dtype_and_by_the_scales_of_transformers() -> None:
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    layer = FP8Linear(32, 16, block_size=(8, 16))
+    assert fp8_scales_name(layer, "weight") in dict(layer.named_parameters())
+    assert is_quantized(layer)
+    plain = nn.Linear(4, 4)
+    assert not is_quantized(plain)
+    assert fp8_matrix_of(plain, "weight") is None
+    plain.weight = nn.Parameter(plain.weight.detach().to(torch.float8_e5m2), requires_grad=False)
+    assert is_quantized(plain)
+
+
+@pytest.mark.parametrize("packed", ["qweight", "W_q"])
+def test_packed_weights_are_quantized_and_not_known(packed: str) -> None:
+    layer = nn.Module()
+    layer.register_buffer(packed, torch.zeros(2, 2, dtype=torch.int32))
+    assert is_quantized(layer)
+    with pytest.raises(NotImplementedError, match="not known here"):
+        decoded_weight(layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_rows_are_decoded_as_the_whole_matrix_is(dtype: torch.dtype) -> None:
+    codes = torch.randn(20, 40).to(dtype)
+    scales = torch.rand(3, 3) + 0.5
+    exact = codes.double() * scales.double().repeat_interleave(8, 0)[:20].repeat_interleave(16, 1)[:, :40]
+    assert torch.equal(decode_fp8(codes, scales, (8, 16)), exact)
+    for start in (0, 5, 8, 19):
+        assert torch.equal(decode_fp8(codes[start:], scales, (8, 16), start), exact[start:])
+    single = torch.tensor(0.3)
+    assert torch.equal(decode_fp8(codes, single, (20, 40)), codes.double() * single.double())
