@@ -138,7 +138,8 @@ def base_on_meta(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            config, _ = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
+            # With the options, because some are fields of the config (num_labels), which decide shapes.
+            config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **options)
         return build_on_meta(auto_class, config, weights_dtype(dtype, config, folder), trust_remote_code=trusted)
     except Exception:  # remote code may do anything on meta; the check then happens when the adapter is attached
         return None
