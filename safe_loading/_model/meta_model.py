@@ -1,4 +1,4 @@
-"""``meta_model``: a model on meta, exactly as ``from_pretrained`` would make it before it reads a weight."""
+"""Models on meta, built exactly as ``from_pretrained`` builds them before it reads a weight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import transformers
@@ -18,6 +18,7 @@ from safe_loading._checkpoint.hub import resolve, small_files
 from safe_loading._checkpoint.index import inspect_checkpoint
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._core.paths import path_text
+from safe_loading._core.protocols import ModelClass
 from safe_loading.errors import ArgumentError
 
 from .dtypes import DTYPES
@@ -29,7 +30,7 @@ _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoMod
 
 def meta_model(
     config_or_id: str | os.PathLike[str] | PreTrainedConfig,
-    auto_class: Any = None,
+    auto_class: type | None = None,
     dtype: torch.dtype | str | None = None,
     *,
     attn_implementation: str | None = None,
@@ -107,7 +108,7 @@ def build_on_meta(
     Raises:
         Exception: Whatever the class raises about its config.
     """
-    options: dict[str, Any] = {"dtype": dtype}
+    options: dict[str, object] = {"dtype": dtype}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
@@ -127,7 +128,7 @@ def build_on_meta(
 def _read_generation_config(model: torch.nn.Module, folder: Path) -> None:
     path = folder / "generation_config.json"
     if os.path.lexists(path) and hasattr(model, "generation_config"):
-        read_json_object(path)
+        read_json_object(path)  # transformers would take the last of two equal keys, and ignore a damaged file
         model.__dict__["generation_config"] = GenerationConfig.from_pretrained(folder)
 
 
@@ -136,13 +137,13 @@ def _refuse_quantized(config: PreTrainedConfig) -> None:
     if quantized is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         raise ArgumentError(
-            f"The config of {config.name_or_path or type(config).__name__} is quantized ({method}), and its modules "
-            f"are made by a quantizer while the weights are loaded. Load it with from_pretrained, call dequantize(), "
+            f"The config of {config.name_or_path or type(config).__name__} is quantized ({method}), so that its "
+            f"modules are only made during the load, by a quantizer. Load it with from_pretrained, call dequantize(), "
             f"save it, and pass that folder."
         )
 
 
-def _class_to_build(config: PreTrainedConfig, auto_class: Any) -> Any:
+def _class_to_build(config: PreTrainedConfig, auto_class: object) -> ModelClass:
     if auto_class is not None:
         if not _can_build(auto_class):
             raise ArgumentError(
@@ -154,8 +155,8 @@ def _class_to_build(config: PreTrainedConfig, auto_class: Any) -> Any:
         return named
     if not config.architectures:  # a config that was made by hand
         for name in _AUTO_CLASSES:
-            candidate = getattr(transformers, name)
-            if type(config) in candidate._model_mapping:
+            candidate: ModelClass = getattr(transformers, name)
+            if type(config) in getattr(candidate, "_model_mapping", ()):
                 return candidate
     raise ArgumentError(
         f"Nothing says which class to build: the config's architectures are {config.architectures or []}, and none of "
@@ -163,7 +164,7 @@ def _class_to_build(config: PreTrainedConfig, auto_class: Any) -> Any:
     )
 
 
-def class_in_config(config: PreTrainedConfig) -> Any:
+def class_in_config(config: PreTrainedConfig) -> ModelClass | None:
     """Return the class that the config's ``architectures`` name; None when transformers has no such class.
 
     For code of the repository it is the auto class that the config's ``auto_map`` names, because the auto classes know
@@ -174,12 +175,13 @@ def class_in_config(config: PreTrainedConfig) -> Any:
     for auto_class, reference in remote.items():
         known = auto_class.startswith("AutoModel") and hasattr(transformers, auto_class)
         if known and isinstance(reference, str) and reference.rpartition(".")[2] in names:
-            return getattr(transformers, auto_class)
+            named: ModelClass = getattr(transformers, auto_class)
+            return named
     candidates = (getattr(transformers, name, None) for name in names)
     return next((candidate for candidate in candidates if _can_build(candidate)), None)
 
 
-def _can_build(model_class: object) -> bool:
+def _can_build(model_class: object) -> TypeGuard[ModelClass]:
     return hasattr(model_class, "from_config") or hasattr(model_class, "_from_config")
 
 

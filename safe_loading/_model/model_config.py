@@ -5,47 +5,47 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
 from safe_loading._checkpoint.strict_json import read_json_object
+from safe_loading._core.protocols import JsonObject
 from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound, SafeLoadingError
 
 CONFIG = "config.json"
-_MOST = {r"layer|block|depth": 10_000, r"expert": 100_000, r"num_labels": 1_000_000}
+# The most that a config may ask for, by a pattern of the entry's name: far above every published model.
+_LARGEST_COUNTS = {r"layer|block|depth": 10_000, r"expert": 100_000, r"num_labels": 1_000_000}
 
 
 def read_config(
-    folder: Path, *, trust_remote_code: bool = False, document: Mapping[str, Any] | None = None, **options: Any
+    folder: Path, *, trust_remote_code: bool = False, document: JsonObject | None = None
 ) -> PreTrainedConfig:
-    """Return the config of a folder.
+    """Return the config in a folder.
 
-    transformers takes the last of two equal keys, and what is no regular file for a config that is not there. What it
-    raises itself names neither the file nor the fix.
+    The file is read strictly first: of two equal keys transformers takes the last, and what is not a regular file it
+    takes for a config that does not exist. The errors that it raises name neither the file nor the fix.
 
     Args:
         folder: The folder of a model.
         trust_remote_code: Whether the repository's own code may run. It is always said, and never left open:
-            transformers would ask on the terminal and wait.
+            transformers would ask on the terminal, and wait.
         document: The parsed file, where the caller has it already; None reads it.
-        options: More arguments of ``AutoConfig.from_pretrained``.
 
     Raises:
         CheckpointNotFound: There is no ``config.json``.
-        CheckpointError: It is no strict JSON object, or transformers refuses it.
-        ArgumentError: It needs code that was not trusted.
+        CheckpointError: It is not a strict JSON object, or transformers refuses it.
+        ArgumentError: It needs remote code, and ``trust_remote_code`` is not True.
     """
     path = folder / CONFIG
     if not os.path.lexists(path):
         raise CheckpointNotFound(f"{folder} holds no {CONFIG}. Pass the folder of a model, or save it there again.")
     document = read_json_object(path) if document is None else document
-    _refuse_kinds(path, document)
-    _refuse_bombs(path, document)
+    _refuse_wrong_types(path, document)
+    _refuse_huge_counts(path, document)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the class of a config, or code of the repository, may raise anything
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ArgumentError(
@@ -56,12 +56,12 @@ def read_config(
                 f"{path} has no model_type, so transformers cannot tell which model this is. Set it to the "
                 f'architecture, such as "llama".'
             ) from error
-        raise CheckpointError(f"{path}: transformers refuses this config: {_said(error)}") from error
+        raise CheckpointError(f"{path}: transformers refuses this config: {_one_line(error)}") from error
     return config
 
 
-def _refuse_kinds(path: Path, document: Mapping[str, Any]) -> None:
-    """Refuse what says which class is built in a form that transformers takes as it is, and fails on later."""
+def _refuse_wrong_types(path: Path, document: JsonObject) -> None:
+    """Refuse entries that name the class in a form that transformers accepts here and fails on later."""
     problems = []
     names = document.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
@@ -73,14 +73,17 @@ def _refuse_kinds(path: Path, document: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} does not say which class is built; correct it:", problems)
 
 
-def _refuse_bombs(path: Path, document: Mapping[str, Any]) -> None:
-    """Refuse counts of modules beyond any model: each module is an object, also on meta, and each label an entry."""
+def _refuse_huge_counts(path: Path, document: JsonObject) -> None:
+    """Refuse counts beyond those of any model: on meta, too, each module is an object, and each label an entry.
+
+    A config of a few bytes could otherwise fill the memory of whoever inspects it.
+    """
     parts = {"": document, **{f"{key}.": part for key, part in document.items() if isinstance(part, dict)}}
     problems = [
         f"{prefix}{key} is {value}, and no model has more than {most}"
         for prefix, part in parts.items()
         for key, value in part.items()
-        for pattern, most in _MOST.items()
+        for pattern, most in _LARGEST_COUNTS.items()
         if type(value) is int and value > most and re.search(pattern, key)
     ]
     if problems:
@@ -94,7 +97,7 @@ def building(config: PreTrainedConfig, what: object, folder: Path | None = None)
     Args:
         config: The config.
         what: The class that is built, for the message.
-        folder: Where the config comes from; None takes the one that it names, if any.
+        folder: Where the config comes from; None takes the folder that it names, if any.
 
     Raises:
         CheckpointError: The class raised, and the config comes from a folder.
@@ -111,10 +114,10 @@ def building(config: PreTrainedConfig, what: object, folder: Path | None = None)
         where = f"{origin}/{CONFIG}" if on_disk else f"this {type(config).__name__}"
         kind = CheckpointError if on_disk else ArgumentError
         raise kind(
-            f"{where}: {getattr(what, '__name__', what)} cannot be built on meta from it: {_said(error)}. Correct the "
-            f"config, or pass the class that it is for (auto_class=)."
+            f"{where}: {getattr(what, '__name__', what)} cannot be built on meta from it: {_one_line(error)}. "
+            f"Correct the config, or pass the class that it is for (auto_class=)."
         ) from error
 
 
-def _said(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"

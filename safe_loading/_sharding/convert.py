@@ -30,7 +30,11 @@ def convert(conversion: Conversion, fetch: Fetch, slots: Mapping[str, Any], conf
     dtype = slots[conversion.key].dtype
     for pattern, names in conversion.sources.items():
         for name in names:
-            rule.add_tensor(conversion.key, name, pattern, lambda name=name: fetch(name).to(dtype))
+
+            def read(name: str = name) -> torch.Tensor:
+                return fetch(name).to(dtype)
+
+            rule.add_tensor(conversion.key, name, pattern, read)  # type: ignore[arg-type]  # it calls what is no Future
     # the operations ask the model for nothing but shapes
     model = types.SimpleNamespace(config=config, get_parameter=slots.__getitem__)
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""What transformers' conversions do to a tensor of a checkpoint, as arithmetic of places: no tensor is touched.
+"""What transformers' conversions do to the tensors of a checkpoint, computed on positions without reading a tensor.
 
-A ``Whole`` stands for a tensor of the loader: its shape, and the pieces of the checkpoint that it is made of. Each
-conversion that only moves elements (stack, concatenate, chunk, transpose) turns Wholes into Wholes. So the layout on
-disk is derived from what the loader does, and never guessed from shapes.
+A ``Whole`` stands for a tensor of the loader: its shape, and the blocks of disk tensors that it is made of. A
+conversion that only moves elements (stack, concatenate, chunk, transpose) turns Wholes into Wholes. In this way the
+layout on disk is derived from what the loader does, and never guessed from shapes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 
 class DiskBlock(NamedTuple):
-    """A block of a tensor on disk, and where it lies in a Whole.
+    """A block of a tensor on disk, and its position in a Whole.
 
     Attributes:
         tensor: The name on disk.
-        at: Its first element in the Whole, per dimension of the Whole.
+        at: The position of its first element in the Whole, per dimension of the Whole.
         dims: For each dimension of the Whole, the dimension of the disk tensor that runs along it; -1 for a dimension
-            that was added by stacking, along which the piece has one element.
+            that stacking added, along which the block has one element.
         begin: The block's first element in the disk tensor, per dimension of the disk tensor.
         size: The block's size, per dimension of the disk tensor.
     """
@@ -31,12 +31,12 @@ class DiskBlock(NamedTuple):
     size: tuple[int, ...]
 
     def extent(self, dim: int) -> int:
-        """Return how many elements the piece has along a dimension of the Whole."""
+        """Return how many elements the block has along a dimension of the Whole."""
         return 1 if self.dims[dim] < 0 else self.size[self.dims[dim]]
 
 
 class Whole(NamedTuple):
-    """A tensor of the loader: its shape and its pieces."""
+    """A tensor of the loader: its shape, and the blocks on disk that it is made of."""
 
     shape: tuple[int, ...]
     pieces: tuple[DiskBlock, ...]
@@ -46,10 +46,10 @@ class Moved(NamedTuple):
     """A tensor of the loader whose rows are a Whole's in another order.
 
     Attributes:
-        whole: The rows in the order in which the disk holds them.
-        dim: The dimension that the rows are numbered along.
-        order: For each row of the loader's tensor, which row of ``whole`` it is; None where it is the same. It has
-            fewer rows than ``whole`` where that holds those of several tensors.
+        whole: The rows in their order on disk.
+        dim: The dimension along which the rows are counted.
+        order: For each row of the loader's tensor, its row in ``whole``; None where the order is the same. There are
+            fewer rows than in ``whole`` if that contains the rows of several tensors.
     """
 
     whole: Whole
@@ -66,7 +66,7 @@ class Moved(NamedTuple):
 class CannotFollow(Exception):
     """A conversion does more than move elements, or is applied in a way that this module does not know.
 
-    It never leaves this package: it becomes a reason in an error's text.
+    It never reaches the user as an exception: it becomes the reason in an error's text.
     """
 
 
@@ -98,7 +98,7 @@ def concatenate(parts: Sequence[Whole], dim: int) -> Whole:
     _check_alike(parts, dim)
     pieces, offset = [], 0
     for part in parts:
-        pieces += [piece._replace(at=_moved(piece.at, dim, offset)) for piece in part.pieces]
+        pieces += [block._replace(at=_shift(block.at, dim, offset)) for block in part.pieces]
         offset += part.shape[dim]
     shape = parts[0].shape
     return Whole((*shape[:dim], offset, *shape[dim + 1 :]), tuple(pieces))
@@ -119,7 +119,7 @@ def split(whole: Whole, sizes: Sequence[int], dim: int) -> list[Whole]:
 
 
 def take(whole: Whole, order: Sequence[int], dim: int) -> Whole:
-    """Return what ``torch.index_select`` makes of a Whole: a piece at least for each run of neighbors."""
+    """Return what ``torch.index_select`` makes of a Whole: at least one block for each run of consecutive rows."""
     starts = [at for at, row in enumerate(order) if not at or row != order[at - 1] + 1]
     rows, parts = whole.shape[dim], []
     for start, end in itertools.pairwise([*starts, len(order)]):
@@ -140,21 +140,21 @@ def transpose(whole: Whole, one: int, other: int) -> Whole:
     return Whole(turned(whole.shape), pieces)
 
 
-def _cut(piece: DiskBlock, dim: int, start: int, stop: int) -> DiskBlock | None:
-    """Return the part of a piece between two places along a dimension, counted from there."""
-    first, last = max(piece.at[dim], start), min(piece.at[dim] + piece.extent(dim), stop)
+def _cut(block: DiskBlock, dim: int, start: int, stop: int) -> DiskBlock | None:
+    """Return the part of a block between two positions along a dimension, placed as if the Whole began at the first."""
+    first, last = max(block.at[dim], start), min(block.at[dim] + block.extent(dim), stop)
     if first >= last:
         return None
-    moved = piece._replace(at=_moved(piece.at, dim, first - start - piece.at[dim]))
-    source = piece.dims[dim]
-    if source < 0:
-        return moved
-    begin = _moved(piece.begin, source, first - piece.at[dim])
-    size = (*piece.size[:source], last - first, *piece.size[source + 1 :])
-    return moved._replace(begin=begin, size=size)
+    shifted = block._replace(at=_shift(block.at, dim, first - start - block.at[dim]))
+    source = block.dims[dim]
+    if source < 0:  # stacked: the disk tensor has no such dimension to cut
+        return shifted
+    begin = _shift(block.begin, source, first - block.at[dim])
+    size = (*block.size[:source], last - first, *block.size[source + 1 :])
+    return shifted._replace(begin=begin, size=size)
 
 
-def _moved(values: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
+def _shift(values: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
     return (*values[:dim], values[dim] + by, *values[dim + 1 :])
 
 

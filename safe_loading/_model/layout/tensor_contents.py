@@ -1,4 +1,4 @@
-"""What only the tensor bytes of a checkpoint can tell: NaN, infinity, and bits that are not those that were written."""
+"""Checks that need the bytes of a checkpoint's tensors: NaN, infinity, and bits that differ from those written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from safe_loading._model.tensor_values import as_buffer, value_range, widened
 from safe_loading.errors import CheckpointError
 
 REPORT = "merge_report.json"
-"""What merge_lora_checkpoint writes beside the weights, with a SHA-256 of each tensor."""
+"""What merge_lora_checkpoint writes next to the weights, with a SHA-256 of each tensor."""
 _BLOCK_BYTES = 4 * MiB
 
 
