@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from safe_loading._core.report import Finding, format_bytes
-from safe_loading._model.peft_layers import TunerModule, is_lora_layer, is_tuner_layer
+from safe_loading._model.peft_layers import TunerModule, is_lora_layer
 from safe_loading._model.quantized.decode import decoded_weight, undo_cpu_packing
 from safe_loading._model.quantized.recognize import is_quantized
+from safe_loading._model.snapshot import Snapshot
 from safe_loading.errors import MergeError
 
 from .merge_plan import LayerMerge
@@ -131,42 +132,32 @@ class _Backup:
     """
 
     def __init__(self) -> None:
+        self._layers: list[Snapshot] = []
         self._tensors: list[_SavedTensor] = []
-        self._orders: list[tuple[_Tensors, _Tensors]] = []
-        self._modules: list[tuple[torch.nn.Module, dict[str, object], list[str]]] = []
         self.bytes = 0
 
     def keep(self, layer: TunerModule) -> None:
         """Copy what merging ``layer`` changes."""
+        self._layers.append(Snapshot(layer))
         for module in layer.modules():
-            merged = list(module.merged_adapters) if is_tuner_layer(module) else []
-            self._modules.append((module, dict(vars(module)), merged))
             if _is_of_adapter(layer, module):
                 continue
-            places: tuple[_Tensors, ...] = (module._parameters, module._buffers)
-            for tensors in places:
-                self._orders.append((tensors, dict(tensors)))
+            dicts: tuple[_Tensors, ...] = (module._parameters, module._buffers)
+            for tensors in dicts:
                 for name, tensor in tensors.items():
                     if tensor is not None and not tensor.is_meta:
-                        copy = tensor.detach().clone()
-                        self._tensors.append(_SavedTensor(tensors, name, tensor, tensor.data, copy, dict(vars(tensor))))
+                        copy, attributes = tensor.detach().clone(), dict(vars(tensor))
+                        self._tensors.append(_SavedTensor(tensors, name, tensor, tensor.data, copy, attributes))
                         self.bytes += copy.nbytes
 
     def restore(self) -> None:
-        """Put every weight back, in its own storage."""
+        """Put every weight back, in its own storage, and every module back to what it was."""
         for saved in self._tensors:
             saved.data.copy_(saved.copy)
             saved.tensor.data = saved.data
-        # Names that the merge added go, and those that it took out come back in their old order.
-        for tensors, before in self._orders:
-            tensors.clear()
-            tensors.update(before)
-        for saved in self._tensors:
             vars(saved.tensor).update(saved.attributes)
-        for module, attributes, merged in self._modules:
-            vars(module).update(attributes)
-            if is_tuner_layer(module):
-                module.merged_adapters[:] = merged
+        for layer in self._layers:
+            layer.restore()
 
     def move_into_old_storage(self) -> None:
         """Copy merged values into the storage that the weights had before; peft puts them into a new one."""
@@ -180,10 +171,7 @@ class _Backup:
                 saved.data.copy_(now.detach())
                 before.data = saved.data
                 saved.tensors[saved.name] = before
-        # The copies and what they were made of are no longer needed.
-        self._tensors.clear()
-        self._orders.clear()
-        self._modules.clear()
+        self._tensors.clear()  # frees the copies
 
 
 def _is_of_adapter(layer: TunerModule, module: torch.nn.Module) -> bool:
