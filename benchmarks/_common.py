@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 
-# Nothing downloads, nothing reports, and no progress bar costs time that another road does not pay.
+# Nothing downloads, nothing reports, and no progress bar costs time that another method does not pay.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -45,13 +45,13 @@ def options(description: str | None, quick: str, repeats: int | None = None) -> 
     Args:
         description: What the benchmark measures: its ``__doc__``.
         quick: What ``--quick`` runs.
-        repeats: How often each road is measured by default; None where that is not one number.
+        repeats: How often each method is measured by default; None where that is not one number.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", metavar="FILE", help="write every figure there")
     if repeats is not None:
-        parser.add_argument("--repeats", type=int, default=repeats, help=f"of each road; {repeats} by default")
+        parser.add_argument("--repeats", type=int, default=repeats, help=f"of each method; {repeats} by default")
     return parser
 
 

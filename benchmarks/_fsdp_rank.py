@@ -1,4 +1,4 @@
-"""One rank of benchmarks/wrap_fsdp.py: loads by one road, and writes down its peak, bytes and whether it is right."""
+"""One rank of benchmarks/wrap_fsdp.py: loads by one method, and writes down its peak, bytes and whether it is right."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def loopback() -> int:
 
 
 class Counts:
-    """What a wrap asks of the file system and of the store, counted while the roads of this package run."""
+    """What a wrap asks of the file system and of the store, counted while the methods of this package run."""
 
     def __init__(self) -> None:
         self.reads = self.exchanges = self.asked = self.polls = 0
 
     def begin(self) -> None:
-        """Count from now on; another road than ours asks for none of it."""
+        """Count from now on; another method than ours asks for none of it."""
         reading: Any = importlib.import_module("safe_loading._sharding.reading")
         exchange: Any = importlib.import_module("safe_loading._ranks.exchange")
         read, store_exchange, private_store = reading.read_into, exchange.StoreExchange, exchange._private_store
@@ -113,7 +113,7 @@ class Store:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """Return the units that the plain roads shard."""
+    """Return the units that the plain methods shard."""
     return list(model.model.layers)  # type: ignore[union-attr, arg-type]  # a Llama
 
 
@@ -259,9 +259,9 @@ def native(folder: str) -> nn.Module:
     return model
 
 
-ROADS = {
-    road.__name__: road
-    for road in (
+METHODS = {
+    method.__name__: method
+    for method in (
         ours,
         ours_fsdp1,
         ours_to_f32,
@@ -307,8 +307,8 @@ def _equal(model: Any, folder: str, cast: bool) -> bool:
     return True
 
 
-def main(folder: str, road: str, out: str) -> None:
-    """Run one road and write what was found."""
+def main(folder: str, method: str, out: str) -> None:
+    """Run one method and write what was found."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import transformers.models.llama.modeling_llama
@@ -323,7 +323,7 @@ def main(folder: str, road: str, out: str) -> None:
     counts.begin()
     wire = loopback()
     with Meter() as meter:
-        model = ROADS[road](folder)
+        model = METHODS[method](folder)
         _touch(model)
     dist.barrier()
     wire = loopback() - wire
@@ -333,7 +333,7 @@ def main(folder: str, road: str, out: str) -> None:
         "seconds": meter.seconds,
         "read": meter.read,
         "wire": wire,
-        "equal": _equal(model, f"{folder}/f32" if road == "ours_from_f32" else folder, "f32" in road),
+        "equal": _equal(model, f"{folder}/f32" if method == "ours_from_f32" else folder, "f32" in method),
     }
     report = getattr(model, "fsdp_report", None)
     if report is not None:

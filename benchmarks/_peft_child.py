@@ -20,7 +20,7 @@ if os.environ.get("SIMDEV_LIBRARY"):
     importlib.import_module("torch_npu")  # the engines look for it once, as they are imported
 
 import torch
-from _peft_roads import ROADS, differing, load_base, save_adapter, save_base
+from _peft_methods import METHODS, differing, load_base, save_adapter, save_base
 from safetensors.torch import load_file
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,21 +57,21 @@ def make(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def exact(spec: dict[str, Any]) -> dict[str, Any]:
-    """Load every pair of dtypes by every road; compare bits and dtype with the file, and the random state."""
+    """Load every pair of dtypes by every method; compare bits and dtype with the file, and the random state."""
     folder, device = Path(spec["folder"]), _device(spec)
     found: dict[str, Any] = {}
-    for name, road in ROADS.items():
+    for name, method in METHODS.items():
         pairs = {}
         drawn = False
         for base in DTYPES:
             for adapter in DTYPES:
                 paths = str(folder / f"base-{base}"), str(folder / f"base-{base}-{adapter}")
                 before = _random_state(device)
-                model = road.load(*paths, device)
+                model = method.load(*paths, device)
                 drawn |= _random_state(device) != before
                 pairs[f"{adapter} on {base}"] = differing(model, paths[1])
         before = _random_state(device)
-        model = road.load(str(folder / "real"), str(folder / "real-first"), device)
+        model = method.load(str(folder / "real"), str(folder / "real-first"), device)
         found[name] = {
             "pairs": pairs,
             "real": differing(model, str(folder / "real-first")),
@@ -88,15 +88,15 @@ def _random_state(device: torch.device) -> tuple[bytes, object, bytes]:
 
 
 def attach(spec: dict[str, Any]) -> dict[str, Any]:
-    """Time every road's attachment to a base that lies on the device already.
+    """Time every method's attachment to a base that lies on the device already.
 
-    The roads take turns, so that a slow moment of the machine meets all of them, and each round begins with another
+    The methods take turns, so that a slow moment of the machine meets all of them, and each round begins with another
     one. Each time the base is a fresh one: it is loaded and the garbage collected before the clock starts. Round 0 is
     the warm-up. The floor reads the adapter's file and moves each tensor once, and does nothing else.
     """
     folder, device = Path(spec["folder"]), _device(spec)
     base, adapter = str(folder / "real"), str(folder / "real-first")
-    names = [*ROADS, "floor"]
+    names = [*METHODS, "floor"]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(spec["repeats"] + 1):
         for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -111,8 +111,8 @@ def _attach_once(name: str, base: str, adapter: str, device: torch.device) -> fl
     if name == "floor":
         work = lambda: _floor(adapter, device)  # noqa: E731
     else:
-        loaded, road = load_base(base, device), ROADS[name]
-        work = lambda: road.attach(loaded, adapter, device)  # noqa: E731
+        loaded, method = load_base(base, device), METHODS[name]
+        work = lambda: method.attach(loaded, adapter, device)  # noqa: E731
     gc.collect()
     _synchronize(device)
     start = time.perf_counter()
@@ -129,14 +129,14 @@ def _floor(adapter: str, device: torch.device) -> list[torch.Tensor]:
 
 
 def rank(spec: dict[str, Any]) -> dict[str, Any]:
-    """Load by one road as one of several ranks, and return what this process and its devices held.
+    """Load by one method as one of several ranks, and return what this process and its devices held.
 
     How the private memory of a load is computed:
 
     * The ranks run at the same time and wait for one another before and after the load, so pages of the checkpoint
       that all of them map are shared pages when they are counted, as they are in a real job.
-    * A tiny model of the same architecture is loaded by the same road first. What that leaves behind is paid once per
-      process, whatever is loaded: imported modules, threads, the allocator's arenas. It is reported beside (`fixed`).
+    * A tiny model of the same architecture is loaded by the same method first. What that leaves behind is paid once per
+      process, whatever is loaded: imported modules, threads, the allocator's arenas. It is reported apart (`fixed`).
     * private(end) - private(before), after a garbage collection each time, minus what the device holds more: the
       simulated devices' bytes lie in host memory, and their counters know them exactly. On the CPU the adapter is
       subtracted instead, which has to lie in private memory there; the base's pages are shared by mmap.
@@ -145,20 +145,20 @@ def rank(spec: dict[str, Any]) -> dict[str, Any]:
       there and look like host memory, and one that fills a hole which the load left would be subtracted for nothing.
       The CPU's ranks, which have no such device, run with malloc as it is.
     """
-    road, device = ROADS[spec["road"]], _device(spec)
+    method, device = METHODS[spec["method"]], _device(spec)
     folder = Path(spec["folder"])
     _join(spec)
     start = private_bytes()[0] - _living(device)
-    model = road.load(str(folder / "tiny"), str(folder / "tiny-first"), device)
-    road.later(model, str(folder / "tiny-second"))
-    road.swap(model, str(folder / "tiny-first"))
+    model = method.load(str(folder / "tiny"), str(folder / "tiny-first"), device)
+    method.later(model, str(folder / "tiny-second"))
+    method.swap(model, str(folder / "tiny-first"))
     del model
     gc.collect()
     _meet()
     before, dirty = (value - _living(device) for value in private_bytes())
     _forget(device)
     with PeakSampler(lambda: _living(device)) as sampler:
-        model = road.load(str(folder / "real"), str(folder / "real-first"), device)
+        model = method.load(str(folder / "real"), str(folder / "real-first"), device)
     gc.collect()
     steps = {"load": _devices(device)}
     _meet()
@@ -172,7 +172,7 @@ def rank(spec: dict[str, Any]) -> dict[str, Any]:
         "samples": sampler.samples,
         "base_bytes": _base_bytes(model),
     }
-    for step, work in (("later", road.later), ("swap", road.swap)):
+    for step, work in (("later", method.later), ("swap", method.swap)):
         _forget(device)
         work(model, str(folder / ("real-second" if step == "later" else "real-first")))
         gc.collect()

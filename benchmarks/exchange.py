@@ -1,4 +1,4 @@
-"""What agreeing costs: ``Ranks.exchange`` over the store, beside torch's ``all_gather_object`` of the same small dict.
+"""What agreeing costs: ``Ranks.exchange`` over the store, next to torch's ``all_gather_object`` of the same small dict.
 
 Each is called many times in turns by 2 and by 4 real ranks on gloo, each time after a barrier; the slowest rank counts.
 ``Waiting.work`` is what a bounded wait adds to a collective that is there already.

@@ -1,4 +1,4 @@
-"""What ``import safe_loading`` costs: seconds beyond a bare interpreter and modules, beside torch and peft.
+"""What ``import safe_loading`` costs: seconds beyond a bare interpreter and modules, next to torch and peft.
 
 Each figure is the median of fresh processes that take turns, after one that warms the page cache and writes .pyc files.
 """

@@ -18,7 +18,7 @@ from typing import Any
 
 from _common import MIB, ROOT, headline, mib, options, promise, ratio, spawn, table, write_json
 
-ROADS = ("peft default", "two-step", "two-step low_cpu_mem", "transformers", "safe_loading")
+METHODS = ("peft default", "two-step", "two-step low_cpu_mem", "transformers", "safe_loading")
 CHILD = (str(ROOT / "benchmarks" / "_peft_child.py"),)
 SIMULATED = ROOT / "tests" / "simulated_devices"
 PROMISED_PRIVATE = 10 * MIB
@@ -54,17 +54,17 @@ def simulated() -> tuple[dict[str, str], str]:
 
 
 def measure_ranks(counts: Sequence[int], target: str, env: dict[str, str], common: dict[str, Any]) -> dict[str, Any]:
-    """Return, for each number of ranks and each road, what every rank measured."""
+    """Return, for each number of ranks and each method, what every rank measured."""
     found: dict[str, Any] = {}
     for count in counts:
         own = {**env, "SIMDEV_COUNT": str(count)} if target == "npu" else env
-        for road in ROADS:
-            say(f"{count} ranks on {target}: {road}")
+        for method in METHODS:
+            say(f"{count} ranks on {target}: {method}")
             specs = [
-                {**common, "part": "rank", "road": road, "target": target, "rank": rank, "ranks": count}
+                {**common, "part": "rank", "method": method, "target": target, "rank": rank, "ranks": count}
                 for rank in range(count)
             ]
-            found.setdefault(str(count), {})[road] = spawn(CHILD, specs, own, 180)
+            found.setdefault(str(count), {})[method] = spawn(CHILD, specs, own, 180)
     return found
 
 
@@ -108,9 +108,9 @@ def devices_table(found: dict[str, Any]) -> str:
     count = max(found["ranks"][target], key=int)
     strays = target == "npu" or found["made"]["cuda"] > 1
     rows = []
-    for road in ROADS:
-        ranks = found["ranks"][target][count][road]
-        row: list[object] = [road]
+    for method in METHODS:
+        ranks = found["ranks"][target][count][method]
+        row: list[object] = [method]
         for step, adapters in (("load", 1), ("later", 2), ("swap", 2)):
             steps = [rank["steps"][step] for rank in ranks]
             row.append(mib(sum(seen["stray_peak"] for seen in steps)) if strays else "n/a")
@@ -122,7 +122,7 @@ def devices_table(found: dict[str, Any]) -> str:
                 worst = max(seen["peak"] / floor for seen, floor in zip(steps, floors, strict=True))
                 row.append(f"{worst:.4f}x")
         rows.append(row)
-    header = ("road", "stray MiB", "contexts", "peak +MiB", "peak/floor")
+    header = ("method", "stray MiB", "contexts", "peak +MiB", "peak/floor")
     more = ("later: stray", "contexts", "peak +MiB", "swap: stray", "contexts", "peak +MiB")
     notes = [
         "stray, contexts: on devices that are not the rank's own, the sum over all ranks, at the highest moment",
@@ -134,14 +134,14 @@ def devices_table(found: dict[str, Any]) -> str:
 def private_table(found: dict[str, Any], target: str) -> str:
     """Tell what each rank holds in private host memory."""
     runs = found["ranks"][target]
-    header, rows = ["road"], []
+    header, rows = ["method"], []
     for count in runs:
         header += [f"{count} ranks: end", "of default", "peak", "once"]
-    for road in ROADS:
-        row = [road]
+    for method in METHODS:
+        row = [method]
         for ranks in runs.values():
-            worst = {key: max(rank[key] for rank in ranks[road]) for key in ("private", "peak", "fixed")}
-            default = max(rank["private"] for rank in ranks[ROADS[0]])
+            worst = {key: max(rank[key] for rank in ranks[method]) for key in ("private", "peak", "fixed")}
+            default = max(rank["private"] for rank in ranks[METHODS[0]])
             row += [mib(worst["private"]), ratio(worst["private"], default), mib(worst["peak"]), mib(worst["fixed"])]
         rows.append(row)
     worst_of_all = max(rank["private"] for ranks in runs.values() for rank in ranks["safe_loading"])
@@ -155,17 +155,19 @@ def private_table(found: dict[str, Any], target: str) -> str:
 
 
 def attach_table(found: dict[str, Any]) -> str:
-    """Tell how long the roads take to attach the adapter."""
+    """Tell how long the methods take to attach the adapter."""
     seconds, modules = found["attach"], found["made"]["modules"]
     rows = []
-    for road in (*ROADS, "floor"):
-        middle, values = seconds[road]["median"], seconds[road]["all"]
+    for method in (*METHODS, "floor"):
+        middle, values = seconds[method]["median"], seconds[method]["all"]
         own = [f"{value * 1000:.1f}" for value in (middle, min(values), max(values))]
         own.append(f"{middle * 1000 / modules:.3f}")
-        rows.append((road, *own, ratio(middle, seconds[ROADS[0]]["median"]), ratio(middle, seconds["floor"]["median"])))
-    header = ("road", "median ms", "least", "most", "ms/module", "of default", "of floor")
+        rows.append(
+            (method, *own, ratio(middle, seconds[METHODS[0]]["median"]), ratio(middle, seconds["floor"]["median"]))
+        )
+    header = ("method", "median ms", "least", "most", "ms/module", "of default", "of floor")
     notes = [
-        "floor: read the adapter's file and move each tensor once, with no model; roads take turns in one process",
+        "floor: read the adapter's file and move each tensor once, with no model; methods take turns in one process",
         verdict(
             "attach",
             seconds["safe_loading"]["median"] * 1000 / modules,
@@ -180,12 +182,14 @@ def attach_table(found: dict[str, Any]) -> str:
 def exact_table(found: dict[str, Any]) -> str:
     """Tell which tensors differ from the file."""
     rows = []
-    for road in ROADS:
-        exact = found["exact"][road]
+    for method in METHODS:
+        exact = found["exact"][method]
         wrong, of = exact["real"]
         pairs = sum(1 for differ, _ in exact["pairs"].values() if differ)
-        rows.append((road, f"{wrong} of {of}", f"{pairs} of {len(exact['pairs'])}", "yes" if exact["random"] else "no"))
-    header = ("road", "fp32 on bf16: tensors that differ", "dtype pairs with any", "draws random numbers")
+        rows.append(
+            (method, f"{wrong} of {of}", f"{pairs} of {len(exact['pairs'])}", "yes" if exact["random"] else "no")
+        )
+    header = ("method", "fp32 on bf16: tensors that differ", "dtype pairs with any", "draws random numbers")
     return table("Exactness: bits and dtype of the adapter against its file", header, rows)
 
 

@@ -1,4 +1,4 @@
-"""Both merges in one run: in memory beside peft, and from disk to disk beside load-merge-save and ``cp``.
+"""Both merges in one run: in memory next to peft, and from disk to disk next to load-merge-save and ``cp``.
 
 Options before ``--disk`` go to benchmarks/merge_inplace.py, those after it to benchmarks/merge_checkpoint.py.
 """

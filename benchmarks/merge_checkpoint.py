@@ -1,7 +1,7 @@
-"""Merging from disk to disk: time, memory and bytes beside ``cp`` and beside load, merge_and_unload, save_pretrained.
+"""Merging from disk to disk: time, memory and bytes next to ``cp`` and to load, merge_and_unload, save_pretrained.
 
 A checkpoint of at least 2 GB (a Llama shape, bfloat16, random) and three adapters are made in a temporary folder. Each
-road runs in a process of its own; every output is synced inside the time that is measured, that of ``cp`` too. The
+method runs in a process of its own; every output is synced inside the time that is measured, that of ``cp`` too. The
 files are in the page cache, except for the rows that say cold, before which it is told to forget them. ``cp`` runs
 before each round, since a disk is not the same from minute to minute.
 
@@ -36,10 +36,10 @@ OTHER_BYTES = 2 * 2 * 32000 * 2048
 
 
 def main() -> None:
-    """Make the checkpoint, run the roads, print the table."""
+    """Make the checkpoint, run the methods, print the table."""
     parser = common.options(__doc__, "0.3 GB, one round: shows that it works and no more")
     parser.add_argument("--size", type=float, default=2.1, help="of the checkpoint, in GB")
-    parser.add_argument("--full", action="store_true", help="16 GB in 1 GB of memory, ours beside cp")
+    parser.add_argument("--full", action="store_true", help="16 GB in 1 GB of memory, ours next to cp")
     parser.add_argument("--layers", type=int, default=32, help="of the checkpoint of --full")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of adapters")
     parser.add_argument("--rounds", type=int, default=3, help="of which the median is shown")
@@ -51,7 +51,7 @@ def main() -> None:
     size, rounds = (0.3, 1) if arguments.quick else (arguments.size, arguments.rounds)
     with tempfile.TemporaryDirectory(prefix="merge-", dir=arguments.folder) as temporary:
         root = Path(temporary)
-        _run({"road": "make", "root": str(root), "layers": max(1, round((size * 1e9 - OTHER_BYTES) / LAYER_BYTES))})
+        _run({"method": "make", "root": str(root), "layers": max(1, round((size * 1e9 - OTHER_BYTES) / LAYER_BYTES))})
         figures = _measure(root, rounds, arguments.kinds, arguments.json)
         base = sum(path.stat().st_size for path in (root / "base").iterdir())
     print(common.headline())
@@ -59,12 +59,12 @@ def main() -> None:
         (n, f"{own['seconds']:.2f}", "1.00x", f"{own['cpu']:.2f}", "-", "-", "-") for n, own in _copied(figures)
     ]
     rows += [row for kind in arguments.kinds for row in _rows(kind, figures)]
-    header = ("road", "seconds", "to cp", "CPU s", "peak private MiB", "MiB written", "MiB read by calls")
+    header = ("method", "seconds", "to cp", "CPU s", "peak private MiB", "MiB written", "MiB read by calls")
     notes = (
-        "median of the rounds; outputs synced; seconds without imports; cold rows beside the cold cp",
+        "median of the rounds; outputs synced; seconds without imports; cold rows are compared with the cold cp",
         "CPU s: of all threads, system and user; the seconds of busy machines differ more than these",
         "peak: memory that is no file's beyond that of the interpreter with its imports, the adapter included",
-        "read by calls: mapped files are not in it, so the road through memory shows little",
+        "read by calls: mapped files are not in it, so the method through memory shows little",
     )
     print(common.table(f"a checkpoint of {base / 1e9:.2f} GB, {rounds} rounds", header, rows, notes))
     common.write_json(arguments.json, {"base_bytes": base, "figures": figures})
@@ -73,12 +73,12 @@ def main() -> None:
 def _full(layers: int, folder: str | None) -> None:
     with tempfile.TemporaryDirectory(prefix="merge-", dir=folder) as temporary:
         root = Path(temporary)
-        _run({"road": "make full", "root": str(root), "layers": layers})
+        _run({"method": "make full", "root": str(root), "layers": layers})
         base = sum(path.stat().st_size for path in (root / "base").iterdir())
         copied = _copy(root)
-        found = _run({"road": "ours", "root": str(root), "kind": "all linear", "verify": True, "limit": LIMIT})
+        found = _run({"method": "ours", "root": str(root), "kind": "all linear", "verify": True, "limit": LIMIT})
     print(common.headline())
-    header = ("road", "seconds", "to cp", "CPU s", "peak private MiB")
+    header = ("method", "seconds", "to cp", "CPU s", "peak private MiB")
     seconds, to_cp = found["seconds"], common.ratio(found["seconds"], copied["seconds"])
     rows = [("cp", f"{copied['seconds']:.1f}", "1.00x", f"{copied['cpu']:.1f}", "-")]
     rows.append(("ours", f"{seconds:.1f}", to_cp, f"{found['cpu']:.1f}", common.mib(found["peak"])))
@@ -88,18 +88,18 @@ def _full(layers: int, folder: str | None) -> None:
 
 def _measure(root: Path, rounds: int, kinds: list[str], file: str | None) -> dict[str, list[dict[str, float]]]:
     figures: dict[str, list[dict[str, float]]] = {"cp": [], "cp, cold": []}
-    roads = (("ours", True), ("ours, verify=False", False), ("ours, cold", True))
+    methods = (("ours", True), ("ours, verify=False", False), ("ours, cold", True))
     for _ in range(rounds):
         figures["cp"].append(_copy(root))
         _forget(root / "base")
         figures["cp, cold"].append(_copy(root))
         for kind in kinds:
-            for road, verify in (*roads, ("load, merge, save", None)):
-                if road.endswith("cold"):
+            for method, verify in (*methods, ("load, merge, save", None)):
+                if method.endswith("cold"):
                     _forget(root / "base")
-                spec = {"road": "plain" if verify is None else "ours", "root": str(root), "kind": kind}
+                spec = {"method": "plain" if verify is None else "ours", "root": str(root), "kind": kind}
                 found = _run({**spec, "verify": verify})
-                figures.setdefault(f"{kind}: {road}", []).append(found)
+                figures.setdefault(f"{kind}: {method}", []).append(found)
                 shutil.rmtree(root / "out")
                 os.sync()
                 common.write_json(file, {"figures": figures})  # a run that is cut off leaves what it has
@@ -113,8 +113,8 @@ def _rows(kind: str, figures: dict[str, list[dict[str, float]]]) -> list[tuple[s
         if name.startswith(f"{kind}: "):
             middle = _median(found)
             memory = (common.mib(middle[key]) for key in ("peak", "written", "read"))
-            beside = copied["cp, cold" if name.endswith("cold") else "cp"]["seconds"]
-            times = f"{middle['seconds']:.2f}", common.ratio(middle["seconds"], beside), f"{middle['cpu']:.2f}"
+            peer = copied["cp, cold" if name.endswith("cold") else "cp"]["seconds"]
+            times = f"{middle['seconds']:.2f}", common.ratio(middle["seconds"], peer), f"{middle['cpu']:.2f}"
             rows.append((name, *times, *memory))
     return rows
 
@@ -168,14 +168,14 @@ def _sync(folder: Path) -> None:
 def child(spec: dict[str, Any]) -> dict[str, float]:
     """Do what the specification says."""
     root = Path(spec["root"])
-    if spec["road"] == "make":
+    if spec["method"] == "make":
         _make(root, spec["layers"])
         return {}
-    if spec["road"] == "make full":
+    if spec["method"] == "make full":
         _make_full(root, spec["layers"])
         return {}
     adapter = root / spec["kind"].replace(" ", "_")
-    work = _ours if spec["road"] == "ours" else _plain
+    work = _ours if spec["method"] == "ours" else _plain
     run = work(root / "base", adapter, root / "out", spec["verify"])
     if "limit" in spec:
         _limit(spec["limit"])
@@ -190,7 +190,7 @@ def child(spec: dict[str, Any]) -> dict[str, float]:
 
 
 def _ours(base: Path, adapter: Path, output: Path, verify: bool) -> Any:
-    import torch  # noqa: F401 - the engines are imported before the clock starts, on both roads
+    import torch  # noqa: F401 - the engines are imported before the clock starts, on both methods
     from peft import PeftModel  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401
 

@@ -1,6 +1,6 @@
 """Merging adapters in memory: peft's merge_and_unload, plain and safe, and merge_lora_inplace, in one run.
 
-Extra bytes, CPU seconds and wrongly rounded elements, in three dtypes, for LoRA and DoRA. The roads take turns; each
+Extra bytes, CPU seconds and wrongly rounded elements, in three dtypes, for LoRA and DoRA. The methods take turns; each
 figure is the median. A wrongly rounded element is one that differs from the float64 sum of weight and delta, rounded
 once. Extra bytes are what the allocator held at most beyond the model and its adapter, from torch's own profiler.
 """
@@ -24,7 +24,7 @@ os.environ.update(ENVIRONMENT)
 
 PROMISED = {"bfloat16": 3.5, "float16": 3.5, "float32": 2.0, "dora": 6.0}
 CASES = {"lora16": (16, False), "lora64": (64, False), "dora16": (16, True), "dora64": (64, True)}
-ROADS = ("merge_and_unload", "safe_merge=True", "merge_lora_inplace")
+METHODS = ("merge_and_unload", "safe_merge=True", "merge_lora_inplace")
 
 
 def make(dtype: torch.dtype, rank: int, *, dora: bool, width: int, layers: int) -> Any:
@@ -56,13 +56,13 @@ def make(dtype: torch.dtype, rank: int, *, dora: bool, width: int, layers: int) 
     return model
 
 
-def merge(road: str, model: Any) -> torch.nn.Module:
-    """Merge by one of the roads."""
-    if road == "merge_lora_inplace":
+def merge(method: str, model: Any) -> torch.nn.Module:
+    """Merge by one of the methods."""
+    if method == "merge_lora_inplace":
         from safe_loading import merge_lora_inplace
 
         return merge_lora_inplace(model)
-    merged: torch.nn.Module = model.merge_and_unload(safe_merge=road != "merge_and_unload")
+    merged: torch.nn.Module = model.merge_and_unload(safe_merge=method != "merge_and_unload")
     return merged
 
 
@@ -107,25 +107,25 @@ def references(model: Any) -> dict[str, torch.Tensor]:
 
 
 def measure(dtype: torch.dtype, rank: int, *, dora: bool, width: int, layers: int, repeats: int) -> dict[str, Any]:
-    """Return the figures of the three roads for one case."""
+    """Return the figures of the three methods for one case."""
     make_one = functools.partial(make, dtype, rank, dora=dora, width=width, layers=layers)
-    seconds: dict[str, list[float]] = {road: [] for road in ROADS}
-    for _, road in itertools.product(range(repeats), ROADS):
+    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
+    for _, method in itertools.product(range(repeats), METHODS):
         model = make_one()
         started = time.process_time()
-        merge(road, model)
-        seconds[road].append(time.process_time() - started)
+        merge(method, model)
+        seconds[method].append(time.process_time() - started)
     facts: dict[str, Any] = {}
-    for road in ROADS:
+    for method in METHODS:
         model = make_one()
         facts["largest"] = max(parameter.nbytes for parameter in model.parameters())
         exact = references(model)
-        merged = merge(road, model)
+        merged = merge(method, model)
         rounding = wrong(merged, exact)
         del exact, merged
         model = make_one()
-        peak = extra_bytes(functools.partial(merge, road, model))
-        facts[road] = {"seconds": median(seconds[road]), "extra": peak, "wrong": rounding}
+        peak = extra_bytes(functools.partial(merge, method, model))
+        facts[method] = {"seconds": median(seconds[method]), "extra": peak, "wrong": rounding}
     return facts
 
 
@@ -148,17 +148,17 @@ def main() -> None:
             facts = measure(dtype, rank, dora=dora, width=args.width, layers=args.layers, repeats=args.repeats)
             every[f"{name} r={rank} {'dora' if dora else 'lora'}"] = facts
             ours = facts["merge_lora_inplace"]
-            for road in ROADS:
-                seen = facts[road]
+            for method in METHODS:
+                seen = facts[method]
                 faster = ratio(seen["seconds"], ours["seconds"])
                 extra = (mib(seen["extra"]), ratio(seen["extra"], facts["largest"]))
-                rows.append((f"{name} {road}", f"{seen['seconds']:.3f}", faster, *extra, f"{seen['wrong']:.2%}"))
+                rows.append((f"{name} {method}", f"{seen['seconds']:.3f}", faster, *extra, f"{seen['wrong']:.2%}"))
             promised = PROMISED["dora" if dora else name]
             times = facts["merge_and_unload"]["seconds"] / ours["seconds"]
             kept = promise(times >= promised, quick=args.quick)
             notes.append(f"promise for {name}: {promised:g}x; {times:.1f}x: {kept}")
         title = f"{'DoRA' if dora else 'LoRA'}, r={rank}, width {args.width}, {args.layers} x 4 linear layers"
-        header = ("road", "CPU s", "of ours", "extra MiB", "of largest", "wrongly rounded")
+        header = ("method", "CPU s", "of ours", "extra MiB", "of largest", "wrongly rounded")
         print(table(title, header, rows, notes))
     write_json(args.json, every)
 

@@ -41,7 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {"Llama-3-8B": LLAMA_8B, "Llama-3.2-1B": LLA
 
 
 class Distillation(nn.Module):
-    """A student with an adapter beside a teacher of the same shape.
+    """A student with an adapter and a teacher of the same shape.
 
     Args:
         student: What is trained.

@@ -1,4 +1,4 @@
-"""How far predict_memory is from measured peaks, beside the formula of the archive that measured them, and from malloc.
+"""How far predict_memory is from measured peaks, next to the formula of their archive, and from malloc.
 
 The measured rows are those of the fitcheck-llm source archive, which pip downloads into a scratch folder: training
 steps on a Tesla T4, LoRA over 16-bit and NF4 bases, eager and memory-efficient attention. They are read as facts, and

@@ -1,7 +1,7 @@
-"""Rank 1 of 2 reads its rows of a checkpoint: ours beside safetensors' slices and torch's HuggingFaceStorageReader.
+"""Rank 1 of 2 reads its rows of a checkpoint: ours next to safetensors' slices and torch's HuggingFaceStorageReader.
 
-Two checkpoints: 2703 small tensors, where planning is the cost, and 1 GB of bfloat16, where moving bytes is. Each road
-runs in fresh processes that take turns. Memory is the peak beyond what the process held before; the floor is the
+Two checkpoints: 2703 small tensors, where planning is the cost, and 1 GB of bfloat16, where moving bytes is. Each
+method runs in fresh processes that take turns. Memory is the peak beyond what the process held before; the floor is the
 memory of the rows themselves.
 """
 
@@ -95,7 +95,7 @@ def distributed_checkpoint(folder: Path, model: Any, dtype: Any) -> dict[str, An
     return {"held": [tensor.to_local() for tensor in state.values()]}
 
 
-ROADS: dict[str, Callable[[Path, Any, Any], dict[str, Any]]] = {
+METHODS: dict[str, Callable[[Path, Any, Any], dict[str, Any]]] = {
     "safe_loading": ours,
     "safe_open slices": slices,
     "torch DCP reader": distributed_checkpoint,
@@ -103,7 +103,7 @@ ROADS: dict[str, Callable[[Path, Any, Any], dict[str, Any]]] = {
 
 
 def child(spec: dict[str, Any]) -> None:
-    """Take one road and write what it cost."""
+    """Take one method and write what it cost."""
     import torch
 
     from safe_loading import meta_model
@@ -111,12 +111,12 @@ def child(spec: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
     folder, dtype = Path(spec["folder"]), getattr(torch, spec["dtype"])
     model = meta_model(folder, dtype=dtype)
-    road = ROADS[spec["road"]]
+    method = METHODS[spec["method"]]
     if spec["warm"]:
-        road(folder, model, dtype)  # imports and first calls
+        method(folder, model, dtype)  # imports and first calls
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is held now
     before, started, spent = _peak(), time.perf_counter(), time.process_time()
-    done = road(folder, model, dtype)
+    done = method(folder, model, dtype)
     facts = {
         "seconds": time.perf_counter() - started,
         "cpu": time.process_time() - spent,
@@ -135,15 +135,15 @@ def _peak() -> int:
 
 
 def measure(folder: Path, dtype: str, repeats: int, warm: bool) -> dict[str, dict[str, Any]]:
-    """Run every road by turns; the least of the repeats."""
-    found: dict[str, list[dict[str, Any]]] = {road: [] for road in ROADS}
+    """Run every method by turns; the least of the repeats."""
+    found: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
     for _ in range(repeats):
-        for road, results in found.items():
-            spec = {"folder": str(folder), "road": road, "dtype": dtype, "warm": warm}
+        for method, results in found.items():
+            spec = {"folder": str(folder), "method": method, "dtype": dtype, "warm": warm}
             results += spawn([__file__, "--child"], [spec], {"OMP_NUM_THREADS": "1"}, 600)
-    best = {road: {key: min(one[key] for one in results) for key in results[0]} for road, results in found.items()}
+    best = {method: {key: min(one[key] for one in results) for key in results[0]} for method, results in found.items()}
     if len({facts["sum"] for facts in best.values()}) != 1:
-        raise SystemExit(f"the roads read different values: {best}")
+        raise SystemExit(f"the methods read different values: {best}")
     return best
 
 
@@ -152,7 +152,7 @@ def rows_of(found: dict[str, dict[str, Any]]) -> list[tuple[object, ...]]:
     own = found["safe_loading"]
     return [
         (
-            road,
+            method,
             f"{facts['cpu'] / facts['tensors'] * 1e6:.1f}",
             ratio(facts["cpu"], own["cpu"]),
             f"{facts['seconds']:.3f}",
@@ -160,7 +160,7 @@ def rows_of(found: dict[str, dict[str, Any]]) -> list[tuple[object, ...]]:
             mib(facts["peak"] - facts["floor"]),
             f"{facts['read']:.3f}" if facts["read"] else "",
         )
-        for road, facts in found.items()
+        for method, facts in found.items()
     ]
 
 
@@ -174,7 +174,7 @@ def main() -> None:
         return
     repeats = 2 if args.quick else args.repeats
     large = {**LARGE, "num_hidden_layers": 1, "vocab_size": 8000} if args.quick else LARGE
-    header = ("road", "us CPU/tensor", "ratio", "seconds", "peak MiB", "over floor", "read/owned")
+    header = ("method", "us CPU/tensor", "ratio", "seconds", "peak MiB", "over floor", "read/owned")
     facts: dict[str, Any] = {}
     print(headline())
     with tempfile.TemporaryDirectory(prefix="read-shards-") as name:

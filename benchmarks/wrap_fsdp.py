@@ -1,9 +1,9 @@
-"""Wrapping a model in FSDP: peak per rank over the floor, bytes read and sent, seconds, equality, beside six peers.
+"""Wrapping a model in FSDP: peak per rank over the floor, bytes read and sent, seconds, equality, next to six peers.
 
-Every road loads the same checkpoint, which this script makes, on 2 and on 4 ranks over gloo on the CPU. The floor is
+Every method loads the same checkpoint, which this script makes, on 2 and on 4 ranks over gloo on the CPU. The floor is
 the model's bytes divided by the ranks. Peaks are resident memory beyond what the process had before the load, sampled
 every 2 ms, pages of mapped files included; ``private`` leaves those out. Bytes on the wire are those of the loopback
-device while the road ran, so other processes of the machine count too. Bytes read are the report's own figure; the
+device while the method ran, so other processes of the machine count too. Bytes read are the report's own figure; the
 peers map the files.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from _common import ENVIRONMENT, MIB, ROOT, headline, mib, options, ratio, table, write_json
 
-ROADS = (
+METHODS = (
     "ours",
     "ours_fsdp1",
     "ours_scatter",
@@ -45,7 +45,7 @@ NAMES = {
     "native": "transformers native",
 }
 HEADER = (
-    "road",
+    "method",
     "peak MiB",
     "peak/floor",
     "over floor",
@@ -86,7 +86,7 @@ def make_checkpoint(folder: Path, hidden: int, layers: int, vocabulary: int) -> 
 
 
 def make_float32(folder: Path) -> None:
-    """Save the checkpoint in float32 beside, with values that bfloat16 has to round."""
+    """Save the checkpoint in float32 too, with values that bfloat16 has to round."""
     from safetensors.torch import load_file, save_file
 
     wide = folder / "f32"
@@ -98,11 +98,11 @@ def make_float32(folder: Path) -> None:
         save_file(tensors, wide / path.name, {"format": "pt"})
 
 
-def run(road: str, ranks: int, folder: Path, timeout: float) -> list[dict[str, Any]] | str:
-    """Run one road in ranks of torchrun; what each wrote, or the last line of what went wrong."""
+def run(method: str, ranks: int, folder: Path, timeout: float) -> list[dict[str, Any]] | str:
+    """Run one method in ranks of torchrun; what each wrote, or the last line of what went wrong."""
     with tempfile.TemporaryDirectory(prefix="fsdp-") as out:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [str(ROOT / "benchmarks" / "_fsdp_rank.py"), str(folder), road, out]
+        command += [str(ROOT / "benchmarks" / "_fsdp_rank.py"), str(folder), method, out]
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
         try:
             done = subprocess.run(
@@ -116,16 +116,16 @@ def run(road: str, ranks: int, folder: Path, timeout: float) -> list[dict[str, A
         return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def row(road: str, found: list[dict[str, Any]] | str, floor: float, model: int) -> tuple[str, ...]:
-    """Return the line of one road: the worst rank's peak and time, the sum of what was moved."""
+def row(method: str, found: list[dict[str, Any]] | str, floor: float, model: int) -> tuple[str, ...]:
+    """Return the line of one method: the worst rank's peak and time, the sum of what was moved."""
     if isinstance(found, str):
-        return (NAMES[road], "failed", *[""] * 8)
-    floor *= WIDTH.get(road, 1)
+        return (NAMES[method], "failed", *[""] * 8)
+    floor *= WIDTH.get(method, 1)
     peak = max(facts["peak"] for facts in found)
     wire = max(facts["wire"] for facts in found)
     read = [facts["bytes_read"] for facts in found if "bytes_read" in facts]
     return (
-        NAMES[road],
+        NAMES[method],
         mib(peak),
         ratio(peak, floor),
         mib(peak - floor),
@@ -167,15 +167,15 @@ def estimate(found: list[dict[str, Any]], folder: Path) -> str:
     )
     notes = [
         f"measured on each rank: {reads:.2f} reads a tensor, {headers:.0f} bytes of header a tensor, {exchanges} "
-        f"exchanges, {asked} requests to the store beside polls ({tensors} tensors)"
+        f"exchanges, {asked} requests to the store besides polls ({tensors} tensors)"
     ]
     return table(f"Estimated start of {name}, {count} tensors, one FSDP group", header, rows, notes)
 
 
 def main() -> None:
-    """Run the roads and print the tables."""
+    """Run the methods and print the tables."""
     parser = options(__doc__, "a checkpoint of 60 MB and 2 ranks only")
-    parser.add_argument("--roads", nargs="*", default=ROADS, choices=ROADS)
+    parser.add_argument("--methods", nargs="*", default=METHODS, choices=METHODS)
     parser.add_argument("--ranks", nargs="*", type=int)
     arguments = parser.parse_args()
     sizes = (512, 6, 8000) if arguments.quick else (2048, 6, 32000)
@@ -187,11 +187,11 @@ def main() -> None:
         print(f"bf16 Llama, hidden {sizes[0]}, {sizes[1]} layers, {model / MIB:.2f} MiB")
         for ranks in arguments.ranks or ((2,) if arguments.quick else (2, 4)):
             floor, found, rows = model / ranks, {}, []
-            for road in arguments.roads:
-                found[road] = run(road, ranks, folder, 600)
-                rows.append(row(road, found[road], floor, model))
+            for method in arguments.methods:
+                found[method] = run(method, ranks, folder, 600)
+                rows.append(row(method, found[method], floor, model))
                 print(*rows[-1], sep="  ", file=sys.stderr, flush=True)  # while the others run
-            notes = [f"{NAMES[road]}: {each}" for road, each in found.items() if isinstance(each, str)]
+            notes = [f"{NAMES[method]}: {each}" for method, each in found.items() if isinstance(each, str)]
             print(table(f"{ranks} ranks, floor {mib(floor)} MiB per rank", HEADER, rows, notes), flush=True)
             own = found.get("ours")
             if isinstance(own, list):

@@ -1,4 +1,4 @@
-"""User code around an 8-bit model with LoRA: the memory of one training step and the checkpoint, road by road.
+"""User code around an 8-bit model with LoRA: the memory of one training step and the checkpoint, method by method.
 
 The bare PeftModel is the unit. ``plain module first`` is prepared and given its adapter inside a plain ``nn.Module``;
 ``plain module last`` is put into one at the end. Bytes are counted: parameters by storage, activations by what autograd
@@ -58,7 +58,7 @@ def _first(base: Any) -> nn.Module:
     return made
 
 
-ROADS: dict[str, Callable[[Any], nn.Module]] = {
+METHODS: dict[str, Callable[[Any], nn.Module]] = {
     "bare PeftModel": _bare,
     "prepare_and_wrap": lambda base: prepare_and_wrap(base, _config(), Same),
     "plain module first": _first,
@@ -93,7 +93,7 @@ def _measure(model: nn.Module, tokens: torch.Tensor, folder: Path) -> dict[str, 
 
 
 def main() -> None:
-    """Measure every road and print the table."""
+    """Measure every method and print the table."""
     parser = options(__doc__, "two layers")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
@@ -119,20 +119,20 @@ def main() -> None:
         folder = Path(name)
         torch.nn.Module.to(model := LlamaForCausalLM(config), torch.bfloat16)
         model.save_pretrained(folder / "base")
-        for road, make in ROADS.items():
+        for method, make in METHODS.items():
             base = AutoModelForCausalLM.from_pretrained(
                 folder / "base",
                 quantization_config=BitsAndBytesConfig(load_in_8bit=True),  # type: ignore[no-untyped-call]  # untyped in transformers
                 device_map={"": "cpu"},
                 dtype=torch.bfloat16,
             )
-            found[road] = _measure(make(base), tokens, folder / road.replace(" ", "_"))
+            found[method] = _measure(make(base), tokens, folder / method.replace(" ", "_"))
     unit = found["bare PeftModel"]
     rows = [
-        (road, *(cell for key in unit for cell in (mib(facts[key]), ratio(facts[key], unit[key]))))
-        for road, facts in found.items()
+        (method, *(cell for key in unit for cell in (mib(facts[key]), ratio(facts[key], unit[key]))))
+        for method, facts in found.items()
     ]
-    header = ("road", *(cell for key in unit for cell in (f"{key} MiB", "ratio")))
+    header = ("method", *(cell for key in unit for cell in (f"{key} MiB", "ratio")))
     print(headline())
     print(
         table(
@@ -141,7 +141,7 @@ def main() -> None:
             rows,
         )
     )
-    write_json(arguments.json, {"roads": found})
+    write_json(arguments.json, {"methods": found})
 
 
 if __name__ == "__main__":

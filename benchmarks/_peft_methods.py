@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from safe_loading import load_adapter_on_rank, load_peft_on_rank
 
 
-class Road(Protocol):
+class Method(Protocol):
     """One way to load: from disk, onto a base that is loaded, a later adapter, another one in its place."""
 
     def load(self, base: str, adapter: str, device: torch.device) -> Any:
@@ -116,7 +116,7 @@ class SafeLoading:
         load_adapter_on_rank(model, adapter, "second", hotswap=True)
 
 
-ROADS: dict[str, Road] = {
+METHODS: dict[str, Method] = {
     "peft default": PeftDefault(),
     "two-step": TwoStep(),
     "two-step low_cpu_mem": TwoStepLowMemory(),
