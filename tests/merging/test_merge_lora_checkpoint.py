@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from faults import adapters as faults
-from models import KINDS, save_adapter, save_llama
+from models import KINDS, Made, save_adapter, save_llama
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -92,16 +92,18 @@ def _unmoved(report: Any) -> set[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_bit_for_bit_the_merge_in_memory(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
-    base = save_llama(tmp_path / "base", dtype, attention_bias=kind == "trained bias")
-    adapter = save_adapter(tmp_path / "adapter", base, dtype=dtype, **KINDS[kind])
+def test_every_kind_is_bit_for_bit_the_merge_in_memory(
+    tmp_path: Path, made: Made, kind: str, dtype: torch.dtype
+) -> None:
+    base = made.llama(dtype, attention_bias=kind == "trained bias")
+    adapter = made.adapter(base, dtype=dtype, **KINDS[kind])
     check_same(base, adapter, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["all linear", "dora"])
-def test_the_logits_are_those_of_base_and_adapter(tmp_path: Path, kind: str) -> None:
-    base = save_llama(tmp_path / "base")
-    adapter = save_adapter(tmp_path / "adapter", base, **KINDS[kind])
+def test_the_logits_are_those_of_base_and_adapter(tmp_path: Path, made: Made, kind: str) -> None:
+    base = made.llama(attention_bias=False)
+    adapter = made.adapter(base, dtype=torch.float32, **KINDS[kind])
     merge_lora_checkpoint(base, adapter, tmp_path / "out")
     with torch.no_grad():
         ours = loaded(tmp_path / "out")(input_ids=TOKENS).logits

@@ -20,8 +20,10 @@ from safe_loading._model.layout.disk_blocks import Moved, on_disk
 from safe_loading._model.layout.layout import CheckpointLayout
 
 
-def kimi(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Kimi K2.5: its vision tower's q, k and v are one tensor on disk, with the rows of q and k by pairs."""
+    folder = tmp_path_factory.mktemp("kimi")
     from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
     text = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
@@ -53,8 +55,10 @@ def kimi(folder: Path) -> Path:
     return folder
 
 
-def inkling(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def inkling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Inkling 2: gate and up of its experts are one tensor, whose rows alternate on disk."""
+    folder = tmp_path_factory.mktemp("inkling")
     from transformers import Inkling2ForCausalLM, Inkling2TextConfig
 
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -67,8 +71,10 @@ def inkling(folder: Path) -> Path:
     return folder
 
 
-def first_inkling(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def first_inkling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Inkling: gate and up of the dense layer, and of the shared experts, are rows that alternate on disk."""
+    folder = tmp_path_factory.mktemp("first_inkling")
     from transformers import InklingConfig, InklingForConditionalGeneration
 
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -97,11 +103,12 @@ def first_inkling(folder: Path) -> Path:
         {"target_modules": ["q_proj"], "target_parameters": ["shared_experts.up_proj", "experts.gate_up_proj"]},
     ],
 )
-def test_rows_of_two_weights_that_alternate_on_disk_are_merged_there(tmp_path: Path, config: dict[str, Any]) -> None:
-    base = first_inkling(tmp_path / "base")
+def test_rows_of_two_weights_that_alternate_on_disk_are_merged_there(
+    tmp_path: Path, first_inkling: Path, config: dict[str, Any]
+) -> None:
     auto = AutoModelForImageTextToText
-    adapter = save_adapter(tmp_path / "adapter", base, auto_class=auto, task_type=None, **config)
-    report = check_same(base, adapter, tmp_path, auto)
+    adapter = save_adapter(tmp_path / "adapter", first_inkling, auto_class=auto, task_type=None, **config)
+    report = check_same(first_inkling, adapter, tmp_path, auto)
     merged = {tensor.name for tensor in report.of("merged")}
     shared = "target_parameters" in config
     assert any(name.endswith("shared_w13_weight" if shared else "mlp.w13_dn.weight") for name in merged)
@@ -116,32 +123,31 @@ def test_rows_of_two_weights_that_alternate_on_disk_are_merged_there(tmp_path: P
     ],
 )
 def test_rows_that_are_permuted_for_rope_are_merged_in_the_order_of_the_disk(
-    tmp_path: Path, config: dict[str, Any]
+    tmp_path: Path, kimi: Path, config: dict[str, Any]
 ) -> None:
-    base = kimi(tmp_path / "base")
     auto = AutoModelForImageTextToText
-    adapter = save_adapter(tmp_path / "adapter", base, auto_class=auto, task_type=None, **config)
-    report = check_same(base, adapter, tmp_path, auto)
+    adapter = save_adapter(tmp_path / "adapter", kimi, auto_class=auto, task_type=None, **config)
+    report = check_same(kimi, adapter, tmp_path, auto)
     assert {t.name for t in report.of("merged")} >= {f"vision_tower.encoder.blocks.{n}.wqkv.weight" for n in range(2)}
 
 
 @pytest.mark.parametrize("targets", [["mlp.experts.gate_up_proj"], ["experts.down_proj", "experts.gate_up_proj"]])
-def test_experts_whose_rows_alternate_on_disk_are_merged_there(tmp_path: Path, targets: list[str]) -> None:
-    base = inkling(tmp_path / "base")
-    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"], target_parameters=targets)
-    report = check_same(base, adapter, tmp_path)
+def test_experts_whose_rows_alternate_on_disk_are_merged_there(
+    tmp_path: Path, inkling: Path, targets: list[str]
+) -> None:
+    adapter = save_adapter(tmp_path / "adapter", inkling, target_modules=["q_proj"], target_parameters=targets)
+    report = check_same(inkling, adapter, tmp_path)
     assert "model.llm.layers.1.mlp.experts.w13_weight" in {tensor.name for tensor in report.of("merged")}
 
 
-def test_what_is_trained_beside_the_factors_of_permuted_rows_is_refused_by_name(tmp_path: Path) -> None:
-    base = kimi(tmp_path / "base")
+def test_what_is_trained_beside_the_factors_of_permuted_rows_is_refused_by_name(tmp_path: Path, kimi: Path) -> None:
     options: dict[str, Any] = {"auto_class": AutoModelForImageTextToText, "task_type": None}
-    whole = save_adapter(tmp_path / "whole", base, **options, modules_to_save=["q_proj"], target_modules=["proj"])
+    whole = save_adapter(tmp_path / "whole", kimi, **options, modules_to_save=["q_proj"], target_modules=["proj"])
     with pytest.raises(MergeError, match=r"attn\.q_proj\.weight.* a part of .*wqkv\.weight on disk"):
-        merge_lora_checkpoint(base, whole, tmp_path / "out")
-    start = save_adapter(tmp_path / "start", base, **options, init_lora_weights="pissa", target_modules=["q_proj"])
+        merge_lora_checkpoint(kimi, whole, tmp_path / "out")
+    start = save_adapter(tmp_path / "start", kimi, **options, init_lora_weights="pissa", target_modules=["q_proj"])
     with pytest.raises(MergeError, match=r"another order on disk\. Load the model"):
-        merge_lora_checkpoint(base, start, tmp_path / "out")
+        merge_lora_checkpoint(kimi, start, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from faults import adapters as faults
-from models import KINDS, save_adapter, save_llama
+from models import KINDS, Made, save_adapter, save_llama
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_merge_lora_checkpoint import TOKENS, check_same, loaded, on_disk, reference, tensor_bytes
@@ -347,11 +347,13 @@ def test_a_template_comes_along_when_the_base_has_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["all linear", "dora", "modules to save", "trainable tokens", "head"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_another_dtype_is_rounded_once_from_the_exact_sum(tmp_path: Path, dtype: torch.dtype, kind: str) -> None:
+def test_another_dtype_is_rounded_once_from_the_exact_sum(
+    tmp_path: Path, made: Made, dtype: torch.dtype, kind: str
+) -> None:
     own = torch.bfloat16 if dtype is torch.float32 else torch.float32
-    base = save_llama(tmp_path / "base", own)
-    # beside a LoRA of the head peft saves the head itself, which must not be rounded before the sum
-    adapter = save_adapter(tmp_path / "adapter", base, dtype=own if kind == "head" else torch.float32, **KINDS[kind])
+    base = made.llama(own)
+    # With a LoRA of the head peft saves the head itself, which must not be rounded before the sum.
+    adapter = made.adapter(base, dtype=own if kind == "head" else torch.float32, **KINDS[kind])
     report = merge_lora_checkpoint(base, adapter, tmp_path / "out", dtype=dtype)
     assert kind != "head" or next(tensor for tensor in report.tensors if tensor.name == "lm_head.weight").max_delta
     exact = on_disk(reference(base, adapter, tmp_path / "reference", dtype=torch.float64))

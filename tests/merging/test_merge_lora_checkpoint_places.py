@@ -19,6 +19,7 @@ from test_merge_lora_checkpoint import on_disk
 
 from safe_loading import merge_lora_checkpoint
 from safe_loading._checkpoint.header import TensorInfo
+from safe_loading._checkpoint.index import read_checkpoint
 from safe_loading._merging.disk import find_changes as module
 from safe_loading._merging.disk.changes import Changes, Edit, WeightChange
 from safe_loading._merging.disk.place_edits import place_edits
@@ -44,9 +45,12 @@ def run(script: str, *arguments: object, **env: str) -> list[str]:
 
 HUB = """
     import json, sys
+    from huggingface_hub import constants
     from safe_loading import merge_lora_checkpoint
-    output, options = sys.argv[1], json.loads(sys.argv[2])
-    report = merge_lora_checkpoint("org/base", "org/adapter", output, **options)
+    options = {"base_revision": "v1", "adapter_subfolder": "best"}
+    report = merge_lora_checkpoint("org/base", "org/adapter", sys.argv[1], **options)
+    constants.HF_HUB_OFFLINE = True
+    merge_lora_checkpoint("org/base", "org/adapter", sys.argv[2], **options)
     print("RESULT", json.dumps([report.base, list(report.adapters)]))
 """
 
@@ -63,10 +67,9 @@ def test_hub_ids_with_their_revisions_and_offline(tmp_path: Path) -> None:
     inner.mkdir()
     adapter = (tmp_path / "moved").rename(inner / "best")
     served = {"org/base": {"main": other, "v1": base}, "org/adapter": inner}
-    options = json.dumps({"base_revision": "v1", "adapter_subfolder": "best"})
     with serve(served) as hub:
         online = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": hub.url}
-        said = run(HUB, tmp_path / "out", options, **online, HF_HUB_OFFLINE="0", TRANSFORMERS_OFFLINE="0")
+        said = run(HUB, tmp_path / "out", tmp_path / "again", **online, HF_HUB_OFFLINE="0", TRANSFORMERS_OFFLINE="0")
         assert not [request for request in hub.requests if "pytorch_model.bin" in request]
     (line,) = [line for line in said if line.startswith("RESULT ")]
     source, adapters = json.loads(line.removeprefix("RESULT "))
@@ -79,7 +82,6 @@ def test_hub_ids_with_their_revisions_and_offline(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"LICENSE", "chat_template.jinja", "modeling_x.py", "tokenizer.json"} <= names
     assert not any((tmp_path / "out" / name).is_symlink() for name in names)
-    run(HUB, tmp_path / "again", options, HF_HUB_CACHE=str(tmp_path / "cache"), HF_HUB_OFFLINE="1")
     for path in (tmp_path / "out").iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
 
@@ -91,26 +93,29 @@ MEMORY = """
     from pathlib import Path
     from safe_loading import merge_lora_checkpoint
     threading.stack_size(1 << 20)  # the limit counts the whole range of a stack, 8 MiB by default, used or not
-    warm, large, limit = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    merge_lora_checkpoint(warm / "base", warm / "adapter", warm / "out", threads=2)
-    text = Path("/proc/self/status").read_text()
-    now = int(re.search(r"VmData:\\s+(\\d+)", text)[1]) << 10
-    resource.setrlimit(resource.RLIMIT_DATA, (now + limit, now + limit))
-    merge_lora_checkpoint(large / "base", large / "adapter", large / "out", threads=2)
-    print("DONE")
+    warm, large = Path(sys.argv[1]) / "warm", Path(sys.argv[1]) / "large"
+    for kind in ("plain", "dora"):
+        merge_lora_checkpoint(warm / "base", warm / kind, warm / f"{kind} out", threads=2)
+    for kind in ("plain", "dora"):
+        text = Path("/proc/self/status").read_text()
+        adapter = (large / kind / "adapter_model.safetensors").stat().st_size
+        limit = (int(re.search(r"VmData:\\s+(\\d+)", text)[1]) << 10) + (64 << 20) + adapter
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+        merge_lora_checkpoint(large / "base", large / kind, large / f"{kind} out", threads=2)
+        print("DONE", kind)
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA covers mappings on Linux only")
-@pytest.mark.parametrize("dora", [False, True])
-def test_64_mib_are_enough_for_tensors_that_are_larger(tmp_path: Path, dora: bool) -> None:
+def test_64_mib_are_enough_for_tensors_that_are_larger(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 100_000, "num_hidden_layers": 1}
     for name, config in (("warm", {}), ("large", sizes)):
         base = save_llama(tmp_path / name / "base", torch.bfloat16, **config)
-        save_adapter(tmp_path / name / "adapter", base, target_modules=["gate_proj", "down_proj"], use_dora=dora)
-    adapter = (tmp_path / "large" / "adapter" / "adapter_model.safetensors").stat().st_size
-    assert max(tensor.nbytes for tensor in on_disk(tmp_path / "large" / "base").values()) > 96 << 20
-    assert run(MEMORY, tmp_path / "warm", tmp_path / "large", (64 << 20) + adapter)[-1] == "DONE"
+        for kind in ("plain", "dora"):
+            targets = {"target_modules": ["gate_proj", "down_proj"], "use_dora": kind == "dora"}
+            save_adapter(tmp_path / name / kind, base, **targets)
+    assert max(info.nbytes for info in read_checkpoint(tmp_path / "large" / "base").tensors.values()) > 96 << 20
+    assert run(MEMORY, tmp_path)[-2:] == ["DONE plain", "DONE dora"]
 
 
 def test_an_adapter_is_in_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,11 +158,8 @@ def test_files_in_which_nothing_changes_are_clones_where_that_can_be(
         cloned.append(size)
         return 0
 
-    copied = []
-    kernel = os.copy_file_range
     monkeypatch.setattr(fcntl, "ioctl", share)
     report = merge_lora_checkpoint(base, adapter, tmp_path / "out")
-    monkeypatch.setattr(os, "copy_file_range", lambda s, t, n, a, b: copied.append(n) or kernel(s, t, n, a, b))
     touched = {tensor.file for tensor in report.of("merged")}
     assert len(cloned) == len({tensor.file for tensor in report.tensors} - touched) > 0
     assert report.tensors == whole.tensors
@@ -168,33 +170,32 @@ def test_files_in_which_nothing_changes_are_clones_where_that_can_be(
 # ---------------------------------------------------------------------------------------------------------- device
 
 DEVICE = """
-    import sys, torch, torch_npu
+    import itertools, sys, torch, torch_npu
     from pathlib import Path
     from safetensors.torch import load_file
     from safe_loading import merge_lora_checkpoint
     root = Path(sys.argv[1])
     def tensors(folder):
         return {n: t for p in folder.glob("*.safetensors") for n, t in load_file(p).items()}
-    for kind in ("plain", "dora"):
-        on_npu, on_cpu = root / f"{kind}-npu", root / f"{kind}-cpu"
+    for kind, dtype in itertools.product(("plain", "dora"), ("float32", "bfloat16")):
+        on_npu, on_cpu = root / f"{kind}-{dtype}-npu", root / f"{kind}-{dtype}-cpu"
         torch_npu.reset()
-        merge_lora_checkpoint(root / "base", root / kind, on_npu, device="npu:3", dtype=sys.argv[2])
-        merge_lora_checkpoint(root / "base", root / kind, on_cpu, dtype=sys.argv[2])
+        merge_lora_checkpoint(root / "base", root / kind, on_npu, device="npu:3", dtype=dtype)
+        merge_lora_checkpoint(root / "base", root / kind, on_cpu, dtype=dtype)
         ours, theirs = tensors(on_npu), tensors(on_cpu)
-        report({kind: [all(torch.equal(t, theirs[n]) for n, t in ours.items()), torch_npu.contexts(),
+        report({f"{kind} {dtype}": [all(torch.equal(t, theirs[n]) for n, t in ours.items()), torch_npu.contexts(),
                        max(s["peak"] for s in torch_npu.stats().values())]})
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blocks_are_merged_on_the_device_that_is_named(tmp_path: Path, simulated: Simulated, dtype: str) -> None:
+def test_blocks_are_merged_on_the_device_that_is_named(tmp_path: Path, simulated: Simulated) -> None:
     base = save_llama(tmp_path / "base")
     for kind, config in (("plain", {"target_modules": "all-linear"}), ("dora", {"use_dora": True})):
         save_adapter(tmp_path / kind, base, **config)
-    facts = simulated.run(DEVICE, args=[tmp_path, dtype])
-    for kind in ("plain", "dora"):
-        equal, contexts, peak = facts[kind]
-        assert equal
+    facts = simulated.run(DEVICE, args=[tmp_path])
+    assert len(facts) == 4
+    for case, (equal, contexts, peak) in facts.items():
+        assert equal, case
         assert contexts == [3]
         assert peak > 0
 

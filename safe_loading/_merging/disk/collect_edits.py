@@ -136,7 +136,7 @@ class _Collector:
             elif isinstance(module, TrainableTokensWrapper):
                 self._collect_tokens(path, module, order)
             elif isinstance(module, LoraLayer) and id(module) not in nested:
-                if type(module) is MultiheadAttention:  # its output projection is a LoRA layer that it merges itself
+                if type(module) is MultiheadAttention:  # it merges the LoRA layer of its output projection itself
                     nested.add(id(module.get_base_layer().out_proj))
                 self._collect_updates(path, module, order)
                 self._collect_inits(path, module, adapters)
