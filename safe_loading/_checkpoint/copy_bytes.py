@@ -101,6 +101,7 @@ class ReadAhead:
         """Tell that the reader is about to read the bytes before offset ``at`` of the range."""
         if self._descriptor < 0 or self._requested >= min(self._count, at + _READ_AHEAD_BYTES // 2):
             return
+        # Asked for again only when half of it is used up: a call for each block would cost more than it saves.
         end = min(self._count, at + _READ_AHEAD_BYTES)
         if hasattr(os, "posix_fadvise"):  # not on macOS and Windows
             os.posix_fadvise(

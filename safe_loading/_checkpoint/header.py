@@ -150,6 +150,7 @@ def _header_bytes(path: Path, file: BinaryIO, size: int) -> bytes | Finding:
         limits = f"between 1 and {MAX_HEADER_BYTES}"
         message = f"gives the length of its header as {length} bytes; it must be {limits}{kind}"
         return fault("header-length", path, message, _AGAIN)
+    # Checked before the length is used: it may claim 100 MB, of which read() would allocate a buffer first.
     if 8 + length > size:
         return truncated(path, size, 8 + length, "for the header alone")
     file.seek(8)

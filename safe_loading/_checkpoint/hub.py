@@ -162,6 +162,7 @@ def _resolve_on_hub(
         OfflineModeIsEnabled,
         ConnectionError,
     ) as error:
+        # Most likely a misspelt path that looks like a hub id, so the message says first that it is not a folder.
         raise CheckpointNotFound(
             f"{repo!r} (revision {revision or 'main'}) is not a folder here, and could not be fetched from the hub: "
             f"{type(error).__name__}: {error}. Check the name, the token and the network; set HF_HUB_OFFLINE=1 to "
@@ -213,6 +214,7 @@ def _write_reference(repo: str, revision: str, commit: str, cache_dir: str | os.
     if reference.is_file() and reference.read_text() == commit:
         return
     reference.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside and renamed, because other processes may read or write the same reference now.
     scratch = reference.with_name(f"{reference.name}.{os.getpid()}.tmp")
     scratch.write_text(commit)
     scratch.replace(reference)

@@ -155,6 +155,7 @@ def _inspect(folder: Path, variant: str | None, kind: Kind | None) -> tuple[Chec
             return None, findings
         # In the order of transformers, and relative to the folder even if the index is in a folder below it.
         files = {name: folder / name for name in sorted(set(index.weight_map.values()))}
+    # Before the headers are read, so that a file that changes while they are counts as changed.
     stamps = {path: stamp(path) for path in files.values()}
     headers, missing = _headers(files, index)
     tensors, file_of, twice = _merged(headers)
@@ -226,6 +227,7 @@ def _headers(files: Mapping[str, Path], index: Index | None) -> tuple[dict[str, 
         header = try_header(path)
         if isinstance(header, Header):
             headers[name] = header
+        # A missing file of an index has one fault here, instead of one for each tensor that the index places in it.
         elif index is not None and header[0].code in ("not-found", "broken-link"):
             placed = [tensor for tensor, file in index.weight_map.items() if file == name]
             message = header[0].message.rstrip(".")

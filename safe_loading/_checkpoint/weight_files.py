@@ -75,12 +75,12 @@ def find_weights(
         if ADAPTER_SINGLE in names:
             return Weights("adapter", folder / ADAPTER_SINGLE, False), []
         return None, [_no_weights(folder, names, [(ADAPTER_PICKLE, ADAPTER_SINGLE)])]
+    # From here on in the order of transformers' _get_resolved_checkpoint_files: config, single file, index.
     if configured is not None:
         return Weights("model", configured, configured.name.endswith(".index.json")), []
     if single in names:
-        return Weights("model", folder / single, False), _two_checkpoints(
-            folder, single, index
-        ) if index in names else []
+        findings = _two_checkpoints(folder, single, index) if index in names else []
+        return Weights("model", folder / single, False), findings
     if index in names:
         return Weights("model", folder / index, True), []
     pickles = [("pytorch_model.bin", single), ("pytorch_model.bin.index.json", index)]

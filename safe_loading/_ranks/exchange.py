@@ -151,24 +151,8 @@ class Ranks:
             raise
         phase.results = self.exchange(label, phase.payload, timeout=timeout)
 
-    def nodes(self, *, timeout: float) -> list[list[int]]:
-        """Return the ranks of each node, ascending, and the nodes by their lowest rank. Costs one exchange.
-
-        Args:
-            timeout: The longest wait for the others, in seconds.
-
-        Raises:
-            RankError: Another rank failed.
-            RankTimeout: Another rank did not arrive.
-        """
-        nodes: dict[str, list[int]] = {}
-        hosts = self.exchange("find the ranks of this node", host_identity(), timeout=timeout)
-        for rank, host in zip(self.ranks, hosts, strict=True):
-            nodes.setdefault(host, []).append(rank)
-        return list(nodes.values())
-
     def leader(self, *, timeout: float) -> int:
-        """Return the lowest rank on this rank's node, which asks the hub for all of them.
+        """Return the lowest rank on this rank's node, which asks the hub for all of them. Costs one exchange.
 
         Args:
             timeout: The longest wait for the others, in seconds.
@@ -177,7 +161,8 @@ class Ranks:
             RankError: Another rank failed.
             RankTimeout: Another rank did not arrive.
         """
-        return next(node[0] for node in self.nodes(timeout=timeout) if self.rank in node)
+        hosts = self.exchange("find the ranks of this node", host_identity(), timeout=timeout)
+        return self.ranks[hosts.index(hosts[self.index(self.rank)])]
 
 
 def _private_store() -> RankStore:

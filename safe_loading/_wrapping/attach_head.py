@@ -81,6 +81,7 @@ def attach_head(
     _move(module, base, state, dtype, device)
     if isinstance(model, PeftModel) and config is not None:
         wrapper = _with_peft_wrapper(module, adapter, active=adapter in model.active_adapters)
+        # As peft does for an adapter that is loaded for inference.
         if source is not None and config.inference_mode:
             wrapper.requires_grad_(False)
         setattr(base, name, wrapper.train(model.training))
@@ -89,6 +90,7 @@ def attach_head(
     else:
         setattr(base, name, module.train(model.training))
     vars(base)[HEADS] = (*vars(base).get(HEADS, ()), name)
+    # accelerate's dispatch_model refuses a map that leaves a module out.
     devices = getattr(base, "hf_device_map", None)
     if isinstance(devices, dict) and devices and "" not in devices:
         first = next(module.parameters(), None)

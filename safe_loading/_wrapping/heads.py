@@ -36,6 +36,7 @@ def device_and_dtype_of_output(base: nn.Module) -> tuple[torch.device, torch.dty
     """Return the device and the dtype of the last hidden states of a model, which are those of its output layer."""
     layer: object = embeddings_and_head_of(base).head
     layer = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+    # A model without an output layer, such as an encoder, ends in its last layer, whose parameters are usually last.
     weights = [*(layer.parameters() if isinstance(layer, nn.Module) else ()), *reversed([*base.parameters()])]
     if not weights:
         return torch.device("cpu"), torch.get_default_dtype()

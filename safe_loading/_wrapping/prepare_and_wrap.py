@@ -130,9 +130,11 @@ def _prepare(model: Any, checkpointing: bool, kwargs: dict[str, Any] | None) -> 
         prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]  # peft leaves it untyped
             model, use_gradient_checkpointing=checkpointing, gradient_checkpointing_kwargs=kwargs
         )
+    # prepare_model_for_kbit_training has switched it on for a quantized base.
     if checkpointing and not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         if hasattr(model, "activation_checkpointing_enable"):  # the new name; with the old one transformers warns
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        # Reentrant checkpoints need an input that requires a gradient, and what comes before the adapter is frozen.
         model.enable_input_require_grads()

@@ -83,7 +83,7 @@ def prove(model: nn.Module, within: nn.Module | None, example: Mapping[str, obje
         try:
             proofs = []
             for mode in ("train", "eval"):
-                for module in root.modules():
+                for module in root.modules():  # not by train() and eval(), which the model's author may have overridden
                     module.training = mode == "train"
                 proofs.append(_attempt(mode, root, model, lambda: root(**_example(root, example))))
             if _can_generate(root):
@@ -148,6 +148,7 @@ def _attempt(mode: str, root: nn.Module, model: nn.Module, call: Callable[[], ob
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers leaves it without annotations
     try:
+        # fork_rng of the CPU alone: a generator of a device could be saved only by initializing the device.
         with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet(), _Weightless(root):
             call()
     except _Reached:

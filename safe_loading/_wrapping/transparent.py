@@ -59,6 +59,7 @@ class Transparent(_Module):
         def __reduce_ex__(self, protocol: int) -> tuple[object, ...]:
             """Pickle and copy by the importable classes that the wrapped class was made from."""
             mixins, original = mixins_and_original(type(self))
+            # From protocol 2 on the state is apart from the class, which pickle could not find by its name.
             _, _, *rest = super().__reduce_ex__(max(protocol, 2))
             return (rebuild, (mixins, original), *rest)
 
@@ -85,6 +86,7 @@ def wrapped_class(mixin: type[Transparent], cls: type[nn.Module]) -> type[nn.Mod
             "__doc__": cls.__doc__,
             MIXIN: mixin,
         }
+        # generate of a PeftModel goes past the wrapper, see routing. Once is enough for all the mixins around a model.
         if issubclass(cls, (PeftModel, PeftMixedModel)) and not issubclass(cls, Transparent):
             attributes["generate"] = routing.generate_through(cls.generate)
         made = types.new_class(cls.__name__, (mixin, cls), exec_body=lambda namespace: namespace.update(attributes))

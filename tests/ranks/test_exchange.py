@@ -271,7 +271,6 @@ def test_alone_nothing_is_exchanged():
     with alone.together("load", timeout=1) as phase:
         phase.payload = "mine"
     assert phase.results == ["mine"]
-    assert alone.nodes(timeout=1) == [[0]]
     assert alone.leader(timeout=1) == 0
     failed = OSError("disk")
     with pytest.raises(OSError, match="disk") as caught, alone.together("load", timeout=1):
@@ -295,10 +294,9 @@ def test_nodes_are_told_apart(monkeypatch: pytest.MonkeyPatch):
 
     def do(r: Ranks) -> Any:
         place.host = "a" if r.rank in (0, 3) else "b"
-        return r.nodes(timeout=LONG), r.leader(timeout=LONG)
+        return r.leader(timeout=LONG)
 
-    nodes = [[0, 3], [1, 2]]
-    assert each(ranks, do) == [(nodes, 0), (nodes, 1), (nodes, 1), (nodes, 0)]
+    assert each(ranks, do) == [0, 1, 1, 0]
 
 
 def test_the_host_is_its_name_and_its_boot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -353,7 +351,7 @@ SCRIPT = (
     tried("not in it", lambda: Ranks.resolve([0, 2]) and None)
     tried("self", lambda: Ranks.resolve("self").exchange("alone", rank, timeout=30) if rank == 2 else None)
     exchange.host_identity = lambda: "one" if rank == 0 else "two"
-    tried("nodes", lambda: [ranks.nodes(timeout=30), ranks.leader(timeout=30)])
+    tried("leader", lambda: ranks.leader(timeout=30))
     tried("late", lambda: ranks.exchange("load", timeout=0.5) if rank != 2 else None)
     dist.barrier()
     tried("too late", lambda: ranks.exchange("load", timeout=30) if rank == 2 else None)
@@ -392,8 +390,7 @@ def test_torchrun_a_subset_and_one_alone(torchrun: list[dict[str, Any]]):
 
 
 def test_torchrun_two_nodes(torchrun: list[dict[str, Any]]):
-    nodes = [[0], [1, 2]]
-    assert [found["nodes"]["value"] for found in torchrun] == [[nodes, 0], [nodes, 1], [nodes, 1]]
+    assert [found["leader"]["value"] for found in torchrun] == [0, 1, 1]
 
 
 def test_torchrun_one_never_arrives(torchrun: list[dict[str, Any]]):
