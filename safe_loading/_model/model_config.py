@@ -39,6 +39,7 @@ def read_config(
         ArgumentError: It needs remote code, and ``trust_remote_code`` is not True.
     """
     path = folder / CONFIG
+    # lexists(), so that a broken link is read and refused, and is not taken for a file that was never there
     if not os.path.lexists(path):
         raise CheckpointNotFound(f"{folder} holds no {CONFIG}. Pass the folder of a model, or save it there again.")
     document = read_json_object(path) if document is None else document

@@ -14,6 +14,7 @@ def as_buffer(tensor: torch.Tensor) -> memoryview:
     contiguous one.
     """
     flat = tensor.detach().reshape(-1).view(torch.uint8)
+    # Through uint8, because numpy has no bfloat16 and no fp8.
     data: memoryview = flat.numpy().data
     return data
 

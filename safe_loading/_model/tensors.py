@@ -66,6 +66,7 @@ class ModelTensor(NamedTuple):
 
     def put(self, tensor: torch.Tensor) -> None:
         """Register another tensor in all its places."""
+        # Straight into the registries: setattr() would run whatever the module's class does on an assignment.
         for module, attribute in self.places:
             if attribute in module._parameters:
                 module._parameters[attribute] = tensor  # type: ignore[assignment]  # the caller's, of the same kind
@@ -87,6 +88,7 @@ def inventory(model: nn.Module) -> tuple[ModelTensor, ...]:
     for ``state_dict``; so is a parameter that is registered as a buffer too.
     """
     tensors: dict[tuple[int, bool], ModelTensor] = {}
+    # By id(), since a tensor compares by its values; the model keeps each one alive, so no id is used twice.
     for place in tensor_places(model):
         key = id(place.tensor), place.is_buffer
         known = tensors.get(key)

@@ -56,7 +56,7 @@ def test_a_merge_is_checked_by_its_own_hashes(tmp_path: Path, capsys: pytest.Cap
     assert sorted(found(report)) == sorted(("hash-differs", name) for name in differing)
     assert check_checkpoint(tmp_path / "one").ok
     assert main(["check", "--values", str(tmp_path / "one")]) == 1
-    assert "damaged or of another save" in capsys.readouterr().out
+    assert "damaged or from another save" in capsys.readouterr().out
 
 
 def test_a_record_that_cannot_be_read_is_a_finding_and_one_without_hashes_is_none(tmp_path: Path) -> None:

@@ -80,16 +80,16 @@ def stack(parts: Sequence[Whole], dim: int) -> Whole:
     """Return what ``torch.stack`` makes of equally shaped parts."""
     _check_alike(parts, None)
     dim = dim % (len(parts[0].shape) + 1)
-    pieces = tuple(
-        piece._replace(
-            at=(*piece.at[:dim], number, *piece.at[dim:]),
-            dims=(*piece.dims[:dim], -1, *piece.dims[dim:]),
+    blocks = tuple(
+        block._replace(
+            at=(*block.at[:dim], number, *block.at[dim:]),
+            dims=(*block.dims[:dim], -1, *block.dims[dim:]),
         )
         for number, part in enumerate(parts)
-        for piece in part.pieces
+        for block in part.pieces
     )
     shape = parts[0].shape
-    return Whole((*shape[:dim], len(parts), *shape[dim:]), pieces)
+    return Whole((*shape[:dim], len(parts), *shape[dim:]), blocks)
 
 
 def concatenate(parts: Sequence[Whole], dim: int) -> Whole:

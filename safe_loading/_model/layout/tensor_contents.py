@@ -26,22 +26,22 @@ _BLOCK_BYTES = 4 * MiB
 
 
 def check_contents(folder: Path, headers: Mapping[str, Header]) -> Iterator[Finding]:
-    """Read every tensor once, a block at a time, and yield what is wrong with it.
+    """Read every tensor once, block by block, and yield a finding for everything that is wrong with it.
 
     Args:
-        folder: Where a record of hashes may lie.
-        headers: The weight files.
+        folder: The folder that may contain the record of a merge, with the hashes of its tensors.
+        headers: The headers of the weight files.
     """
-    record = _recorded(folder)
-    if isinstance(record, Finding):
-        yield record
-        record = {}
+    hashes = _recorded_hashes(folder)
+    if isinstance(hashes, Finding):
+        yield hashes
+        hashes = {}
     buffer = torch.empty(_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
     for header in headers.values():
         try:
             with open_regular(header.path) as file:
                 for info in header.tensors.values():
-                    yield from _findings(file.fileno(), header.path, info, record.get(info.name), buffer)
+                    yield from _check_tensor(file.fileno(), header.path, info, hashes.get(info.name), buffer)
         except OSError as error:
             yield unreadable(header.path, error)
         except CheckpointError as error:
@@ -49,8 +49,8 @@ def check_contents(folder: Path, headers: Mapping[str, Header]) -> Iterator[Find
             yield fault("changed", header.path, f"cannot be read whole: {error}", fix)
 
 
-def _recorded(folder: Path) -> dict[str, str] | Finding:
-    """Return the hash of each tensor by the word of a merge."""
+def _recorded_hashes(folder: Path) -> dict[str, str] | Finding:
+    """Return the SHA-256 that a merge recorded for each tensor, or a finding when the record is damaged."""
     path = folder / REPORT
     if not path.is_file():
         return {}
@@ -66,10 +66,10 @@ def _recorded(folder: Path) -> dict[str, str] | Finding:
     }
 
 
-def _findings(
+def _check_tensor(
     descriptor: int, path: Path, info: TensorInfo, recorded: str | None, buffer: torch.Tensor
 ) -> Iterator[Finding]:
-    digest, found = hashlib.sha256(), set[str]()
+    digest, kinds = hashlib.sha256(), set[str]()
     dtype = DTYPES.get(info.dtype)
     memory = as_buffer(buffer)
     for at in range(0, info.nbytes, len(memory)):
@@ -78,21 +78,23 @@ def _findings(
         if recorded is not None:
             digest.update(memory[:count])
         if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
-            found |= _not_finite(buffer[:count].view(dtype))
+            kinds |= _kinds_of_not_finite(buffer[:count].view(dtype))
     where, again = f"{path}: {info.name}", "download or copy the file again, or save the model again"
-    if "NaN" in found:
-        yield fault("nan", where, "holds NaN, so everything that is computed with it will", again, info.nbytes)
-    if "infinity" in found:
-        fix = "none, when it is a mask; else save the model again"
+    if "NaN" in kinds:
+        yield fault("nan", where, "holds NaN, so everything that is computed with it will be NaN", again, info.nbytes)
+    if "infinity" in kinds:
+        fix = "none if it is a mask; otherwise save the model again"
         yield note("warning", "infinity", where, "holds infinity", fix, info.nbytes)
     if recorded is not None and digest.hexdigest() != recorded:
         message = f"its SHA-256 is {digest.hexdigest()}, {os.fspath(path.parent / REPORT)!r} says {recorded}"
-        yield fault("hash-differs", where, f"{message}: the file is damaged or of another save", again, info.nbytes)
+        yield fault("hash-differs", where, f"{message}: the file is damaged or from another save", again, info.nbytes)
 
 
-def _not_finite(values: torch.Tensor) -> set[str]:
+def _kinds_of_not_finite(values: torch.Tensor) -> set[str]:
+    """Return which of NaN and infinity a block holds."""
     values = widened(torch.view_as_real(values) if values.is_complex() else values)
     low, high = value_range(values)
-    if math.isnan(low) or math.isnan(high):
+    # A NaN hides an infinity in the range; only then is a second pass needed to tell.
+    if math.isnan(low):
         return {"NaN", *(["infinity"] if bool(values.isinf().any()) else [])}
     return {"infinity"} if math.isinf(low) or math.isinf(high) else set()

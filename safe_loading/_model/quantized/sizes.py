@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -35,15 +34,15 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _four_bit(tensor: Any) -> int:
+def _four_bit(tensor: torch.Tensor) -> int:
     """Return the bytes of a weight of bitsandbytes in 4 bits: two in a byte, and its statistics."""
     state = getattr(tensor, "quant_state", None)
     if state is not None:
-        tensors = [tensor, state.absmax, state.code]
+        tensors: list[torch.Tensor] = [tensor, state.absmax, state.code]
         if state.nested:
             tensors += [state.offset, state.state2.absmax, state.state2.code]
         return sum(int(stored.nbytes) for stored in tensors)
-    count = int(tensor.numel())
+    count = tensor.numel()
     blocks = math.ceil(count / (getattr(tensor, "blocksize", None) or BLOCK))
     size = math.ceil(count / 2) + _NF4_TABLE
     if not getattr(tensor, "compress_statistics", True):
