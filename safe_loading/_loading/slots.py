@@ -10,6 +10,8 @@ import torch
 from peft import PeftModel, set_peft_model_state_dict
 from peft.utils import AuxiliaryTrainingWrapper
 
+from safe_loading._model.tensors import tensor_places
+
 from .key_names import canonical_key
 
 
@@ -64,15 +66,13 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def new_slots(model: torch.nn.Module, before: set[int]) -> dict[str, AdapterSlot]:
     """Return the slots of all tensors whose id is not in ``before``, by key."""
     slots = {}
-    # With duplicates: where a module has two names, the file may use either.
-    for path, module in model.named_modules(remove_duplicate=False):
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                # peft's LoRA of MultiheadAttention registers the base's weights anew, as new objects
-                # (_restore_weights, even when its modules are listed), so those are known by their path.
-                if tensor is not None and id(tensor) not in before and not path.endswith("base_layer"):
-                    key = f"{path}.{name}" if path else name
-                    slots[key] = AdapterSlot(key, module, name, tensor)
+    # Under every name: where a module has two, the file may use either.
+    for place in tensor_places(model):
+        # peft's LoRA of MultiheadAttention registers the base's weights anew, as new objects (_restore_weights, even
+        # when its modules are listed), so those are known by their path.
+        of_base = place.name.rpartition(".")[0].endswith("base_layer")
+        if id(place.tensor) not in before and not of_base:
+            slots[place.name] = AdapterSlot(place.name, place.module, place.attribute, place.tensor)
     return slots
 
 
