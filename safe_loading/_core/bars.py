@@ -31,6 +31,7 @@ COLORS: dict[str, str | None] = {
 _TEXT = "#767676"  # legible on white and on black: the dark mode of the page is unknown to the picture
 _WIDTH, _BAR, _LINE, _GAP = 720, 24, 20, 14
 _LEGEND_COLUMNS = 4
+_LABEL = 76  # letters of a label for which there is room, with the sizes after it
 
 
 class Segment(NamedTuple):
@@ -67,8 +68,11 @@ def draw_bars(bars: Sequence[MemoryBar]) -> str:
     y = 0
     for bar in bars:
         limit = "" if bar.limit is None else f" of {format_bytes(bar.limit)}"
-        text = html.escape(f"{bar.label}: {format_bytes(bar.total)}{limit}")
-        shapes.append(f'<text x="0" y="{y + 14}" font-weight="bold">{text}</text>')
+        # cut before the sizes and not after them; the whole label is shown when the pointer rests on it
+        label = bar.label if len(bar.label) <= _LABEL else f"{bar.label[: _LABEL - 3]}..."
+        tooltip = "" if label == bar.label else f"<title>{html.escape(bar.label)}</title>"
+        text = html.escape(f"{label}: {format_bytes(bar.total)}{limit}")
+        shapes.append(f'<text x="0" y="{y + 14}" font-weight="bold">{text}{tooltip}</text>')
         shapes += _bar_shapes(bar, y + _LINE, scale)
         y += _LINE + _BAR + _GAP
     names = list(dict.fromkeys(segment.name for bar in bars for segment in bar.segments if segment.bytes > 0))

@@ -39,3 +39,12 @@ def test_nothing_to_draw_and_names_with_markup_are_still_a_picture(bars):
     svg = draw_bars(bars)
     assert segments(svg) == {}
     assert [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")] == [f"{b.label}: 0 B" for b in bars]
+
+
+def test_a_long_label_is_cut_before_the_sizes_and_kept_as_a_tooltip():
+    label = "a model, " + "x" * 200
+    (text,) = ElementTree.fromstring(draw_bars([MemoryBar(label, [])])).iter(f"{SVG}text")
+    assert text.text is not None
+    assert text.text.endswith("x...: 0 B")
+    assert len(text.text) < 90
+    assert text[0].text == label
