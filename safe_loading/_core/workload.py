@@ -136,7 +136,7 @@ class Workload:
         The prompt is read in one forward pass of ``batch_size x context_length`` tokens, and as in ``generate()`` only
         the last position's logits are computed where the model can do that. The decode step that follows has the whole
         prompt in its cache, whose memory is what the model's cache class takes: for a ``DynamicCache`` that is
-        ``context_length`` positions after the prompt, and ``context_length + 1`` after the step, held twice while a
+        ``context_length`` positions after the prompt, and ``context_length + 1`` after the step, twice while a
         layer's keys are concatenated. To plan for a conversation that ends at N tokens, give N.
 
         Args:

@@ -85,7 +85,7 @@ def run_events(
 
     Args:
         trace: One step.
-        device: The device whose events are wanted.
+        device: The device whose events are returned.
         loading: How the weights came.
         workspaces: What cuBLAS takes from the allocator at the first product of each thread, and keeps: the thread of
             the forward pass, and that of the backward pass.

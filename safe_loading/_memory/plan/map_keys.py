@@ -1,8 +1,8 @@
-"""From a device for each unit to a device map: complete, explicit, few keys. Imports no torch.
+"""Device maps: written from a device for each unit (complete, explicit, few keys), and read. Imports no torch.
 
 transformers matches a key against the *beginning* of a parameter's name, whole parts or not, and tries keys with more
-dots and more letters first. In a map whose keys cover every tensor exactly once, the key that is meant is always the
-longest that matches. That is why no key stands for "the rest": a ``""`` beside others would catch everything.
+dots and more letters first (``expand_device_map``). In a map whose keys cover every tensor exactly once, the longest
+matching key is always the right one. So no key stands for "the rest": ``""`` next to other keys would match everything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def collapse(devices: Mapping[str, Device]) -> dict[str, Device]:
 
 
 def _parents(path: str) -> Sequence[str]:
-    """Return the modules that a path lies in, the root (``""``) first."""
+    """Return the modules around a path, the root (``""``) first."""
     return [*ancestors(path)][:0:-1]
 
 
@@ -44,7 +44,7 @@ def device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
 def execution_devices(device_map: Mapping[str, Device]) -> tuple[Device, ...]:
     """Return the devices that compute, that first which runs what is offloaded: ``accelerate.dispatch_model``'s choice.
 
-    It takes the first of a set, which for integers below 8 is the smallest; {2, 9} begins with 9.
+    It takes the first element of a set, which for integers below 8 is the smallest; the set {2, 9} starts with 9.
     """
     accelerators = {device for device in device_map.values() if device not in ("cpu", "disk")}
     return tuple(accelerators) or ("cpu",)

@@ -89,7 +89,7 @@ class ModuleTree:
     tied: tuple[tuple[int, ...], ...]
 
     def joined(self, groups: Iterable[Sequence[str]]) -> ModuleTree:
-        """Return the same units, with groups of them, given by paths, on one device each."""
+        """Return the same units, with more groups that share a device, each a list of the units' paths."""
         place = {unit.path: number for number, unit in enumerate(self.units)}
         more = [tuple(sorted({_unit_of(path, place) for path in group})) for group in groups]
         return replace(self, tied=(*self.tied, *(group for group in more if len(group) > 1)))

@@ -16,7 +16,7 @@ from .search import Objective
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What was asked.
+    """What a caller asked for.
 
     Attributes:
         model: The model, on any device.
@@ -26,8 +26,8 @@ class PlanRequest:
         no_split_modules: Classes that stay whole; None for what the model says.
         objective: "balance" or "fill".
         offload: "never", "cpu" or "disk".
-        verify: Whether the plan is run.
-        inputs: What forward takes, where it is not tokens.
+        verify: Whether the step is run with the map.
+        inputs: Arguments of forward, for models that take more than tokens.
     """
 
     model: torch.nn.Module
