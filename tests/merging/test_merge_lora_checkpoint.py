@@ -48,7 +48,7 @@ def loaded(folder: Path, auto_class: Any = AutoModelForCausalLM) -> Any:
 
 
 def reference(base: Path, adapter: Path | list[Path], target: Path, **options: Any) -> Path:
-    """The other road: load, merge in memory, save."""
+    """What merge_lora_inplace makes of the same: the folder `target`, for a comparison tensor by tensor."""
     adapters = [adapter] if isinstance(adapter, Path) else adapter
     names = {f"a{number}": path for number, path in enumerate(adapters)}
     with warnings.catch_warnings():
@@ -60,7 +60,12 @@ def reference(base: Path, adapter: Path | list[Path], target: Path, **options: A
 
 
 def check_same(base: Path, adapter: Path | list[Path], root: Path, auto_class: Any = AutoModelForCausalLM) -> Any:
-    """Merge on both roads; every tensor that both write must be the same to the last bit."""
+    """Merge on disk and in memory: every tensor that both write must be the same to the last bit.
+
+    The check for a new kind of adapter or layout: save a tiny base and an adapter of it, and call this. It also makes
+    sure that the names and dtypes are the base's, that nothing changed but what the report calls merged or replaced,
+    and that transformers loads the output without a missing or unexpected key. Returns the report.
+    """
     report = merge_lora_checkpoint(base, adapter, root / "out")
     options = {} if auto_class is AutoModelForCausalLM else {"auto_class": auto_class}
     expected = on_disk(reference(base, adapter, root / "reference", **options))
@@ -459,7 +464,7 @@ def test_a_merged_value_that_overflows_is_refused(tmp_path: Path) -> None:
 
 
 def test_there_is_one_arithmetic() -> None:
-    """The disk road adds nothing itself: it slices, and calls what the merge in memory calls."""
+    """The merge on disk adds nothing itself: it slices, and calls what the merge in memory calls."""
     files = [*(Path(safe_loading.__file__).parent / "_merging" / "disk").glob("*.py")]
     assert files
     for path in files:

@@ -91,11 +91,11 @@ class MergeBase:
         return model
 
 
-def open_base(found: Resolved, kwargs: EngineKwargs, *, dequantize: bool) -> MergeBase:
+def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dequantize: bool) -> MergeBase:
     """Read the config and the headers of a base.
 
     Args:
-        found: Where it lies.
+        resolved: Where it lies.
         kwargs: More arguments of its ``from_pretrained``.
         dequantize: Whether a quantized base is taken as the plain one that it stands for; else it is refused.
 
@@ -103,8 +103,8 @@ def open_base(found: Resolved, kwargs: EngineKwargs, *, dequantize: bool) -> Mer
         CheckpointError: A file is missing or damaged, or (:class:`PickleRefused`) a pickle.
         MergeError: The base is quantized, and that is refused or not known here.
     """
-    checkpoint = read_checkpoint(found.folder, variant=kwargs.get("variant"), kind="model")
-    path = found.folder / CONFIG
+    checkpoint = read_checkpoint(resolved.folder, variant=kwargs.get("variant"), kind="model")
+    path = resolved.folder / CONFIG
     config = read_json_object(path) if path.is_file() else {}
     quantization = config.get("quantization_config")
     quantized: Mapping[str, QuantizedTensor] = {}
@@ -118,4 +118,6 @@ def open_base(found: Resolved, kwargs: EngineKwargs, *, dequantize: bool) -> Mer
                 f"plain one."
             )
         checkpoint, quantized, stale_headers = read_as_plain(checkpoint, config)
-    return MergeBase(found.source, found.folder, found.commit, kwargs, config, checkpoint, quantized, stale_headers)
+    return MergeBase(
+        resolved.source, resolved.folder, resolved.commit, kwargs, config, checkpoint, quantized, stale_headers
+    )

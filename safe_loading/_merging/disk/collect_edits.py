@@ -163,7 +163,10 @@ class _Collector:
             if init is None or record is None:
                 continue
             if len(record.names) > 1 or record.values:
-                self.problems.append(f"{', '.join(record.names)}: {init.kind} on a weight that is tied or replaced")
+                self.problems.append(
+                    f"{', '.join(record.names)}: its {init.kind} init cannot be repeated on a weight that is tied or "
+                    f"replaced. Load the model, merge it with merge_lora_inplace and save it with save_pretrained"
+                )
             record.inits.append(init)
 
     def _collect_saved_module(self, path: str, wrapper: ModulesToSaveWrapper, order: Sequence[str]) -> None:
@@ -228,6 +231,7 @@ class _Collector:
         differ = value is not None and any(not same_tensor(other, value) for other in record.values.values())
         all_replaced = record.values.keys() == set(record.names)
         updated = bool(record.updates or record.rows)
+        # The cases follow in the order of what is known: a saved module is the adapter's own copy, whatever the tie.
         tied = dict.fromkeys(record.names, record.change(value, updated=True))
         if record.saved_names and (updated or (differ and not all_replaced)) and len(record.names) > 1:
             why = f"the adapter changes {record.named_modules()} each in its own way"

@@ -33,6 +33,7 @@ def find_changes(sources: MergeSources, dtype: torch.dtype | None) -> tuple[Chan
     refusals = [problem for adapter in adapters for problem in _refusals(adapter)]
     if refusals:
         raise MergeError("These adapters cannot be merged on disk; nothing was written:", refusals)
+    # The layout is read before the adapters are attached: transformers' tables know the names without peft's.
     output = build_output_model(base, adapters)
     edits, problems = collect_edits(output.model, adapters)
     changes = place_edits(edits, output.layout, base.checkpoint.tensors)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import json
 import re
 import tempfile
@@ -213,6 +214,7 @@ def _not_found(changes: Changes, output: OutputModel, base: MergeBase) -> list[s
         tensors[name] = TensorInfo(name, NAMES[value.dtype], tuple(value.shape), 0, value.nbytes)
     layout, state = read_layout(model, tensors), model.state_dict()
     problems = [f"{name}: {why}" for name, why in layout.opaque.items() if name in state and "the checkpoint" in why]
+    # What neither the base nor an adapter has may still be a name that the base ties to another one.
     for name in missing_names(state, {*layout.of, *layout.opaque}, all_names(model)):
         source = _one_tensor_of(output.ties.get(name, ()), output.layout)
         if source is None:
@@ -262,18 +264,19 @@ def new_config(config: JsonObject, changed: Mapping[str, object]) -> JsonObject:
             ``tie_word_embeddings`` are changed in each nested config that has them, too.
     """
     document = copy.deepcopy(config)
-    configs = [document, *(part for part in document.values() if isinstance(part, dict))]
+    configs = [document, *(nested for nested in document.values() if isinstance(nested, dict))]
     for name, value in changed.items():
         if name == "dtype":
-            for each, key in ((each, key) for each in configs for key in ("dtype", "torch_dtype") if key in each):
-                each[key] = value
+            for part, key in itertools.product(configs, ("dtype", "torch_dtype")):
+                if key in part:
+                    part[key] = value
             if "torch_dtype" not in document:
                 document["dtype"] = value
             continue
         if name == "tie_word_embeddings":
-            for each in configs:
-                if name in each:
-                    each[name] = value
+            for part in configs:
+                if name in part:
+                    part[name] = value
         if value is None:
             document.pop(name, None)
             continue

@@ -96,7 +96,7 @@ def plan_files(
     if max_shard_size is not None:
         files = _sharded(files, max_shard_size)
         headers = {name: headers[name] for name in files if name in headers}
-    metadata = next(iter(checkpoint.headers.values())).metadata
+    metadata = next(iter(checkpoint.headers.values())).metadata  # for files of the output that the base does not have
     return [_plan_file(name, tensors, headers.get(name), metadata) for name, tensors in files.items() if tensors]
 
 

@@ -82,7 +82,7 @@ class _Placer:
         for name, rows in self._rows.items():
             value = self.changes.values.get(name)
             info = self._tensors[name] if value is None else _info_of(name, value)
-            rows.sort(key=lambda changed: changed.start)
+            rows.sort(key=lambda changed: changed.start)  # the writer goes through a tensor once, from its first row
             if any(one.stop > following.start for one, following in itertools.pairwise(rows)):
                 self.changes.problems.append(f"{name}: two changes of the same rows")
             if info.dtype not in FLOATS:
@@ -268,6 +268,7 @@ def _rows_of_matrix(index: tuple[int, ...], update: Update, block: DiskBlock, in
 def _cut_value(value: torch.Tensor, block: DiskBlock) -> torch.Tensor:
     """Return what a block holds of a parameter's value, in the disk's order of dimensions."""
     cut = value[tuple(slice(at, at + block.extent(dim)) for dim, at in enumerate(block.at))]
+    # A stacked dimension of the parameter (the experts) has no counterpart in the tensor of one expert.
     stacked = [dim for dim, source in enumerate(block.dims) if source < 0]
     for dim in reversed(stacked):
         cut = cut.squeeze(dim)
