@@ -121,6 +121,7 @@ def merge_lora_checkpoint(
         if stage.finished is None:
             job = WriteJob(stage, own, threads or min(4, _cores()), hashes=verify)
             written, resumed = _write_weights(plans, job, progress)
+            # A base that another process wrote meanwhile would be merged half old and half new.
             require_unchanged(base.checkpoint)
             for name, data in {**small, REPORT: report_file(sources, plans, written)}.items():
                 stage.write(name, data)

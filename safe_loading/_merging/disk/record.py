@@ -51,6 +51,7 @@ def job_of(sources: MergeSources, options: Mapping[str, object]) -> JsonObject:
     headers = sources.base.checkpoint.headers
     for name, path in {**{name: header.path for name, header in headers.items()}, **sources.carried}.items():
         facts = path.stat()
+        # A base that was written again is another job, even where its sizes are the same.
         files[name] = [facts.st_size, facts.st_mtime_ns, facts.st_ino]
     return {
         "versions": versions(),

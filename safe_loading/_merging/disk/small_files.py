@@ -50,6 +50,7 @@ def _index_of(base: MergeBase, plans: Sequence[FilePlan], *, resharded: bool) ->
     name, document = _INDEX, JsonObject()
     if index is not None:
         name = _INDEX if resharded else index.path.relative_to(checkpoint.folder).as_posix()
+        # Byte for byte, where nothing that it says has changed.
         sizes = {info.name: info.nbytes for info in checkpoint.tensors.values()}
         if not resharded and not base.stale_headers and {n: info.nbytes for n, (info, _) in tensors.items()} == sizes:
             return name, _content(index.path)

@@ -247,6 +247,7 @@ class _OutputFile:
         if tensor is not None:
             with self._inputs.opened(tensor.path) as source:
                 self.written[tensor.target.name] = self._write_tensor(tensor, source, memory.buffers)
+        # A tensor may have been left half written then, so its file must not be recorded as complete.
         if self._disk.stop.is_set():
             return
         with self._guard:

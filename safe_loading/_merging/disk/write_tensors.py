@@ -159,6 +159,7 @@ class TensorWriter:
             return self._cast
         if changed.update is None:
             value, first = changed.value, changed.start
+            # A copy: rounding may overwrite its input, and the value is the adapter's.
             return lambda block, start: self._rounded(_rows_of(value, start - first, len(block)).clone(), start)
         # Where the dtype changes, the sum is kept in float64, and rounded once to the other dtype.
         wide = self._from is not self._to or self._decoder is not None
