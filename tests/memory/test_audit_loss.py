@@ -1,4 +1,4 @@
-"""What the audit says of a loss over several micro-batches, beside the gradients of the real Trainer."""
+"""What the audit finds in a loss over several micro-batches, compared with the gradients of the real Trainer."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 class Dropping(Wrapper):
-    """A wrapper that takes the number of tokens and loses it."""
+    """A wrapper that takes the number of tokens and drops it."""
 
     def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         return super().forward(input_ids, attention_mask, labels)
 
 
 class Passing(Wrapper):
-    """A wrapper that passes all on."""
+    """A wrapper that passes every argument on."""
 
     def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
 
 
 class DroppingMixin(Transparent):
-    """User code that moves its arguments, and passes three of them on."""
+    """User code that copies its arguments, and passes three of them on."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         moved = {name: value.clone() if torch.is_tensor(value) else value for name, value in kwargs.items()}
@@ -58,7 +58,7 @@ class DroppingMixin(Transparent):
 
 
 class OwnLoss(LlamaForCausalLM):
-    """A loss of its own, divided as the Trainer wants it: by a number, not by a tensor."""
+    """A loss of its own, divided as the Trainer expects: by a Python number here, not by the tensor."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         count = kwargs.pop("num_items_in_batch", None)
@@ -105,7 +105,7 @@ def _bert() -> Any:
     return BertForMaskedLM(BertConfig(**sizes, **NO_DROPOUT, vocab_size=101))
 
 
-# model, labels of a row, and what is found with several micro-batches and where nothing is said of them
+# by case: model, labels of a row, severity with several micro-batches, and severity without a trainer
 CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Any], str | None, str | None]] = {
     "causal": (_causal, ragged, None, None),
     "peft": (_adapted, ragged, None, None),
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Any], str | None, str 
     "a wrapper with names": (lambda: Wrapper(_adapted()), ragged, "error", "error"),
     "a wrapper that drops": (lambda: Dropping(_adapted()), ragged, "error", "warning"),
     "a mixin that drops": (lambda: wrap_transparent(_adapted(), DroppingMixin), ragged, "error", "warning"),
-    # of transformers itself: none divides by the number that their **kwargs make the Trainer pass
+    # heads of transformers itself: none divides by the number that the Trainer passes because of their **kwargs
     "masked": (_bert, ragged, "error", None),
     "classifier": (_classifier, row_class, "error", None),
     "encoder-decoder": (_t5, ragged, "error", None),
@@ -182,14 +182,14 @@ def test_the_finding_is_there_when_the_gradients_of_micro_batches_are_wrong(case
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_where_nothing_is_said_of_micro_batches(case: str) -> None:
+def test_the_finding_without_a_trainer(case: str) -> None:
     make, _, _, found = CASES[case]
     report = audit_model(make(), STEP, forecast=False)
     assert "step" in report.checked
     assert [f.severity for f in report.findings if f.code == "SL119"] == ([found] if found else [])
 
 
-def test_the_size_of_the_error_and_the_way_out() -> None:
+def test_the_size_of_the_error_and_the_fix() -> None:
     model, step = _classifier(), STEP.replace(gradient_accumulation_steps=4)
     [finding] = audit_model(model, step, forecast=False).findings
     assert "4 times too large" in finding.message

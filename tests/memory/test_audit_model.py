@@ -1,4 +1,4 @@
-"""Each code of the audit: a model that has the fault, and the same model without it."""
+"""Each code of the audit: a model with the fault, and the same model without it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Wrapper(nn.Module):
         return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
 
-def codes(model: Any, workload: Workload | None = None, **said: Any) -> dict[str, Any]:
-    return {f.code: f for f in audit_model(model, workload, forecast=False, **said).findings}
+def codes(model: Any, workload: Workload | None = None, **options: Any) -> dict[str, Any]:
+    return {f.code: f for f in audit_model(model, workload, forecast=False, **options).findings}
 
 
 def test_a_clean_model_has_nothing() -> None:
