@@ -16,8 +16,11 @@ from transformers import logging as transformers_logging
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 from peft import LoraConfig, PeftModel, get_peft_model
+import fsdp_cases
 from fsdp_cases import *
 from safe_loading import SafeLoadingError, meta_model, wrap_fsdp_meta_safe
+
+llama = lambda: fsdp_cases.llama(num_hidden_layers=2)
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -1,21 +1,17 @@
-"""Two nodes of two ranks, by two torchrun agents on loopback; and what was wrapped is saved and loaded again."""
+"""Two nodes of two ranks, by two agents of torchrun on loopback; and what was wrapped is saved and loaded again."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fsdp_cases import NOTHING, llama, reference, save
-from torchrun import ENVIRONMENT, OUT, PRELUDE, import_path
+from rank_server import RankServer
+from torchrun import OUT, PRELUDE
 
 SCRIPT = """
 import os, pathlib, sys, warnings
@@ -68,38 +64,46 @@ dist.destroy_process_group()
 """
 
 
+# What torchrun does on each node, with ranks that are forked and not started: an agent of torch's own, which gives them
+# their places. Run in one process for each node.
+AGENT = """
+import os, runpy, sys
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+node, (script, folder, port) = int(os.environ["RANK"]), sys.argv[1:]
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    del os.environ[name]
+os.environ["TMPDIR"] = f"{folder}/tmp{node}"  # a node has a /tmp of its own
+
+def rank_main():
+    sys.argv = [script, folder]
+    runpy.run_path(script, run_name="__main__")
+
+launch_agent(
+    LaunchConfig(
+        min_nodes=2, max_nodes=2, nproc_per_node=2, run_id="two nodes", rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"rank": node}, start_method="fork", monitor_interval=0.05,
+    ),
+    rank_main,
+    [],
+)
+"""
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("nodes")
     save(reference(llama), folder / "node0" / "llama")
     shutil.copytree(folder / "node0" / "llama", folder / "node1" / "llama")
     for node in (0, 1):
         shutil.copytree(folder / "node0" / "llama", folder / f"node{node}" / "lacking")
+        (folder / f"tmp{node}").mkdir()
     sorted((folder / "node1" / "lacking").glob("*.safetensors"))[-1].unlink()
     (folder / "script.py").write_text(PRELUDE + SCRIPT)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    agents = []
-    environment = {**os.environ, **ENVIRONMENT, OUT: str(folder), "PYTHONPATH": import_path()}
-    with (folder / "output.txt").open("w+") as output:
-        for node in (0, 1):
-            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
-            command += [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-            # a node has a /tmp of its own
-            (folder / f"tmp{node}").mkdir()
-            own = {**environment, "TMPDIR": str(folder / f"tmp{node}")}
-            command += [str(folder / "script.py"), str(folder)]
-            agents.append(subprocess.Popen(command, env=own, stdout=output, stderr=output, start_new_session=True))
-        try:
-            codes = [agent.wait(200) for agent in agents]
-        finally:
-            for agent in agents:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(agent.pid, signal.SIGKILL)
-                agent.wait()
-        output.seek(0)
-        assert codes == [0, 0], output.read()[-6000:]
+    rank_server.run(AGENT, 2, args=[folder / "script.py", folder, str(port)], env={OUT: str(folder)}, timeout=200)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
 
 
