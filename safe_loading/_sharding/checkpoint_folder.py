@@ -152,6 +152,7 @@ def _digest(source: CheckpointSource) -> str:
     digest = hashlib.sha256("\n".join(lines).encode())
     for path in source.checkpoint.files:
         with open_regular(path) as file:
+            # in the middle: the start is the header, which is hashed already
             file.seek(path.stat().st_size // 2)
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]

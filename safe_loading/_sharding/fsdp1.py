@@ -101,7 +101,7 @@ def wrap(
             auto_wrap_policy=CustomPolicy(lambda module: module in chosen),
             mixed_precision=mixed_precision,
             param_init_fn=_allocate_empty(device),
-            device_id=device,  # also for the CPU: without it FSDP1 takes the current accelerator
+            device_id=device,  # for the CPU too: without it FSDP1 looks for an accelerator, and raises if there is none
             sync_module_states=False,
             use_orig_params=True,
             ignored_states=list(ignored) or None,

@@ -20,6 +20,7 @@ Wrap = Callable[[nn.Module], bool] | type[nn.Module] | str | Collection["type[nn
 # A list of modules smaller than this fraction of the largest list (a few heads) is not split into units: each would
 # cost a collective and free next to nothing.
 _SMALLEST_LIST = 1 / 16
+# What the decoders of transformers call the norm after their last layer.
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
 
 
@@ -72,8 +73,9 @@ def plan_units(
         keeping.add(tail)
     owned = _owned(groups, places)
     more = _separate_dtypes(groups, owned, places, modules, flat=flat)
-    if more != groups:
+    if more != groups:  # the parameters of the new units are no longer those of the units around them
         groups, owned = more, _owned(more, places)
+    # the innermost first: fully_shard leaves out of a unit what the units inside it have taken
     order = sorted(groups, key=lambda group: -max(_depth(name) for name in group))
     units = [_unit(group, owned[group], keeps=group in keeping) for group in order if owned[group]]
     return (*units, _unit(("",), owned[("",)], keeps=True))

@@ -93,6 +93,7 @@ def remade_adapters(model: nn.Module, missing: Sequence[ModelTensor]) -> dict[st
     names = {parameter.name for parameter in missing}
     state = torch.get_rng_state()
     with torch.random.fork_rng(devices=[]):
+        # first as if the program had seeded, called get_peft_model and drawn nothing else
         torch.default_generator.manual_seed(torch.initial_seed())
         values = _attached_again(peft, model, names)
         if not torch.equal(torch.get_rng_state(), state):

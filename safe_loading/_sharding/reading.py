@@ -24,7 +24,7 @@ from .checkpoint_source import CheckpointSource
 from .convert import convert
 from .file_ranges import FileBlock, blocks_of_range
 
-STAGING_BYTES = 4 * MiB
+STAGING_BYTES = 4 * MiB  # the buffer for elements that cannot be read in place
 
 
 class ShardTarget(NamedTuple):
@@ -103,7 +103,7 @@ def plan_reads(source: CheckpointSource, targets: Sequence[ShardTarget]) -> Read
             problems.append(_misfit(target))
             continue
         stored, *copies = source.all_stored_as(target.name)
-        if not target.destination.numel():
+        if not target.destination.numel():  # fewer rows than ranks
             continue
         if stored in source.conversions:
             conversion = source.conversions[stored]
@@ -158,6 +158,7 @@ def read_targets(source: CheckpointSource, targets: Sequence[ShardTarget]) -> in
                 target.destination.copy_(value)
             bar.advance(group.target_bytes)
         _check_tied_copies(source, plan, files)
+        # a copy of a tied parameter is read as well, and counts
         return files.bytes_read
 
 

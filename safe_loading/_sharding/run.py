@@ -87,6 +87,7 @@ def run_wrap(setup: Setup, ranks: Ranks) -> WrapResult:
     with ranks.together(label, timeout=timeout):
         mesh = make_mesh(setup.where, Waiting(ranks, label, setup.where.device, timeout))
     root_values, folder = _find_values(setup, ranks, mesh)
+    # before the wrap replaces the parameters by which a stale optimizer is told
     findings = (*root_values.findings, *folder.findings, *stale_optimizers(setup.tensors.parameters))
     with ranks.together("compute the buffers", timeout=timeout):
         replicated = _replicated_memory(setup, root_values, folder)
@@ -112,6 +113,7 @@ def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh) -> tuple[RootValu
     with ranks.together("find the values on rank 0", timeout=timeout):
         if ranks.rank == root:
             root_values = collect_root_values(setup, folder.names, folder.heads)
+    # what rank 0 gives is not read from the folder: an adapter of adapters= wins over what the folder has
     root_values = agree_on_names(ranks, root, root_values, setup.tensors.all, timeout=timeout)
     return root_values, folder.without(root_values.names)
 
@@ -139,6 +141,7 @@ def _wrap_fsdp2(job: WrapJob) -> WrapResult:
     with job.together("make room for the shards"):
         local = fsdp2.allocate(sharded, job.shard_rank, shards, setup.shard_device)
     shard = LocalShard(lambda rank: fsdp2.owned_ranges(sharded, rank, shards), job.shard_rank, local, job.replicated)
+    # before the model is touched, so that a rank that cannot read or is lost leaves it as it was
     bytes_read, bytes_sent = _fill(job, shard)
     with job.together("shard the model"):
         _move_to_meta(setup)
@@ -161,6 +164,7 @@ def _wrap_fsdp1(job: WrapJob) -> WrapResult:
         not_sharded = _parameters_to_ignore(setup)
         policies = (setup.how.mixed_precision, setup.how.offload, not_sharded)
         model = fsdp1.wrap(setup.model, setup.units, job.mesh, setup.where.device, *policies)
+        # views into the flat parameters, known only now: the values come last
         local = fsdp1.local_shards(model, job.shard_rank, shards)
     shard = LocalShard(lambda rank: fsdp1.owned_ranges(model, rank, shards), job.shard_rank, local, job.replicated)
     bytes_read, bytes_sent = _fill(job, shard)

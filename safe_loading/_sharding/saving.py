@@ -94,6 +94,7 @@ class SavingWhole:
             RankTimeout: A rank did not call it.
         """
         save: Callable[..., object] = getattr(type(self.model), _METHOD)
+        # by name, because the state dict is added and the other options are read
         options |= dict(zip(list(inspect.signature(save).parameters)[1:], args, strict=False))
         if options.get("state_dict") is not None:
             return save(self.model, **options)
@@ -102,6 +103,7 @@ class SavingWhole:
         ranks = Ranks.resolve(self.ranks)
         writes = ranks.rank == ranks.ranks[0]
         states = self._states()
+        # the same on every rank, so that a bit per name tells the others what the first rank saves
         names = [name for state in states.values() for name in state]
         with ranks.together(_CALL, timeout=self.timeout) as phase:
             if writes and not is_main:
@@ -124,6 +126,7 @@ class SavingWhole:
     def _states(self) -> StateByUnit:
         if is_unit(self.wrapped):
             return _state_by_unit(self.wrapped)
+        # without keep_vars each name has a tensor of its own, and ties could not be told by identity
         return {self.wrapped: self.model.state_dict(keep_vars=True)}
 
     def _gather(
@@ -169,8 +172,8 @@ def _gather_tensor(tensor: object, device: torch.device, keep: bool) -> torch.Te
     """Return a tensor whole on the host; all ranks of its mesh must call it."""
     if isinstance(tensor, DTensor):
         offloaded = tensor.device.type != tensor.device_mesh.device_type
-        # the collective of the mesh takes tensors of its devices only; typed for what .to() is annotated to return
-        sharded: object = tensor.to(device) if offloaded else tensor
+        # the collectives of the mesh take tensors on its own devices only
+        sharded: object = tensor.to(device) if offloaded else tensor  # to() is annotated to return a plain tensor
         tensor = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
     return tensor.detach().cpu() if keep and isinstance(tensor, torch.Tensor) else None
 

@@ -235,6 +235,7 @@ def find_place(mesh: object, device: torch.device | str | int | None, ranks: Ran
         DeviceError: There is no device for this rank.
     """
     given_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+    # on a machine with accelerators device_for_rank would choose one
     if given_mesh is not None and device is None and given_mesh.device_type == "cpu":
         device = "cpu"
     own = own_device(device)
@@ -288,6 +289,7 @@ def resolve_options(
     """
     if before is not None:
         mixed_precision = before.mixed_precision if mixed_precision is None else mixed_precision
+        # False is the default, which cannot be told from a caller's own
         cpu_offload = before.offload if cpu_offload is False and before.offload is not None else cpu_offload
     fsdp = fsdp2 if version == 2 else fsdp1
     precision, offload = fsdp.mixed_precision_policy(mixed_precision), fsdp.offload_policy(cpu_offload, device)
@@ -320,6 +322,7 @@ def make_mesh(where: WrapPlace, waiting: Waiting) -> DeviceMesh:
     if where.given_mesh is not None:
         return where.given_mesh
     if where.device.type != "cpu":
+        # else DeviceMesh sets one itself, by LOCAL_RANK or by the global rank
         torch.accelerator.set_device_index(where.device)
     # transformers' names; peft takes the dimension "fsdp" for FSDP2, and any other for tensor parallelism
     names = ("dp_replicate", "fsdp")[-len(where.mesh_sizes) :]

@@ -122,6 +122,7 @@ def match_state_dict(tensors: Sequence[ModelTensor], state: Mapping[str, torch.T
     Raises:
         CheckpointError: Keys are unexpected, shapes differ, or values are missing or contradict each other.
     """
+    # all the names of a tied parameter: a state dict has it under each of them
     by_name = {name: tensor for tensor in tensors for name in tensor.names}
     matched = RootValues()
     problems = []

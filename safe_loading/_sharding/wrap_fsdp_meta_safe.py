@@ -117,6 +117,7 @@ def wrap_fsdp_meta_safe(
     with Peak(where.device) as peak:
         result = run_wrap(setup, ranks)
     report = _report(setup, result, ranks.index(ranks.rank), ranks.size, peak.bytes, time.perf_counter() - started)
+    # with version 1 the result is another module than the model, so the report goes on the result
     result.model.__dict__["fsdp_report"] = report
     make_saving_whole(result.model, ranks, where.device, timeout)
     logger.info("%s", report)

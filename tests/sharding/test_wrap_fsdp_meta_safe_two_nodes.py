@@ -81,7 +81,8 @@ def rank_main():
 
 launch_agent(
     LaunchConfig(
-        min_nodes=2, max_nodes=2, nproc_per_node=2, run_id="two nodes", rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}",
+        min_nodes=2, max_nodes=2, nproc_per_node=2, run_id="two nodes",
+        rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}",
         rdzv_configs={"rank": node}, start_method="fork", monitor_interval=0.05,
     ),
     rank_main,
