@@ -252,11 +252,11 @@ def _entry_fault(entry: object) -> str:
 
 
 def _size_fault(shape: list[int], dtype: str, bits: int, nbits: int, start: int, stop: int) -> tuple[str, str] | None:
-    whole = bits
+    strides_bits = bits
     for length in shape:
         # Even if a dimension of zero makes the size 0: no engine can compute the strides of the others.
-        whole *= length or 1
-        if whole > _MAX_INT64:
+        strides_bits *= length or 1
+        if strides_bits > _MAX_INT64:
             return "shape", f"shape {_short(shape)} overflows 63 bits"
     if nbits % 8:
         reason = f"shape {_short(shape)} x {bits} bits of {dtype} is {nbits} bits, which is not a whole number of bytes"

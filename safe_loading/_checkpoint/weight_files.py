@@ -63,7 +63,7 @@ def find_weights(
         kind: What to read the folder as; by default an adapter when it holds an adapter and no model weights.
 
     Returns:
-        The choice, or ``None`` when there is none; and what was found on the way.
+        The choice, or ``None`` if there is none; and the findings.
     """
     single, index = _with_variant("model.safetensors", variant), _with_variant("model.safetensors.index.json", variant)
     configured = _configured(folder, names)
