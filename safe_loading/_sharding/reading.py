@@ -102,7 +102,10 @@ def plan_reads(source: CheckpointSource, targets: Sequence[ShardTarget]) -> Read
         if target.destination.shape != (target.stop - target.start,) or not target.destination.is_contiguous():
             problems.append(_misfit(target))
             continue
-        stored, *copies = source.all_stored_as(target.name)
+        stored = source.stored_as(target.name)
+        if stored is None:
+            problems.append(f"{target.name}: the checkpoint does not have it")
+            continue
         if not target.destination.numel():  # fewer rows than ranks
             continue
         if stored in source.conversions:
@@ -111,7 +114,8 @@ def plan_reads(source: CheckpointSource, targets: Sequence[ShardTarget]) -> Read
             group.targets.append((target, stored))
         else:
             reads += _planned(source, target, stored)
-        tied_copies += [(target, copy) for copy in copies]
+        if target.name in source.same_as:
+            tied_copies += [(target, copy) for copy in source.all_stored_as(target.name) if copy != stored]
     if problems:
         raise ArgumentError("These targets cannot be filled; nothing was read:", problems)
     file_number = {path: number for number, path in enumerate(source.checkpoint.files)}
