@@ -43,17 +43,11 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryBar:
-    """One bar.
-
-    Attributes:
-        label: The text above it; the total is added.
-        segments: Its parts, from left to right; those without bytes are left out.
-        limit: What there may be at most, drawn as a frame behind the segments; None for no frame.
-    """
+    """One bar; its label stands above it, with the total."""
 
     label: str
-    segments: Sequence[Segment]
-    limit: int | None = None
+    segments: Sequence[Segment]  # from left to right; those without bytes are left out
+    limit: int | None = None  # what there may be at most, drawn as a frame behind the segments; None for no frame
 
     @property
     def total(self) -> int:

@@ -11,12 +11,10 @@ _TIMEOUT_SECONDS = 20  # a driver that is being reset can block nvidia-smi for g
 
 
 def query_nvidia_smi(subject: Literal["gpu", "compute-apps"], fields: Sequence[str]) -> list[tuple[str, ...]] | None:
-    """Return a row for each GPU or for each process on one, as text; None where nvidia-smi cannot be asked.
+    """Return a row of text for each GPU or for each process on one; None where nvidia-smi cannot be asked.
 
-    Args:
-        subject: What there is a row for.
-        fields: The columns, as ``nvidia-smi --help-query-gpu`` and ``--help-query-compute-apps`` name them. Sizes come
-            in MiB without their unit; what the driver does not tell is ``"[N/A]"``.
+    The fields are those of ``nvidia-smi --help-query-gpu`` and ``--help-query-compute-apps``. Sizes come in MiB without
+    their unit; what the driver does not tell is ``"[N/A]"``.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:

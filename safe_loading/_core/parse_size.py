@@ -30,15 +30,10 @@ _SIZE_SYNTAX = 'pass a number of bytes, or text such as "20GiB" (2^30 bytes each
 
 
 def parse_size(value: object, where: str) -> int:
-    """Return a size in bytes.
+    """Return a size in bytes; ``where`` says in an error what it is the size of.
 
-    Args:
-        value: An int or float number of bytes, of Python or numpy, or text with a unit: ``"5GB"`` and ``"5G"`` are
-            5 x 10^9 bytes, ``"5GiB"`` is 5 x 2^30, in upper or lower case. A fraction of a byte is dropped.
-        where: What it is the size of, for the message.
-
-    Raises:
-        ArgumentError: It is negative, not finite, a bool, or not a size at all.
+    It is a finite number from 0 on, of Python or numpy, or text with a unit in any letter case: ``"5GB"`` and ``"5G"``
+    are 5 x 10^9 bytes, ``"5GiB"`` is 5 x 2^30. A fraction of a byte is dropped.
     """
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
@@ -55,15 +50,10 @@ def parse_size(value: object, where: str) -> int:
 
 
 def parse_limits(max_memory: Limits, name: str = "max_memory") -> dict[Device, int]:
-    """Return limits in bytes by device; what was passed is not changed.
+    """Return limits in bytes by device, or raise an error that lists everything that cannot be read.
 
-    Args:
-        max_memory: By device. Accelerators are named by their index (``0``, ``"0"``, ``"cuda:0"``; gaps are fine), the
-            host's memory is ``"cpu"``, the disk ``"disk"``. Only these two may have no limit, written as None.
-        name: The name of the argument, for the message.
-
-    Raises:
-        ArgumentError: A device or a size cannot be read; everything that is wrong is listed.
+    Accelerators are named by their index (``0``, ``"0"``, ``"cuda:0"``; gaps are fine), the host's memory is ``"cpu"``,
+    the disk ``"disk"``. Only these two may have no limit, written as None. ``name`` is that of the argument.
     """
     if not isinstance(max_memory, Mapping):
         raise ArgumentError(f'{name}={max_memory!r} is not a mapping; pass {{0: "20GiB", 1: "20GiB", "cpu": "64GiB"}}.')
@@ -89,11 +79,7 @@ def parse_limits(max_memory: Limits, name: str = "max_memory") -> dict[Device, i
 
 
 def parse_device(key: object, name: str = "max_memory") -> Device:
-    """Return a device as a device map writes it.
-
-    Raises:
-        ArgumentError: It is neither an index from 0 on, nor ``"cpu"``, nor ``"disk"``.
-    """
+    """Return a device as a device map writes it: an index from 0 on, ``"cpu"`` or ``"disk"``; refuse any other."""
     text = str(key).lower() if not isinstance(key, bool) else ""
     if text in HOST:
         return text

@@ -9,15 +9,7 @@ from safe_loading.errors import ArgumentError
 
 
 def path_text(value: object, argument: str) -> str:
-    """Return a path or hub id as text.
-
-    Args:
-        value: What the caller passed.
-        argument: The name of the argument.
-
-    Raises:
-        ArgumentError: It is empty, or neither text nor a path of text.
-    """
+    """Return a path or hub id as text; refuse what is empty, or neither text nor a path of text."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text:
         raise ArgumentError(f"{argument}={value!r:.80}: pass a path, as text that is not empty or a pathlib.Path.")

@@ -19,14 +19,9 @@ def wanted(local_rank: int) -> bool:
 
 
 class Bar:
-    """Context manager: a bar that any thread may move.
+    """Context manager: a bar that any thread may move; it appears after ``after`` seconds, if ``shown`` is True.
 
-    Args:
-        what: What is going on.
-        total: How much there is to do, in ``unit``; None where nobody knows.
-        unit: Of what. Bytes are written as kB, MB, ...
-        after: Shown only when it takes longer than this, in seconds.
-        shown: Whether it is shown at all; an attribute, too.
+    Bytes are written as kB, MB, ...; a ``total`` that nobody knows is None.
     """
 
     def __init__(self, what: str, total: int | None, *, unit: str = "B", after: float = 0.0, shown: bool) -> None:
@@ -51,14 +46,7 @@ class Bar:
 
 
 def bar_of_a_rank(what: str, total: int | None, local_rank: int, *, unit: str = "B") -> Bar:
-    """Return a bar for what ranks do side by side: one of them shows it, once it has taken a second.
-
-    Args:
-        what: What is going on.
-        total: How much there is to do, in ``unit``; None where nobody knows.
-        local_rank: Of this process.
-        unit: Of what.
-    """
+    """Return a bar for what ranks do side by side: one of them shows it, once it has taken a second."""
     return Bar(what, total, unit=unit, after=1.0, shown=wanted(local_rank))
 
 

@@ -149,10 +149,7 @@ class Report(ABC):
 
 
 class Verdict(Report):
-    """A report that judges: it has findings, and is ``ok`` or not.
-
-    One rule serves all of them. A report is ``ok`` when no finding is an error; warnings and infos leave it so.
-    """
+    """A report that judges: it is ``ok`` when no finding is an error; warnings and infos leave it so."""
 
     findings: tuple[Finding, ...]
 

@@ -22,31 +22,17 @@ AUTOCAST = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """What one optimizer keeps for each trainable parameter.
+    """What one optimizer keeps for each trainable parameter."""
 
-    Attributes:
-        moments: Tensors of the parameter's shape.
-        itemsize: Bytes of an element of a moment; None for the parameter's own dtype.
-        source: Where the class is defined, as ``module:name``; None when its step is not run.
-        options: Keyword arguments that the class is made with.
-        block: Elements that share one float32 statistic, for moments that are quantized in blocks.
-        factored: Whether a matrix keeps one row and one column in place of a moment.
-    """
-
-    moments: int
-    itemsize: int | None = None
-    source: str | None = None
-    options: tuple[tuple[str, object], ...] = ()
-    block: int = 0
-    factored: bool = False
+    moments: int  # tensors of the parameter's shape
+    itemsize: int | None = None  # bytes of an element of a moment; None for the parameter's own dtype
+    source: str | None = None  # where the class is defined, as module:name; None when its step is not run
+    options: tuple[tuple[str, object], ...] = ()  # keyword arguments that the class is made with
+    block: int = 0  # elements that share one float32 statistic, for moments that are quantized in blocks
+    factored: bool = False  # whether a matrix keeps one row and one column in place of a moment
 
     def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
-        """Return the bytes of state of one trainable parameter, step counters left out.
-
-        Args:
-            shape: Of the parameter.
-            itemsize: Bytes of one of its elements.
-        """
+        """Return the bytes of state of one trainable parameter, step counters left out."""
         count, width = math.prod(shape), itemsize if self.itemsize is None else self.itemsize
         if self.block and count < 4096:  # min_8bit_size of bitsandbytes' optimizers
             return self.moments * count * 4

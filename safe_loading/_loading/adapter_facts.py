@@ -19,34 +19,18 @@ from safe_loading.errors import AdapterError, CheckpointError, CheckpointNotFoun
 
 @dataclasses.dataclass(frozen=True)
 class AdapterFacts:
-    """An adapter folder, read as far as possible without reading a tensor.
+    """An adapter folder, read as far as possible without reading a tensor."""
 
-    Attributes:
-        source: The folder or hub id that the caller passed.
-        folder: The folder on this machine.
-        commit: The hub's commit; None for a local folder.
-        config: The content of ``adapter_config.json``.
-        weights: The file that holds the tensors.
-        header: The tensors' names, dtypes and shapes; None for a pickle, which has no header.
-    """
-
-    source: str
-    folder: Path
-    commit: str | None
-    config: JsonObject
-    weights: Path
-    header: Header | None
+    source: str  # the folder or hub id that the caller passed
+    folder: Path  # the folder on this machine
+    commit: str | None  # the hub's; None for a local folder
+    config: JsonObject  # the content of adapter_config.json
+    weights: Path  # the file that holds the tensors
+    header: Header | None  # None for a pickle, which has no header
 
 
 def read_adapter(resolved: Resolved, *, allow_pickle: bool = False) -> AdapterFacts:
-    """Read the config and the header of an adapter.
-
-    Raises:
-        CheckpointNotFound: No config, or no weights, in the folder.
-        PickleRefused: The weights are a pickle and ``allow_pickle`` is False.
-        CheckpointError: A file is damaged.
-        AdapterError: The config is incomplete, or has values that cannot be right.
-    """
+    """Read the config and the header of an adapter; refuse one without weights, or with an unallowed pickle."""
     facts = read_adapter_config(resolved)
     if facts.header is not None:
         return facts
@@ -64,13 +48,7 @@ def read_adapter(resolved: Resolved, *, allow_pickle: bool = False) -> AdapterFa
 
 
 def read_adapter_config(resolved: Resolved) -> AdapterFacts:
-    """Read the config of an adapter, and the header of its weights if they are there as safetensors.
-
-    Raises:
-        CheckpointNotFound: No config in the folder.
-        CheckpointError: A file is damaged.
-        AdapterError: The config is incomplete, or has values that cannot be right.
-    """
+    """Read the config of an adapter, and the header of its weights if they are there as safetensors."""
     folder = resolved.folder
     config_file, weights = folder / ADAPTER_CONFIG, folder / ADAPTER_SINGLE
     if not os.path.lexists(config_file):
@@ -114,12 +92,7 @@ def config_problems(config: Mapping[str, object]) -> list[str]:
 
 
 def factors_of_other_rank(config: Mapping[str, object], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Return the rank of every ``lora_A`` whose rank is not the config's ``r``: it would be scaled for another rank.
-
-    Args:
-        config: The content of ``adapter_config.json``.
-        shapes: The shape of each tensor, by its key.
-    """
+    """Return the rank of every ``lora_A`` whose rank is not the config's ``r``: it would be scaled for another rank."""
     rank = config.get("r")
     if not _is_lora(config) or isinstance(rank, bool) or not isinstance(rank, (int, float)):
         return {}

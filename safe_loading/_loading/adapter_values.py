@@ -22,25 +22,18 @@ from .key_names import renames, summarize
 
 
 class RenamedTensors(NamedTuple):
-    """An adapter's tensors by the keys that peft writes.
+    """An adapter's tensors by the keys that peft writes."""
 
-    Attributes:
-        tensors: The tensors, by their canonical key.
-        renamed: ``{key on disk: canonical key}``, of the keys that differ.
-        findings: One finding if there are any of these.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    renamed: dict[str, str]
-    findings: list[Finding]
+    tensors: dict[str, torch.Tensor]  # by canonical key
+    renamed: dict[str, str]  # {key on disk: canonical key}, of the keys that differ
+    findings: list[Finding]  # one finding if there are such keys
 
 
 def read_tensors(facts: AdapterFacts) -> dict[str, torch.Tensor]:
     """Return the adapter's tensors by their key on disk, in memory of their own.
 
-    Raises:
-        CheckpointError: The file was written or cut short since its header was read, or a pickle holds something
-            other than tensors.
+    A file that was written or cut short since its header was read, or a pickle of something other than tensors, is
+    a CheckpointError.
     """
     if facts.header is not None:
         return _read(facts.header)
@@ -81,8 +74,7 @@ def rename_keys(
 ) -> RenamedTensors:
     """Return the tensors by the keys that peft writes; the arguments are those of ``key_names.canonical_key``.
 
-    Raises:
-        AdapterError: Two keys of the file mean the same tensor.
+    Two keys of the file that mean the same tensor are refused.
     """
     changed, collisions = renames(tensors, prompt_learning=prompt_learning, own_module=own_module)
     if collisions:

@@ -31,21 +31,13 @@ from .slots import AdapterSlot, RoutedTensors, new_slots, own_tensor, route
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """An adapter that has been read and checked, ready to be attached to a model.
+    """An adapter that has been read and checked, ready to be attached to a model."""
 
-    Attributes:
-        name: The name that it gets in the model.
-        facts: What is known of its folder.
-        config: peft's config of it.
-        tensors: Its tensors on the host, by their key on disk.
-        findings: What is wrong or noteworthy about it, whatever the model.
-    """
-
-    name: str
+    name: str  # in the model
     facts: AdapterFacts
     config: PeftConfig
-    tensors: dict[str, torch.Tensor]
-    findings: tuple[Finding, ...]
+    tensors: dict[str, torch.Tensor]  # on the host, by their key on disk
+    findings: tuple[Finding, ...]  # what is wrong or noteworthy about it, whatever the model
 
     @property
     def file(self) -> str:
@@ -75,19 +67,12 @@ class Attached:
 
 
 class Injection(NamedTuple):
-    """The modules that peft built for an adapter, still without the file's tensors.
-
-    Attributes:
-        model: The model that has them.
-        match: Which tensor goes where, and what does not fit.
-        slots: The adapter's tensors in the model, by key.
-        renamed: ``{key on disk: key used}``.
-    """
+    """The modules that peft built for an adapter, still without the file's tensors."""
 
     model: PeftModel
     match: Match
-    slots: dict[str, AdapterSlot]
-    renamed: dict[str, str]
+    slots: dict[str, AdapterSlot]  # the adapter's tensors in the model, by key
+    renamed: dict[str, str]  # {key on disk: key used}
 
 
 def prepare(name: str, facts: AdapterFacts, *, is_trainable: bool) -> Adapter:
@@ -98,11 +83,7 @@ def prepare(name: str, facts: AdapterFacts, *, is_trainable: bool) -> Adapter:
 
 
 def check_adapter_name(name: str) -> None:
-    """Refuse a name that peft cannot use.
-
-    Raises:
-        ArgumentError: The name is empty, has a dot (it becomes an attribute), or is part of a parameter's name.
-    """
+    """Refuse a name that peft cannot use: empty, with a dot (it becomes an attribute), or part of parameters' names."""
     if not isinstance(name, str) or not name or "." in name:
         raise ArgumentError(f"{name!r} cannot be the name of an adapter: it must be a string without dots.")
     # peft drops the keys that have another adapter's name as one of their parts (_filter_state_dict_for_adapter_name),
@@ -113,11 +94,7 @@ def check_adapter_name(name: str) -> None:
 
 
 def check_on_meta(meta_model: torch.nn.Module, adapters: Sequence[Adapter]) -> None:
-    """Attach the adapters to a model on meta, to find what does not fit before the base is loaded.
-
-    Raises:
-        AdapterError: What does not fit, of every adapter.
-    """
+    """Attach the adapters to a model on meta, so that what does not fit is refused before the base is loaded."""
     problems: list[str] = []
     model = meta_model
     for adapter in adapters:
@@ -146,19 +123,10 @@ def attach(
 ) -> Attached:
     """Attach an adapter to ``model``, a base model or a PeftModel that has other adapters.
 
-    Args:
-        model: The model. When this raises, restoring the snapshots makes it what it was.
-        adapter: The adapter.
-        device: Where its tensors go.
-        undo: A snapshot of ``model`` as it is now, then earlier ones. Base weights are kept in all of them before
-            they are overwritten.
-        dtype: Their dtype; None leaves each as it is on disk.
-        strict: Whether a finding of severity "error" refuses the adapter.
-        copy: Whether the model gets tensors of its own. False gives it those of ``adapter`` where they are on
-            ``device`` already.
-
-    Raises:
-        AdapterError: It does not fit; every reason is in ``problems``.
+    ``undo`` is a snapshot of the model as it is now, then earlier ones: when this raises, restoring them makes the
+    model what it was. Base weights are kept in all of them before they are overwritten. ``dtype`` None leaves each
+    tensor as it is on disk. With ``strict``, a finding of severity "error" refuses the adapter. Without ``copy``, the
+    model gets the tensors of ``adapter`` itself where they are on ``device`` already.
     """
     on_meta = can_build_on_meta(adapter.config)
     unused = _with_own_config(adapter)

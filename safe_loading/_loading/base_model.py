@@ -52,23 +52,14 @@ _RESERVED = {
 
 
 def check_base_kwargs(base_kwargs: EngineKwargs) -> None:
-    """Refuse keyword arguments that the verbs set themselves.
-
-    Raises:
-        ArgumentError: Some are there; each is named with the argument to use instead.
-    """
+    """Refuse keyword arguments that the verbs set themselves, each with the argument to use instead."""
     problems = [f"base_kwargs[{name!r}]: {instead}" for name, instead in _RESERVED.items() if name in base_kwargs]
     if problems:
         raise ArgumentError("base_kwargs has arguments that this call sets itself:", problems)
 
 
 def check_dtypes(dtype: object, adapter_dtype: object) -> None:
-    """Refuse what cannot be the dtype of weights.
-
-    Raises:
-        ArgumentError: ``dtype`` is neither a floating-point dtype nor "auto", or ``adapter_dtype`` is neither a
-            floating-point dtype nor None.
-    """
+    """Refuse what is no floating-point dtype, nor "auto" for the base or None for the adapter."""
     for name, value, other in (("dtype", dtype, "auto"), ("adapter_dtype", adapter_dtype, None)):
         if value != other and not (isinstance(value, torch.dtype) and value.is_floating_point):
             raise ArgumentError(
@@ -79,14 +70,8 @@ def check_dtypes(dtype: object, adapter_dtype: object) -> None:
 def base_config(folder: Path, base_kwargs: EngineKwargs, document: JsonObject | None = None) -> PreTrainedConfig:
     """Return the base's config, from config.json or else from its GGUF file.
 
-    Args:
-        folder: The base.
-        base_kwargs: Arguments of its ``from_pretrained``; only ``trust_remote_code`` and ``gguf_file`` matter here.
-        document: The parsed config.json, where the caller has it already; None reads it.
-
-    Raises:
-        CheckpointError: The config is missing or damaged, or transformers refuses it.
-        ArgumentError: It needs remote code, and ``trust_remote_code`` is not True.
+    Of the ``base_kwargs``, only ``trust_remote_code`` and ``gguf_file`` matter here. A caller who has parsed
+    config.json already passes it as ``document``.
     """
     # Never left open: without an explicit value transformers would ask on the terminal, and wait.
     trusted = bool(base_kwargs.get("trust_remote_code", False))
@@ -97,15 +82,7 @@ def base_config(folder: Path, base_kwargs: EngineKwargs, document: JsonObject | 
 
 
 def auto_class_for(facts: AdapterFacts, config: PreTrainedConfig) -> ModelClass:
-    """Return the class that loads the base: from the adapter's task type, its auto mapping, or the base's architecture.
-
-    Args:
-        facts: The adapter.
-        config: The config of the base.
-
-    Raises:
-        AdapterError: None of the three names a class of transformers.
-    """
+    """Return the class that loads the base, by the adapter's task type or auto mapping, or the base's architecture."""
     # The task type comes first: it is what the adapter was trained for, whatever head the base was saved with.
     task = facts.config.get("task_type")
     if task in _AUTO_CLASSES:
@@ -148,12 +125,9 @@ def base_on_meta(
 def check_fit(
     model: torch.nn.Module, checkpoint: Checkpoint, adapters: Sequence[Adapter], layout: CheckpointLayout | None = None
 ) -> None:
-    """Compare the headers of the base with the model on meta, before a weight is read.
+    """Refuse a base whose headers do not fill the model on meta, before a weight is read.
 
     Quantized bases are left to transformers: their modules are made by the quantizer during the load.
-
-    Raises:
-        CheckpointError: Weights would start at random, be dropped, or be cast from integers to floats or back.
     """
     if not isinstance(model, PreTrainedModel) or getattr(model.config, "quantization_config", None) is not None:
         return
@@ -175,11 +149,7 @@ def load_base(
     dtype: torch.dtype | str,
     base_kwargs: EngineKwargs,
 ) -> tuple[PreTrainedModel, LoadingInfo]:
-    """Load the base onto ``device`` and nowhere else.
-
-    Returns:
-        The model in eval mode, and transformers' loading info (``missing_keys`` and the like).
-    """
+    """Load the base onto ``device`` and nowhere else; it is in eval mode."""
     # use_safetensors: otherwise transformers falls back to a pickle where there is no safetensors file.
     arguments: dict[str, object] = {"dtype": dtype, "output_loading_info": True}
     arguments |= {"use_safetensors": True, "trust_remote_code": False, **base_kwargs}
@@ -207,10 +177,7 @@ def name_base(model: torch.nn.Module, source: str | os.PathLike[str]) -> None:
 
 
 def loading_findings(info: LoadingInfo, adapters: Sequence[Adapter], source: str) -> list[Finding]:
-    """Return a finding for each weight of the base that its checkpoint did not fill.
-
-    Weights that an adapter replaces (a new classification head) are left out.
-    """
+    """Return a finding for each weight of the base that its checkpoint did not fill and that no adapter replaces."""
     replaced = replaced_modules(adapters)
     findings = []
     for kind, what in (("missing_keys", "is not in the checkpoint"), ("mismatched_keys", "has another shape there")):

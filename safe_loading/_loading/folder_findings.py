@@ -22,13 +22,7 @@ _SAVE_ADAPTER = "save the adapter again with `save_pretrained` of peft"
 
 
 def model_findings(folder: Path, names: Sequence[str], tensors: Collection[str]) -> list[Finding]:
-    """Return what is wrong with the config of a model and with the names of its tensors.
-
-    Args:
-        folder: The folder of the model.
-        names: The names of the files in it.
-        tensors: The names of the tensors in its weight files.
-    """
+    """Return what is wrong with the config of a model and the names of its tensors; ``names`` are its files."""
     return [*_model_config(folder, names, tensors), *_wrapper_prefix(folder, tensors)]
 
 

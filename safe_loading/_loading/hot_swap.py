@@ -21,32 +21,21 @@ from .slots import AdapterSlot, adapter_slots, route
 
 @dataclasses.dataclass(frozen=True)
 class StagedSwap:
-    """A checked swap whose new values are on the device already, next to the old ones.
-
-    Attributes:
-        adapter: The new adapter.
-        config: Its config.
-        slots: The loaded adapter's tensors, by key.
-        values: Their new values, by key.
-        findings: What is worth knowing.
-        renamed: ``{key on disk: key used}``.
-    """
+    """A checked swap whose new values are on the device already, next to the old ones."""
 
     adapter: Adapter
     config: LoraConfig
-    slots: dict[str, AdapterSlot]
-    values: dict[str, torch.Tensor]
+    slots: dict[str, AdapterSlot]  # the loaded adapter's tensors, by key
+    values: dict[str, torch.Tensor]  # their new values, by key
     findings: list[Finding]
-    renamed: dict[str, str]
+    renamed: dict[str, str]  # {key on disk: key used}
 
 
 def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None) -> StagedSwap:
     """Check that an adapter can replace the loaded ``adapter.name``, and move its values to the device.
 
-    Until the swap is committed, the new adapter takes its size in device memory in addition. The model is unchanged.
-
-    Raises:
-        AdapterError: The two adapters differ in more than their values, rank and scaling.
+    It is refused where the two differ in more than values, rank and scaling. Until the swap is committed, the new
+    adapter takes its size in device memory in addition. The model is unchanged.
     """
     name, config = adapter.name, adapter.config
     try:

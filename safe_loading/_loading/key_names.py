@@ -19,13 +19,9 @@ def canonical_key(key: str, *, prompt_learning: bool = False, own_module: bool =
     """Return the key as ``PeftModel.save_pretrained`` writes it.
 
     Takes off ``_fsdp_wrapped_module.``, ``_orig_mod.``, ``_checkpoint_wrapped_module.`` anywhere and the ``module.``
-    of DistributedDataParallel in front, puts ``base_model.model.`` in front when it is missing, and takes an adapter's
-    name out of ``lora_A.<name>.weight``, which a raw ``state_dict()`` has.
-
-    Args:
-        key: A key of an adapter file.
-        prompt_learning: Whether the method is prompt learning, whose keys have no prefix.
-        own_module: Whether the base model has a child called ``module``, which is not a wrapper then.
+    of DistributedDataParallel in front, puts ``base_model.model.`` in front when it is missing (not with prompt
+    learning, whose keys have no prefix), and takes an adapter's name out of ``lora_A.<name>.weight``, which a raw
+    ``state_dict()`` has. With ``own_module`` the base has a child called ``module``, which is no wrapper then.
     """
     key = _strip_ddp(canonical(key))
     if prompt_learning:
@@ -48,12 +44,7 @@ def _strip_ddp(key: str) -> str:
 def renames(
     keys: Iterable[str], *, prompt_learning: bool = False, own_module: bool = False
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the canonical keys of those that differ from theirs, and what would collide when they are renamed.
-
-    Returns:
-        ``{key on disk: canonical key}`` for those that differ, and a problem for each pair of keys on disk that mean
-        the same tensor.
-    """
+    """Return ``{key on disk: canonical key}`` where they differ, and a problem for each two that mean one tensor."""
     seen: dict[str, str] = {}
     changed: dict[str, str] = {}
     problems = []

@@ -51,17 +51,11 @@ class LoadOptions:
 
 @dataclasses.dataclass(frozen=True)
 class BaseOnDisk:
-    """A base that passed the checks before the load.
-
-    Attributes:
-        resolved: Where it lies.
-        auto_class: The class whose ``from_pretrained`` loads it.
-        checkpoint: Its weight files; None where they are no safetensors files.
-    """
+    """A base that passed the checks before the load."""
 
     resolved: Resolved
-    auto_class: ModelClass
-    checkpoint: Checkpoint | None
+    auto_class: ModelClass  # its from_pretrained loads the base
+    checkpoint: Checkpoint | None  # its weight files; None where they are no safetensors files
 
 
 class Loaded(NamedTuple):
@@ -73,12 +67,7 @@ class Loaded(NamedTuple):
 
 
 def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: LoadOptions) -> BaseOnDisk:
-    """Check everything that can be known before a weight of the base is read.
-
-    Raises:
-        AdapterError: An adapter does not fit the base, or lies in the base's folder.
-        CheckpointError: The base is damaged, or does not fit the class that loads it.
-    """
+    """Check everything that can be known before a weight of the base is read."""
     folder = base.folder
     if (folder / ADAPTER_CONFIG).exists():
         raise AdapterError(
@@ -102,17 +91,9 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
 def load(
     base: BaseOnDisk | torch.nn.Module, adapters: Sequence[Adapter], options: LoadOptions, undo: Sequence[Snapshot]
 ) -> Loaded:
-    """Load the base, unless the caller passed it as a model, and attach the adapters.
+    """Load the base, unless the caller passed it as a model, and attach the adapters in their order.
 
-    Args:
-        base: What :func:`check_before_load` returned, or the caller's model.
-        adapters: The adapters, in the order in which they are attached.
-        options: How they are loaded.
-        undo: The snapshot of the caller's model; nothing for a base on disk.
-
-    Raises:
-        AdapterError: Something does not fit.
-        CheckpointError: The base cannot be loaded, or its files changed meanwhile.
+    ``undo`` is the snapshot of the caller's model; empty for a base on disk.
     """
     if isinstance(base, BaseOnDisk):
         loaded = _load_base_and_attach(base, adapters, options)

@@ -19,17 +19,11 @@ from .slots import AdapterSlot, RoutedTensors, named_tensors
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Which tensor of a file goes where.
+    """Which tensor of a file goes where."""
 
-    Attributes:
-        values: The tensor for each slot, by the slot's key.
-        base_writes: Tensors that the file has for the base's own weights, by state-dict key.
-        findings: Everything that does not fit, and what is worth knowing.
-    """
-
-    values: dict[str, torch.Tensor]
-    base_writes: dict[str, torch.Tensor]
-    findings: list[Finding]
+    values: dict[str, torch.Tensor]  # the tensor for each slot, by the slot's key
+    base_writes: dict[str, torch.Tensor]  # tensors that the file has for the base's own weights, by state-dict key
+    findings: list[Finding]  # everything that does not fit, and what is worth knowing
 
     @property
     def leaves_slots_empty(self) -> bool:
@@ -53,15 +47,10 @@ def match_tensors(
     routed: RoutedTensors,
     embeddings: Sequence[torch.Tensor],
 ) -> Match:
-    """Match a file's tensors with the slots.
+    """Match a file's tensors with the slots of the model, which has the adapter's modules already.
 
-    Args:
-        model: The model with the adapter's modules.
-        config: The adapter's config.
-        file: The adapter's file, for the findings.
-        slots: The adapter's tensors in the model.
-        routed: The tensors of the file, by state-dict key.
-        embeddings: The base's input and output embedding weights, as they were before the injection.
+    ``file`` is its path, for the findings; ``embeddings`` are the base's input and output embedding weights, as they
+    were before the injection.
     """
     match = Match({}, {}, [])
     rows = {tensor.shape[0] for tensor in embeddings}

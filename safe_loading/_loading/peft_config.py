@@ -26,11 +26,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def build_config(facts: AdapterFacts, *, is_trainable: bool) -> tuple[PeftConfig, list[Finding]]:
-    """Return the config object of an adapter, and a finding for each field that this peft does not know.
-
-    Raises:
-        AdapterError: This peft does not know the method, or refuses the config.
-    """
+    """Return the config object of an adapter, and a finding for each field that this peft does not know."""
     file, method = facts.folder / ADAPTER_CONFIG, facts.config["peft_type"]
     config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(method)
     if config_class is None:
@@ -55,13 +51,7 @@ def build_config(facts: AdapterFacts, *, is_trainable: bool) -> tuple[PeftConfig
 def read_peft_config(source: str | os.PathLike[str]) -> PeftConfig:
     """Return the config of an adapter whose tensors are not needed, checked as strictly as for a load.
 
-    Args:
-        source: A folder or a hub id. If weights lie in the folder, their header is checked.
-
-    Raises:
-        CheckpointNotFound: There is no adapter.
-        CheckpointError: Its config or its weights are damaged.
-        AdapterError: The config is incomplete, or peft refuses it.
+    If weights lie in the folder, their header is checked.
     """
     resolved = resolve(source, lambda names, _: [ADAPTER_CONFIG] if ADAPTER_CONFIG in names else [])
     return build_config(read_adapter_config(resolved), is_trainable=False)[0]
@@ -69,11 +59,7 @@ def read_peft_config(source: str | os.PathLike[str]) -> PeftConfig:
 
 @contextlib.contextmanager
 def injecting(adapter: object, model: object) -> Iterator[None]:
-    """Turn whatever peft raises while it adds an adapter to a model into one kind of error.
-
-    Raises:
-        AdapterError: peft raised something.
-    """
+    """Turn whatever peft raises while it adds an adapter to a model into an AdapterError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of peft's own use of what transformers deprecated

@@ -17,19 +17,12 @@ from .key_names import canonical_key
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSlot:
-    """A parameter or buffer that peft made for an adapter.
+    """A parameter or buffer that peft made for an adapter."""
 
-    Attributes:
-        key: Its key in the model's state dict.
-        owner: The module that it belongs to.
-        name: Its attribute there.
-        tensor: The tensor that is there now, on meta or initialized.
-    """
-
-    key: str
-    owner: torch.nn.Module
-    name: str
-    tensor: torch.Tensor
+    key: str  # in the model's state dict
+    owner: torch.nn.Module  # the module that it belongs to
+    name: str  # its attribute there
+    tensor: torch.Tensor  # what is there now, on meta or initialized
 
     @property
     def is_parameter(self) -> bool:

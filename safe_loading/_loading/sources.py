@@ -22,59 +22,34 @@ HUB_OPTIONS = frozenset({"token", "cache_dir", "local_files_only"})
 
 @dataclasses.dataclass(frozen=True)
 class BaseRequest:
-    """The base model that a caller asked for.
+    """The base model that a caller asked for."""
 
-    Attributes:
-        source: A folder or hub id; None takes the base that the first adapter names.
-        revision: Branch, tag or commit; None takes the one in the adapter's config.
-        subfolder: The folder inside ``source``.
-    """
-
-    source: Source | None = None
-    revision: str | None = None
+    source: Source | None = None  # a folder or hub id; None takes the base that the first adapter names
+    revision: str | None = None  # branch, tag or commit; None takes the one in the adapter's config
     subfolder: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadRequest:
-    """What a caller asked to load.
+    """What a caller asked to load."""
 
-    Attributes:
-        adapters: The folder or hub id of each adapter, by the adapter's name.
-        base: The base; None when the caller passed a model.
-        adapter_revision: Branch, tag or commit of the adapters.
-        adapter_subfolder: The folder inside each adapter's source.
-        allow_pickle: Whether adapters saved as ``.bin`` are read.
-        base_kwargs: Arguments of the base's ``from_pretrained``. Those that matter here are ``token``, ``cache_dir``,
-            ``local_files_only``, ``variant`` and ``trust_remote_code``.
-    """
-
-    adapters: Mapping[str, Source]
-    base: BaseRequest | None
-    adapter_revision: str | None = None
+    adapters: Mapping[str, Source]  # the folder or hub id of each, by the adapter's name
+    base: BaseRequest | None  # None when the caller passed a model
+    adapter_revision: str | None = None  # branch, tag or commit
     adapter_subfolder: str | None = None
-    allow_pickle: bool = False
-    base_kwargs: EngineKwargs = dataclasses.field(default_factory=dict)
+    allow_pickle: bool = False  # whether adapters saved as .bin are read
+    base_kwargs: EngineKwargs = dataclasses.field(default_factory=dict)  # of the base's from_pretrained
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadSources:
-    """The adapters and the base, found on this machine.
-
-    Attributes:
-        adapters: The facts of each adapter, by the adapter's name.
-        base: The base's folder; None when the caller passed a model.
-    """
+    """The adapters by name, and the base, found on this machine."""
 
     adapters: dict[str, AdapterFacts]
-    base: Resolved | None
+    base: Resolved | None  # None when the caller passed a model
 
     def require_base(self) -> Resolved:
-        """Return the base's folder.
-
-        Raises:
-            ArgumentError: None was asked for.
-        """
+        """Return the base's folder; raise if none was asked for."""
         if self.base is None:
             raise ArgumentError("base_model is missing; pass a folder or a hub id.")
         return self.base
@@ -83,9 +58,7 @@ class LoadSources:
 def find_sources(request: LoadRequest, ranks: Ranks, *, timeout: float) -> LoadSources:
     """Find everything on one rank per node, read the facts on every rank, and compare the nodes.
 
-    Raises:
-        RanksDisagree: Ranks asked for different things, or nodes have different commits or adapter files.
-        RankError: Another rank found nothing.
+    Ranks that asked for different things, or nodes with different commits or adapter files, raise RanksDisagree.
     """
     leader = ranks.leader(timeout=timeout)
     with ranks.together("find the adapter and its base", timeout=timeout) as phase:
@@ -108,15 +81,7 @@ def resolve_all(
 ) -> LoadSources:
     """Find everything that was asked for, on this rank alone.
 
-    Args:
-        request: What was asked for.
-        choose_adapter: Which files of an adapter on the hub are needed.
-        choose_base: Which files of a base on the hub are needed; None takes those that loading it needs.
-
-    Raises:
-        CheckpointNotFound: An adapter or the base is neither a folder nor on the hub.
-        CheckpointError: A file of an adapter is damaged, or (:class:`PickleRefused`) a pickle.
-        AdapterError: The config of an adapter is incomplete, or no base is named anywhere.
+    The choosers say which files of a repository on the hub are needed; None takes those that loading a base needs.
     """
     hub = {name: value for name, value in request.base_kwargs.items() if name in HUB_OPTIONS}
     revision, subfolder = request.adapter_revision, request.adapter_subfolder

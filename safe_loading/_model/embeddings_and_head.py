@@ -9,12 +9,7 @@ import torch
 
 
 class EmbeddingsAndHead(NamedTuple):
-    """The two modules; None where the model has no such module, or cannot say which it is.
-
-    Attributes:
-        embeddings: What ``get_input_embeddings`` returns, a tuner's layer included.
-        head: What ``get_output_embeddings`` returns, a tuner's layer included.
-    """
+    """The two modules, a tuner's layer included; None where the model has no such module, or cannot say which it is."""
 
     embeddings: torch.nn.Module | None
     head: torch.nn.Module | None

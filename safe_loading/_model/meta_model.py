@@ -98,15 +98,8 @@ def build_on_meta(
 ) -> torch.nn.Module:
     """Return a model on meta, in eval mode and with the dtypes that ``from_pretrained(dtype=...)`` would give it.
 
-    Args:
-        model_class: A model class or an auto class of transformers; or a class that takes a config, and is cast whole.
-        config: The config, which the model keeps and in which ``dtype`` is set, as by ``from_pretrained``.
-        dtype: The dtype of the weights.
-        attn_implementation: As for ``from_pretrained``.
-        trust_remote_code: Whether the repository's own code may run.
-
-    Raises:
-        Exception: Whatever the class raises about its config.
+    The class is a model class or an auto class of transformers; or any class that takes a config, and is cast whole.
+    The model keeps the config, in which ``dtype`` is set as by ``from_pretrained``.
     """
     options: dict[str, object] = {"dtype": dtype}
     if attn_implementation is not None:
@@ -188,13 +181,8 @@ def _can_build(model_class: object) -> TypeGuard[ModelClass]:
 def weights_dtype(asked: torch.dtype | str | None, config: PreTrainedConfig, folder: Path | None) -> torch.dtype:
     """Return the dtype of the weights: the one asked for, else what the config says, else that of the checkpoint.
 
-    Args:
-        asked: The caller's ``dtype=``; None and ``"auto"`` leave it to the config.
-        config: The config of the model.
-        folder: The checkpoint; None when there is none, which takes torch's default dtype instead of its own.
-
-    Raises:
-        ArgumentError: It is not a floating-point dtype.
+    None and ``"auto"`` ask for none. Without a ``folder`` it is torch's default dtype instead of the checkpoint's. What
+    is no floating-point dtype is refused.
     """
     dtype: object = asked
     if asked is None or asked == "auto":

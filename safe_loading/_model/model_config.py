@@ -25,18 +25,8 @@ def read_config(
     """Return the config in a folder.
 
     The file is read strictly first: of two equal keys transformers takes the last, and what is not a regular file it
-    takes for a config that does not exist. The errors that it raises name neither the file nor the fix.
-
-    Args:
-        folder: The folder of a model.
-        trust_remote_code: Whether the repository's own code may run. It is always said, and never left open:
-            transformers would ask on the terminal, and wait.
-        document: The parsed file, where the caller has it already; None reads it.
-
-    Raises:
-        CheckpointNotFound: There is no ``config.json``.
-        CheckpointError: It is not a strict JSON object, or transformers refuses it.
-        ArgumentError: It needs remote code, and ``trust_remote_code`` is not True.
+    takes for a config that does not exist. The errors that it raises name neither the file nor the fix. A caller who
+    has parsed the file already passes it as ``document``.
     """
     path = folder / CONFIG
     # lexists(), so that a broken link is read and refused, and is not taken for a file that was never there
@@ -46,6 +36,7 @@ def read_config(
     _refuse_wrong_types(path, document)
     _refuse_huge_counts(path, document)
     try:
+        # With trust_remote_code said either way: left open, transformers would ask on the terminal, and wait.
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the class of a config, or code of the repository, may raise anything
         if not trust_remote_code and "trust_remote_code" in str(error):
@@ -93,16 +84,9 @@ def _refuse_huge_counts(path: Path, document: JsonObject) -> None:
 
 @contextlib.contextmanager
 def building(config: PreTrainedConfig, what: object, folder: Path | None = None) -> Iterator[None]:
-    """Turn whatever a model's class raises about its config into one kind of error.
+    """Turn whatever a model's class (``what``) raises about its config into one kind of error.
 
-    Args:
-        config: The config.
-        what: The class that is built, for the message.
-        folder: Where the config comes from; None takes the folder that it names, if any.
-
-    Raises:
-        CheckpointError: The class raised, and the config comes from a folder.
-        ArgumentError: The class raised, and the config comes from the caller.
+    It is a CheckpointError where the config comes from a folder (None: the one that it names), else an ArgumentError.
     """
     try:
         yield

@@ -18,16 +18,8 @@ def quantized_meta_model(
     """Return the model of a config on meta, quantized as ``from_pretrained`` will quantize it.
 
     Layers of bitsandbytes are stand-ins, whose step can be traced; those of other methods are the engine's own, in
-    which the sizes are right and the kernels do not run.
-
-    Args:
-        config: The config, which is not changed.
-        quantization_config: What to quantize, as for ``from_pretrained``. None takes what the config says, which is
-            what its checkpoint holds.
-        **options: The keyword arguments of ``meta_model``.
-
-    Raises:
-        ArgumentError: As for ``meta_model``; or bitsandbytes is asked for and not installed.
+    which the sizes are right and the kernels do not run. Without a ``quantization_config`` it is what the config says,
+    which is what its checkpoint holds. The options are those of ``meta_model``; the config is not changed.
     """
     plain = copy.deepcopy(config)
     on_disk = vars(plain).pop("quantization_config", None)

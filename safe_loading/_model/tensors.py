@@ -10,19 +10,11 @@ from torch import nn
 
 
 class TensorPlace(NamedTuple):
-    """One place in a model where a parameter or a buffer is registered.
+    """One place in a model where a parameter or a buffer is registered."""
 
-    Attributes:
-        name: Its name there, as ``state_dict`` builds it.
-        module: The module that holds it.
-        attribute: Its name in that module.
-        tensor: The tensor itself.
-        is_buffer: Whether it is registered as a buffer there, not as a parameter.
-    """
-
-    name: str
+    name: str  # as state_dict builds it
     module: nn.Module
-    attribute: str
+    attribute: str  # its name in the module
     tensor: torch.Tensor
     is_buffer: bool
 
@@ -33,20 +25,12 @@ class TensorPlace(NamedTuple):
 
 
 class ModelTensor(NamedTuple):
-    """A parameter or a buffer.
+    """A parameter or a buffer."""
 
-    Attributes:
-        names: Its names; several where it is tied.
-        places: For each name the module that holds it and the attribute.
-        tensor: The tensor itself.
-        persistent: Whether a state dict contains it, under any of its names.
-        is_buffer: Whether it is a buffer.
-    """
-
-    names: tuple[str, ...]
-    places: tuple[tuple[nn.Module, str], ...]
+    names: tuple[str, ...]  # several where it is tied
+    places: tuple[tuple[nn.Module, str], ...]  # for each name the module that holds it and the attribute
     tensor: torch.Tensor
-    persistent: bool = True
+    persistent: bool = True  # whether a state dict contains it, under any of its names
     is_buffer: bool = False
 
     @property
@@ -112,9 +96,7 @@ def all_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def tensor_places(model: nn.Module, *, repeats: bool = True) -> Iterator[TensorPlace]:
     """Yield every place where a parameter or a buffer is registered, in the order of ``state_dict``.
 
-    Args:
-        model: The model.
-        repeats: Whether the tensors of a module that is registered in several places are yielded once for each of them.
+    With ``repeats``, a module that is registered in several places counts once for each of them.
     """
     for path, module in walk_modules(model, repeats=repeats):
         prefix = f"{path}." if path else ""
@@ -127,14 +109,10 @@ def tensor_places(model: nn.Module, *, repeats: bool = True) -> Iterator[TensorP
 
 
 def walk_modules(model: nn.Module, *, repeats: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module with its path, in the order of ``named_modules``.
+    """Yield each module with its path, in the order of ``named_modules``; with ``repeats`` once for each of its places.
 
     ``named_modules`` is a generator inside a generator for every level, so that each module costs as many steps as it
     is deep; this one keeps a stack.
-
-    Args:
-        model: The root, whose path is empty.
-        repeats: Whether a module that is registered in several places is yielded once for each of them.
     """
     seen: set[nn.Module] = set()
     stack: list[tuple[str, nn.Module]] = [("", model)]

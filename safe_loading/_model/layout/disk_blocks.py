@@ -13,22 +13,15 @@ from typing import NamedTuple
 
 
 class DiskBlock(NamedTuple):
-    """A block of a tensor on disk, and its position in a Whole.
+    """A block of a tensor on disk, and its position in a Whole."""
 
-    Attributes:
-        tensor: The name on disk.
-        at: The position of its first element in the Whole, per dimension of the Whole.
-        dims: For each dimension of the Whole, the dimension of the disk tensor that runs along it; -1 for a dimension
-            that stacking added, along which the block has one element.
-        begin: The block's first element in the disk tensor, per dimension of the disk tensor.
-        size: The block's size, per dimension of the disk tensor.
-    """
-
-    tensor: str
-    at: tuple[int, ...]
+    tensor: str  # the name on disk
+    at: tuple[int, ...]  # the position of its first element in the Whole, per dimension of the Whole
+    # For each dimension of the Whole, the dimension of the disk tensor that runs along it; -1 for a dimension that
+    # stacking added, along which the block has one element.
     dims: tuple[int, ...]
-    begin: tuple[int, ...]
-    size: tuple[int, ...]
+    begin: tuple[int, ...]  # the block's first element in the disk tensor, per dimension of that tensor
+    size: tuple[int, ...]  # per dimension of the disk tensor
 
     def extent(self, dim: int) -> int:
         """Return how many elements the block has along a dimension of the Whole."""
@@ -43,18 +36,11 @@ class Whole(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A tensor of the loader whose rows are a Whole's in another order.
+    """A tensor of the loader whose rows are a Whole's in another order."""
 
-    Attributes:
-        whole: The rows in their order on disk.
-        dim: The dimension along which the rows are counted.
-        order: For each row of the loader's tensor, its row in ``whole``; None where the order is the same. There are
-            fewer rows than in ``whole`` if that contains the rows of several tensors.
-    """
-
-    whole: Whole
-    dim: int = 0
-    order: tuple[int, ...] | None = None
+    whole: Whole  # the rows in their order on disk; it may contain the rows of several tensors
+    dim: int = 0  # the dimension along which the rows are counted
+    order: tuple[int, ...] | None = None  # of each row its row in `whole`; None if it is the same
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -40,13 +40,7 @@ def misfits(
     """Return a problem for everything that would leave a weight at random, or drop or distort one.
 
     Tensors that the class does not know, such as a head for another task, are not reported, unless they belong to
-    layers beyond the last one of the model.
-
-    Args:
-        model: The model on meta, as its class makes it.
-        checkpoint: The checkpoint.
-        layout: Where its tensors go in the model.
-        excused: Whether a parameter gets its value from elsewhere.
+    layers beyond the last one of the model; nor are parameters that get their value from elsewhere (``excused``).
     """
     state: dict[str, torch.Tensor] = {name: t for name, t in model.state_dict().items() if not excused(name)}
     prefixed = _prefixed_names(checkpoint, layout, state)
@@ -75,13 +69,7 @@ def shape_problem(
 def missing_names(
     expected: Collection[str], stored: Collection[str], aliases: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Return the names whose tensor is stored neither under them nor under a name that they are tied to.
-
-    Args:
-        expected: The names that the model needs.
-        stored: The names that the checkpoint makes, all of a tied tensor or only some.
-        aliases: All the names of a tied tensor, by each of them.
-    """
+    """Return the names whose tensor is stored under none of its names; ``aliases`` are all those of a tied one."""
     stored = frozenset(stored)
     return [name for name in expected if stored.isdisjoint(aliases.get(name, (name,)))]
 

@@ -39,19 +39,12 @@ State = Mapping[str, HasShape]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Conversion:
-    """A conversion that cannot be followed: transformers' converter, and the tensors that it is applied to.
+    """A conversion that cannot be followed: transformers' converter, and the tensors that it is applied to."""
 
-    Attributes:
-        key: The name at run time of the first tensor that it makes.
-        rule: The converter.
-        sources: The tensors on disk for each of its patterns, in the loader's order.
-        targets: The names at run time of all that it makes, by its patterns.
-    """
-
-    key: str
+    key: str  # the name at run time of the first tensor that it makes
     rule: loader.WeightConverter
-    sources: Mapping[str, tuple[str, ...]]
-    targets: tuple[str, ...]
+    sources: Mapping[str, tuple[str, ...]]  # the tensors on disk for each of its patterns, in the loader's order
+    targets: tuple[str, ...]  # the names at run time of all that it makes, by its patterns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +76,7 @@ def read_layout(
 ) -> CheckpointLayout:
     """Follow each tensor of a checkpoint to its place in ``model`` (on meta), as transformers' loader would.
 
-    Args:
-        model: The model, without an adapter.
-        tensors: The tensors on disk.
-        state: What the model holds by name, anything with a shape; None for its ``state_dict()``. If it is passed, the
-            model may be wrapped.
+    The model has no adapter. It may be wrapped if ``state`` is passed, which is otherwise its ``state_dict()``.
     """
     state = model.state_dict() if state is None else state
     rules = get_model_conversion_mapping(model)  # type: ignore[arg-type]  # a PreTrainedModel, by the auto classes

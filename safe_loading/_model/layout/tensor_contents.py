@@ -28,9 +28,7 @@ _BLOCK_BYTES = 4 * MiB
 def check_contents(folder: Path, headers: Mapping[str, Header]) -> Iterator[Finding]:
     """Read every tensor once, block by block, and yield a finding for everything that is wrong with it.
 
-    Args:
-        folder: The folder that may contain the record of a merge, with the hashes of its tensors.
-        headers: The headers of the weight files.
+    The folder may contain the record of a merge, with the hashes of its tensors.
     """
     hashes = _recorded_hashes(folder)
     if isinstance(hashes, Finding):

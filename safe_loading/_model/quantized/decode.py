@@ -12,20 +12,12 @@ from .recognize import FP8, fp8_scales_name, is_eight_bit, is_four_bit, is_torch
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fp8Matrix:
-    """A matrix of fp8 numbers, with one scale for each block of it.
+    """A matrix of fp8 numbers, with one scale for each block of it."""
 
-    Attributes:
-        codes: The fp8 numbers, (rows, columns).
-        scales: What the numbers of each block are multiplied by, (blocks of rows, blocks of columns) or one number
-            for the whole matrix; None for a weight without scales.
-        block: Rows and columns of a block.
-        scales_name: The name of the scales in their module.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor | None
-    block: tuple[int, int]
-    scales_name: str = ""
+    codes: torch.Tensor  # (rows, columns)
+    scales: torch.Tensor | None  # (blocks of rows, blocks of columns), or one number for all; None without scales
+    block: tuple[int, int]  # rows and columns of a block
+    scales_name: str = ""  # in their module
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Return the values of some rows in float64, exactly; ``stop`` may lie beyond the last row."""
@@ -36,10 +28,7 @@ def fp8_matrix_of(module: torch.nn.Module, attribute: str) -> Fp8Matrix | None:
     """Return an fp8 weight of a module with its scales, or None when it is no fp8 matrix.
 
     The scales are those of transformers: ``weight_scale_inv`` of an FP8Linear, one for each block of ``block_size``;
-    ``weight_scale`` of an FP8Embedding, a single one.
-
-    Raises:
-        NotImplementedError: It is scaled, or used, in a way that is not known here.
+    ``weight_scale`` of an FP8Embedding, a single one. For any other kind it raises NotImplementedError.
     """
     weight = getattr(module, attribute)
     if weight.dtype not in FP8 or weight.dim() != 2:
@@ -62,11 +51,7 @@ def decode_fp8(
 ) -> torch.Tensor:
     """Return the values of some rows of an fp8 matrix in float64, which holds the 28 bits of code times scale.
 
-    Args:
-        codes: The rows.
-        scales: The scales of the whole matrix, one for each block or a single one; None when there are none.
-        block: Rows and columns of a block.
-        start: Which row of the matrix the first one is.
+    The scales are those of the whole matrix, of which ``start`` is the first of these rows.
     """
     values = codes.to(torch.float32).double()
     return values if scales is None else values.mul_(spread_scales(scale_grid(scales), block, start, values.shape))
@@ -90,15 +75,8 @@ def decode_four_bits(
     """Return the values of 4-bit codes of bitsandbytes in float32: the product of code and scale.
 
     bitsandbytes' own ``dequantize_4bit`` is wrong on the CPU where a row is shorter than a block (0.50.2), and rounds
-    to the dtype of the checkpoint.
-
-    Args:
-        packed: Bytes with two codes each, the first in the high half, beginning with that of element ``start``.
-        table: The number of each code.
-        scales: The scale of each block.
-        blocksize: Elements of a block, counted through the whole weight.
-        start: The first element.
-        stop: The element after the last.
+    to the dtype of the checkpoint. Each byte of ``packed`` has two codes, the first in the high half, beginning with
+    that of element ``start``; the blocks of ``blocksize`` elements are counted through the whole weight.
     """
     codes = torch.stack([packed >> 4, packed & 15], 1).view(-1)[start % 2 :][: stop - start]
     blocks = torch.arange(start, stop, device=packed.device) // blocksize
@@ -128,8 +106,7 @@ def undo_cpu_packing(module: torch.nn.Module) -> None:
 def decoded_weight(module: torch.nn.Module) -> torch.Tensor:
     """Return the values of a quantized layer's weight as a matrix, in float32 or wider where the codes give that.
 
-    Raises:
-        NotImplementedError: The kind of code is not known here.
+    For a kind of code that is not known here it raises NotImplementedError.
     """
     unknown = f"{type(module).__name__} is quantized in a way that is not known here"
     if getattr(module, "weight", None) is None:

@@ -14,11 +14,7 @@ _ABSMAX_TABLE = 256 * 4  # and with double quantization the 256 values of its 8-
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Return what a parameter or buffer takes on its device once it is loaded.
-
-    Args:
-        tensor: The tensor, or what stands in for it on meta.
-    """
+    """Return what a parameter or buffer, or what stands in for it on meta, takes on its device once it is loaded."""
     if type(tensor) in (torch.nn.Parameter, torch.Tensor, Params4bit):
         return int(tensor.nbytes)
     if is_four_bit(tensor):

@@ -47,21 +47,13 @@ class Params4bit(nn.Parameter):
 
 @dataclass(frozen=True)
 class FourBitOptions:
-    """How a layer is stored in 4 bits, and what it computes in.
-
-    Attributes:
-        compute_dtype: The dtype of its products.
-        storage: The dtype in which the packed weight is stored.
-        nested: Whether the statistics are themselves quantized (double quantization).
-        quant_type: ``"nf4"`` or ``"fp4"``.
-        block: Elements that share an absmax.
-    """
+    """How a layer is stored in 4 bits, and what it computes in."""
 
     compute_dtype: torch.dtype
-    storage: torch.dtype
-    nested: bool
-    quant_type: str
-    block: int = BLOCK
+    storage: torch.dtype  # the dtype in which the packed weight is stored
+    nested: bool  # whether the statistics are themselves quantized (double quantization)
+    quant_type: str  # "nf4" or "fp4"
+    block: int = BLOCK  # elements that share an absmax
 
 
 def bitsandbytes_config(config: object) -> BitsAndBytesConfig | None:
@@ -78,15 +70,7 @@ def bitsandbytes_config(config: object) -> BitsAndBytesConfig | None:
 
 
 def quantize_with_stand_ins(model: nn.Module, config: BitsAndBytesConfig) -> None:
-    """Replace the layers of a model on meta that bitsandbytes would quantize by their stand-ins.
-
-    Args:
-        model: A ``PreTrainedModel`` on meta; changed.
-        config: What to quantize, and how.
-
-    Raises:
-        ArgumentError: bitsandbytes is not installed.
-    """
+    """Replace the layers of a PreTrainedModel on meta that bitsandbytes would quantize by their stand-ins."""
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
@@ -130,11 +114,7 @@ def unpacked_copies(layer: StandIn) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def with_stand_ins(model: nn.Module) -> Iterator[Mapping[str, StandIn]]:
-    """Replace bitsandbytes' own layers of a model by stand-ins, and put all of them back at the end.
-
-    Yields:
-        The stand-ins by their paths; empty when the model has no such layer.
-    """
+    """Replace bitsandbytes' own layers by stand-ins, yielded by their paths, and put all of them back at the end."""
     originals = {
         name: module
         for name, module in model.named_modules()
