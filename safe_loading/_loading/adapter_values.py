@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from safe_loading._checkpoint.copy_bytes import read_into
+from safe_loading._checkpoint.faults import fault, note
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.header import Header, TensorInfo, read_header
 from safe_loading._core.report import Finding
@@ -82,14 +83,9 @@ def rename_keys(
     renamed = _without_copies({changed.get(key, key): tensor for key, tensor in tensors.items()})
     if not changed:
         return RenamedTensors(renamed, changed, [])
-    finding = Finding(
-        "adapter-keys-renamed",
-        "info",
-        str(facts.weights),
-        f"saved through a wrapper: {summarize(changed)}.",
-        "none needed here; peft's own load would ignore these keys.",
-    )
-    return RenamedTensors(renamed, changed, [finding])
+    message = f"saved through a wrapper: {summarize(changed)}"
+    fix = "none needed here; peft's own load would ignore these keys"
+    return RenamedTensors(renamed, changed, [note("info", "adapter-keys-renamed", facts.weights, message, fix)])
 
 
 def _without_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -128,37 +124,27 @@ def value_findings(facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> 
             if low == 0 and high == 0:
                 zero.append(key)
     if zero:
-        findings.append(
-            Finding(
-                "lora-b-zero",
-                "warning",
-                str(facts.weights),
-                f"{len(zero)} of {candidates} lora_B tensors are all zero, such as {zero[0]!r}: "
-                + ("the adapter changes nothing." if len(zero) == candidates else "these layers are unchanged."),
-                "check that the adapter was trained, and that it was gathered before it was saved (ZeRO-3, FSDP).",
-                sum(tensors[key].nbytes for key in zero),
-            )
-        )
+        effect = "the adapter changes nothing" if len(zero) == candidates else "these layers are unchanged"
+        message = f"{len(zero)} of {candidates} lora_B tensors are all zero, such as {zero[0]!r}: {effect}"
+        fix = "check that the adapter was trained, and that it was gathered before it was saved (ZeRO-3, FSDP)"
+        size = sum(tensors[key].nbytes for key in zero)
+        findings.append(note("warning", "lora-b-zero", facts.weights, message, fix, size))
     return findings
 
 
 def _integer_factor(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Finding:
     message = (
         f"the tensor is {tensor.dtype}, {list(tensor.shape)}; LoRA factors are floats, and peft would cast it without "
-        f"a warning."
+        f"a warning"
     )
-    fix = "save the adapter again; dequantize a quantized one with the library that quantized it."
-    return Finding("adapter-dtype", "error", f"{facts.weights}: {key}", message, fix, tensor.nbytes)
+    fix = "save the adapter again; dequantize a quantized one with the library that quantized it"
+    return fault("adapter-dtype", f"{facts.weights}: {key}", message, fix, tensor.nbytes)
 
 
 def _non_finite(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Finding:
     values = tensor.float()
     nans, infinities = int(values.isnan().sum()), int(values.isinf().sum())
-    return Finding(
-        "non-finite",
-        "error",
-        f"{facts.weights}: {key}",
-        f"{nans} NaN and {infinities} infinite of {tensor.numel()} values ({tensor.dtype}, {list(tensor.shape)}).",
-        "take an earlier checkpoint of the adapter.",
-        tensor.nbytes,
-    )
+    kind = f"{tensor.dtype}, {list(tensor.shape)}"
+    message = f"{nans} NaN and {infinities} infinite of {tensor.numel()} values ({kind})"
+    fix = "take an earlier checkpoint of the adapter"
+    return fault("non-finite", f"{facts.weights}: {key}", message, fix, tensor.nbytes)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from safe_loading._checkpoint.faults import listed
+from safe_loading._checkpoint.faults import fault, listed, note
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.protocols import EngineKwargs, JsonObject, ModelClass
 from safe_loading._core.report import Finding
@@ -143,11 +143,7 @@ def check_fit(
 
 
 def load_base(
-    auto_class: ModelClass,
-    folder: Path,
-    device: torch.device,
-    dtype: torch.dtype | str,
-    base_kwargs: EngineKwargs,
+    auto_class: ModelClass, folder: Path, device: torch.device, dtype: torch.dtype | str, base_kwargs: EngineKwargs
 ) -> tuple[PreTrainedModel, LoadingInfo]:
     """Load the base onto ``device`` and nowhere else; it is in eval mode."""
     # use_safetensors: otherwise transformers falls back to a pickle where there is no safetensors file.
@@ -184,27 +180,17 @@ def loading_findings(info: LoadingInfo, adapters: Sequence[Adapter], source: str
         for entry in sorted(map(str, info.get(kind) or ())):
             if not replaced.isdisjoint(entry.split(".")):
                 continue
-            findings.append(
-                Finding(
-                    "base-key-missing",
-                    "error",
-                    f"{source}: {entry}",
-                    f"this weight of the base {what} and was initialized at random.",
-                    "pass the base that the adapter was trained on, or auto_class= for the class that it was saved as.",
-                )
-            )
+            message = f"this weight of the base {what} and was initialized at random"
+            fix = "pass the base that the adapter was trained on, or auto_class= for the class that it was saved as"
+            findings.append(fault("base-key-missing", f"{source}: {entry}", message, fix))
     unexpected = sorted(map(str, info.get("unexpected_keys") or ()))
     if unexpected:
-        findings.append(
-            Finding(
-                "base-key-unexpected",
-                "warning",
-                f"{source}: {unexpected[0]}",
-                f"{len(unexpected)} tensors of the checkpoint do not exist in the class that was loaded, and were left "
-                f"out: {listed(unexpected)}.",
-                "none if they are a head for another task; otherwise auto_class= for the class that it was saved as.",
-            )
+        message = (
+            f"{len(unexpected)} tensors of the checkpoint do not exist in the class that was loaded, and were left "
+            f"out: {listed(unexpected)}"
         )
+        fix = "none if they are a head for another task; otherwise auto_class= for the class that it was saved as"
+        findings.append(note("warning", "base-key-unexpected", f"{source}: {unexpected[0]}", message, fix))
     return findings
 
 
@@ -218,15 +204,9 @@ def untied_findings(model: torch.nn.Module, source: str) -> list[Finding]:
     embedding, head = embeddings_and_head_of(model).weights
     if embedding is None or head is None or embedding is head:
         return []
-    return [
-        Finding(
-            "base-untied",
-            "error",
-            f"{source}: lm_head, the output embeddings",
-            "the config says tie_word_embeddings=True, and the checkpoint has two weights with different values.",
-            "set tie_word_embeddings to false in config.json if both are intended; otherwise delete the wrong one.",
-        )
-    ]
+    message = "the config says tie_word_embeddings=True, and the checkpoint has two weights with different values"
+    fix = "set tie_word_embeddings to false in config.json if both are intended; otherwise delete the wrong one"
+    return [fault("base-untied", f"{source}: lm_head, the output embeddings", message, fix)]
 
 
 def replaced_modules(adapters: Sequence[Adapter]) -> set[str]:

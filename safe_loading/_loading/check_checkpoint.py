@@ -144,12 +144,7 @@ def _value_findings(folder: Path, headers: Mapping[str, Header]) -> list[Finding
     return [*check_contents(folder, headers)]
 
 
-def _report(
-    path: Path,
-    kind: Kind,
-    headers: Mapping[str, Header],
-    findings: Sequence[Finding],
-) -> CheckpointReport:
+def _report(path: Path, kind: Kind, headers: Mapping[str, Header], findings: Sequence[Finding]) -> CheckpointReport:
     files, dtypes, metadata = [], Counter[str](), dict[str, str]()
     for name, header in headers.items():
         size = 0

@@ -128,15 +128,9 @@ def overwrite_base(
             snapshot.keep(tensor)
         with torch.no_grad():
             tensor.copy_(converted)
-        findings.append(
-            Finding(
-                "base-weight-replaced",
-                "info",
-                f"{where}: {key}",
-                "the file contains this weight of the base with other values than the base's own, so the base's was "
-                "overwritten, as peft does (save_embedding_layers, bias).",
-                "",
-                value.nbytes,
-            )
+        message = (
+            "the file contains this weight of the base with other values than the base's own, so the base's was "
+            "overwritten, as peft does (save_embedding_layers, bias)."
         )
+        findings.append(Finding("base-weight-replaced", "info", f"{where}: {key}", message, "", value.nbytes))
     return findings

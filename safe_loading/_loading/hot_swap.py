@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils.hotswap import check_hotswap_configs_compatible, hotswap_adapter_from_state_dict
 
+from safe_loading._checkpoint.faults import fault
 from safe_loading._core.report import Finding
 from safe_loading.errors import AdapterError
 
@@ -136,23 +137,23 @@ def _differences(
     for key in sorted(slots.keys() | new.keys()):
         where = f"{adapter.file}: {key}"
         if key not in new:
-            fix = "load it under another name; peft would fill the rest with zeros."
-            findings.append(
-                _error("adapter-key-missing", where, "the loaded adapter has this tensor, the new one does not.", fix)
-            )
+            message = "the loaded adapter has this tensor, the new one does not"
+            fix = "load it under another name; peft would fill the rest with zeros"
+            findings.append(fault("adapter-key-missing", where, message, fix))
             continue
         if key not in slots:
-            fix = "load it under another name."
-            findings.append(_error("adapter-key-unexpected", where, "the loaded adapter has no such tensor.", fix))
+            fix = "load it under another name"
+            findings.append(fault("adapter-key-unexpected", where, "the loaded adapter has no such tensor", fix))
             continue
         old, value = slots[key].tensor, new[key]
-        if (dtype or value.dtype) != old.dtype:
-            text = f"the new adapter is {dtype or value.dtype}, the loaded one {old.dtype}; writing it would round it."
-            fix = f"pass adapter_dtype={old.dtype}, or load it under another name."
-            findings.append(_error("adapter-dtype", where, text, fix))
+        new_dtype = dtype or value.dtype
+        if new_dtype != old.dtype:
+            message = f"the new adapter is {new_dtype}, the loaded one {old.dtype}; writing it would round it"
+            fix = f"pass adapter_dtype={old.dtype}, or load it under another name"
+            findings.append(fault("adapter-dtype", where, message, fix))
         if not _fits(key, old.shape, value.shape):
-            text = f"the loaded adapter has {list(old.shape)}, the new one {list(value.shape)}."
-            findings.append(_error("shape-mismatch", where, text, "load it under another name."))
+            message = f"the loaded adapter has {list(old.shape)}, the new one {list(value.shape)}"
+            findings.append(fault("shape-mismatch", where, message, "load it under another name"))
     return findings
 
 
@@ -165,7 +166,3 @@ def _fits(key: str, old: torch.Size, new: torch.Size) -> bool:
     if rank is None or len(old) != len(new) or new[rank] > old[rank]:
         return False
     return all(o == n for dim, (o, n) in enumerate(zip(old, new, strict=True)) if dim != rank)
-
-
-def _error(code: str, where: str, message: str, fix: str) -> Finding:
-    return Finding(code, "error", where, message, fix)

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from peft import PeftModel
 
+from safe_loading._checkpoint.faults import note
 from safe_loading._checkpoint.hub import Resolved
 from safe_loading._checkpoint.index import Checkpoint, read_checkpoint, require_unchanged
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
@@ -169,9 +170,8 @@ def _attach_all(
         # The first adapter can be undone with the caller's snapshot. A later one needs a snapshot with the earlier
         # adapters in it, and what it overwrites of the base is kept in the caller's too.
         snapshots = undo if undo and not parts else [Snapshot(model), *undo]
-        attached = attach(
-            model, adapter, options.device, undo=snapshots, dtype=options.adapter_dtype, strict=options.strict
-        )
+        dtype, strict = options.adapter_dtype, options.strict
+        attached = attach(model, adapter, options.device, undo=snapshots, dtype=dtype, strict=strict)
         model = attached.model
         parts.append(adapter_part(adapter, attached, options.device, time.perf_counter() - start))
         findings += attached.findings
@@ -207,16 +207,9 @@ def current_device_findings(device: torch.device) -> list[Finding]:
     if device.type in ("cpu", "mps") or torch.accelerator.current_device_index() == device.index:
         return []
     current = f"{device.type}:{torch.accelerator.current_device_index()}"
-    return [
-        Finding(
-            "current-device",
-            "info",
-            str(device),
-            f"the current device of this process is {current}, so inputs sent to {device.type!r} without an index go "
-            f"there.",
-            f"call torch.accelerator.set_device_index({device.index}), or send inputs to model.device.",
-        )
-    ]
+    message = f"the current device of this process is {current}, so inputs sent to {device.type!r} without an index"
+    fix = f"call torch.accelerator.set_device_index({device.index}), or send inputs to model.device"
+    return [note("info", "current-device", device, f"{message} go there", fix)]
 
 
 def warn_of_errors(findings: Sequence[Finding]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from peft import PeftConfig, PeftModel
 
+from safe_loading._checkpoint.faults import fault
 from safe_loading._core.names import PEFT_PREFIX, nearest, without_peft_prefix
 from safe_loading._core.report import Finding
 
@@ -36,7 +37,7 @@ class Match:
 _REPORTED_ELSEWHERE = (".modules_to_save.", "trainable_tokens", ".ranknum.")
 _LEAVES_A_SLOT = frozenset({"adapter-key-missing", "modules-to-save-missing", "shape-mismatch", "vocabulary-resized"})
 _LAYER_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
-_RIGHT_BASE = "pass the base that the adapter was trained on."
+_RIGHT_BASE = "pass the base that the adapter was trained on"
 
 
 def match_tensors(
@@ -97,22 +98,16 @@ def _shape_mismatch(
 ) -> Finding:
     on_file, in_model = list(value.shape), list(tensor.shape)
     if on_file[1:] == in_model[1:] and in_model[0] in rows and ".lora_" not in key:
-        return _error(
-            "vocabulary-resized",
-            f"{file}: {key}",
-            f"the file has {on_file[0]} rows ({on_file}), the base's vocabulary has {in_model[0]} ({in_model}).",
-            f"load the base yourself, call base.resize_token_embeddings({on_file[0]}) and pass it as base_model.",
-            value,
-        )
+        message = f"the file has {on_file[0]} rows ({on_file}), the base's vocabulary has {in_model[0]} ({in_model})"
+        fix = f"load the base yourself, call base.resize_token_embeddings({on_file[0]}) and pass it as base_model"
+        return fault("vocabulary-resized", f"{file}: {key}", message, fix, value.nbytes)
     rank = f" The config says r={getattr(config, 'r', None)}." if ".lora_" in key else ""
-    return _error(
-        "shape-mismatch",
-        f"{file}: {key}",
-        f"the file has {on_file}, the model has {in_model}.{rank}",
-        "pass the base that the adapter was trained on (for a head: base_kwargs={'num_labels': ...}), or correct r "
-        "and rank_pattern in adapter_config.json.",
-        value,
+    fix = (
+        f"{_RIGHT_BASE} (for a head: base_kwargs={{'num_labels': ...}}), or correct r and rank_pattern in "
+        f"adapter_config.json"
     )
+    message = f"the file has {on_file}, the model has {in_model}.{rank}"
+    return fault("shape-mismatch", f"{file}: {key}", message, fix, value.nbytes)
 
 
 def _match_base_weights(
@@ -150,45 +145,37 @@ def _match_base_weights(
 
 
 def _base_dtype(file: str, key: str, tensor: torch.Tensor, value: torch.Tensor) -> Finding:
-    return _error(
-        "base-weight-dtype",
-        f"{file}: {key}",
+    message = (
         f"the file replaces this weight of the base in {value.dtype}, the base is {tensor.dtype}; writing it would "
-        f"round it.",
-        f"load the base with dtype={value.dtype}.",
-        value,
+        f"round it"
     )
+    fix = f"load the base with dtype={value.dtype}"
+    return fault("base-weight-dtype", f"{file}: {key}", message, fix, value.nbytes)
 
 
 def _undeclared(file: str, key: str, value: torch.Tensor) -> Finding:
     module = without_peft_prefix(key.rpartition(".")[0])
-    return _error(
-        "modules-to-save-undeclared",
-        f"{file}: {key}",
+    message = (
         f"the file has a weight of the base ({list(value.shape)}), but modules_to_save in its config does not name "
-        f"{module!r}; peft would overwrite the base's own.",
-        f"add {module.rpartition('.')[2]!r} to modules_to_save in adapter_config.json, or remove the tensor.",
-        value,
+        f"{module!r}; peft would overwrite the base's own"
     )
+    fix = f"add {module.rpartition('.')[2]!r} to modules_to_save in adapter_config.json, or remove the tensor"
+    return fault("modules-to-save-undeclared", f"{file}: {key}", message, fix, value.nbytes)
 
 
 def _unexpected(file: str, key: str, modules: set[str], model: PeftModel) -> Finding:
     path = key.split(".lora_")[0] if ".lora_" in key else key.rpartition(".")[0]
     name = without_peft_prefix(path)
     if path in modules and path != PEFT_PREFIX.rstrip("."):
-        return _error(
-            "target-not-covered",
-            f"{file}: {key}",
+        message = (
             f"the base has {name!r}, but target_modules in the adapter's config does not select it, so the tensor has "
-            f"nowhere to go.",
-            "add the module to target_modules in adapter_config.json.",
+            f"nowhere to go"
         )
-    return _error(
-        "adapter-key-unexpected",
-        f"{file}: {key}",
-        f"{type(model.get_base_model()).__name__} has no module {name!r} (nearest: {_nearest(path, modules, model)}).",
-        _fix_of_unexpected(name, model),
-    )
+        fix = "add the module to target_modules in adapter_config.json"
+        return fault("target-not-covered", f"{file}: {key}", message, fix)
+    base = type(model.get_base_model()).__name__
+    message = f"{base} has no module {name!r} (nearest: {_nearest(path, modules, model)})"
+    return fault("adapter-key-unexpected", f"{file}: {key}", message, _fix_of_unexpected(name, model))
 
 
 def _fix_of_unexpected(path: str, model: PeftModel) -> str:
@@ -197,7 +184,7 @@ def _fix_of_unexpected(path: str, model: PeftModel) -> str:
             if f"{path}.".startswith(f"{name}."):
                 return (
                     f"the adapter was saved with this head: load the base, call attach_head(base, {name!r}, ...) with "
-                    f"a module like it, and pass that base."
+                    f"a module like it, and pass that base"
                 )
     return _RIGHT_BASE
 
@@ -212,30 +199,20 @@ def _nearest(path: str, modules: set[str], model: PeftModel) -> str:
 
 
 def _missing(file: str, slots: Mapping[str, AdapterSlot], routed: RoutedTensors) -> list[Finding]:
-    findings = [
-        _error(
-            "modules-to-save-missing",
-            f"{file}: {key}",
-            "modules_to_save (or trainable tokens) in the config requires this tensor, and the file does not have it.",
-            "save the adapter again with save_pretrained, or take the module out of the config.",
-        )
-        for key in routed.missing
-    ]
+    message = "modules_to_save (or trainable tokens) in the config requires this tensor, and the file does not have it"
+    fix = "save the adapter again with save_pretrained, or take the module out of the config"
+    findings = [fault("modules-to-save-missing", f"{file}: {key}", message, fix) for key in routed.missing]
     # Tied slots share one storage: one tensor of the file fills all of them.
     filled = {slots[key].storage for key in routed.tensors if key in slots}
     for key, slot in slots.items():
         missing = slot.is_parameter and key not in routed.tensors and slot.storage not in filled
         if missing and not any(part in key for part in _REPORTED_ELSEWHERE):
-            findings.append(
-                _error(
-                    "adapter-key-missing",
-                    f"{file}: {key}",
-                    f"the model has a {list(slot.tensor.shape)} for it, the file has no tensor; peft would leave it "
-                    f"at its random or zero initial value.",
-                    "pass the base that the adapter was trained on, or save the adapter again (gathered, from rank 0).",
-                    slot.tensor,
-                )
+            message = (
+                f"the model has a {list(slot.tensor.shape)} for it, the file has no tensor; peft would leave it at its "
+                f"random or zero initial value"
             )
+            fix = f"{_RIGHT_BASE}, or save the adapter again (gathered, from rank 0)"
+            findings.append(fault("adapter-key-missing", f"{file}: {key}", message, fix, slot.tensor.nbytes))
     return findings
 
 
@@ -247,9 +224,5 @@ def _layer_counts(file: str, model: PeftModel, routed: RoutedTensors, findings: 
     indices = layer_indices(key for key in routed.tensors if ".lora_" in key)
     if not isinstance(layers, int) or not indices or max(indices) + 1 == layers:
         return []
-    text = f"the adapter has tensors for layers up to {max(indices)}, the base has {layers} layers."
-    return [_error("layer-count", file, text, _RIGHT_BASE)]
-
-
-def _error(code: str, where: str, message: str, fix: str, tensor: torch.Tensor | None = None) -> Finding:
-    return Finding(code, "error", where, message, fix, 0 if tensor is None else tensor.nbytes)
+    message = f"the adapter has tensors for layers up to {max(indices)}, the base has {layers} layers"
+    return [fault("layer-count", file, message, _RIGHT_BASE)]

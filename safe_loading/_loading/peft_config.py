@@ -13,9 +13,10 @@ from packaging.version import InvalidVersion, Version
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
+from safe_loading._checkpoint.faults import note
 from safe_loading._checkpoint.hub import resolve
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, Severity
 from safe_loading.errors import AdapterError, SafeLoadingError
 
 from .adapter_facts import AdapterFacts, read_adapter_config
@@ -99,13 +100,11 @@ def _unknown_field(facts: AdapterFacts, name: str, value: object) -> Finding:
         newer = True
     # A newer peft writes all its fields, used or not. An empty one has no effect, so dropping it changes nothing.
     inert = value is None or value is False or value in ([], {}, "")
-    return Finding(
-        "config-unknown-field",
-        "info" if inert else "error",
-        str(facts.folder / ADAPTER_CONFIG),
+    writer = f" (the file was written by peft {written_by})" if written_by else ""
+    message = (
         f"field {name!r} = {value!r} does not exist in the {facts.config['peft_type']} config of peft "
-        f"{peft.__version__}"
-        + (f" (the file was written by peft {written_by})" if written_by else "")
-        + "; peft drops it, and the adapter may then compute something else.",
-        "upgrade peft." if newer else "upgrade peft if a newer one wrote it; remove the field if an older one did.",
+        f"{peft.__version__}{writer}; peft drops it, and the adapter may then compute something else"
     )
+    fix = "upgrade peft" if newer else "upgrade peft if a newer one wrote it; remove the field if an older one did"
+    severity: Severity = "info" if inert else "error"
+    return note(severity, "config-unknown-field", facts.folder / ADAPTER_CONFIG, message, fix)

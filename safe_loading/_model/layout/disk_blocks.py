@@ -67,10 +67,7 @@ def stack(parts: Sequence[Whole], dim: int) -> Whole:
     _check_alike(parts, None)
     dim = dim % (len(parts[0].shape) + 1)
     blocks = tuple(
-        block._replace(
-            at=(*block.at[:dim], number, *block.at[dim:]),
-            dims=(*block.dims[:dim], -1, *block.dims[dim:]),
-        )
+        block._replace(at=(*block.at[:dim], number, *block.at[dim:]), dims=(*block.dims[:dim], -1, *block.dims[dim:]))
         for number, part in enumerate(parts)
         for block in part.pieces
     )

@@ -128,10 +128,7 @@ def _in_loading_order(names: Iterable[str]) -> list[str]:
 
 
 def _renamer(
-    renamings: list[loader.WeightRenaming],
-    converters: list[loader.WeightConverter],
-    prefix: str | None,
-    state: State,
+    renamings: list[loader.WeightRenaming], converters: list[loader.WeightConverter], prefix: str | None, state: State
 ) -> Callable[[str], tuple[str, str | None]]:
     """Return ``rename_source_key`` for one model, faster: the rules are only applied to names that one of them matches.
 
