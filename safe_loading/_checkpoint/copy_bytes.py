@@ -21,19 +21,7 @@ _FICLONE = 0x40049409  # _IOW(0x94, 9, int) of linux/fs.h
 
 
 def copy_range(source: int, source_at: int, target: int, target_at: int, count: int) -> None:
-    """Copy bytes between two files, inside the kernel where possible (a reflink where the file system has them).
-
-    Args:
-        source: The descriptor to read.
-        source_at: The offset of the first byte to read.
-        target: The descriptor to write.
-        target_at: The offset of the first byte to write.
-        count: How many bytes.
-
-    Raises:
-        CheckpointError: The source ends too early.
-        OSError: The system cannot read or write.
-    """
+    """Copy bytes between two files, inside the kernel where possible (a reflink where the file system has them)."""
     while count:
         try:
             done = os.copy_file_range(source, target, count, source_at, target_at)
@@ -48,11 +36,7 @@ def copy_range(source: int, source_at: int, target: int, target_at: int, count: 
 
 
 def clone(source: int, target: int) -> bool:
-    """Make an empty file share all bytes of another (a reflink), where the file system can (Btrfs, XFS, bcachefs).
-
-    Returns:
-        Whether it could; if not, nothing was changed.
-    """
+    """Make an empty file share all bytes of another (a reflink), if the file system can; return whether it could."""
     if not sys.platform.startswith("linux"):
         return False
     import fcntl  # Windows has none, and this module must import there too
@@ -65,11 +49,7 @@ def clone(source: int, target: int) -> bool:
 
 
 def read_into(descriptor: int, buffer: memoryview, at: int) -> None:
-    """Fill a buffer from a file.
-
-    Raises:
-        CheckpointError: The file ends before the buffer is full.
-    """
+    """Fill a buffer from a file; raise CheckpointError if the file ends before the buffer is full."""
     while buffer:
         done = os.preadv(descriptor, [buffer], at)
         if not done:
@@ -87,10 +67,7 @@ def write_from(descriptor: int, buffer: memoryview, at: int) -> None:
 class ReadAhead:
     """Has the kernel read a range ahead of its reader, who then seldom waits for the disk.
 
-    Args:
-        descriptor: The file; a negative number stands for no file.
-        start: The first byte of the range.
-        count: How many bytes it has.
+    A negative descriptor stands for no file.
     """
 
     def __init__(self, descriptor: int, start: int, count: int) -> None:

@@ -35,14 +35,8 @@ def _sentence(text: str) -> str:
 def raise_faults(subject: object, findings: Sequence[Finding]) -> NoReturn:
     """Raise the findings as one exception, whatever their severity.
 
-    Args:
-        subject: The file or folder that was read; the message begins with it when there are several findings.
-        findings: At least one.
-
-    Raises:
-        CheckpointNotFound: Every finding is of something that does not exist.
-        PickleRefused: One of the findings is of weights that exist as a pickle only.
-        CheckpointError: Any other finding.
+    It is CheckpointNotFound where all of them are of something that does not exist, PickleRefused where one is of a
+    pickle, and otherwise CheckpointError. Of several, the message begins with ``subject``, the file or folder read.
     """
     codes = {finding.code for finding in findings}
     kind = CheckpointError

@@ -33,22 +33,12 @@ LFS_FIX = "run `git lfs pull` in the folder, or download the file again"
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; never block.
+    """Open a regular file for reading; never block. The caller closes it.
 
     Symbolic links are followed inside their folder and to the blobs of a Hugging Face cache, and no further. A folder
     with a link to another file of this machine would bring that file into the model, and into what is saved of it.
     Anything but a regular file is refused before it is opened, so that no FIFO blocks the caller and no device is
     touched.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The open file; the caller closes it.
-
-    Raises:
-        CheckpointNotFound: There is no such file, or it is a link to nothing.
-        CheckpointError: It is not a regular file, is a link out of its folder, or may not be read.
     """
     opened = try_open(path)
     if isinstance(opened, Finding):
@@ -136,10 +126,6 @@ def not_contained(folder: Path, name: str) -> str | None:
 
     This checks the name, and the folders that it passes through. Where the file itself leads, if it is a link, is
     checked by :func:`try_open`.
-
-    Args:
-        folder: The folder of the checkpoint.
-        name: A relative path with forward slashes, as an index's ``weight_map`` holds it.
     """
     reason = _name_fault(name)
     if reason is None and "/" in name and not (folder / name).parent.resolve().is_relative_to(folder.resolve()):

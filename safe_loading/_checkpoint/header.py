@@ -54,21 +54,13 @@ _OTHER_FORMATS = (
 
 
 class TensorInfo(NamedTuple):
-    """Where one tensor is in its file.
-
-    Attributes:
-        name: Its name in the file.
-        dtype: Its safetensors dtype, such as ``"BF16"``.
-        shape: Its shape, in elements.
-        start: The offset of its first byte from the beginning of the file.
-        stop: The offset after its last byte.
-    """
+    """Where one tensor is in its file; the offsets are from the beginning of the file."""
 
     name: str
-    dtype: str
+    dtype: str  # its safetensors name, such as "BF16"
     shape: tuple[int, ...]
     start: int
-    stop: int
+    stop: int  # the offset after its last byte
 
     @property
     def nbytes(self) -> int:
@@ -82,36 +74,17 @@ _tensor_info = cast("Callable[[type[TensorInfo], tuple[object, ...]], TensorInfo
 
 @dataclass(frozen=True)
 class Header:
-    """The header of one safetensors file.
-
-    Attributes:
-        path: The file.
-        tensors: Each tensor by its name, in the order of the header.
-        metadata: The ``__metadata__`` of the file.
-        nbytes: The size of the whole file, in bytes.
-        data_start: The offset of the first tensor byte.
-    """
+    """The header of one safetensors file."""
 
     path: Path
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, TensorInfo]  # by name, in the order of the header
     metadata: Mapping[str, str]
-    nbytes: int
-    data_start: int
+    nbytes: int  # the size of the whole file
+    data_start: int  # the offset of the first tensor byte
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header of a safetensors file; no tensor byte is read.
-
-    Args:
-        path: The file; it must be a regular file or a link to one.
-
-    Returns:
-        The header; all its offsets are inside the file.
-
-    Raises:
-        CheckpointNotFound: There is no such file.
-        CheckpointError: The file violates the format; all the invalid tensors are named.
-    """
+    """Read and check the header of a safetensors file; no tensor byte is read. The error names all invalid tensors."""
     header = try_header(path)
     if isinstance(header, list):
         raise_faults(path, header)

@@ -25,17 +25,11 @@ Chooser = Callable[[frozenset[str], Callable[[str], Path]], list[str]]
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """Where the files of a source that a user named are on this machine.
+    """Where the files of a source that a user named are on this machine."""
 
-    Attributes:
-        source: What the user wrote.
-        folder: The folder that holds the files, the subfolder included.
-        commit: The hub's commit hash; None for a local folder.
-    """
-
-    source: str
-    folder: Path
-    commit: str | None = None
+    source: str  # what the user wrote
+    folder: Path  # the one that holds the files, the subfolder included
+    commit: str | None = None  # the hub's commit hash; None for a local folder
 
 
 def resolve(
@@ -48,16 +42,8 @@ def resolve(
 ) -> Resolved:
     """Return the folder of ``source``, downloading what is needed when it is a hub id.
 
-    Args:
-        source: A local folder or a hub id ("owner/name").
-        choose: Gets the names in the subfolder and a function that downloads one of them; returns the names needed.
-        revision: Branch, tag or commit of a hub id.
-        subfolder: Folder inside ``source``.
-        hub: ``token``, ``cache_dir`` and ``local_files_only``, as for ``huggingface_hub.hf_hub_download``.
-
-    Raises:
-        ArgumentError: A revision of a local folder.
-        CheckpointNotFound: It is neither a folder nor a repository that can be reached or is cached.
+    ``choose`` gets the names in the subfolder and a function that downloads one of them, and returns the names needed.
+    ``hub`` holds ``token``, ``cache_dir`` and ``local_files_only``, as for ``huggingface_hub.hf_hub_download``.
     """
     text = path_text(source, "source")
     path = Path(text).expanduser()
@@ -85,9 +71,8 @@ def adapter_files(names: frozenset[str], fetch: Callable[[str], Path]) -> list[s
 def base_files(options: Mapping[str, object]) -> Chooser:
     """Return a chooser of a base model's files: every small JSON file, and the weights that ``options`` ask for.
 
-    Args:
-        options: Arguments of ``from_pretrained``. ``variant`` ("fp16" chooses ``model.fp16.safetensors``),
-            ``trust_remote_code`` (Python files too), ``gguf_file``, and ``use_safetensors=False`` (pickles) count.
+    These are arguments of ``from_pretrained``: ``variant`` ("fp16" chooses ``model.fp16.safetensors``),
+    ``trust_remote_code`` (Python files too), ``gguf_file``, ``use_safetensors=False`` (pickles); others do not matter.
     """
     variant = options.get("variant")
     infix = f".{variant}" if variant else ""

@@ -22,41 +22,25 @@ _SAVE_AGAIN = "index and files are not from one save: download or copy the whole
 
 @dataclass(frozen=True)
 class Index:
-    """The content of a ``*.safetensors.index.json``.
-
-    Attributes:
-        path: The index.
-        weight_map: The file of each tensor, relative to the folder of the index.
-        total_size: The bytes of all tensors as the index states them; ``None`` if it does not.
-    """
+    """The content of a ``*.safetensors.index.json``."""
 
     path: Path
-    weight_map: Mapping[str, str]
-    total_size: int | None
+    weight_map: Mapping[str, str]  # the file of each tensor, relative to the folder of the index
+    total_size: int | None  # the bytes of all tensors as the index states them; None if it does not
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The headers of the weight files of one folder.
-
-    Attributes:
-        folder: The folder.
-        kind: ``"model"`` or ``"adapter"``.
-        index: The index, if there is one.
-        headers: The header of each file by its name relative to the folder, in the order in which they are loaded.
-        tensors: Each tensor of all files by its name.
-        file_of: The file of each tensor.
-        findings: Warnings and notes, no errors.
-        stamps: What ``files.stamp`` returned for each weight file before its header was read.
-    """
+    """The headers of the weight files of one folder."""
 
     folder: Path
     kind: Kind
     index: Index | None
-    headers: Mapping[str, Header]
+    headers: Mapping[str, Header]  # by file name relative to the folder, in the order of loading
     tensors: Mapping[str, TensorInfo]
     file_of: Mapping[str, Path]
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()  # warnings and notes, no errors
+    # ``files.stamp`` of each weight file before its header was read.
     stamps: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -66,18 +50,7 @@ class Checkpoint:
 
 
 def read_index(path: Path) -> Index:
-    """Read and check an index, without looking at the files that it names.
-
-    Args:
-        path: The ``*.safetensors.index.json``.
-
-    Returns:
-        The index; every file that it names is inside its folder.
-
-    Raises:
-        CheckpointNotFound: There is no such file.
-        CheckpointError: It is not strict JSON, or not an index, or names a file outside its folder.
-    """
+    """Read and check an index. The files that it names are inside its folder; whether they exist is not looked at."""
     index, findings = inspect_index(path)
     if index is None:
         raise_faults(path, [finding for finding in findings if finding.severity == "error"])
@@ -87,18 +60,9 @@ def read_index(path: Path) -> Index:
 def read_checkpoint(folder: Path, *, variant: str | None = None, kind: Kind | None = None) -> Checkpoint:
     """Read the headers of all weight files of a folder, and check that together they are one complete checkpoint.
 
-    Args:
-        folder: The folder of a model or of an adapter.
-        variant: The variant of the files, such as ``"fp16"``.
-        kind: What to read the folder as; by default an adapter if it holds an adapter and no model.
-
-    Returns:
-        The checkpoint; its ``findings`` are warnings and notes.
-
-    Raises:
-        CheckpointNotFound: There is no such folder, or there are no weights in it.
-        PickleRefused: The weights exist as a pickle only; the message has the command that converts them.
-        CheckpointError: Files are missing, damaged or from another save; all of them are named.
+    The error names all files that are missing, damaged or from another save. For weights that exist as a pickle only it
+    is PickleRefused, with the command that converts them. By default the folder is read as an adapter if it holds one
+    and no model.
     """
     checkpoint, findings = inspect_checkpoint(folder, variant=variant, kind=kind)
     errors = [finding for finding in findings if finding.severity == "error"]
@@ -108,11 +72,7 @@ def read_checkpoint(folder: Path, *, variant: str | None = None, kind: Kind | No
 
 
 def require_unchanged(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose files have changed since their headers were checked.
-
-    Raises:
-        CheckpointError: Another process wrote to the folder, or replaced it, in the meantime.
-    """
+    """Refuse a checkpoint whose files another process has written or replaced since their headers were checked."""
     changed = [path for path, before in checkpoint.stamps.items() if stamp(path) != before]
     if changed:
         message = f"{len(changed)} of {len(checkpoint.stamps)} files were written while they were read: "
@@ -124,11 +84,9 @@ def require_unchanged(checkpoint: Checkpoint) -> None:
 def inspect_checkpoint(
     folder: Path, *, variant: str | None = None, kind: Kind | None = None
 ) -> tuple[Checkpoint | None, list[Finding]]:
-    """Read like :func:`read_checkpoint`, but raise nothing.
+    """Read like :func:`read_checkpoint`, but raise nothing; return what could be read, and findings of any severity.
 
-    Returns:
-        What could be read, or ``None`` if nothing could; and all findings, of any severity. If the checkpoint is
-        ``None``, at least one of them is an error.
+    Where nothing could be read, the checkpoint is ``None``, and at least one of the findings is an error.
     """
     tries = 0
     while True:

@@ -24,19 +24,7 @@ _AGAIN = "write the file again with the program that made it, or download it aga
 
 
 def read_json_object(path: Path) -> JsonObject:
-    """Read a file that holds one JSON object.
-
-    Args:
-        path: The file; it must be a regular file or a link to one.
-
-    Returns:
-        The object.
-
-    Raises:
-        CheckpointNotFound: There is no such file.
-        CheckpointError: It is not a regular file, a Git LFS pointer, larger than ``MAX_BYTES``, or not one strict JSON
-            object in UTF-8.
-    """
+    """Read a file that holds one strict JSON object in UTF-8, of at most ``MAX_BYTES``, or raise its fault."""
     value = try_json_object(path)
     if isinstance(value, Finding):
         raise_faults(path, [value])
@@ -66,15 +54,7 @@ def try_json_object(path: Path) -> JsonObject | Finding:
 
 
 def try_parse(data: bytes, where: str) -> JsonObject | Finding:
-    """Parse the bytes of one JSON object.
-
-    Args:
-        data: The text in UTF-8, without a byte order mark.
-        where: What the bytes are, for the finding.
-
-    Returns:
-        The object, or the finding that says why the bytes are not one strict JSON object.
-    """
+    """Parse one JSON object in UTF-8 without a byte order mark; ``where`` is what the finding calls the bytes."""
     if is_lfs_pointer(data):
         return lfs_pointer(where)
     try:

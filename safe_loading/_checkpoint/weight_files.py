@@ -38,13 +38,7 @@ index["weight_map"] = {{name: renamed[old] for name, old in index["weight_map"].
 
 @dataclass(frozen=True)
 class Weights:
-    """The weight file of a folder, or the index of its weight files.
-
-    Attributes:
-        kind: Whether the folder is read as a model or as an adapter.
-        path: The safetensors file, or the index.
-        is_index: Whether ``path`` is an index.
-    """
+    """The weight file of a folder, or the index of its weight files."""
 
     kind: Kind
     path: Path
@@ -56,14 +50,8 @@ def find_weights(
 ) -> tuple[Weights | None, list[Finding]]:
     """Choose the weight file or index as transformers and peft do: a single file before an index, never a pickle.
 
-    Args:
-        folder: The folder.
-        names: The names in it, as :func:`names_in` returns them.
-        variant: The variant, such as ``"fp16"``; models only.
-        kind: What to read the folder as; by default an adapter when it holds an adapter and no model weights.
-
-    Returns:
-        The choice, or ``None`` if there is none; and the findings.
+    ``names`` are those that :func:`names_in` returned. ``variant`` ("fp16") is for models only. By default the folder
+    is read as an adapter when it holds an adapter and no model weights.
     """
     single, index = _with_variant("model.safetensors", variant), _with_variant("model.safetensors.index.json", variant)
     configured = _configured(folder, names)

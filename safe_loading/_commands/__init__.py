@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_all(commands: Commands) -> None:
-    """Declare every command.
-
-    Args:
-        commands: What ``add_subparsers`` returned.
-    """
+    """Declare every command; ``commands`` is what ``add_subparsers`` returned."""
     for command in (demo, check, merge, audit, doctor, plan):  # the order of --help
         command.add(commands)

@@ -13,12 +13,7 @@ OK, NOT_OK, USAGE, INFEASIBLE = 0, 1, 2, 3
 
 
 class Answer(NamedTuple):
-    """What a command answers.
-
-    Attributes:
-        texts: What to print; each text is printed as soon as it is yielded.
-        status: The exit status, unless an exception is raised in between.
-    """
+    """What a command answers; each text is printed as soon as it is yielded, even if an exception follows."""
 
     texts: Iterable[str]
     status: int = OK

@@ -21,11 +21,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def training(arguments: argparse.Namespace, rows: int = 1) -> Workload:
-    """Return the step that the arguments describe, with ``rows`` rows if ``--train`` gives only tokens.
-
-    Raises:
-        ArgumentError: ``--train`` cannot be parsed, or gives another number of rows than ``--batch``.
-    """
+    """Return the step that the arguments describe, with ``rows`` rows if ``--train`` gives only tokens."""
     from safe_loading._core.workload import Workload
     from safe_loading.errors import ArgumentError
 
@@ -44,11 +40,7 @@ def training(arguments: argparse.Namespace, rows: int = 1) -> Workload:
 
 
 def refuse_unused(arguments: argparse.Namespace, *names: str, needs: str = "--train") -> None:
-    """Refuse arguments that would silently have no effect.
-
-    Raises:
-        ArgumentError: At least one was given; the message names all of them.
-    """
+    """Refuse arguments that would silently have no effect; the message names all of them."""
     from safe_loading.errors import ArgumentError
 
     unused = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) not in (None, False)]

@@ -22,13 +22,9 @@ _CHAPTERS: tuple[Chapter, ...] = (load, merge, fsdp, wrap, plan, memory)
 
 
 def chapters(folder: Path) -> Iterator[str]:
-    """Run the chapters in order and yield the text of each.
+    """Run the chapters in order and yield the text of each; the checkpoints are made in ``folder``.
 
-    Args:
-        folder: Where the checkpoints are made.
-
-    Raises:
-        SafeLoadingError: A chapter found a promise of this package broken.
+    A chapter that finds a promise of this package broken raises SafeLoadingError.
     """
     for chapter in _CHAPTERS:
         with _engines_silenced():

@@ -17,14 +17,7 @@ TIMEOUT_SECONDS = 300
 def run_ranks(module: str, folder: Path, ranks: int, written: str) -> list[JsonObject]:
     """Start the ranks with torchrun and return what each one wrote.
 
-    Args:
-        module: The module that is run as a rank, with the folder as its argument.
-        folder: Where the checkpoints are, and where each rank writes its facts as JSON.
-        ranks: How many ranks to start.
-        written: What a rank's file is called, before its number and ``.json``.
-
-    Raises:
-        SafeLoadingError: The ranks failed, or did not finish in time.
+    ``module`` is run as a rank, with the folder as its argument, and writes its facts there: ``{written}{rank}.json``.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", module, str(folder)]

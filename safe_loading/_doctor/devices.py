@@ -17,51 +17,31 @@ from safe_loading.errors import DeviceError
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device that this process sees.
+    """A device that this process sees."""
 
-    Attributes:
-        index: Its index in this process, which is also the one of ``max_memory`` and ``device_map``.
-        listed_as: Its entry in the variable that restricts the visible devices; ``""`` if there is none.
-    """
-
-    index: int
-    listed_as: str
+    index: int  # in this process, as in max_memory and device_map
+    listed_as: str  # its entry in the variable that restricts the visible devices; "" if there is none
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """A process that holds memory on a GPU, as ``nvidia-smi`` reports it.
+    """A process that holds memory on a GPU, as ``nvidia-smi`` reports it."""
 
-    Attributes:
-        gpu: The UUID of the GPU.
-        pid: The process.
-        name: Its program.
-        bytes: The memory that it holds there; 0 where the driver does not report it.
-    """
-
-    gpu: str
+    gpu: str  # its UUID
     pid: int
     name: str
-    bytes: int
+    bytes: int  # 0 where the driver does not report it
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """What can be known about the devices without using one.
+    """What can be known about the devices without using one."""
 
-    Attributes:
-        kind: The type of the accelerator, such as ``"cuda"``; ``"cpu"`` where there is none.
-        seen: The devices of this process.
-        variables: The variables that restrict the visible devices, with their values.
-        launcher: This process's place on its node; ``None`` when its variables cannot be read.
-        contexts: Which process holds memory on which GPU; ``None`` where nvidia-smi cannot be asked.
-    """
-
-    kind: str
+    kind: str  # such as "cuda"; "cpu" where there is no accelerator
     seen: tuple[Device, ...]
-    variables: tuple[tuple[str, str], ...]
-    launcher: Launcher | None
-    contexts: tuple[Context, ...] | None
+    variables: tuple[tuple[str, str], ...]  # those that restrict the visible devices, with their values
+    launcher: Launcher | None  # None when its variables cannot be read
+    contexts: tuple[Context, ...] | None  # None where nvidia-smi cannot be asked
 
 
 def read_devices() -> tuple[Devices, list[Finding]]:

@@ -19,30 +19,20 @@ _LEAST_FREE = GiB
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A folder that is read or written.
-
-    Attributes:
-        what: What it is for.
-        path: Where it is. For a folder that does not exist yet, its nearest existing parent is examined.
-        kind: The kind of its file system, such as ``"ext4"``; ``""`` if unknown.
-        total: The size of the file system in bytes.
-        free: The bytes that a user can still write.
-        exchanges: Whether two folders can be exchanged atomically there; ``None`` if it was not tried.
-    """
+    """A folder that is read or written. For one that does not exist yet, its nearest existing parent is examined."""
 
     what: str
     path: str
-    kind: str
-    total: int
-    free: int
-    exchanges: bool | None = None
+    kind: str  # of its file system, such as "ext4"; "" if unknown
+    total: int  # the bytes of the file system
+    free: int  # the bytes that a user can still write
+    exchanges: bool | None = None  # whether two folders can be exchanged atomically there; None if not tried
 
 
 def read_places(output: Path) -> tuple[Place, ...]:
     """Return the hub cache, the folder for output, the temporary folder and the shared memory.
 
-    Args:
-        output: Where checkpoints will be written. Two empty folders are made and removed in it, to try an exchange.
+    In the folder for output two empty folders are made and removed, to try an exchange.
     """
     places = [
         _place("hub cache", _hub_cache()),
@@ -54,11 +44,7 @@ def read_places(output: Path) -> tuple[Place, ...]:
 
 
 def judge_places(places: tuple[Place, ...]) -> list[Finding]:
-    """Return findings about what may fail later because of a place.
-
-    Args:
-        places: What :func:`read_places` returned.
-    """
+    """Return findings about what may fail later because of a place."""
     findings = []
     for place in places:
         if place.exchanges is False:

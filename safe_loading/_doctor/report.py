@@ -19,15 +19,7 @@ _PLACES = ("place", "path", "file system", "free", "of", "exchange")
 
 @dataclasses.dataclass(frozen=True)
 class DoctorReport(Verdict):
-    """Whether this machine and what is installed on it are fit for the work.
-
-    Attributes:
-        python: The version of Python.
-        engines: The packages that this one depends on.
-        devices: The accelerators, the launcher, and which processes hold contexts.
-        places: The folders that are read and written.
-        findings: What is wrong or worth knowing, errors first.
-    """
+    """Whether this machine and what is installed on it are fit for the work."""
 
     python: str
     engines: tuple[Engine, ...]
@@ -65,14 +57,7 @@ class DoctorReport(Verdict):
 
 
 def examine(output: Path) -> DoctorReport:
-    """Examine this machine and the installed engines.
-
-    Args:
-        output: Where checkpoints will be written.
-
-    Returns:
-        The report. Problems are findings; nothing is raised.
-    """
+    """Examine this machine and the installed engines. Problems are findings; nothing is raised."""
     engines, places = read_engines(), read_places(output)
     devices, about_devices = read_devices()
     findings = worst_first([*judge_engines(engines), *about_devices, *judge_places(places)])

@@ -25,18 +25,11 @@ TESTED = {
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """One package that this one depends on.
-
-    Attributes:
-        name: Its name.
-        installed: Its version; ``None`` if it is not installed.
-        declared: The versions that this package requires, such as ``">=2.11"``.
-        tested: The version with which the tests run.
-    """
+    """One package that this one depends on."""
 
     name: str
-    installed: str | None
-    declared: str
+    installed: str | None  # None if it is not
+    declared: str  # what this package requires, such as ">=2.11"
     tested: str
 
 
@@ -79,11 +72,7 @@ def read_engines() -> tuple[Engine, ...]:
 
 
 def judge_engines(engines: tuple[Engine, ...]) -> list[Finding]:
-    """Return findings about engines that are missing, too old, untested, or known to have a problem.
-
-    Args:
-        engines: What :func:`read_engines` returned.
-    """
+    """Return findings about engines that are missing, too old, untested, or known to have a problem."""
     return [finding for engine in engines for finding in _findings(engine)]
 
 

@@ -12,20 +12,10 @@ from safe_loading.errors import OutputError
 
 
 def take_lock(root: Path, output: Path) -> int:
-    """Make the folder ``root`` and take the lock in it.
+    """Make the folder ``root`` and take the lock in it; return the descriptor that holds the lock until it is closed.
 
     The lock is the kernel's (``flock``), which ends with its process: a dead owner blocks nobody, whichever process
-    has its id now.
-
-    Args:
-        root: The stage, made if it does not exist.
-        output: What is going to be written, for the message.
-
-    Returns:
-        The descriptor that holds the lock until it is closed.
-
-    Raises:
-        OutputError: Another process holds the lock; the text has its id.
+    has its id now. ``output`` is what is going to be written, for the message.
     """
     # Why not filelock: it leaves the lock file empty, so no message could name the owner, and it raises where the last
     # writer deletes the folder with the lock in it, which here is the end of every write.

@@ -12,11 +12,7 @@ from safe_loading.errors import ArgumentError, OutputError
 
 
 def output_path(output: str | os.PathLike[str]) -> Path:
-    """Return the folder to write with links resolved, so that a link to a folder stays a link.
-
-    Raises:
-        ArgumentError: It is not a path.
-    """
+    """Return the folder to write with links resolved, so that a link to a folder stays a link."""
     text = path_text(output, "output")
     if "\0" in text:
         raise ArgumentError(f"output={text!r:.80}: a path cannot hold a NUL.")
@@ -26,12 +22,7 @@ def output_path(output: str | os.PathLike[str]) -> Path:
 def check_apart(output: Path, sources: Mapping[str, Path]) -> None:
     """Refuse an output that is one of the folders that are read, is inside one of them, or contains one.
 
-    Args:
-        output: The folder to write, as :func:`output_path` returns it.
-        sources: The folders that are read, by their role ("the base").
-
-    Raises:
-        OutputError: Every clash, with both paths.
+    ``sources`` are the folders that are read, by their role ("the base"). The error lists every clash.
     """
     problems = []
     for role, source in sources.items():
@@ -47,12 +38,7 @@ def check_apart(output: Path, sources: Mapping[str, Path]) -> None:
 
 
 def check_free(output: Path, *, overwrite: bool) -> None:
-    """Refuse to replace what is already there.
-
-    Raises:
-        OutputError: The output is not a folder, is a mount point, or is a folder that is not empty and ``overwrite``
-            is False.
-    """
+    """Refuse to replace a file, a mount point, and without ``overwrite`` a folder that is not empty."""
     if not output.exists():
         return
     if not output.is_dir():
@@ -73,13 +59,7 @@ def check_free(output: Path, *, overwrite: bool) -> None:
 def check_room(output: Path, needed: int, *, reusable: int = 0) -> None:
     """Refuse to begin what there is too little space to finish.
 
-    Args:
-        output: The folder to write; it need not exist.
-        needed: The bytes that will be written.
-        reusable: The bytes of these that an interrupted call has already written.
-
-    Raises:
-        OutputError: The file system has less free space; the text has both numbers.
+    Of the ``needed`` bytes an interrupted call has already written the ``reusable`` ones. The output need not exist.
     """
     parent = next(parent for parent in output.parents if parent.exists())
     facts = os.statvfs(parent)

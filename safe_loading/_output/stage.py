@@ -52,19 +52,8 @@ class Stage:
 
     Leaving the block without :meth:`commit` deletes the stage, and so does SIGTERM, with which a launcher ends its
     ranks. Only an interruption by hand (``KeyboardInterrupt``, ``SystemExit``) leaves the stage for the next call, as
-    ``kill -9`` does.
-
-    Args:
-        output: The folder that is to appear, as ``output_folder.output_path`` returns it.
-        job: What determines the content, as JSON: a second call continues only the same job.
-        needed: The bytes of all files, for the check of free space.
-        overwrite: Whether an existing folder is replaced.
-        resume: Whether the files of an interrupted call are used.
-
-    Attributes:
-        files: The folder into which the files are written.
-        finished: The summary that an earlier call gave to :meth:`commit`, if that call was interrupted after the last
-            rename; then there is nothing left to do. None otherwise.
+    ``kill -9`` does. That call uses the finished files if ``job``, which determines the content, is the same.
+    ``needed`` is the bytes of all files.
     """
 
     def __init__(
@@ -73,6 +62,7 @@ class Stage:
         self.output = output
         self.root = stage_of(output)
         self.files = self.root / "files"
+        # The summary of an earlier call that was interrupted after the last rename: then nothing is left to do.
         self.finished: JsonObject | None = None
         self._replaced = self.root / "before"
         self._job, self._needed = dict(job), needed
@@ -86,11 +76,7 @@ class Stage:
         self._sigterm = _SigtermRaises()
 
     def __enter__(self) -> Stage:
-        """Check what can be refused, take the lock, and look at what an interrupted call left.
-
-        Raises:
-            OutputError: Another process writes this output, the output exists already, or there is too little space.
-        """
+        """Check what can be refused, take the lock, and look at what an interrupted call left."""
         # Where a stage exists, the output may be the unfinished state of an interrupted call: _open checks it then.
         if not self.root.exists():
             check_free(self.output, overwrite=self._overwrite)
@@ -132,12 +118,7 @@ class Stage:
             raise self._system_error(error) from error
 
     def recorded(self, name: str, check: Check) -> JsonObject | None:
-        """Return the facts that an interrupted call recorded about a file, if the file still matches them.
-
-        Args:
-            name: The file, relative to the output.
-            check: Returns whether the file at a path matches the facts.
-        """
+        """Return what an interrupted call recorded about a file of the output, if ``check`` says that it still matches."""
         facts = self._recorded.get(name)
         path = self.files / name
         if facts is None or not path.is_file() or not check(path, facts):
@@ -174,11 +155,7 @@ class Stage:
     def commit(self, summary: Mapping[str, object] | None = None) -> None:
         """Let the output appear, whole.
 
-        Args:
-            summary: JSON that a second call gets as ``finished``, if this one is killed between here and the end.
-
-        Raises:
-            OutputError: Something else appeared at the output's path in the meantime.
+        A second call gets the summary as ``finished``, if this one is killed between here and the end.
         """
         check_free(self.output, overwrite=self._overwrite)
         # The files themselves are synced. Their names are on disk only when their folders are, the innermost first.
@@ -286,11 +263,7 @@ def _committed_summary(events: list[JsonObject], output: Path) -> JsonObject | N
 def exchange(one: Path, other: Path) -> bool:
     """Exchange the names of two folders of one file system in a single step, for which Python has no call.
 
-    Returns:
-        Whether the system can do that; if it cannot, nothing was changed.
-
-    Raises:
-        OSError: The system can, and refused.
+    Return whether the system can do that; if it cannot, nothing was changed.
     """
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2

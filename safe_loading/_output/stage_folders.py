@@ -43,12 +43,7 @@ def stage_of(output: Path) -> Path:
 def check_alone(stage: Path, output: Path) -> None:
     """Refuse to write what another machine is writing: of two that began at once, the one with the older lock goes on.
 
-    Args:
-        stage: The stage of this machine, locked.
-        output: The output.
-
-    Raises:
-        OutputError: Another machine is at work; the text has its name.
+    ``stage`` is the stage of this machine, and locked.
     """
     own = _last_write(stage / "lock"), stage.name
     for other in output.parent.glob(f".{glob.escape(output.name)}.staged-*"):
@@ -62,11 +57,7 @@ def check_alone(stage: Path, output: Path) -> None:
 
 
 def delete_stale_stages(stage: Path) -> None:
-    """Delete the stages next to this one that nobody is writing and that nothing was written to for a week.
-
-    Args:
-        stage: The stage of this machine, locked.
-    """
+    """Delete the stages next to this one that nobody is writing and that nothing was written to for a week."""
     # The time of a file that was just written: the clock of the file system, which may differ from this machine's.
     now = _last_write(stage / "lock")
     for other in stage.parent.glob(".*.staged*"):
@@ -124,10 +115,9 @@ def _machine() -> str:
 
 
 def file_system_of(folder: Path) -> str:
-    """Return the kind of the file system that a folder is on, by the longest mount point above it, as Linux lists them.
+    """Return the kind of the file system that a folder is on, such as ``"ext4"``; empty where the system does not tell.
 
-    Returns:
-        A kind such as ``"ext4"``; empty where the system does not tell.
+    It is that of the longest mount point above the folder, as Linux lists them.
     """
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()

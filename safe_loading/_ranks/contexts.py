@@ -19,11 +19,7 @@ def contexts() -> frozenset[int]:
 
 
 def check_contexts(before: frozenset[int], device: torch.device) -> None:
-    """Fail if a context was made on a device other than ``device``.
-
-    Raises:
-        DeviceError: Names the devices, and what a context costs.
-    """
+    """Fail if a context was made on a device other than ``device``."""
     own = {device.index} if device.type == "cuda" else set()
     made = sorted(contexts() - before - own)
     if made:
@@ -35,11 +31,7 @@ def check_contexts(before: frozenset[int], device: torch.device) -> None:
 
 
 def check_devices(model: torch.nn.Module, device: torch.device) -> None:
-    """Fail if a parameter or buffer is not on ``device``.
-
-    Raises:
-        DeviceError: Names every tensor that is elsewhere.
-    """
+    """Fail if a parameter or buffer is not on ``device``; name every one that is elsewhere."""
     if all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
         return  # without listing the names, which takes longer than this check
     problems = [f"{name} is on {actual}, not on {device}" for name, actual in _elsewhere(model, device)]
@@ -47,11 +39,7 @@ def check_devices(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def one_device(model: torch.nn.Module) -> torch.device:
-    """Return the one device that all parameters of a model are on.
-
-    Raises:
-        DeviceError: The parameters are on several devices or on meta, or there are none.
-    """
+    """Return the one device that all parameters of a model are on; fail if there are several, none, or only meta."""
     counts = Counter(parameter.device for parameter in model.parameters())
     if len(counts) != 1 or next(iter(counts)).type == "meta":
         spread = ", ".join(f"{count} on {device}" for device, count in counts.items()) or "none at all"

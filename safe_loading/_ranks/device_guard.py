@@ -18,13 +18,8 @@ from .launcher import read_visible_devices
 def own_device(device: torch.device | str | int | None) -> torch.device:
     """Return the device that an argument ``device=`` names, always with an index (except for the CPU).
 
-    Args:
-        device: A device, its name, the index of an accelerator, or None for :func:`device_for_rank`. An accelerator
-            without an index is this rank's own.
-
-    Raises:
-        ArgumentError: It is not a device that tensors can be loaded to.
-        DeviceError: This machine has no such device.
+    None, and an accelerator without an index, is this rank's own (:func:`device_for_rank`); a number is the index of an
+    accelerator. What tensors cannot be loaded to raises ArgumentError, and a device that is not here DeviceError.
     """
     if device is None:
         return device_for_rank()
@@ -71,13 +66,8 @@ def device_identity(device: torch.device) -> list[str]:
 def check_not_shared(ranks: Sequence[int], owned: Sequence[Sequence[str] | None]) -> None:
     """Fail if two ranks own the same device.
 
-    Args:
-        ranks: The global ranks.
-        owned: For each rank its node and the identity of its device; None for the CPU, and for a device that the
-            caller passed.
-
-    Raises:
-        DeviceError: Names the ranks that share a device.
+    ``owned`` has for each rank its node and the identity of its device; None for the CPU, and for a device that the
+    caller passed.
     """
     owners: dict[tuple[str, ...], list[int]] = {}
     for rank, device in zip(ranks, owned, strict=True):

@@ -29,26 +29,16 @@ _private_stores_lock = threading.Lock()
 
 @dataclasses.dataclass
 class Phase:
-    """What a rank contributes to a block of :meth:`Ranks.together`, and what it receives.
-
-    Attributes:
-        payload: What this rank contributes; it must be JSON.
-        results: The payloads of all ranks, in the order of ``Ranks.ranks``; filled in when the block has ended.
-    """
+    """What a rank contributes to a block of :meth:`Ranks.together`, and what it receives."""
 
     payload: object = None
+    # Of all ranks, in the order of Ranks.ranks, after the block.
     results: list[Any] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Ranks that load together.
-
-    Attributes:
-        rank: The global rank of this process.
-        ranks: The global ranks that load together, in ascending order.
-        store: The store over which they exchange; ``None`` for a rank alone.
-    """
+    """Ranks that load together, by their global numbers in ascending order, of which this process is ``rank``."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -63,12 +53,8 @@ class Ranks:
     def resolve(cls, ranks: Literal["all", "self"] | Sequence[int] = "all") -> Ranks:
         """Return the ranks that an argument ``ranks=`` names, without any communication.
 
-        Args:
-            ranks: "all" for the default process group (this process alone while ``torch.distributed`` is not
-                initialized), "self" for this process alone, or a list of global ranks in any order.
-
-        Raises:
-            ArgumentError: A rank does not exist or is listed twice, or this rank is not listed.
+        "all" is the default process group (this process alone while ``torch.distributed`` is not initialized), "self"
+        this process alone. A list may be in any order, and this rank must be in it.
         """
         initialized = dist.is_available() and dist.is_initialized()
         rank, world = (dist.get_rank(), dist.get_world_size()) if initialized else (0, 1)
@@ -92,20 +78,9 @@ class Ranks:
         All ranks must make their exchanges in the same order. The others see the first failure as soon as it is
         published, whether the rest have arrived or not; a rank that arrives later sees it too.
 
-        Args:
-            label: What the ranks do, as a verb phrase: it follows "failed to" in errors.
-            payload: Anything that is JSON; it comes back as ``json`` parses it, tuples as lists.
-            error: The reason why this rank cannot go on; it is sent to the others and raised here.
-            timeout: The longest wait for the others, in seconds.
-
-        Returns:
-            The payloads, in the order of ``ranks``.
-
-        Raises:
-            BaseException: ``error``, if given.
-            ArgumentError: The payload is not JSON or too large, or ``timeout`` is not a positive number.
-            RankError: Another rank failed (the text holds its cause), or is in another call.
-            RankTimeout: Another rank did not arrive; the text names it.
+        The payload is JSON and comes back as ``json`` parses it, tuples as lists. ``label``, a verb phrase, follows
+        "failed to" in errors. ``error``, the reason why this rank cannot go on, is sent to the others and raised here;
+        they raise a RankError with it, or a RankTimeout for a rank that did not arrive within ``timeout`` seconds.
         """
         # Made even by a rank that fails at once: making it takes this rank's next turn, so the ranks stay in step.
         exchange = None if self.store is None else StoreExchange(self.store, self.ranks, self.rank, label)
@@ -131,16 +106,7 @@ class Ranks:
         """Run a block on every rank: all leave it normally, or all raise. Blocks must not be nested.
 
         A rank whose block raises or is interrupted tells the others at once; they raise when they reach the end of
-        their own block.
-
-        Args:
-            label: What the block does, as a verb phrase: it follows "failed to" in errors.
-            timeout: The longest wait for the others after the block, in seconds.
-
-        Raises:
-            ArgumentError: As :meth:`exchange`.
-            RankError: Another rank failed; the text holds its cause.
-            RankTimeout: Another rank did not arrive.
+        their own block, as :meth:`exchange` does. ``timeout`` is the longest wait for the others after the block.
         """
         phase = Phase()
         try:
@@ -152,15 +118,7 @@ class Ranks:
         phase.results = self.exchange(label, phase.payload, timeout=timeout)
 
     def leader(self, *, timeout: float) -> int:
-        """Return the lowest rank on this rank's node, which asks the hub for all of them. Costs one exchange.
-
-        Args:
-            timeout: The longest wait for the others, in seconds.
-
-        Raises:
-            RankError: Another rank failed.
-            RankTimeout: Another rank did not arrive.
-        """
+        """Return the lowest rank on this rank's node, which asks the hub for all of them. Costs one exchange."""
         hosts = self.exchange("find the ranks of this node", host_identity(), timeout=timeout)
         return self.ranks[hosts.index(hosts[self.index(self.rank)])]
 

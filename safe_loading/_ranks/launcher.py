@@ -37,60 +37,34 @@ _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 @dataclass(frozen=True)
 class Launcher:
-    """The place of this process on its node, as its launcher set it.
+    """The place of this process on its node, as its launcher set it."""
 
-    Attributes:
-        local_rank: The rank on this node, from 0; ``None`` for a single process.
-        rank_variable: The environment variable that holds the rank; ``None`` where no variable does.
-        local_size: How many ranks share this node; ``None`` where the launcher does not tell.
-        size_variable: The environment variable that holds this number.
-    """
-
-    local_rank: int | None = None
+    local_rank: int | None = None  # from 0; None for a single process, which LOCAL_RANK=-1 means too
     rank_variable: str | None = None
-    local_size: int | None = None
+    local_size: int | None = None  # how many ranks share this node; None where the launcher does not tell
     size_variable: str | None = None
 
 
 @dataclass(frozen=True)
 class VisibleDevices:
-    """One environment variable that restricts which devices this process sees.
-
-    Attributes:
-        variable: Its name.
-        value: Its value.
-        entries: The devices that it lists, as written: numbers, or UUIDs of GPUs and of MIG slices.
-    """
+    """One environment variable that restricts which devices this process sees."""
 
     variable: str
     value: str
-    entries: tuple[str, ...]
+    entries: tuple[str, ...]  # as written: numbers, or UUIDs of GPUs and MIG slices; none hides every device
 
 
 def local_rank() -> int:
-    """Return this process's rank on its node; 0 for a single process.
-
-    Raises:
-        DeviceError: A variable of the launcher is malformed.
-    """
+    """Return this process's rank on its node; 0 for a single process."""
     return read_launcher(os.environ).local_rank or 0
 
 
 def read_launcher(environ: Mapping[str, str]) -> Launcher:
-    """Read this process's place on its node from the environment.
+    """Read this process's place on its node from the environment; a single process has no local rank there.
 
     The order is ``LOCAL_RANK``, the MPI launchers, then Slurm; the global ``RANK`` is never used.
     Slurm sets ``SLURM_LOCALID`` in batch scripts too, so it is used only inside a step of several tasks. A variable
-    that is set to an empty value counts as not set.
-
-    Args:
-        environ: The environment, usually ``os.environ``.
-
-    Returns:
-        The place; it has no local rank for a single process (which ``LOCAL_RANK=-1`` means too).
-
-    Raises:
-        DeviceError: A variable holds something that no launcher writes.
+    that is set to an empty value counts as not set. One that holds what no launcher writes raises DeviceError.
     """
     for rank_variable, size_variable in _LAUNCHERS:
         local_rank = _integer(environ, rank_variable)
@@ -103,15 +77,7 @@ def read_launcher(environ: Mapping[str, str]) -> Launcher:
 
 
 def read_visible_devices(environ: Mapping[str, str], device_type: str) -> tuple[VisibleDevices, ...]:
-    """Return the variables that restrict the visible devices of a type, with what each of them lists.
-
-    Args:
-        environ: The environment, usually ``os.environ``.
-        device_type: The ``type`` of a ``torch.device``.
-
-    Returns:
-        One for each variable that is set. An empty value has no entries: it hides every device.
-    """
+    """Return the variables that restrict the visible devices of a type (``torch.device.type``) and are set."""
     return tuple(
         VisibleDevices(variable, environ[variable], _entries(environ[variable]))
         for variable in _VISIBLE_DEVICES.get(device_type, ())

@@ -47,12 +47,7 @@ def process_entry(rank: int) -> str:
 
 
 def ended_processes(entries: str, ranks: Collection[int]) -> dict[int, int]:
-    """Return the process id of each rank whose process has ended.
-
-    Args:
-        entries: What :func:`process_entry` returned on the ranks of this neighborhood, joined.
-        ranks: The ranks to look at.
-    """
+    """Return the process ids of the ranks that have ended; ``entries`` are what :func:`process_entry` returned, joined."""
     ended = {}
     for entry in entries.split(";"):
         if entry:

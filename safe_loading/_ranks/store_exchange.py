@@ -67,10 +67,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 def next_exchange_failure(store: RankStore, members: tuple[int, ...], rank: int) -> str | None:
     """Return why the next exchange would fail, or None: a rank has failed already, or its process has ended.
 
-    Args:
-        store: The store that all the ranks see.
-        members: The ranks, ascending.
-        rank: This rank, which has exchanged with them before.
+    This rank has exchanged with the members before, and they are in ascending order.
     """
     name = _members_key(members)
     with _turns_lock:
@@ -110,11 +107,7 @@ def _describe_ended(ended: Mapping[int, int]) -> str:
 class StoreExchange:
     """One exchange of a set of ranks. Making it takes the next turn, so every rank must make it, and use it once.
 
-    Args:
-        store: The store that all the ranks see.
-        members: The ranks, ascending.
-        rank: This rank, one of them.
-        label: What the ranks do, as a verb phrase: it follows "failed to" in errors.
+    ``label`` is what the ranks do, as a verb phrase: it follows "failed to" in errors.
     """
 
     def __init__(self, store: RankStore, members: tuple[int, ...], rank: int, label: str) -> None:
@@ -125,16 +118,7 @@ class StoreExchange:
         self._arrived = False
 
     def share(self, payload: str, timeout: float) -> list[Any]:
-        """Post a payload, and return what all the ranks posted, in their order.
-
-        Args:
-            payload: JSON.
-            timeout: The longest wait, in seconds.
-
-        Raises:
-            RankError: Another rank failed, the ranks do different things, or the store is gone.
-            RankTimeout: A rank did not arrive.
-        """
+        """Post a payload (JSON), wait ``timeout`` seconds at most, and return what all ranks posted, in their order."""
         result = self._with_store_errors(lambda: self._share(payload, timeout))
         if "text" in result:
             raise (RankTimeout if result["timeout"] else RankError)(result["text"])

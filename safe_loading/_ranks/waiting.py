@@ -35,19 +35,12 @@ _CAUSE_SECONDS = 2.0  # a closed connection is seen before the process that clos
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
-    """How a block of :meth:`Ranks.together` waits for collectives.
-
-    Attributes:
-        ranks: Who takes part.
-        label: The label of the block.
-        device: Where the tensors of the collectives are.
-        timeout: The longest wait for one collective, in seconds.
-    """
+    """How a block of :meth:`Ranks.together` waits for collectives."""
 
     ranks: Ranks
-    label: str
-    device: torch.device
-    timeout: float
+    label: str  # of the block
+    device: torch.device  # where the tensors of the collectives are
+    timeout: float  # the longest wait for one collective, in seconds
 
     def begin(self, start: Callable[[], _T]) -> _T:
         """Start a collective. It fails at once where a rank has closed its connection; errors as :meth:`work`."""
@@ -57,12 +50,7 @@ class Waiting:
             raise self._explain(error) from error
 
     def work(self, work: dist.Work | None, peer: str = "the other ranks") -> None:
-        """Wait for a collective, or for a message to or from ``peer``.
-
-        Raises:
-            RankError: A rank failed or ended; the text holds the cause.
-            RankTimeout: It took too long.
-        """
+        """Wait for a collective, or for a message to or from ``peer``; a rank that failed or ended raises RankError."""
         if work is None:
             return
         if self.device.type != "cpu":

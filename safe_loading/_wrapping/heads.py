@@ -99,16 +99,9 @@ def missing_heads(model: nn.Module) -> list[str]:
 
 
 def saved_head(folder: Path, key: str, module: nn.Module, config: PeftConfig | None) -> dict[str, torch.Tensor]:
-    """Return the state of a head from an adapter's folder.
+    """Return the state of the head at ``key``, its path in the file, from a folder that ``save_pretrained`` wrote.
 
-    Args:
-        folder: A folder that ``save_pretrained`` wrote.
-        key: The path of the head, as it is in the file.
-        module: A module like the one that was saved.
-        config: The adapter's config.
-
-    Raises:
-        AdapterError: The folder does not hold exactly this head.
+    The folder must hold exactly the tensors of ``module``, which is like the one that was saved.
     """
     facts = read_adapter(Resolved(str(folder), folder, None))
     prompts = bool(config is not None and config.is_prompt_learning)

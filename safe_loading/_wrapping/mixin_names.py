@@ -36,11 +36,7 @@ _OF_EVERY_CLASS = frozenset(dir(type("Plain", (), {"__call__": None, "__annotati
 
 
 def check_mixin(mixin: object) -> None:
-    """Refuse what is not a mixin.
-
-    Raises:
-        ArgumentError: It does not derive from Transparent alone, or has no ``__call__``.
-    """
+    """Refuse what does not derive from Transparent alone, or has no ``__call__``."""
     if not (isinstance(mixin, type) and issubclass(mixin, Transparent)):
         shown, name = (mixin.__name__,) * 2 if isinstance(mixin, type) else (f"{mixin!r:.60}", "Mine")
         raise ArgumentError(
@@ -60,11 +56,7 @@ def check_names(
 ) -> list[str]:
     """Return the reasons why a model cannot be wrapped in a mixin with this state, one per line.
 
-    Args:
-        model: The model, as it is now.
-        mixin: A mixin that passed :func:`check_mixin`.
-        state: What becomes attributes of the model.
-        also: Further classes that the model will have when it is wrapped.
+    The mixin has passed :func:`check_mixin`. ``also``: further classes that the model will have when it is wrapped.
     """
     if any(issubclass(mixin, other) or issubclass(other, mixin) for other in mixins_of(type(model))):
         return [f"the model is wrapped in {mixin.__name__} already; call unwrap_transparent first."]

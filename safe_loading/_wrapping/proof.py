@@ -72,10 +72,8 @@ class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 def prove(model: nn.Module, within: nn.Module | None, example: Mapping[str, object] | None) -> tuple[CallProof, ...]:
     """Return whether code around ``model`` would be reached in each mode, and leave the model as it was.
 
-    Args:
-        model: The model, not yet wrapped in the class in question.
-        within: The module that is called, if ``model`` is a part of it.
-        example: The keyword arguments of one call; None makes up four tokens.
+    ``within`` is the module that is called, if ``model`` is a part of it. Without an ``example``, the keyword arguments
+    of one call, four tokens are made up.
     """
     root = model if within is None else within
     snapshot = Snapshot(root)
@@ -94,11 +92,7 @@ def prove(model: nn.Module, within: nn.Module | None, example: Mapping[str, obje
 
 
 def refuse_unreached(mixin: type[Transparent], proofs: tuple[CallProof, ...]) -> None:
-    """Refuse code that would not run in one of the modes.
-
-    Raises:
-        WrapError: Names the modes, and why.
-    """
+    """Refuse code that would not run in one of the modes; the message names the modes, and why."""
     bypassed = [f"{proof.mode}: {proof.how}." for proof in proofs if proof.runs is False]
     if bypassed:
         raise WrapError(f"The code of {mixin.__name__} would not run; nothing was changed:", bypassed)

@@ -29,17 +29,11 @@ _LOCK = threading.Lock()
 
 @dataclasses.dataclass
 class Route:
-    """A wrapped model that generates in a thread, and the base that ``generate`` calls.
-
-    Attributes:
-        outer: The wrapped model.
-        inner: Its base.
-        entered: Whether the user's code is running. Then a call of the base is for the base itself.
-    """
+    """A wrapped model that generates in a thread, and the base that ``generate`` calls."""
 
     outer: nn.Module
     inner: nn.Module
-    entered: bool = False
+    entered: bool = False  # the user's code is running: a call of the base is now for the base itself
 
 
 class RoutedBase(_Module):

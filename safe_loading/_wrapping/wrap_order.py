@@ -37,12 +37,7 @@ _ENGINE_WRAPPERS = {
 def check_order(model: nn.Module, mixin: str) -> None:
     """Refuse a model that is inside an engine's wrapper, or that contains the real model in a plain wrapper.
 
-    Args:
-        model: The model to wrap.
-        mixin: The name of the class to wrap it in, for the message.
-
-    Raises:
-        WrapError: The wrappers are in the wrong order. The message shows the two lines to write instead.
+    The message shows the two lines to write instead; ``mixin`` is the name of the class to wrap the model in.
     """
     kind = type(model).__name__
     if kind in _ENGINE_WRAPPERS and hasattr(model, _ENGINE_WRAPPERS[kind]):
