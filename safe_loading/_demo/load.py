@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from safe_loading import load_peft_on_rank
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import format_bytes, text_table
-from safe_loading._ranks.contexts import contexts
+from safe_loading._ranks.device_guard import contexts
 from safe_loading.errors import SafeLoadingError
 
 from .torchrun import run_ranks

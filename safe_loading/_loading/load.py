@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
@@ -19,7 +20,7 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding
 from safe_loading._model.snapshot import Snapshot
-from safe_loading._ranks.contexts import one_device, totals
+from safe_loading._ranks.device_guard import one_device
 from safe_loading.errors import AdapterError
 
 from .attach import Adapter, Attached, attach, check_on_meta
@@ -198,8 +199,11 @@ def adapter_part(adapter: Adapter, attached: Attached, device: torch.device, sec
 def _base_part(
     base: torch.nn.Module, source: str, commit: str | None, device: torch.device, seconds: float
 ) -> LoadedPart:
-    count, size, dtypes = totals((*base.parameters(), *base.buffers()))
-    return LoadedPart("base", source, commit, str(device), dtypes, count, size, seconds)
+    # Tensors that share a storage count once.
+    tensors = {tensor.untyped_storage()._cdata: tensor for tensor in (*base.parameters(), *base.buffers())}.values()
+    dtypes = dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
+    size = sum(tensor.nbytes for tensor in tensors)
+    return LoadedPart("base", source, commit, str(device), dtypes, len(tensors), size, seconds)
 
 
 def current_device_findings(device: torch.device) -> list[Finding]:

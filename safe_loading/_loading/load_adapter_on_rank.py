@@ -12,8 +12,14 @@ from peft import PeftModel
 
 from safe_loading._core import progress as _progress
 from safe_loading._core.log import logger
-from safe_loading._ranks.contexts import check_contexts, check_devices, contexts, one_device
-from safe_loading._ranks.device_guard import guarded, own_device
+from safe_loading._ranks.device_guard import (
+    check_contexts,
+    check_devices,
+    contexts,
+    guarded,
+    one_device,
+    own_device,
+)
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank
 from safe_loading.errors import AdapterError, AdapterExists, ArgumentError, DeviceError

@@ -14,8 +14,16 @@ from transformers import PreTrainedModel
 from safe_loading._core import progress as _progress
 from safe_loading._core.log import logger
 from safe_loading._core.paths import path_text
-from safe_loading._ranks.contexts import check_contexts, check_devices, contexts, one_device
-from safe_loading._ranks.device_guard import check_not_shared, device_identity, guarded, own_device
+from safe_loading._ranks.device_guard import (
+    check_contexts,
+    check_devices,
+    check_not_shared,
+    contexts,
+    device_identity,
+    guarded,
+    one_device,
+    own_device,
+)
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.machine import host_identity

@@ -118,7 +118,7 @@ class Stage:
             raise self._system_error(error) from error
 
     def recorded(self, name: str, check: Check) -> JsonObject | None:
-        """Return what an interrupted call recorded about a file of the output, if ``check`` says that it still matches."""
+        """Return what an interrupted call recorded about a file, if ``check`` finds that the file still matches it."""
         facts = self._recorded.get(name)
         path = self.files / name
         if facts is None or not path.is_file() or not check(path, facts):

@@ -1,9 +1,10 @@
-"""The one device of a load, and what a load must leave as it was: the random generators and the current device."""
+"""The one device of a load: which it is, what a load must leave as it was, and that nothing is on another device."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -113,3 +114,44 @@ def guarded(device: torch.device) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(dtype)
+
+
+def contexts() -> frozenset[int]:
+    """Return the CUDA devices on which this process has a primary context; none while CUDA is not initialized."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        return frozenset()
+    has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # only CUDA builds have it
+    return frozenset(index for index in range(torch.cuda.device_count()) if has_context(index))
+
+
+def check_contexts(before: frozenset[int], device: torch.device) -> None:
+    """Fail if a context was made on a device other than ``device``."""
+    own = {device.index} if device.type == "cuda" else set()
+    made = sorted(contexts() - before - own)
+    if made:
+        raise DeviceError(
+            f"This load made a CUDA context (several hundred MB each) on device(s) {made}, which are not this rank's "
+            f"{device}. Something that it called used a device without an index: the model's custom code, or a "
+            f"library. Call torch.cuda.set_device({device.index}) before loading, and report it."
+        )
+
+
+def check_devices(model: torch.nn.Module, device: torch.device) -> None:
+    """Fail if a parameter or buffer is not on ``device``; name every one that is elsewhere."""
+    if all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
+        return  # without listing the names, which takes longer than this check
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    problems = [f"{name} is on {tensor.device}, not on {device}" for name, tensor in tensors if tensor.device != device]
+    raise DeviceError("Not all tensors are on this rank's device:", problems)
+
+
+def one_device(model: torch.nn.Module) -> torch.device:
+    """Return the one device that all parameters of a model are on; fail if there are several, none, or only meta."""
+    counts = Counter(parameter.device for parameter in model.parameters())
+    if len(counts) != 1 or next(iter(counts)).type == "meta":
+        spread = ", ".join(f"{count} on {device}" for device, count in counts.items()) or "none at all"
+        raise DeviceError(
+            f"All parameters of {type(model).__name__} must be on one device; it has {spread}. Load it with "
+            f"load_peft_on_rank, or with from_pretrained(device_map={{'': device}})."
+        )
+    return next(iter(counts))

@@ -8,7 +8,7 @@ import torch
 
 from safe_loading._core.names import nearest
 from safe_loading._core.report import Finding, format_bytes
-from safe_loading._ranks.contexts import contexts
+from safe_loading._ranks.device_guard import contexts
 
 from .audited_model import AuditedModel, size_of
 
