@@ -166,11 +166,7 @@ def _float_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def _write_weights(
     plans: Sequence[FilePlan], job: WriteJob, progress: bool | None
 ) -> tuple[dict[str, WrittenFile], list[str]]:
-    """Write the weight files that an interrupted call has not completed.
-
-    Returns:
-        What is known of the tensors of each file, and the files that the interrupted call had completed.
-    """
+    """Write the missing weight files; return what is known of each file, and which an interrupted call completed."""
     written: dict[str, WrittenFile] = {}
     for plan in plans:
         entry = job.stage.recorded(plan.name, functools.partial(is_complete, plan))

@@ -22,7 +22,7 @@ from safe_loading._model.meta_model import build_on_meta, weights_dtype
 from safe_loading._model.model_config import CONFIG
 from safe_loading.errors import MergeError
 
-from .quantized_base import QuantizedTensor, read_as_plain
+from .quantized_base import PlainCheckpoint, QuantizedTensor, read_as_plain
 
 # Arguments of from_pretrained that say where files are, and not what model is built.
 _NOT_OF_THE_CONFIG = HUB_OPTIONS | {"variant", "trust_remote_code"}
@@ -30,38 +30,20 @@ _NOT_OF_THE_CONFIG = HUB_OPTIONS | {"variant", "trust_remote_code"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MergeBase:
-    """The base of a merge.
-
-    Attributes:
-        source: What the user wrote.
-        folder: Where it lies.
-        commit: The hub's commit; None for a local folder.
-        kwargs: More arguments of its ``from_pretrained``.
-        config: Its parsed config.json; empty where there is none.
-        checkpoint: Its weight files. Of a quantized base, the plain tensors that its codes stand for.
-        quantized: What those tensors are on disk, by their name.
-        stale_headers: The files whose headers do not describe ``checkpoint``, because tensors of them are quantized or
-            only describe quantized ones.
-    """
+    """The base of a merge, opened once; ``kwargs`` are more arguments of its ``from_pretrained``."""
 
     source: str
     folder: Path
-    commit: str | None
+    commit: str | None  # None for a local folder
     kwargs: EngineKwargs
-    config: JsonObject
-    checkpoint: Checkpoint
-    quantized: Mapping[str, QuantizedTensor]
-    stale_headers: frozenset[str]
+    config: JsonObject  # its config.json; empty where there is none
+    checkpoint: Checkpoint  # of a quantized base, the plain tensors that its codes stand for
+    quantized: Mapping[str, QuantizedTensor]  # what those are on disk
+    stale_headers: frozenset[str]  # the files whose headers do not describe ``checkpoint``
 
     @functools.cached_property
     def model_config(self) -> PreTrainedConfig:
-        """The config as transformers reads it, without the entries that ``kwargs`` change.
-
-        Raises:
-            CheckpointNotFound: There is no config.json.
-            CheckpointError: transformers refuses it.
-            ArgumentError: It needs code that is not trusted.
-        """
+        """The config as transformers reads it, without the entries that ``kwargs`` change."""
         return base_config(self.folder, self.kwargs, self.config or None)
 
     @functools.cached_property
@@ -75,12 +57,7 @@ class MergeBase:
         return config  # type: ignore[no-any-return]  # a PreTrainedConfig
 
     def on_meta(self, model_class: Any, *, num_labels: int | None = None) -> PreTrainedModel:
-        """Return the base on meta, in the dtype of its config; its class may raise anything.
-
-        Args:
-            model_class: The auto class or model class.
-            num_labels: The labels of its head; None takes those of the config.
-        """
+        """Return the base on meta, in the dtype of its config; its class may raise anything."""
         config = copy.deepcopy(self._changed_config)  # the model keeps it, and whoever builds may change it
         if num_labels is not None:
             config.num_labels = num_labels
@@ -92,32 +69,16 @@ class MergeBase:
 
 
 def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dequantize: bool) -> MergeBase:
-    """Read the config and the headers of a base.
-
-    Args:
-        resolved: Where it lies.
-        kwargs: More arguments of its ``from_pretrained``.
-        dequantize: Whether a quantized base is taken as the plain one that it stands for; else it is refused.
-
-    Raises:
-        CheckpointError: A file is missing or damaged, or (:class:`PickleRefused`) a pickle.
-        MergeError: The base is quantized, and that is refused or not known here.
-    """
+    """Read the config and the headers of a base; with ``dequantize`` a quantized one is taken as the plain one."""
     checkpoint = read_checkpoint(resolved.folder, variant=kwargs.get("variant"), kind="model")
     path = resolved.folder / CONFIG
     config = read_json_object(path) if path.is_file() else {}
     quantization = config.get("quantization_config")
-    quantized: Mapping[str, QuantizedTensor] = {}
-    stale_headers: frozenset[str] = frozenset()
-    if quantization:
-        if not dequantize:
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            raise MergeError(
-                f"{path} says that the base is quantized ({method}); adding to its codes would be wrong. Merge into "
-                f"the base that it was made from, and quantize the result; or pass dequantize=True, which writes a "
-                f"plain one."
-            )
-        checkpoint, quantized, stale_headers = read_as_plain(checkpoint, config)
-    return MergeBase(
-        resolved.source, resolved.folder, resolved.commit, kwargs, config, checkpoint, quantized, stale_headers
-    )
+    if quantization and not dequantize:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise MergeError(
+            f"{path} says that the base is quantized ({method}); adding to its codes would be wrong. Merge into the "
+            f"base that it was made from, and quantize the result; or pass dequantize=True, which writes a plain one."
+        )
+    plain = read_as_plain(checkpoint, config) if quantization else PlainCheckpoint(checkpoint, {}, frozenset())
+    return MergeBase(resolved.source, resolved.folder, resolved.commit, kwargs, config, *plain)

@@ -17,32 +17,20 @@ REPEATABLE = ("pissa", "olora")
 
 @dataclasses.dataclass(frozen=True)
 class BaseChangingInit:
-    """How one adapter changed the weight of one layer before it was trained.
-
-    Attributes:
-        kind: ``init_lora_weights`` of the adapter.
-        rank: The layer's rank.
-        scaling: The layer's scaling.
-        transposed: Whether the weight is stored as (inputs, outputs).
-    """
+    """How one adapter changed the weight of one layer before it was trained; ``kind`` is its ``init_lora_weights``."""
 
     kind: str
     rank: int
     scaling: float
-    transposed: bool
+    transposed: bool  # whether the weight is stored as (inputs, outputs)
 
     def subtract_from(self, weight: torch.Tensor) -> torch.Tensor:
         """Return what the init leaves of a weight, in its dtype; needs several times the weight in float32."""
         base = SimpleNamespace(weight=torch.nn.Parameter(weight.clone(), requires_grad=False))
         # peft's methods read these attributes of the layer alone, and put what is left into the base's weight.
-        layer: Any = SimpleNamespace(
-            get_base_layer=lambda: base,
-            fan_in_fan_out=self.transposed,
-            r={"init": self.rank},
-            scaling={"init": self.scaling},
-            lora_A={"init": torch.nn.Linear(1, 1, bias=False)},
-            lora_B={"init": torch.nn.Linear(1, 1, bias=False)},
-        )
+        facts = {"r": {"init": self.rank}, "scaling": {"init": self.scaling}, "fan_in_fan_out": self.transposed}
+        factors = {name: {"init": torch.nn.Linear(1, 1, bias=False)} for name in ("lora_A", "lora_B")}
+        layer: Any = SimpleNamespace(get_base_layer=lambda: base, **facts, **factors)
         with torch.no_grad():
             if self.kind == "olora":
                 lora.LoraLayer.olora_init(layer, "init")  # type: ignore[no-untyped-call]  # peft's

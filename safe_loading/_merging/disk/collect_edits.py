@@ -35,17 +35,9 @@ _PEFT_LEVELS = frozenset({"base_layer", "original_module", "modules_to_save"})
 
 
 def collect_edits(base: torch.nn.Module, adapters: Sequence[Adapter]) -> tuple[list[Edit], list[str]]:
-    """Attach the adapters to their base and return what they do to each of its parameters.
+    """Attach the adapters to their base on meta; return an edit for each parameter they change, and all problems.
 
-    Args:
-        base: The base on meta, to which the adapters are attached here.
-        adapters: The adapters, in the order in which they are merged.
-
-    Returns:
-        An edit for each parameter that changes, and the problems of those that cannot be merged.
-
-    Raises:
-        AdapterError: An adapter does not fit the base.
+    Raises AdapterError when an adapter does not fit the base.
     """
     collector = _Collector(base)  # before peft puts its wrappers into the base, which rename the parameters
     model = _attach_all(base, adapters)
@@ -57,29 +49,18 @@ def collect_edits(base: torch.nn.Module, adapters: Sequence[Adapter]) -> tuple[l
 
 @dataclasses.dataclass(eq=False)
 class _ParameterRecord:
-    """What is known of one parameter while the adapters are read.
+    """What is known of one parameter while the adapters are read."""
 
-    Attributes:
-        names: Its names in the base; several when it is tied.
-        shape: Its shape.
-        inits: As in :class:`WeightChange`.
-        updates: As in :class:`WeightChange`.
-        rows: As in :class:`WeightChange`.
-        values: What replaces it, by the name under which an adapter does so.
-        modules: The modules under which an adapter changes it in any way.
-        updated_modules: Those under which it is added to, or rows of it are replaced.
-        saved_names: The names under which ``modules_to_save`` replaces it. peft copies such a module, so a tie does
-            not carry its values to the other names.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # in the base; several when it is tied
     shape: tuple[int, ...]
+    # As in WeightChange:
     inits: list[BaseChangingInit] = dataclasses.field(default_factory=list)
     updates: dict[tuple[int, ...], Update] = dataclasses.field(default_factory=dict)
     rows: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
-    values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    modules: set[str] = dataclasses.field(default_factory=set)
-    updated_modules: set[str] = dataclasses.field(default_factory=set)
+    values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # by the name that is replaced
+    modules: set[str] = dataclasses.field(default_factory=set)  # under which an adapter changes it in any way
+    updated_modules: set[str] = dataclasses.field(default_factory=set)  # under which it has updates or rows
+    # The names that modules_to_save replaces. peft copies such a module, so a tie does not carry its values on.
     saved_names: set[str] = dataclasses.field(default_factory=set)
 
     def change(self, value: torch.Tensor | None, *, updated: bool) -> WeightChange:
@@ -93,15 +74,7 @@ class _ParameterRecord:
 
 
 class _Collector:
-    """Collects what adapters do to the parameters of a base.
-
-    Args:
-        base: The base, before anything is attached to it.
-
-    Attributes:
-        records: What is known of each parameter that changes, by the ``id`` that it had then.
-        problems: What cannot be merged, a line each.
-    """
+    """Collects what adapters do to the parameters of a base, before and after they are attached to it."""
 
     def __init__(self, base: torch.nn.Module) -> None:
         # By module and attribute: peft's MultiheadAttention replaces the base's Parameters whenever it is walked.
@@ -109,7 +82,7 @@ class _Collector:
         for tensor in inventory(base):
             for name, (module, attribute) in zip(tensor.names, tensor.places, strict=True):
                 self._parameters.setdefault((id(module), attribute), (name, tensor))
-        self.records: dict[int, _ParameterRecord] = {}
+        self.records: dict[int, _ParameterRecord] = {}  # by the id of the parameter before peft came
         self.problems: list[str] = []
 
     def collect_base_weights(self, model: PeftModel, adapters: Sequence[Adapter]) -> None:
@@ -279,13 +252,7 @@ class _LayerUpdate(NamedTuple):
 
 
 def _layer_updates(path: str, layer: LoraLayer, order: Sequence[str]) -> tuple[list[_LayerUpdate], list[str]]:
-    """Return what the adapters add to the parameters of one layer, and why something cannot be merged.
-
-    Args:
-        path: The layer's name, for the problems.
-        layer: The layer, on meta; its factors are real.
-        order: The adapters, in the order in which they are merged.
-    """
+    """Return what the adapters add to the parameters of one layer, and why something cannot be merged."""
     names = [name for name in order if name in adapters_of(layer)]
     wraps_parameter = type(layer) is ParamWrapper
     if not names or not is_lora_layer(layer):

@@ -17,16 +17,10 @@ from .sources import MergeSources
 
 
 def find_changes(sources: MergeSources, dtype: torch.dtype | None) -> tuple[Changes, dict[str, str]]:
-    """Return what changes on disk, and the new dtype of each tensor that gets another one.
+    """Return what changes on disk, and the new dtype of each tensor that gets one; a ``dtype`` of None keeps all.
 
-    Args:
-        sources: What is merged.
-        dtype: The dtype of the output's float tensors; None leaves each as it is.
-
-    Raises:
-        AdapterError: An adapter does not fit the base.
-        CheckpointError: The base does not fit its own config.
-        MergeError: It fits, and cannot be merged; every reason is in ``problems``.
+    Raises AdapterError or CheckpointError when adapter, base and config do not fit one another, and MergeError with
+    every reason when they fit and cannot be merged.
     """
     base = sources.base
     adapters = [prepare(name, facts, is_trainable=False) for name, facts in sources.adapters.items()]

@@ -20,7 +20,6 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
@@ -35,7 +34,7 @@ from safe_loading._model.tensors import all_names, inventory
 from safe_loading.errors import MergeError
 
 from .base import MergeBase
-from .changes import FLOATS, NAMES, Changes
+from .changes import FLOATS, NAMES, Changes, info_of
 
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
 _REPLACING_LEVELS = re.compile(r"\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module)(?=\.)")
@@ -43,30 +42,17 @@ _REPLACING_LEVELS = re.compile(r"\.(?:modules_to_save(?:\.[^.]+)?|base_layer|ori
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OutputModel:
-    """The model of the output, on meta.
-
-    Attributes:
-        model: The model. Adapters are attached to it later.
-        layout: Where its parameters lie in the base's checkpoint.
-        num_labels: The labels of its head, where the caller or an adapter says how many.
-        resized: The weights of which the adapters' vocabulary has other rows than the base's, and how many.
-        ties: All names of each parameter, by each of them.
-    """
+    """The model of the output, on meta; adapters are attached to it later."""
 
     model: PreTrainedModel
     layout: CheckpointLayout
-    num_labels: int | None
-    resized: Mapping[str, int]
-    ties: Mapping[str, tuple[str, ...]]
+    num_labels: int | None  # of its head, where the caller or an adapter says how many
+    resized: Mapping[str, int]  # weights of which the adapters' vocabulary has other rows, and how many
+    ties: Mapping[str, tuple[str, ...]]  # all names of each parameter, by each of them
 
 
 def build_output_model(base: MergeBase, adapters: Sequence[Adapter]) -> OutputModel:
-    """Build the base on meta as the adapters need it, and check that its checkpoint fits.
-
-    Raises:
-        CheckpointError: The base does not fit its own config.
-        MergeError: The base cannot be built on meta.
-    """
+    """Build the base on meta as the adapters need it, and check that its checkpoint fits."""
     model_class = auto_class_for(adapters[0].facts, base.model_config)
     model, num_labels = _with_head(base, model_class, adapters)
     layout = read_layout(model, base.checkpoint.tensors)
@@ -128,13 +114,7 @@ def _shapes_in_adapters(parameter: str, adapters: Sequence[Adapter]) -> Iterator
 
 
 def adapt_config(changes: Changes, output: OutputModel, base: MergeBase) -> None:
-    """Bring config and tensors of the output in line, and note as problems what its class would not find.
-
-    Args:
-        changes: What changes; its config, dropped and added tensors, findings and problems are added to.
-        output: The model of the output.
-        base: The base.
-    """
+    """Bring config and tensors of the output in line, and note as problems what its class would not find."""
     config = output.model.config
     if output.resized:
         text = config.get_text_config()
@@ -150,17 +130,9 @@ def adapt_config(changes: Changes, output: OutputModel, base: MergeBase) -> None
             changes.config["label2id"] = {f"LABEL_{number}": number for number in labels}
         changes.dropped |= _no_longer_known(base, output.layout)
     if changes.dropped:
-        names = sorted(changes.dropped)
-        changes.findings.append(
-            Finding(
-                "tensors-left-behind",
-                "info",
-                ", ".join(names[:4]),
-                f"{len(names)} tensor(s) of the base are no part of a {architecture}, which the adapter makes of it.",
-                "none.",
-                sum(base.checkpoint.tensors[name].nbytes for name in names),
-            )
-        )
+        names, nbytes = sorted(changes.dropped), sum(base.checkpoint.tensors[name].nbytes for name in changes.dropped)
+        why = f"{len(names)} tensor(s) of the base are no part of a {architecture}, which the adapter makes of it."
+        changes.findings.append(Finding("tensors-left-behind", "info", ", ".join(names[:4]), why, "none.", nbytes))
     if changes.config and not changes.problems:
         changes.problems += _not_found(changes, output, base)
     if base.quantized:
@@ -211,7 +183,7 @@ def _not_found(changes: Changes, output: OutputModel, base: MergeBase) -> list[s
         if source is not None:
             tensors[name] = tensors[source]
     for name, value in changes.values.items():
-        tensors[name] = TensorInfo(name, NAMES[value.dtype], tuple(value.shape), 0, value.nbytes)
+        tensors[name] = info_of(name, value)
     layout, state = read_layout(model, tensors), model.state_dict()
     problems = [f"{name}: {why}" for name, why in layout.opaque.items() if name in state and "the checkpoint" in why]
     # What neither the base nor an adapter has may still be a name that the base ties to another one.
@@ -256,27 +228,23 @@ def cast_dtypes(changes: Changes, output: OutputModel, base: MergeBase, dtype: t
 
 
 def new_config(config: JsonObject, changed: Mapping[str, object]) -> JsonObject:
-    """Return a config with some entries changed.
+    """Return a copy of a config with new values; a dotted key is that of a nested config, None takes an entry out.
 
-    Args:
-        config: The config, which is not changed itself.
-        changed: The new values. A dotted key is that of a nested config; None takes an entry out. ``dtype`` and
-            ``tie_word_embeddings`` are changed in each nested config that has them, too.
+    ``dtype`` and ``tie_word_embeddings`` are changed in each nested config that has them, too.
     """
     document = copy.deepcopy(config)
     configs = [document, *(nested for nested in document.values() if isinstance(nested, dict))]
     for name, value in changed.items():
         if name == "dtype":
-            for part, key in itertools.product(configs, ("dtype", "torch_dtype")):
-                if key in part:
-                    part[key] = value
+            for nested, key in itertools.product(configs, ("dtype", "torch_dtype")):
+                if key in nested:
+                    nested[key] = value
             if "torch_dtype" not in document:
                 document["dtype"] = value
             continue
-        if name == "tie_word_embeddings":
-            for part in configs:
-                if name in part:
-                    part[name] = value
+        for nested in configs if name == "tie_word_embeddings" else ():
+            if name in nested:
+                nested[name] = value
         if value is None:
             document.pop(name, None)
             continue

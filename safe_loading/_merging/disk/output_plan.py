@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,32 +21,20 @@ from .changes import NAMES, ChangedRows, Changes
 from .quantized_base import QuantizedTensor
 
 Action = Literal["copied", "cast", "merged", "replaced", "re-tied", "added"]
-_FILE_PATTERN = "model{suffix}.safetensors"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TensorPlan:
-    """One tensor of the output.
-
-    Attributes:
-        target: Its name, dtype, shape and place in the output.
-        action: What is done, in the words of the report.
-        source: The tensor of the base that it is made from; None when nothing of the base is in it.
-        path: The file of the base that holds ``source``.
-        rows: The rows that change, in their order, without overlap.
-        columns: The elements of a row of the matrix that it is seen as.
-        value: What takes the place of ``source`` in a tensor that is replaced whole.
-        quantized: What ``source`` is on disk when it is quantized there.
-    """
+    """One tensor of the output."""
 
     target: TensorInfo
     action: Action
-    source: TensorInfo | None
-    path: Path | None
-    rows: tuple[ChangedRows, ...] = ()
-    columns: int = 1
-    value: torch.Tensor | None = None
-    quantized: QuantizedTensor | None = None
+    source: TensorInfo | None  # the tensor of the base that it is made from
+    path: Path | None  # the file of the base that holds ``source``
+    rows: tuple[ChangedRows, ...] = ()  # in their order, without overlap
+    columns: int = 1  # of the matrix that it is seen as
+    value: torch.Tensor | None = None  # what takes the place of ``source`` in a tensor that is replaced whole
+    quantized: QuantizedTensor | None = None  # what ``source`` is on disk when it is quantized there
 
     @property
     def is_copy(self) -> bool:
@@ -56,34 +45,19 @@ class TensorPlan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FilePlan:
-    """One weight file of the output.
-
-    Attributes:
-        name: Its name, relative to the folder.
-        header: The bytes of its header, the length in front.
-        tensors: Its tensors, in the order of their bytes.
-        nbytes: The size of the whole file.
-        same_as: The file of the base that it is byte for byte; None when something changes.
-    """
+    """One weight file of the output."""
 
     name: str
-    header: bytes
-    tensors: tuple[TensorPlan, ...]
+    header: bytes  # the length in front
+    tensors: tuple[TensorPlan, ...]  # in the order of their bytes
     nbytes: int
-    same_as: Path | None
+    same_as: Path | None  # the file of the base that it is byte for byte
 
 
 def plan_files(
     base: MergeBase, changes: Changes, dtypes: Mapping[str, str], max_shard_size: int | None
 ) -> list[FilePlan]:
-    """Plan every weight file.
-
-    Args:
-        base: The base.
-        changes: What changes.
-        dtypes: The new dtype of each tensor that gets another one, by its name.
-        max_shard_size: The most bytes of tensors in a file; None keeps the base's files.
-    """
+    """Plan every weight file; ``dtypes`` has only tensors that get another one, and no shard size keeps the files."""
     checkpoint = base.checkpoint
     files: dict[str, list[TensorPlan]] = {}
     for file, header in checkpoint.headers.items():
@@ -135,7 +109,7 @@ def _sharded(files: Mapping[str, Iterable[TensorPlan]], max_shard_size: int) -> 
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.target.nbytes,
-        filename_pattern=_FILE_PATTERN,
+        filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
     return {file: [tensors[name] for name in names] for file, names in split.filename_to_tensors.items()}
@@ -166,18 +140,15 @@ def _describes(header: Header, tensors: Sequence[TensorPlan]) -> bool:
 def _new_layout(tensors: Sequence[TensorPlan], metadata: Mapping[str, str]) -> tuple[list[TensorPlan], bytes]:
     """Lay the tensors out anew, the widest dtypes first as safetensors does, so that each is aligned to its dtype."""
     order = sorted(tensors, key=lambda tensor: -BITS[tensor.target.dtype])
+    ends = list(itertools.accumulate(tensor.target.nbytes for tensor in order))
     document: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
-    at = 0
-    for tensor in order:
-        info, end = tensor.target, at + tensor.target.nbytes
-        document[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, end]}
-        at = end
+    for info, end in zip((tensor.target for tensor in order), ends, strict=True):
+        offsets = [end - info.nbytes, end]
+        document[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": offsets}
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # so that the first tensor is aligned too
-    placed, start = [], 8 + len(text)
-    for tensor in order:
-        info, end = tensor.target, start + tensor.target.nbytes
-        place = TensorInfo(info.name, info.dtype, info.shape, start, end)
-        placed.append(dataclasses.replace(tensor, target=place))
-        start = end
+    placed, first = [], 8 + len(text)
+    for tensor, end in zip(order, ends, strict=True):
+        target = tensor.target._replace(start=first + end - tensor.target.nbytes, stop=first + end)
+        placed.append(dataclasses.replace(tensor, target=target))
     return placed, len(text).to_bytes(8, "little") + text

@@ -16,19 +16,13 @@ from safe_loading._merging.weights.update import Term, Update
 from safe_loading._model.layout.disk_blocks import DiskBlock, Moved, Whole, take
 from safe_loading._model.layout.layout import CheckpointLayout
 
-from .changes import FLOATS, NAMES, ChangedRows, Changes, Edit, WeightChange
+from .changes import FLOATS, ChangedRows, Changes, Edit, WeightChange, info_of
 
 _IN_MEMORY = "Load the model, merge it with merge_lora_inplace and save it with save_pretrained"
 
 
 def place_edits(edits: Iterable[Edit], layout: CheckpointLayout, tensors: Mapping[str, TensorInfo]) -> Changes:
-    """Find the tensors on disk that each edit changes.
-
-    Args:
-        edits: What happens to the parameters.
-        layout: Where each parameter lies in the checkpoint.
-        tensors: The tensors of the checkpoint.
-    """
+    """Find the tensors on disk that each edit changes."""
     placer = _Placer(layout, tensors)
     for edit in edits:
         placer.place(edit)
@@ -41,11 +35,7 @@ class _CannotPlaceError(Exception):
 
 
 class _Placer:
-    """Places edits one after the other.
-
-    Attributes:
-        changes: What changes on disk, so far.
-    """
+    """Places edits one after the other; ``changes`` is what they change on disk, so far."""
 
     def __init__(self, layout: CheckpointLayout, tensors: Mapping[str, TensorInfo]) -> None:
         self.changes = Changes()
@@ -81,7 +71,7 @@ class _Placer:
         """Put the changed rows of each tensor in order, and refuse those that cannot be merged."""
         for name, rows in self._rows.items():
             value = self.changes.values.get(name)
-            info = self._tensors[name] if value is None else _info_of(name, value)
+            info = self._tensors[name] if value is None else info_of(name, value)
             rows.sort(key=lambda changed: changed.start)  # the writer goes through a tensor once, from its first row
             if any(one.stop > following.start for one, following in itertools.pairwise(rows)):
                 self.changes.problems.append(f"{name}: two changes of the same rows")
@@ -119,17 +109,13 @@ class _Placer:
             if name in edit.changes:
                 self._place_on(name, edit.shape, edit.changes[name], own)
         self.changes.config["tie_word_embeddings"] = False
-        self.changes.findings.append(
-            Finding(
-                "no-longer-tied",
-                "info",
-                ", ".join(edit.names),
-                f"they are one weight in the base, and {edit.untied_because}; in the output each has a tensor of its "
-                f"own, and tie_word_embeddings of its config is false.",
-                "none; an adapter trained with ensure_weight_tying=True leaves them tied.",
-                self._tensors[source].nbytes,
-            )
+        why = (
+            f"they are one weight in the base, and {edit.untied_because}; in the output each has a tensor of its own, "
+            f"and tie_word_embeddings of its config is false."
         )
+        fix = "none; an adapter trained with ensure_weight_tying=True leaves them tied."
+        where, nbytes = ", ".join(edit.names), self._tensors[source].nbytes
+        self.changes.findings.append(Finding("no-longer-tied", "info", where, why, fix, nbytes))
 
     def _place_on(self, name: str, shape: tuple[int, ...], change: WeightChange, whole: Whole) -> None:
         """Make a change in the blocks of disk tensors that a parameter of that name and shape is made of."""
@@ -160,7 +146,7 @@ class _Placer:
         self.changes.values[tensor] = value.contiguous()
         shape, zeros = tuple(value.shape), (0,) * value.dim()
         block = DiskBlock(tensor, zeros, tuple(range(value.dim())), zeros, shape)
-        self._add_rows(name, shape, change, block, _info_of(tensor, value))
+        self._add_rows(name, shape, change, block, info_of(tensor, value))
 
     def _add_rows(
         self, name: str, shape: tuple[int, ...], change: WeightChange, block: DiskBlock, info: TensorInfo
@@ -175,10 +161,6 @@ class _Placer:
 
 def _is_one_tensor(whole: Whole) -> bool:
     return len(whole.pieces) == 1 and whole.pieces[0].size == whole.shape
-
-
-def _info_of(name: str, value: torch.Tensor) -> TensorInfo:
-    return TensorInfo(name, NAMES[value.dtype], tuple(value.shape), 0, value.nbytes)
 
 
 def _in_disk_order(change: WeightChange, moved: Moved) -> tuple[WeightChange, Whole]:

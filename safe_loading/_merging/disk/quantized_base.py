@@ -20,51 +20,33 @@ from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.quantized.decode import decode_four_bits, decode_fp8, decode_nested_scales
 from safe_loading.errors import MergeError
 
+from .changes import FLOATS
+
 _STATE = ".quant_state.bitsandbytes__"  # and the kind of code: transformers' name for bitsandbytes' own description
-_PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 _INT8 = 7.874015718698502e-3  # 1 / 127, as bitsandbytes writes it in int8_vectorwise_dequant
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A weight that the disk holds as codes.
+    """A weight that the disk holds as codes; ``shape`` is that of the weight they stand for."""
 
-    Attributes:
-        kind: ``"fp8"``, ``"4 bits"`` or ``"8 bits"``.
-        info: The codes.
-        shape: Of the weight that they stand for.
-        scales: The tensors that decode them (scales, tables), with the file of each, by their role.
-        facts: What bitsandbytes wrote of its 4-bit code; for fp8 the ``block`` of a scale.
-    """
-
-    kind: str
-    info: TensorInfo
+    kind: str  # "fp8", "4 bits" or "8 bits"
+    info: TensorInfo  # the codes
     shape: tuple[int, int]
-    scales: Mapping[str, tuple[Path, TensorInfo]]
-    facts: JsonObject
+    scales: Mapping[str, tuple[Path, TensorInfo]]  # all that decodes them, with its file, by its role
+    facts: JsonObject  # what bitsandbytes wrote of its 4-bit code; for fp8 the ``block`` of a scale
 
 
 class PlainCheckpoint(NamedTuple):
-    """A quantized checkpoint, described as the plain one that it stands for.
+    """A quantized checkpoint, described as the plain one that it stands for."""
 
-    Attributes:
-        checkpoint: Without the tensors that only describe codes, and with quantized weights in the dtype of the config.
-        quantized: What those weights are on disk, by their name.
-        stale_headers: The files whose headers on disk do not describe ``checkpoint``.
-    """
-
-    checkpoint: Checkpoint
-    quantized: Mapping[str, QuantizedTensor]
-    stale_headers: frozenset[str]
+    checkpoint: Checkpoint  # without what only describes codes, and with weights in the dtype of the config
+    quantized: Mapping[str, QuantizedTensor]  # what those weights are on disk
+    stale_headers: frozenset[str]  # the files whose headers on disk do not describe ``checkpoint``
 
 
 class Decoder:
-    """Reads rows of one quantized weight; its scales are in memory as long as it is.
-
-    Args:
-        weight: The weight.
-        source: The descriptor of the file with the codes.
-    """
+    """Reads rows of one quantized weight from an open file; its scales are in memory as long as it is."""
 
     def __init__(self, weight: QuantizedTensor, source: int) -> None:
         self._weight, self._source = weight, source
@@ -98,15 +80,7 @@ class Decoder:
 
 
 def read_as_plain(checkpoint: Checkpoint, config: JsonObject) -> PlainCheckpoint:
-    """Describe a quantized checkpoint as the plain one that it stands for.
-
-    Args:
-        checkpoint: The base, quantized by bitsandbytes, or in fp8 with ``weight_scale_inv``.
-        config: Its config.json.
-
-    Raises:
-        MergeError: It is quantized in another way.
-    """
+    """Describe a checkpoint quantized by bitsandbytes, or in fp8 with ``weight_scale_inv``, as a plain one."""
     dtype = _plain_dtype(config)
     quantized = {
         name: weight for name in checkpoint.tensors if (weight := _quantized(name, checkpoint, config)) is not None
@@ -115,7 +89,7 @@ def read_as_plain(checkpoint: Checkpoint, config: JsonObject) -> PlainCheckpoint
     suffixes = (".weight_format", f"{_STATE}nf4", f"{_STATE}fp4")
     descriptions |= {name for name in checkpoint.tensors if name.endswith(suffixes)}
     weights = {name: info for name, info in checkpoint.tensors.items() if name not in descriptions}
-    unknown = [n for n, info in weights.items() if n not in quantized and info.dtype not in _PLAIN]
+    unknown = [n for n, info in weights.items() if n not in quantized and info.dtype not in FLOATS]
     if unknown or not quantized:
         method = config.get("quantization_config", {}).get("quant_method")
         raise MergeError(

@@ -24,37 +24,25 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What was written, and from what.
-
-    Attributes:
-        sources: What was merged.
-        plans: Every weight file of the output.
-        written: What is known of the tensors of each file.
-        resumed: The files that an interrupted call had written.
-        small_files: The names of the other files.
-        dropped: The tensors that were left behind.
-        findings: What is worth knowing.
-    """
+    """What was written, and from what."""
 
     sources: MergeSources
     plans: Sequence[FilePlan]
     written: Mapping[str, WrittenFile]
-    resumed: Sequence[str]
+    resumed: Sequence[str]  # the files that an interrupted call had written
     small_files: Sequence[str]
-    dropped: Sequence[str]
+    dropped: Sequence[str]  # the tensors that were left behind
     findings: Sequence[Finding]
 
 
 def job_of(sources: MergeSources, options: Mapping[str, object]) -> JsonObject:
     """Return what decides the bytes of the output: a second call goes on only when it is the same."""
-    files = {}
-    headers = sources.base.checkpoint.headers
-    for name, path in {**{name: header.path for name, header in headers.items()}, **sources.carried}.items():
-        facts = path.stat()
-        # A base that was written again is another job, even where its sizes are the same.
-        files[name] = [facts.st_size, facts.st_mtime_ns, facts.st_ino]
+    weights = {name: header.path for name, header in sources.base.checkpoint.headers.items()}
+    facts = {name: path.stat() for name, path in {**weights, **sources.carried}.items()}
+    # A base that was written again is another job, even where its sizes are the same.
+    files = {name: [fact.st_size, fact.st_mtime_ns, fact.st_ino] for name, fact in facts.items()}
     return {
-        "versions": versions(),
+        "versions": _versions(),
         "base": str(sources.base.folder.resolve()),
         "files": files,
         "adapters": dict(sources.digests),
@@ -63,13 +51,7 @@ def job_of(sources: MergeSources, options: Mapping[str, object]) -> JsonObject:
 
 
 def is_complete(plan: FilePlan, path: Path, entry: JsonObject) -> bool:
-    """Return whether a file of an interrupted call is what the plan says.
-
-    Args:
-        plan: The file.
-        path: Where the interrupted call wrote it.
-        entry: What the journal says about it: its header must be the planned one, its tensors have these hashes.
-    """
+    """Return whether a file of an interrupted call has the planned header, and the hashes of its ``entry``."""
     written = from_journal(entry["tensors"])
     if entry.get("bytes") != plan.nbytes or written.keys() != {tensor.target.name for tensor in plan.tensors}:
         return False
@@ -94,25 +76,22 @@ def _has_hash(file: BinaryIO, tensor: TensorPlan, sha256: str | None) -> bool:
 
 def report_file(sources: MergeSources, plans: Sequence[FilePlan], written: Mapping[str, WrittenFile]) -> bytes:
     """Return ``merge_report.json``: nothing in it but what follows from the inputs, so that a repeat is the same."""
+    tensors = {}
+    for plan in plans:
+        for tensor in plan.tensors:
+            known = written[plan.name][tensor.target.name]
+            entry = {"file": plan.name, "action": tensor.action, "max_delta": known.largest, "sha256": known.sha256}
+            tensors[tensor.target.name] = entry
     document = {
         "base": {"source": sources.base.source, "commit": sources.base.commit},
         "adapters": _adapters(sources),
-        "versions": versions(),
-        "tensors": {
-            tensor.target.name: {
-                "file": plan.name,
-                "action": tensor.action,
-                "max_delta": written[plan.name][tensor.target.name].largest,
-                "sha256": written[plan.name][tensor.target.name].sha256,
-            }
-            for plan in plans
-            for tensor in plan.tensors
-        },
+        "versions": _versions(),
+        "tensors": tensors,
     }
     return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Return the versions that decide the bytes, and the names of tensors."""
     versions = {}
     for name in ("safe-loading", "torch", "transformers", "peft"):
@@ -133,18 +112,8 @@ def make_report(output: Path, outcome: Outcome, seconds: float) -> MergeReport:
             info, known = tensor.target, outcome.written[plan.name][tensor.target.name]
             if fresh and tensor.source is not None and tensor.value is None:
                 bytes_read += tensor.source.nbytes
-            tensors.append(
-                MergedTensor(
-                    info.name,
-                    plan.name,
-                    tensor.action,
-                    info.dtype,
-                    info.nbytes,
-                    known.seconds,
-                    known.largest,
-                    known.sha256,
-                )
-            )
+            result = (info.nbytes, known.seconds, known.largest, known.sha256)
+            tensors.append(MergedTensor(info.name, plan.name, tensor.action, info.dtype, *result))
     return MergeReport(
         output=str(output),
         base={"source": sources.base.source, "commit": sources.base.commit},

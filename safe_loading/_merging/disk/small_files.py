@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from safe_loading._checkpoint.files import open_regular
@@ -85,28 +85,22 @@ def _choose_tokenizer(sources: MergeSources, changes: Changes) -> tuple[dict[str
         why = "the vocabulary is the adapter's" if resized else "the base has none"
         has_template = _has_template(theirs)
         kept = {n: path for n, path in ours.items() if not is_tokenizer(n) or (is_template(n) and not has_template)}
-        return {**kept, **theirs}, [_of_adapter(adapter, sorted(theirs), why)]
+        return {**kept, **theirs}, [_taken(adapter, theirs, why)]
     templates = {name: path for name, path in theirs.items() if is_template(name)}
     findings = []
     if templates and not _has_template(ours):
         ours |= templates
-        findings.append(_of_adapter(adapter, sorted(templates), "the base has no chat template"))
+        findings.append(_taken(adapter, templates, "the base has no chat template"))
     differ = [n for n, path in theirs.items() if n not in ours or _content(ours[n]) != _content(path)]
     if differ:
-        findings.append(
-            Finding(
-                "tokenizer-of-base",
-                "info",
-                str(adapter.folder),
-                f"its {', '.join(sorted(differ))} differ; the vocabulary is the base's, so the base's stay.",
-                "copy the adapter's into the output if the model was trained with them.",
-            )
-        )
+        why = f"its {', '.join(sorted(differ))} differ; the vocabulary is the base's, so the base's stay."
+        fix = "copy the adapter's into the output if the model was trained with them."
+        findings.append(Finding("tokenizer-of-base", "info", str(adapter.folder), why, fix))
     return ours, findings
 
 
-def _of_adapter(adapter: AdapterFacts, names: Sequence[str], why: str) -> Finding:
-    message = f"{', '.join(names)} are the adapter's: {why}."
+def _taken(adapter: AdapterFacts, names: Iterable[str], why: str) -> Finding:
+    message = f"{', '.join(sorted(names))} are the adapter's: {why}."
     return Finding("tokenizer-of-adapter", "info", str(adapter.folder), message, "none.")
 
 

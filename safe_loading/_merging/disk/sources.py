@@ -19,20 +19,9 @@ from safe_loading.errors import ArgumentError
 
 from .base import MergeBase, open_base
 
-TEMPLATES = frozenset({"chat_template.jinja", "chat_template.json"})
-TOKENIZER = TEMPLATES | {
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "spiece.model",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-}
+_TEMPLATES = frozenset({"chat_template.jinja", "chat_template.json"})
+_VOCABULARIES = {"vocab.json", "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model"}
+_TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"}
 
 # Other formats of the same weights, what training left, and what describes an adapter or an earlier merge.
 _WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ot", *PICKLE_SUFFIXES)
@@ -42,21 +31,13 @@ _TEMPLATE_FOLDER = "additional_chat_templates"
 
 @dataclasses.dataclass(frozen=True)
 class MergeSources:
-    """What is merged.
-
-    Attributes:
-        base: The base.
-        adapters: The adapters, by the names that they get, in the order in which they are merged.
-        digests: The SHA-256 of each adapter.
-        carried: The other files of the base that belong to the output, by their name there.
-        left_out: The names of its files that do not.
-    """
+    """What is merged: a base, the adapters in the order of merging, and what else belongs to the output."""
 
     base: MergeBase
     adapters: Mapping[str, AdapterFacts]
-    digests: Mapping[str, str]
-    carried: Mapping[str, Path]
-    left_out: tuple[str, ...]
+    digests: Mapping[str, str]  # the SHA-256 of each adapter
+    carried: Mapping[str, Path]  # the other files of the base that belong to the output, by their name there
+    left_out: tuple[str, ...]  # the names of its files that do not
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -71,11 +52,7 @@ def merge_request(
     adapter_subfolder: str | None,
     base_kwargs: EngineKwargs,
 ) -> LoadRequest:
-    """Return what a call asks for; the arguments are those of ``merge_lora_checkpoint``.
-
-    Raises:
-        ArgumentError: There is no adapter, or ``base_kwargs`` holds what the call decides itself.
-    """
+    """Return what a call asks for; the arguments are those of ``merge_lora_checkpoint``."""
     several = isinstance(adapter, Sequence) and not isinstance(adapter, (str, bytes))
     adapters: Sequence[Source] = [*adapter] if several else [adapter]  # type: ignore[list-item,misc]  # checked below
     path_text(base.source, "base_model")
@@ -84,48 +61,36 @@ def merge_request(
     if not adapters:
         raise ArgumentError("adapter is empty; pass a folder or hub id, or several.")
     check_base_kwargs(base_kwargs)
-    names = ["default"] if len(adapters) == 1 else [f"adapter_{number}" for number in range(1, len(adapters) + 1)]
-    return LoadRequest(
-        dict(zip(names, adapters, strict=True)), base, adapter_revision, adapter_subfolder, base_kwargs=base_kwargs
-    )
+    named = {f"adapter_{number}": source for number, source in enumerate(adapters, 1)}
+    named = {"default": adapters[0]} if len(adapters) == 1 else named
+    return LoadRequest(named, base, adapter_revision, adapter_subfolder, base_kwargs=base_kwargs)
 
 
 def open_sources(request: LoadRequest, *, dequantize: bool = False) -> MergeSources:
-    """Find base and adapters, and read everything of them but tensors.
-
-    Args:
-        request: What the call asks for.
-        dequantize: Whether a quantized base is taken as the plain one that it stands for.
-
-    Raises:
-        CheckpointNotFound: Something is not there.
-        CheckpointError: A file is damaged, or (:class:`PickleRefused`) a pickle.
-        MergeError: The base is quantized.
-    """
+    """Find base and adapters, and read everything of them but tensors."""
     choose = base_files({"variant": request.base_kwargs.get("variant")})
 
     def with_all_that_belongs(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
         weights = choose(names, fetch)
-        return [*weights, *sorted(name for name in names if name not in weights and belongs(name))]
+        return [*weights, *sorted(name for name in names if name not in weights and _belongs(name))]
 
     resolved = resolve_all(request, choose_adapter=_with_tokenizer, choose_base=with_all_that_belongs)
     base = open_base(resolved.require_base(), request.base_kwargs, dequantize=dequantize)
-    carried, left_out = _other_files(base.checkpoint)
     digests = {name: digest(facts) for name, facts in resolved.adapters.items()}
-    return MergeSources(base, resolved.adapters, digests, carried, left_out)
+    return MergeSources(base, resolved.adapters, digests, *_other_files(base.checkpoint))
 
 
 def is_tokenizer(name: str) -> bool:
     """Return whether a file belongs to a tokenizer, its chat templates included."""
-    return name in TOKENIZER or is_template(name)
+    return name in _TOKENIZER or name in _VOCABULARIES or is_template(name)
 
 
 def is_template(name: str) -> bool:
     """Return whether a file is a chat template."""
-    return name in TEMPLATES or name.startswith(f"{_TEMPLATE_FOLDER}/")
+    return name in _TEMPLATES or name.startswith(f"{_TEMPLATE_FOLDER}/")
 
 
-def belongs(name: str) -> bool:
+def _belongs(name: str) -> bool:
     """Return whether a file of the base that is not a weight file belongs to the output."""
     folder, _, file = name.rpartition("/")
     if folder not in ("", _TEMPLATE_FOLDER) or file.startswith(".") or file in _LEFT_OUT:
@@ -146,7 +111,7 @@ def _other_files(checkpoint: Checkpoint) -> tuple[dict[str, Path], tuple[str, ..
             continue
         if checkpoint.index is not None and path == checkpoint.index.path:
             continue
-        if belongs(name):
+        if _belongs(name):
             carried[name] = path
         else:
             left_out.append(name)

@@ -35,17 +35,11 @@ WRITE_BACK_BYTES = 16 << 20  # how much is handed to the disk at once
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What is known of a tensor that was written.
+    """What is known of a tensor that was written."""
 
-    Attributes:
-        sha256: Its hash; None when none was taken.
-        largest: The largest absolute change of an element; None when nothing was added to it.
-        seconds: The time that a thread spent on it; 0 when an interrupted call wrote it.
-    """
-
-    sha256: str | None
-    largest: float | None
-    seconds: float = 0.0
+    sha256: str | None  # None when no hash was taken
+    largest: float | None  # the largest absolute change of an element; None when nothing was added
+    seconds: float = 0.0  # the time of a thread; 0 when an interrupted call wrote it
 
 
 WrittenFile = dict[str, Written]
@@ -64,32 +58,16 @@ def from_journal(tensors: JsonObject) -> WrittenFile:
 
 @dataclasses.dataclass(frozen=True)
 class WriteJob:
-    """How files are written.
-
-    Attributes:
-        stage: Where; each file is recorded there as soon as it is complete.
-        device: Where blocks are merged.
-        threads: How many threads work.
-        hashes: Whether the SHA-256 of each tensor is taken on the way.
-    """
+    """How files are written; each is recorded in the stage as soon as it is complete."""
 
     stage: Stage
     device: torch.device
     threads: int
-    hashes: bool
+    hashes: bool  # whether the SHA-256 of each tensor is taken on the way
 
 
 def write_files(plans: Sequence[FilePlan], job: WriteJob, advance: Callable[[int], None]) -> dict[str, WrittenFile]:
-    """Write files.
-
-    Args:
-        plans: The files.
-        job: How they are written.
-        advance: Called with a number of bytes that were written, in any thread.
-
-    Returns:
-        What is known of the tensors of each file.
-    """
+    """Write files; ``advance`` is called with a number of bytes that were written, in any thread."""
     memory = _ThreadMemory()
     inputs = _Inputs(plans)
     with (
@@ -126,14 +104,10 @@ class _ThreadMemory(threading.local):
 
 
 class _Disk:
-    """Context manager: two threads that wait for the disk in the place of those that compute.
-
-    Attributes:
-        stop: Set when something failed; nothing more is begun then.
-    """
+    """Two threads that wait for the disk in the place of those that compute."""
 
     def __init__(self) -> None:
-        self.stop = threading.Event()
+        self.stop = threading.Event()  # set when something failed; nothing more is begun then
         self._hints = concurrent.futures.ThreadPoolExecutor(1, "merge-hints")
         self._syncs = concurrent.futures.ThreadPoolExecutor(1, "merge-syncs")
         self._pending_syncs: list[concurrent.futures.Future[None]] = []
@@ -210,18 +184,13 @@ class _Inputs:
 
 
 class _OutputFile:
-    """One file of the output: opened by the first task, handed to the disk by the last.
-
-    Attributes:
-        plan: The file.
-        written: What is known of its tensors, so far.
-    """
+    """One file of the output: opened by the first task, handed to the disk by the last."""
 
     def __init__(
         self, plan: FilePlan, job: WriteJob, advance: Callable[[int], None], inputs: _Inputs, disk: _Disk
     ) -> None:
         self.plan, self._job, self._advance, self._inputs, self._disk = plan, job, advance, inputs, disk
-        self.written: WrittenFile = {}
+        self.written: WrittenFile = {}  # so far
         self._tasks_left = max(1, len(plan.tensors))
         self._guard = threading.Lock()
         self._target = -1

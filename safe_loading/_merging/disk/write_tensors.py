@@ -28,20 +28,7 @@ Change = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class TensorWriter:
-    """Writes one tensor.
-
-    Args:
-        plan: The tensor.
-        source: The descriptor of the base's file; -1 when nothing of the base is read.
-        target: The descriptor of the output's file.
-        buffers: The thread's memory.
-        device: Where blocks are merged.
-        hashed: Whether the SHA-256 is taken.
-        in_place: Whether the bytes are in the output already (its file is a clone of the base's).
-
-    Attributes:
-        largest: The largest absolute change of an element, so far; None while nothing was merged.
-    """
+    """Writes one tensor; ``source`` and ``target`` are descriptors, -1 when nothing of the base is read."""
 
     def __init__(
         self,
@@ -52,9 +39,9 @@ class TensorWriter:
         device: torch.device,
         *,
         hashed: bool,
-        in_place: bool = False,
+        in_place: bool = False,  # the output's file is a clone of the base's, which has the bytes already
     ) -> None:
-        self.largest: float | None = None
+        self.largest: float | None = None  # the largest absolute change of an element, so far
         self._plan, self._source, self._target = plan, source, target
         self._buffers, self._device, self._in_place = buffers, device, in_place
         self._remainder: tuple[int, torch.Tensor] | None = None  # the first row, and what the inits left of them
@@ -163,7 +150,7 @@ class TensorWriter:
             return lambda block, start: self._rounded(_rows_of(value, start - first, len(block)).clone(), start)
         # Where the dtype changes, the sum is kept in float64, and rounded once to the other dtype.
         wide = self._from is not self._to or self._decoder is not None
-        dtype = torch.float64 if wide else block_dtype(self._from)
+        dtype = torch.float64 if wide else _torch_dtype(self._from)
         merger, offset = self._mergers.pop(changed.update, None), changed.first - changed.start
         if merger is None:
             merger = RowMerger(changed.update, dtype, self._device, rows=rows)
@@ -214,7 +201,7 @@ class TensorWriter:
 
     def _rounded(self, block: torch.Tensor, start: int) -> torch.Tensor:
         """Return the rows in the dtype of the output, each element rounded once; ``block`` may be overwritten."""
-        out = self._buffers.tensor("out", block_dtype(self._to), *block.shape)
+        out = self._buffers.tensor("out", _torch_dtype(self._to), *block.shape)
         if block.dtype is torch.float64:
             round_into(block.cpu(), out)
         else:
@@ -225,7 +212,7 @@ class TensorWriter:
 
     def _not_finite(self, start: int, count: int) -> str:
         plan = self._plan
-        largest = f"{torch.finfo(block_dtype(self._to)).max:g}"
+        largest = f"{torch.finfo(_torch_dtype(self._to)).max:g}"
         path = plan.path if plan.value is None else "the adapter"
         return (
             f"{path}: {plan.target.name}: in the rows from {start} to {start + count - 1}, a merged element is "
@@ -235,12 +222,8 @@ class TensorWriter:
         )
 
 
-def block_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """Return a dtype that torch has.
-
-    Raises:
-        ValueError: It is None; plans that change such a tensor are refused earlier.
-    """
+def _torch_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """Return a dtype that torch has; plans that change a tensor of another dtype are refused before."""
     if dtype is None:
         raise ValueError("a tensor of a dtype that torch does not have cannot be changed")
     return dtype
