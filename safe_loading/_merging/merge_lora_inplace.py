@@ -156,12 +156,6 @@ def _merged_before(jobs: list[LayerMerge]) -> list[Finding]:
     if not names:
         return []
     count = sum(1 for job in jobs if job.merged_before)
-    return [
-        Finding(
-            "merged-before",
-            "info",
-            f"{count} of {len(jobs)} layers",
-            f"{names} were merged already, and stay so.",
-            "none; call unmerge_adapter() before the merge if they should not be in it.",
-        )
-    ]
+    fix = "none; call unmerge_adapter() before the merge if they should not be in it."
+    where, why = f"{count} of {len(jobs)} layers", f"{names} were merged already, and stay so."
+    return [Finding("merged-before", "info", where, why, fix)]

@@ -35,9 +35,7 @@ def carry_out(
 ) -> None:
     """Write, mark and unload the layers of a plan, group by group; what a group held in memory is freed with it.
 
-    Raises:
-        MergeError: The memory ran out; the message says which layers are merged.
-        KeyboardInterrupt: Ctrl-C was pressed; the current layer was finished first.
+    Ctrl-C is raised once the current layer is finished; MergeError when the memory ran out says what is merged.
     """
     parents = parents_of(tuner.model) if options.unload else {}
     groups, total = plan.groups, len(plan.groups)
@@ -67,9 +65,7 @@ def carry_out(
 def _merge_layer(job: LayerMerge, offloaded: OffloadedWeights, options: MergeOptions) -> None:
     """Overwrite the weights of a layer, in the offload store too, and mark it as merged.
 
-    Raises:
-        MemoryError, RuntimeError: The memory ran out before anything of the layer was written.
-        HalfMergedError: It ran out later, and did not suffice for the smallest blocks either.
+    HalfMergedError: the memory ran out after something of the layer was written; MemoryError, RuntimeError: before.
     """
     if job.method in ("peft", "dequantised"):
         return  # merged already

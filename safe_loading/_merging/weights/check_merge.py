@@ -32,14 +32,7 @@ _TIMEOUT = 1800.0  # seconds; the ranks check weights of the same size, so they 
 def check_merge(
     tuner: BaseTuner, plan: MergePlan, offloaded: OffloadedWeights, options: MergeOptions
 ) -> list[Replacement]:
-    """Find out whether all of a plan can be carried out; nothing of the model is written.
-
-    Returns:
-        The plain layers that will replace quantized ones.
-
-    Raises:
-        MergeError: Every reason against it, on every rank.
-    """
+    """Refuse a plan for every reason on every rank; return the plain layers that will replace quantized ones."""
     model: torch.nn.Module = tuner.model
     problems = [*([] if options.dequantize else _refused_by_peft(tuner)), *_wrapped_by_fsdp1(model), *plan.problems]
     if options.unload:

@@ -23,13 +23,7 @@ from .writable_tensors import parents_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replacement:
-    """A plain layer, and the quantized one that it replaces.
-
-    Attributes:
-        path: The path in the model.
-        old: The quantized layer, or the tuner layer around it.
-        new: The plain layer.
-    """
+    """A plain layer, and the quantized one (or the tuner layer around it) that it replaces."""
 
     path: str
     old: torch.nn.Module
@@ -39,16 +33,7 @@ class Replacement:
 def dequantized_layers(
     model: torch.nn.Module, jobs: Sequence[LayerMerge], options: MergeOptions
 ) -> tuple[list[Replacement], list[str]]:
-    """Make the plain layers; the model is not changed.
-
-    Args:
-        model: The base, with its adapters.
-        jobs: All layers of the plan; the quantized ones among them have adapters.
-        options: What was asked for; ``scratch_bytes`` bounds the temporaries besides the values of one layer.
-
-    Returns:
-        A replacement for each quantized layer, with adapters or without; and the problems that forbid making one.
-    """
+    """Make a plain layer for each quantized one, with adapters or without, and list what forbids it."""
     replacements: list[Replacement] = []
     problems: list[str] = []
     for path, layer, names in _quantized_layers(model, jobs):
@@ -77,17 +62,13 @@ def replace_quantized(model: torch.nn.Module, replacements: Sequence[Replacement
             setattr(model, flag, False)
     size = sum(replacement.new.weight.nbytes for replacement in replacements)
     dtypes = sorted({str(replacement.new.weight.dtype).removeprefix("torch.") for replacement in replacements})
-    return [
-        Finding(
-            "dequantised",
-            "info",
-            f"{len(replacements)} layers, for example {replacements[0].path}",
-            f"quantized layers are plain ones in {', '.join(dtypes)} now, {format_bytes(size)}; each element was "
-            f"rounded once, after everything was added.",
-            "none; dequantize=False keeps the model quantized, and rounds what the adapters add to its codes.",
-            size,
-        )
-    ]
+    where = f"{len(replacements)} layers, for example {replacements[0].path}"
+    why = (
+        f"quantized layers are plain ones in {', '.join(dtypes)} now, {format_bytes(size)}; each element was rounded "
+        f"once, after everything was added."
+    )
+    fix = "none; dequantize=False keeps the model quantized, and rounds what the adapters add to its codes."
+    return [Finding("dequantised", "info", where, why, fix, size)]
 
 
 def _quantized_layers(

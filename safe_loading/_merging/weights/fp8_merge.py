@@ -12,12 +12,7 @@ from .update import ROWS, PartlyMergedError, RowMerger, Update
 
 
 def merge_fp8(update: Update, matrix: Fp8Matrix, *, scratch_bytes: int) -> None:
-    """Overwrite an fp8 weight with its merged values.
-
-    Raises:
-        MemoryError, RuntimeError: The memory ran out before anything was written.
-        PartlyMergedError: It ran out later, and again when the same rows were tried once more.
-    """
+    """Overwrite an fp8 weight with its merged values; only PartlyMergedError means that something was written."""
     merger, step = _merger(update, matrix, scratch_bytes), _rows_at_once(matrix)
 
     def merge(start: int) -> None:  # the rows are written by the last operation on them, so this can be repeated

@@ -27,29 +27,16 @@ from .variants import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MatrixUpdate:
-    """A matrix within a weight (all of it, or one expert), and what is added to it.
+    """A matrix within a weight (all of it, or one expert), and what is added to it."""
 
-    Attributes:
-        matrix: A view into the weight's own storage.
-        update: What is added to it.
-        fp8: The same matrix with its scales when it is fp8.
-    """
-
-    matrix: torch.Tensor
+    matrix: torch.Tensor  # a view into the weight's own storage
     update: Update
-    fp8: Fp8Matrix | None = None
+    fp8: Fp8Matrix | None = None  # the same matrix with its scales when it is fp8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MergeTarget:
-    """One weight or bias that a layer's adapters change.
-
-    Attributes:
-        owner: The base module that has it.
-        attribute: Its name there.
-        tensor: Its data.
-        matrices: The matrices that it consists of, with their updates.
-    """
+    """One weight or bias that a layer's adapters change: ``owner.attribute``, whose data are ``tensor``."""
 
     owner: torch.nn.Module
     attribute: str
@@ -75,14 +62,9 @@ def adapters_of(layer: lora.LoraLayer) -> frozenset[str]:
 
 
 def merge_targets(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
-    """Return the weights that merging the adapters ``names``, in this order, into ``layer`` changes.
+    """Return the weights that merging the adapters ``names``, in this order, into a layer changes.
 
-    Args:
-        layer: One for which :func:`is_blocked` is true. Layers nested in it as ``base_layer`` are not included.
-        names: Adapters that the layer has.
-
-    Raises:
-        CannotMergeError: The reason and the fix.
+    :func:`is_blocked` must be true for it. Layers nested in it as ``base_layer`` are not included.
     """
     refuse_impossible(layer, names)
     targets = _BUILDERS[type(layer)](layer, names)
@@ -114,11 +96,7 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_shard(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return this rank's shard of a weight, in its own storage, and where it begins in each dimension.
-
-    Raises:
-        CannotMergeError: A rank does not have its share of the weight in one piece.
-    """
+    """Return this rank's shard of a weight, in its own storage, and where it begins in each dimension."""
     if not isinstance(weight, DTensor):
         return weight, (0,) * weight.dim()
     if any(type(placement) not in (Shard, Replicate) for placement in weight.placements):
@@ -282,16 +260,11 @@ def _matrix_target(base: torch.nn.Module, attribute: str, terms: list[Term], *, 
             f"merge it with merge_lora_checkpoint"
         )
     rows, columns = (slice(at, at + size) for at, size in zip(offsets, shard.shape, strict=True))
-    local_terms = tuple(
-        dataclasses.replace(
-            term,
-            left=term.left[rows],
-            right=term.right[:, columns],
-            magnitude=None if term.magnitude is None else term.magnitude[(rows, columns)[axis]],
-        )
-        for term in terms
-    )
-    update = Update((shard.shape[0], shard.shape[1]), local_terms, axis)
+    local_terms = []
+    for term in terms:
+        magnitude = None if term.magnitude is None else term.magnitude[(rows, columns)[axis]]
+        local_terms.append(Term(term.left[rows], term.right[:, columns], term.scaling, magnitude, term.name))
+    update = Update((shard.shape[0], shard.shape[1]), tuple(local_terms), axis)
     return MergeTarget(base, attribute, shard, (MatrixUpdate(shard, update),))
 
 

@@ -37,27 +37,17 @@ class MergeOptions:
 
 @dataclasses.dataclass(eq=False)
 class LayerMerge:
-    """One outermost tuner layer, and what merging it changes.
-
-    Attributes:
-        path: Its path in the model.
-        layer: The tuner layer.
-        method: How it is merged: in row blocks, by replacing the rows of tokens, by peft, or by a plain layer that
-            replaces a quantized one.
-        names: The adapters that are merged; of nested layers, those of the outermost.
-        targets: The weights that change; empty for the methods of peft and of plain layers, and for a layer whose
-            weight a tied layer changes already.
-        marks: The layers whose ``merged_adapters`` grow, with the names.
-        merged_before: The adapters that the layer had merged already.
-    """
+    """One outermost tuner layer, and what merging it changes."""
 
     path: str
     layer: TunerModule
-    method: Method
-    names: tuple[str, ...]
+    method: Method  # row blocks, rows of tokens, peft's own merge, or a plain layer in place of a quantized one
+    names: tuple[str, ...]  # the adapters that are merged; of nested layers, those of the outermost
+    # The weights that change; empty for the last two methods, and where a tied layer changes the weight already.
     targets: list[MergeTarget | TokenRows] = dataclasses.field(default_factory=list)
+    # The layers whose ``merged_adapters`` grow, with the names.
     marks: list[tuple[TunerModule, tuple[str, ...]]] = dataclasses.field(default_factory=list)
-    merged_before: tuple[str, ...] = ()
+    merged_before: tuple[str, ...] = ()  # the adapters that were merged already
 
     def name_of(self, target: MergeTarget | TokenRows) -> str:
         """Return the name of a weight in the unloaded base model."""
@@ -72,14 +62,9 @@ class LayerMerge:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MergePlan:
-    """What a merge will do.
+    """What a merge will do, and everything that forbids it."""
 
-    Attributes:
-        groups: The layers in order; those of one group write the same memory and are finished together.
-        problems: Everything that forbids the merge.
-    """
-
-    groups: list[list[LayerMerge]]
+    groups: list[list[LayerMerge]]  # those of one group write the same memory and are finished together
     problems: list[str]
 
     @property
@@ -193,11 +178,7 @@ def _check_peft_merge(layer: LoraModule, names: Sequence[str]) -> None:
 
 
 def _check_tensors(job: LayerMerge) -> None:
-    """Refuse targets that cannot be written, and adapters without values.
-
-    Raises:
-        CannotMergeError: The reason and the fix.
-    """
+    """Refuse targets that cannot be written, and adapters without values."""
     for target in job.targets:
         check_tensor(target)
         for matrix in () if isinstance(target, TokenRows) else target.matrices:

@@ -35,20 +35,12 @@ _MERGED_COPY = "merged_copy"  # marks an entry of an offload index whose file wa
 
 @dataclasses.dataclass(eq=False)
 class _OffloadedTensor:
-    """One offloaded tensor.
-
-    Attributes:
-        module: The module that has it.
-        name: Its name there.
-        meta: What the module has in its place while it is not used.
-        loader: accelerate's loader if it lies on disk; None if the store is a tensor in memory.
-        key: Its name in the loader.
-    """
+    """One offloaded tensor: ``module.name``, for which the module has ``meta`` while it is not used."""
 
     module: torch.nn.Module
     name: str
     meta: torch.Tensor
-    loader: OffloadedWeightsLoader | None = None
+    loader: OffloadedWeightsLoader | None = None  # accelerate's, where it lies on disk under ``key``
     key: str = ""
 
     def set(self, value: torch.Tensor) -> None:
@@ -71,12 +63,6 @@ class OffloadedWeights:
     What a hook keeps in memory is the store's own tensor, so it is merged in place. What lies on disk is mapped
     privately: nothing is ever written to a checkpoint or to the caller's offload folder. :meth:`write_back` writes what
     changed to new files, and makes the loader read those.
-
-    Args:
-        model: The model with its adapters.
-
-    Attributes:
-        on_disk: The names of the offloaded parameters of tuner layers that lie on disk, by (id of module, name).
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -86,6 +72,7 @@ class OffloadedWeights:
         self._folders: dict[int, Path] = {}
         self._converted: dict[tuple[int, str], Path] = {}
         self._written_bytes = 0
+        # The names of the parameters of tuner layers that lie on disk, by (id of module, name).
         self.on_disk: dict[tuple[int, str], str] = {}
 
     def __enter__(self) -> OffloadedWeights:
@@ -117,8 +104,7 @@ class OffloadedWeights:
     def write_back(self, changed: Iterable[tuple[torch.nn.Module, str]]) -> None:
         """Write changed weights that lie on disk to files of their own, all of them, and only then point to those.
 
-        Raises:
-            MergeError: A file cannot be written; the loader still reads the weights as they were.
+        If a file cannot be written, the loader still reads the weights as they were.
         """
         entries = []
         for offloaded, loader in self._on_disk(changed):
@@ -141,17 +127,12 @@ class OffloadedWeights:
         folders = sorted(str(folder) for folder in self._folders.values() if self._written_bytes)
         if not folders:
             return []
-        return [
-            Finding(
-                "offloaded-to-new-files",
-                "info",
-                ", ".join(folders),
-                "merged weights that are offloaded to disk lie in new files there; the checkpoint and the files that "
-                "they were read from are unchanged.",
-                "keep the folder as long as the model is used; save_pretrained writes the whole model.",
-                self._written_bytes,
-            )
-        ]
+        why = (
+            "merged weights that are offloaded to disk lie in new files there; the checkpoint and the files that they "
+            "were read from are unchanged."
+        )
+        fix = "keep the folder as long as the model is used; save_pretrained writes the whole model."
+        return [Finding("offloaded-to-new-files", "info", ", ".join(folders), why, fix, self._written_bytes)]
 
     def _bring_in(self) -> None:
         layers = outermost_tuner_layers(self._model)
@@ -265,12 +246,8 @@ def _map_safetensors(path: str | os.PathLike[str], name: str) -> torch.Tensor:
 
 def _index_entry(path: Path, key: str, dtype: torch.dtype) -> dict[str, object]:
     """Return the entry of an offload index, in the form of transformers."""
-    return {
-        "safetensors_file": str(path),
-        "weight_name": key,
-        "dtype": str(dtype).removeprefix("torch."),
-        _MERGED_COPY: True,
-    }
+    name = str(dtype).removeprefix("torch.")
+    return {"safetensors_file": str(path), "weight_name": key, "dtype": name, _MERGED_COPY: True}
 
 
 def _new_folder(inside: str | os.PathLike[str] | None) -> Path:

@@ -22,11 +22,7 @@ _Tensors = dict[str, Any]  # module._parameters or module._buffers, whose values
 
 
 def merge_all_by_peft(jobs: list[LayerMerge], offloaded: OffloadedWeights, *, check_finite: bool) -> list[Finding]:
-    """Let peft merge the layers that are not known here, all of them or none.
-
-    Raises:
-        MergeError: peft failed on a layer; all layers are as they were.
-    """
+    """Let peft merge the layers that are not known here, all of them or none."""
     if not jobs:
         return []
     backup, path, errors = _Backup(), "", dict[str, float]()
@@ -50,16 +46,13 @@ def merge_all_by_peft(jobs: list[LayerMerge], offloaded: OffloadedWeights, *, ch
     backup.move_into_old_storage()
     offloaded.write_back(_base_tensors(jobs))
     kinds = sorted({type(job.layer).__name__ for job in jobs})
-    finding = Finding(
-        "merged-by-peft",
-        "warning",
-        f"{len(jobs)} layers, for example {jobs[0].path}",
+    where = f"{len(jobs)} layers, for example {jobs[0].path}"
+    why = (
         f"{kinds} were merged by peft's own code, which rounds more than once; the copies for undoing it took "
-        f"{format_bytes(backup.bytes)} meanwhile.",
-        "none needed; for quantized weights, merging into the base before it is quantized is best.",
-        backup.bytes,
+        f"{format_bytes(backup.bytes)} meanwhile."
     )
-    return [finding, *_requantized(errors)]
+    fix = "none needed; for quantized weights, merging into the base before it is quantized is best."
+    return [Finding("merged-by-peft", "warning", where, why, fix, backup.bytes), *_requantized(errors)]
 
 
 def _exact_values(job: LayerMerge) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -90,51 +83,34 @@ def _requantized(errors: dict[str, float]) -> list[Finding]:
     if not errors:
         return []
     worst = max(errors, key=lambda path: errors[path])
-    return [
-        Finding(
-            "requantised",
-            "warning",
-            f"{len(errors)} layers, for example {worst}",
-            f"their weights were dequantized, added to, and rounded to codes again. The rounding error is "
-            f"{min(errors.values()):.0%} to {errors[worst]:.0%} of what the adapters add (root mean square).",
-            "merge_lora_inplace(..., dequantize=True) keeps all of it; or merge into the base before it is quantized.",
-        )
-    ]
+    why = (
+        f"their weights were dequantized, added to, and rounded to codes again. The rounding error is "
+        f"{min(errors.values()):.0%} to {errors[worst]:.0%} of what the adapters add (root mean square)."
+    )
+    fix = "merge_lora_inplace(..., dequantize=True) keeps all of it; or merge into the base before it is quantized."
+    return [Finding("requantised", "warning", f"{len(errors)} layers, for example {worst}", why, fix)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _SavedTensor:
-    """One parameter or buffer before the merge.
-
-    Attributes:
-        tensors: The dict of the module that has it.
-        name: Its name there.
-        tensor: The parameter or buffer itself.
-        data: Its data, whose storage it gets back.
-        copy: A copy of the values.
-        attributes: The attributes of the object. bitsandbytes keeps there whether a weight is codes already, and
-            peft's merge changes it.
-    """
+    """One parameter or buffer before the merge: ``tensors[name]`` is ``tensor``."""
 
     tensors: _Tensors
     name: str
     tensor: torch.Tensor
-    data: torch.Tensor
+    data: torch.Tensor  # whose storage it gets back
     copy: torch.Tensor
+    # Of the object. bitsandbytes keeps there whether a weight is codes already, and peft's merge changes it.
     attributes: dict[str, object]
 
 
 class _Backup:
-    """The base weights of the layers that peft merges, copied, since peft may fail in the middle.
-
-    Attributes:
-        bytes: The size of the copies.
-    """
+    """The base weights of the layers that peft merges, copied, since peft may fail in the middle."""
 
     def __init__(self) -> None:
         self._layers: list[Snapshot] = []
         self._tensors: list[_SavedTensor] = []
-        self.bytes = 0
+        self.bytes = 0  # of the copies
 
     def keep(self, layer: TunerModule) -> None:
         """Copy what merging ``layer`` changes."""

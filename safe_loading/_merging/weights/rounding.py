@@ -33,13 +33,7 @@ _BEYOND_FLOAT32 = 29  # bits of a float64's fraction that a float32 does not hav
 
 
 class Rounder:
-    """Writes float64 blocks into a weight of one dtype, each element rounded once to the nearest, ties to even.
-
-    Args:
-        dtype: The dtype of the weight.
-        size: The most elements of one block.
-        device: Where the blocks are.
-    """
+    """Writes float64 blocks into a weight of one dtype, each element rounded once to the nearest, ties to even."""
 
     def __init__(self, dtype: torch.dtype, size: int, device: torch.device) -> None:
         self._dtype = dtype
@@ -82,9 +76,6 @@ class _Frame:
     A frame is made once per shape and kept: to make a view costs as much as a pass over thousands of elements. For the
     same reason the few elements with middles are mended by numpy, whose operators cost a tenth of torch's on a handful
     of elements.
-
-    Attributes:
-        single: The float32.
     """
 
     def __init__(self, dtype: torch.dtype, single: torch.Tensor, low: torch.Tensor) -> None:

@@ -16,19 +16,12 @@ from .variants import CannotMergeError, refuse_own_forward
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenRows:
-    """Rows of a weight that are replaced.
-
-    Attributes:
-        owner: The base module that has the weight.
-        attribute: Its name there.
-        tensor: Its data.
-        rows: ``(row numbers, values)`` for each adapter.
-    """
+    """Rows of a weight, ``owner.attribute``, that are replaced."""
 
     owner: torch.nn.Module
     attribute: str
     tensor: torch.Tensor
-    rows: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    rows: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # (row numbers, values) for each adapter
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -55,11 +48,7 @@ class TokenRows:
 
 
 def token_rows(layer: TrainableTokensLayer, names: Sequence[str]) -> TokenRows:
-    """Return the rows that the adapters ``names`` of a ``TrainableTokensLayer`` replace.
-
-    Raises:
-        CannotMergeError: Two of them train the same token, or peft computes the layer with more than its weight.
-    """
+    """Return the rows that the adapters ``names`` replace; two that train the same token are refused."""
     refuse_own_forward(layer.base_layer, replaces_rows=True)
     try:
         layer._check_overlapping_tokens(list(names))

@@ -18,14 +18,9 @@ def adapters_with_copy(module: ModulesToSaveWrapper, names: Sequence[str] | None
 
 
 def unload_adapters(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[torch.nn.Module, list[Finding]]:
-    """Remove what is left of the adapters: saved modules, wrappers, configs.
+    """Remove what is left of the adapters: saved modules, wrappers, configs; return the base model.
 
-    Args:
-        tuner: The tuner, whose layers are merged.
-        names: The adapters that were merged, whose saved modules stay; None for the active ones.
-
-    Returns:
-        The base model, and a finding if its embedding and head are no longer tied.
+    The saved modules of ``names`` (None: of the active adapters) stay. A finding says if they break a tie.
     """
     for module in tuner.model.modules():
         if isinstance(module, ModulesToSaveWrapper) and names is not None:
@@ -41,16 +36,10 @@ def unload_adapters(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[torc
         return base, []
     config.tie_word_embeddings = False
     size = _untie(base)
-    finding = Finding(
-        "no-longer-tied",
-        "info",
-        type(base).__name__,
-        "the adapter brought an embedding or a head of its own, so the two are no longer the same weight"
-        + (f"; what was tied to them has a copy of its own, {format_bytes(size)}." if size else "."),
-        "none; tie_word_embeddings of the config is now False.",
-        size,
-    )
-    return base, [finding]
+    why = "the adapter brought an embedding or a head of its own, so the two are no longer the same weight"
+    why += f"; what was tied to them has a copy of its own, {format_bytes(size)}." if size else "."
+    fix = "none; tie_word_embeddings of the config is now False."
+    return base, [Finding("no-longer-tied", "info", type(base).__name__, why, fix, size)]
 
 
 def _untie(base: torch.nn.Module) -> int:

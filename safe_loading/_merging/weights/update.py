@@ -38,12 +38,7 @@ def _float64_device(device: torch.device) -> torch.device:
 
 
 class PartlyMergedError(Exception):
-    """The memory ran out before a weight was finished.
-
-    Args:
-        rows: How many rows, from the first, are merged.
-        cause: What went wrong.
-    """
+    """The memory ran out before a weight was finished; ``rows``, from the first, are merged."""
 
     def __init__(self, rows: int, cause: BaseException) -> None:
         super().__init__(f"{rows} rows are merged, the rest is not ({cause})")
@@ -51,37 +46,24 @@ class PartlyMergedError(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Term:
-    """What one adapter adds: ``scaling * left @ right`` in the shape of the weight.
+    """What one adapter adds: ``scaling * left @ right`` in the shape of the weight."""
 
-    Attributes:
-        left: ``(rows, r)``: lora_B of a Linear; lora_A transposed where the weight is stored transposed.
-        right: ``(r, columns)``: lora_A of a Linear; lora_B transposed where the weight is stored transposed.
-        scaling: The factor.
-        magnitude: DoRA's magnitudes, one for each row (``Update.axis`` 0) or column (1); None for a plain LoRA.
-        name: The adapter, for messages.
-    """
-
-    left: torch.Tensor
-    right: torch.Tensor
+    left: torch.Tensor  # (rows, r): lora_B of a Linear; lora_A transposed where the weight is stored transposed
+    right: torch.Tensor  # (r, columns): lora_A of a Linear; lora_B transposed where the weight is stored transposed
     scaling: float
-    magnitude: torch.Tensor | None = None
-    name: str = ""
+    magnitude: torch.Tensor | None = None  # DoRA's, one for each row (Update.axis 0) or column (1)
+    name: str = ""  # of the adapter, for messages
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """Everything that is added to one weight, which is viewed as a matrix.
-
-    Attributes:
-        shape: Rows and columns.
-        terms: In the order in which the adapters are applied. For plain LoRA the order does not matter; a DoRA term
-            scales the sum of the weight and all terms up to its own, by magnitude / norm(weight + its own delta).
-        axis: The dimension along which DoRA's magnitudes lie: 0, one for each row, or 1, one for each column.
-    """
+    """Everything that is added to one weight, which is viewed as a matrix."""
 
     shape: tuple[int, int]
+    # In the order of the adapters. For plain LoRA the order does not matter; a DoRA term scales the sum of the weight
+    # and all terms up to its own, by magnitude / norm(weight + its own delta).
     terms: tuple[Term, ...]
-    axis: int = 0
+    axis: int = 0  # along which DoRA's magnitudes lie: 0, one for each row, or 1, one for each column
 
     @property
     def has_magnitude(self) -> bool:
@@ -98,17 +80,6 @@ class RowMerger:
     """Applies an :class:`Update` to rows of its weight, block by block.
 
     The merged bits of a row do not depend on the blocks, the threads, and the rows that are merged in one call.
-
-    Args:
-        update: What is added.
-        dtype: The dtype of the rows.
-        device: Where the rows are.
-        scratch_bytes: The largest temporary; never less than eight rows.
-        rows: The rows of one block, a multiple of eight, instead of ``scratch_bytes``.
-
-    Attributes:
-        norms: DoRA's norms by index of the term, float64; for ``axis`` 0 filled with the rows that were merged.
-        rows_per_block: The rows of one block, a multiple of eight.
     """
 
     def __init__(
@@ -117,8 +88,8 @@ class RowMerger:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        scratch_bytes: int = 4 * MiB,
-        rows: int | None = None,
+        scratch_bytes: int = 4 * MiB,  # the largest temporary; never less than eight rows
+        rows: int | None = None,  # of one block, a multiple of eight, instead of ``scratch_bytes``
     ) -> None:
         height, columns = update.shape
         self.update = update
@@ -150,6 +121,7 @@ class RowMerger:
             for index, term in enumerate(update.terms)
             if term.magnitude is not None
         }
+        # DoRA's norms by index of the term; for axis 0 filled with the rows that were merged.
         self.norms: dict[int, torch.Tensor] = {
             index: torch.zeros(update.shape[update.axis], dtype=torch.float64, device=device)
             for index in self._magnitude
@@ -172,15 +144,9 @@ class RowMerger:
                     self.norms[index].add_(group)
 
     def merge(self, rows: torch.Tensor, start: int, into: torch.Tensor | None = None) -> None:
-        """Overwrite some rows of the weight with their merged values.
+        """Overwrite rows of the weight, from row ``start`` on, with their merged values; or write these into ``into``.
 
-        Args:
-            rows: The rows.
-            start: Which row of the weight the first one is.
-            into: Where the values are written instead: a tensor of the same shape and dtype.
-
-        Raises:
-            PartlyMergedError: The memory ran out, and again when the block was tried once more.
+        PartlyMergedError says that the memory ran out, and again when the block was tried once more.
         """
         blocks = self._blocks(rows, start)
         targets = blocks if into is None else self._blocks(into, start)
@@ -215,11 +181,7 @@ class RowMerger:
         return list(zip(itertools.accumulate(sizes, initial=start), rows.split_with_sizes(sizes), strict=False))
 
     def _load(self, block: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
-        """Copy rows into the buffer, padded with zeros to whole groups of eight.
-
-        Returns:
-            The buffer, and the number of rows of zeros before the block.
-        """
+        """Copy rows into the buffer, padded with zeros to whole groups of eight; return it and the number in front."""
         count, lead = block.shape[0], first % ROWS
         rows = -(-(lead + count) // ROWS) * ROWS
         values = self._views.get(rows)
@@ -302,8 +264,7 @@ def _sizes(count: int, size: int, first: int = 0) -> list[int]:
 def merge_matrix(update: Update, matrix: torch.Tensor, *, scratch_bytes: int = 4 * MiB) -> dict[int, torch.Tensor]:
     """Overwrite a whole weight, viewed as a matrix, with its merged values.
 
-    Returns:
-        DoRA's norms by index of the term; peft needs them to unmerge.
+    Returned are DoRA's norms by index of the term, which peft needs to unmerge.
     """
     merger = RowMerger(update, matrix.dtype, matrix.device, scratch_bytes=scratch_bytes)
     if update.needs_norms:

@@ -39,11 +39,7 @@ def is_known(variant: object) -> bool:
 
 
 def refuse_impossible(layer: LoraModule, names: Sequence[str]) -> None:
-    """Refuse adapters that no weight can hold, whoever would merge them.
-
-    Raises:
-        CannotMergeError: The reason and the fix.
-    """
+    """Refuse adapters that no weight can hold, whoever would merge them."""
     for name in names:
         reason = _IMPOSSIBLE.get(type(layer.lora_variant.get(name)))
         if reason is not None:
@@ -51,17 +47,10 @@ def refuse_impossible(layer: LoraModule, names: Sequence[str]) -> None:
 
 
 def refuse_own_forward(base: torch.nn.Module, *, replaces_rows: bool = False) -> None:
-    """Refuse an embedding that does more than look up rows of its weight and scale them.
+    """Refuse an embedding, or the head tied to it, that does more than look up rows of its weight and scale them.
 
-    peft adds the delta of an adapter to what such a module returns, and looks up trained tokens without the module.
-
-    Args:
-        base: The embedding, or the head that is tied to it.
-        replaces_rows: Whether the adapter replaces rows (trainable tokens), for which peft calls a function of torch
-            in place of the module.
-
-    Raises:
-        CannotMergeError: The reason and the fix.
+    peft adds the delta of an adapter to what such a module returns, and looks up trained tokens (``replaces_rows``)
+    without the module, by a function of torch.
     """
     kind = type(base).__name__
     if isinstance(base, torch.nn.Linear):

@@ -15,11 +15,7 @@ from .variants import CannotMergeError
 
 
 def check_tensor(target: MergeTarget | TokenRows) -> None:
-    """Refuse a weight that is not a plain float tensor in memory.
-
-    Raises:
-        CannotMergeError: The reason and the fix.
-    """
+    """Refuse a weight that is not a plain float tensor in memory."""
     tensor, what = target.tensor, f"its {target.attribute}"
     if isinstance(tensor, DTensor):
         raise CannotMergeError(
@@ -60,10 +56,7 @@ class SharedMemory:
     """Which parameters and buffers of a model lie in the same memory.
 
     Ranges of addresses are compared, not storages: views of one storage that do not overlap are not tied.
-
-    Args:
-        model: The model, adapters included.
-        replaced: Prefixes of the modules that unloading throws away, whose tensors nobody will read again.
+    Modules whose path begins with one of ``replaced`` are left out: unloading throws them away.
     """
 
     def __init__(self, model: torch.nn.Module, replaced: tuple[str, ...] = ()) -> None:
