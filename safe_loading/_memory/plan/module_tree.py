@@ -13,6 +13,7 @@ import torch
 
 from safe_loading._core.names import ancestors, nearest, without_peft_prefix
 from safe_loading._core.parse_size import Device
+from safe_loading._memory.trace.accelerate_hooks import has_tensors
 from safe_loading._model.quantized.sizes import bytes_of
 from safe_loading._model.tensors import tensor_places
 
@@ -132,9 +133,7 @@ def never_split(model: torch.nn.Module, asked: Iterable[str] | None = None) -> f
 
 
 def cut_model(
-    model: torch.nn.Module,
-    no_split_modules: Iterable[str] | None = None,
-    keep_whole: Collection[str] = (),
+    model: torch.nn.Module, no_split_modules: Iterable[str] | None = None, keep_whole: Collection[str] = ()
 ) -> ModuleTree:
     """Cut a model into units.
 
@@ -180,7 +179,7 @@ class _Cutter:
             if tensor is not None:
                 yield _Cut(prefix + leaf, None)
         for name, child in module._modules.items():
-            if child is None or not _has_tensors(child):
+            if child is None or not has_tensors(child):
                 continue
             if self._is_whole(child, prefix + name, module):
                 yield _Cut(prefix + name, child)
@@ -222,14 +221,6 @@ def _buffers_first(cuts: Iterable[_Cut]) -> list[_Cut]:
         else:
             ordered.append(cut)
     return ordered
-
-
-def _has_tensors(module: torch.nn.Module) -> bool:
-    return any(
-        tensor is not None
-        for inner in module.modules()
-        for tensor in (*inner._parameters.values(), *inner._buffers.values())
-    )
 
 
 def _unit_of(name: str, place: dict[str, int]) -> int:

@@ -249,11 +249,7 @@ class Planner:
         return over
 
     def _result(
-        self,
-        device_map: dict[str, Device],
-        uses: Sequence[DeviceUse],
-        tree: ModuleTree,
-        trace: StepTrace | None = None,
+        self, device_map: dict[str, Device], uses: Sequence[DeviceUse], tree: ModuleTree, trace: StepTrace | None = None
     ) -> DeviceMapPlan:
         """Return the plan; ``trace`` is the step that verified it."""
         request = self.request

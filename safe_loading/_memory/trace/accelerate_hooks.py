@@ -26,9 +26,7 @@ InHook = Callable[[], AbstractContextManager[None]]
 class TracePlacement:
     """Where every tensor is stored, and where every module runs.
 
-    Args:
-        device_map: Module or tensor path to device, as for ``device_map=`` of transformers; ``""`` is all the rest.
-            None puts everything on device 0.
+    The device map is one of transformers, whose ``""`` is all the rest; None puts everything on device 0.
     """
 
     def __init__(self, device_map: Mapping[str, Device] | None) -> None:
@@ -62,20 +60,13 @@ class TracePlacement:
 
 
 def install_hooks(model: torch.nn.Module, placement: TracePlacement, ledger: Ledger, in_hook: InHook) -> None:
-    """Register the hooks on every module; the caller's snapshot of the model removes them.
-
-    Args:
-        model: The model with fake tensors.
-        placement: Where it runs.
-        ledger: What is told which module runs.
-        in_hook: The context in which hooks move tensors.
-    """
+    """Register the hooks on every module; the caller's snapshot of the model removes them."""
     skip_keys: object = getattr(model, "_skip_keys_device_placement", None)
     for name, module in model.named_modules():
         _note_calls(name, module, ledger)
         if not placement.hooked:
             continue
-        if name and placement.entry(name) is not None and _has_tensors(module):
+        if name and placement.entry(name) is not None and has_tensors(module):
             device = fake_device(placement.runs_on(name))
             _send_inputs(module, device, skip_keys, in_hook)
             if placement.is_offloaded(name) and any(p is not None for p in module._parameters.values()):
@@ -91,13 +82,10 @@ def _note_calls(name: str, module: torch.nn.Module, ledger: Ledger) -> None:
     module.register_forward_hook(lambda *_: ledger.leave(name), always_call=True)
 
 
-def _has_tensors(module: torch.nn.Module) -> bool:
-    return any(
-        tensor is not None
-        for inner in module.modules()
-        for tensors in (inner._parameters, inner._buffers)
-        for tensor in tensors.values()
-    )
+def has_tensors(module: torch.nn.Module) -> bool:
+    """Return whether a module, or any module inside it, has a parameter or a buffer."""
+    tensors = (t for inner in module.modules() for t in (*inner._parameters.values(), *inner._buffers.values()))
+    return any(tensor is not None for tensor in tensors)
 
 
 def _send_inputs(

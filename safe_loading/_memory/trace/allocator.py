@@ -30,23 +30,14 @@ class CannotAllocate(MemoryError):
 
 @dataclass(frozen=True)
 class Replay:
-    """The allocator's counters after a list of events, or at the event that failed. All sizes in bytes.
+    """The allocator's counters after a list of events, or at the event that failed. All sizes in bytes."""
 
-    Attributes:
-        allocated_peak_bytes: ``torch.cuda.max_memory_allocated``.
-        reserved_peak_bytes: ``torch.cuda.max_memory_reserved``.
-        allocated_bytes: ``torch.cuda.memory_allocated`` at the end.
-        reserved_bytes: ``torch.cuda.memory_reserved`` at the end.
-        retries: How often the cache was emptied because a request did not fit (``num_alloc_retries``).
-        failed_at: The index of the event that ran out of memory, or None.
-    """
-
-    allocated_peak_bytes: int
-    reserved_peak_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    retries: int
-    failed_at: int | None
+    allocated_peak_bytes: int  # ``torch.cuda.max_memory_allocated``
+    reserved_peak_bytes: int  # ``torch.cuda.max_memory_reserved``
+    allocated_bytes: int  # ``torch.cuda.memory_allocated`` at the end
+    reserved_bytes: int  # ``torch.cuda.memory_reserved`` at the end
+    retries: int  # how often the cache was emptied because a request did not fit (``num_alloc_retries``)
+    failed_at: int | None  # the index of the event that ran out of memory
 
 
 @dataclass(eq=False)
@@ -103,11 +94,9 @@ def segment_size(size: int) -> int:
 def replay(events: Iterable[tuple[int, int]], *, limit: int | None = None, expandable_segments: bool = False) -> Replay:
     """Return what the allocator's counters would show after `events`.
 
-    Args:
-        events: In order: ``(key, size)`` allocates `size` bytes under a key of the caller's choice, ``(key, -1)`` frees
-            them. A size of 0 allocates nothing, as in torch. `EMPTY_CACHE` returns free segments to the driver.
-        limit: The most bytes that may be reserved, such as the card's memory less its context; None for no limit.
-        expandable_segments: The setting of that name in ``PYTORCH_ALLOC_CONF``.
+    In the events ``(key, size)`` allocates `size` bytes under a key of the caller's choice (a size of 0 nothing, as in
+    torch), ``(key, -1)`` frees them, and `EMPTY_CACHE` returns free segments to the driver. The limit is the most bytes
+    that may be reserved, such as the card's memory less its context.
     """
     allocator = CachingAllocator(limit=limit, expandable_segments=expandable_segments)
     addresses: dict[int, int] = {}
@@ -124,23 +113,12 @@ def replay(events: Iterable[tuple[int, int]], *, limit: int | None = None, expan
                 break
         elif size < 0 and key in addresses:
             allocator.free(addresses.pop(key))
-    return Replay(
-        allocator.allocated_peak,
-        allocator.reserved_peak,
-        allocator.allocated,
-        allocator.reserved,
-        allocator.retries,
-        failed_at,
-    )
+    peaks = allocator.allocated_peak, allocator.reserved_peak
+    return Replay(*peaks, allocator.allocated, allocator.reserved, allocator.retries, failed_at)
 
 
 class CachingAllocator:
-    """The allocator of one device and one stream.
-
-    Args:
-        limit: The most bytes it may reserve; None for no limit.
-        expandable_segments: The setting of that name in ``PYTORCH_ALLOC_CONF``.
-    """
+    """The allocator of one device and one stream, which reserves at most `limit` bytes."""
 
     def __init__(self, *, limit: int | None = None, expandable_segments: bool = False) -> None:
         self.allocated = self.allocated_peak = self.reserved = self.reserved_peak = self.retries = 0
@@ -151,11 +129,7 @@ class CachingAllocator:
         self._lowest = TOP_ADDRESS
 
     def malloc(self, request: int) -> int:
-        """Allocate a block for `request` bytes and return its address.
-
-        Raises:
-            CannotAllocate: There is no room under the limit.
-        """
+        """Allocate a block for `request` bytes and return its address; `CannotAllocate` if there is no room."""
         size = round_size(request)
         pool = self._pools[0] if size <= SMALL_SIZE else self._pools[1]
         block = self._take_cached(pool, size) or self._grow(pool, size)
@@ -324,10 +298,7 @@ def _size_when_grown(block: _Block) -> int:
 
 
 def _growable_run(block: _Block, size: int) -> _Block | None:
-    """Return the first block of the run of free address space at `block`, if the run has `size` bytes.
-
-    The run starts at the block before `block` where that one is free.
-    """
+    """Return the first block of the run of free address space around `block`, if the run has `size` bytes."""
     start = block.before if block.before is not None and not block.before.allocated else block
     at: _Block | None = start
     run = 0

@@ -54,14 +54,7 @@ class _Transfer(NamedTuple):
 
 
 class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own __init_subclass__
-    """Records in the ledger what each operation allocates.
-
-    Args:
-        ledger: Where storages are recorded.
-        values: The values of small tensors.
-        cache: The outputs of earlier operations.
-        multi_device: Whether the step runs on several devices, so that the devices of arguments must be compared.
-    """
+    """Records in the ledger what each operation allocates, and what moves from device to device."""
 
     def __init__(self, ledger: Ledger, values: KnownValues, cache: OperationCache, *, multi_device: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch

@@ -20,11 +20,6 @@ class FakeTensors:
 
     Tensors that share a storage get fake tensors that share one, so ties stay ties and are counted once. Of the model's
     own tensors only shape, strides, dtype and storage are read.
-
-    Args:
-        mode: The fake mode.
-        ledger: Where the storages are recorded, as weights, buffers or adapters.
-        placement: Where each tensor is stored.
     """
 
     def __init__(self, mode: FakeTensorMode, ledger: Ledger, placement: TracePlacement) -> None:

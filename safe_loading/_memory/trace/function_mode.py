@@ -22,10 +22,8 @@ class TraceFunctionMode(TorchFunctionMode):
     """Makes tensors of Python values on the right fake device, and arrays and texts of fake tensors.
 
     ``torch.tensor(values, device="cpu:1")`` fills host memory and drops the index of the device, which no other
-    function does. Arrays and texts need content, which fake tensors do not have.
-
-    Args:
-        content: Returns a real tensor with the values of a fake one.
+    function does. Arrays and texts need content, which fake tensors do not have: `content` returns a real tensor with
+    it.
     """
 
     def __init__(self, content: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -22,9 +22,6 @@ def forward_arguments(model: torch.nn.Module) -> dict[str, bool]:
     """Return the arguments of the model's forward by name, and whether each is required.
 
     Where a forward takes ``**kwargs``, the arguments of the model inside it are included.
-
-    Args:
-        model: The model, wrapped or not.
     """
     names: dict[str, bool] = {}
     for _ in range(_MOST_WRAPPERS):
@@ -72,15 +69,9 @@ def _text_config(model: torch.nn.Module) -> object:
 class StepInputs:
     """Makes the input tensors of a step, with known values where they are integers.
 
-    Args:
-        model: The model with its fake tensors in place.
-        values: The known values.
-        device: The device on which a user would put the inputs.
-        user_inputs: The user's own tensors by name, of which shape and dtype are taken; they replace the ones that
-            would be made. Integers that are not on meta keep their values, such as the positions of images in a text.
-
-    Attributes:
-        names: The arguments of the model's forward.
+    The user's own tensors replace those that would be made: their shape and dtype count, and the values of integers
+    that are not on meta, such as the positions of images in a text. The device is the one on which a user would put the
+    inputs.
     """
 
     def __init__(

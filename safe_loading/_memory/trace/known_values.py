@@ -93,8 +93,7 @@ class KnownValues:
     def value_or_guess(self, fake: torch.Tensor, module: str) -> torch.Tensor:
         """Return the value of a fake tensor; where it is unknown, ones, and an assumption that names the module.
 
-        Raises:
-            UnknownValue: The value is unknown, and the tensor is large.
+        Raises `UnknownValue` where the value of a large tensor is unknown.
         """
         value = self.get(fake)
         if value is None:

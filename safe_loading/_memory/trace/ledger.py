@@ -27,23 +27,15 @@ class Ledger:
 
     A finalizer on the storage sees the very moment at which nothing refers to it any more: no autograd node, no cache,
     no variable of the model. The ledger itself refers to no tensor but those of `keep_alive`.
-
-    Attributes:
-        allocations: Every storage, in the order in which they were made.
-        events: When each was made and freed.
-        calls: How often each module was entered.
-        stack: The modules that are running, the innermost last.
-        phase: The phase of the step.
-        live: The index of each live storage's allocation, by the storage's address.
     """
 
     def __init__(self) -> None:
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
-        self.calls: Counter[str] = Counter()
-        self.stack: list[str] = []
+        self.calls: Counter[str] = Counter()  # how often each module was entered
+        self.stack: list[str] = []  # the modules that are running, the innermost last
         self.phase: Phase = "load"
-        self.live: dict[int, int] = {}
+        self.live: dict[int, int] = {}  # from the address of a live storage to the index of its allocation
         self._open = True
         self._kept_alive: list[torch.Tensor] = []
 
@@ -125,10 +117,7 @@ class Ledger:
             return
         old = self.allocations[index]
         self.allocations[index] = dataclasses.replace(
-            old,
-            component=component,
-            module=old.module if module is None else module,
-            op=old.op if op is None else op,
+            old, component=component, module=old.module if module is None else module, op=old.op if op is None else op
         )
 
     def make_resident(self) -> None:

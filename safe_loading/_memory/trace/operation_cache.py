@@ -54,9 +54,7 @@ CachedOutputs = dict[tuple[object, ...], _Outputs]
 class OperationCache:
     """Remembers the outputs of operations that write to none of their arguments.
 
-    Args:
-        mode: The fake mode of the trace.
-        outputs: What earlier traces of the same model remembered; it grows.
+    `outputs` is what earlier traces of the same model remembered; it grows.
     """
 
     def __init__(self, mode: FakeTensorMode, outputs: CachedOutputs | None = None) -> None:

@@ -7,51 +7,28 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Component = Literal[
-    "weights",
-    "buffers",
-    "adapters",
-    "optimizer",
-    "gradients",
-    "kv_cache",
-    "activations",
-    "inputs",
-    "temporary",
+    "weights", "buffers", "adapters", "optimizer", "gradients", "kv_cache", "activations", "inputs", "temporary"
 ]
 Phase = Literal["load", "prefill", "decode", "forward", "backward", "optimizer"]
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """One allocation: a storage, from the moment it is made until nothing refers to it.
+    """One allocation: a storage, from the moment it is made until nothing refers to it."""
 
-    Attributes:
-        bytes: Its size as the model requested it, before an allocator rounds it.
-        device: The device, as in a device map: ``0``, ``1``, ``"cpu"``.
-        component: What it is.
-        module: The module that was running when it was made, or that owns it; empty for the model itself.
-        phase: When it was made.
-        op: The operation that made it, such as ``"aten.mm"``; for what was there before the step, the tensor's name.
-        dtype_bytes: Bytes of one element.
-    """
-
-    bytes: int
-    device: int | str
+    bytes: int  # as the model requested them, before an allocator rounds them
+    device: int | str  # as in a device map: ``0``, ``1``, ``"cpu"``
     component: Component
-    module: str
-    phase: Phase
-    op: str
-    dtype_bytes: int = 0
+    module: str  # that was running when it was made, or that owns it; empty for the model itself
+    phase: Phase  # when it was made
+    op: str  # that made it, such as ``"aten.mm"``; for what was there before the step, the tensor's name
+    dtype_bytes: int = 0  # of one element
 
 
 class Event(NamedTuple):
-    """An allocation is made or freed.
+    """An allocation is made or freed."""
 
-    Attributes:
-        allocation: Its index in `StepTrace.allocations`.
-        freed: Whether it is freed, rather than made.
-    """
-
-    allocation: int
+    allocation: int  # its index in `StepTrace.allocations`
     freed: bool
 
     @property
@@ -62,65 +39,39 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceTrace:
-    """The memory of one device over the step. All sizes in bytes.
-
-    Attributes:
-        device: The key of the device.
-        peak_bytes: The most that was alive at one moment.
-        at_peak: The bytes of each component at that moment, zeros left out.
-        phase: When the peak was reached.
-        module: The module that was running then.
-    """
+    """The memory of one device over the step. All sizes in bytes."""
 
     device: int | str
-    peak_bytes: int
-    at_peak: Mapping[str, int]
-    phase: str
+    peak_bytes: int  # the most that was alive at one moment
+    at_peak: Mapping[str, int]  # by component, zeros left out
+    phase: str  # of the event that reached the peak, like the module
     module: str
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """Tensors that moved from one device to another at the entry of a module or inside it.
-
-    Attributes:
-        source: The device that they came from.
-        target: The device that they went to.
-        module: The module that was running or about to run.
-        bytes: All bytes that were moved in the phase.
-        count: How many tensors were moved.
-        phase: When.
-        in_model_code: Whether the model's own code moved them (``tensor.to(other.device)``), rather than a hook.
-    """
+    """Tensors that moved from one device to another at the entry of a module or inside it, in one phase."""
 
     source: int | str
     target: int | str
-    module: str
-    bytes: int
-    count: int
+    module: str  # that was running or about to run
+    bytes: int  # of all these tensors
+    count: int  # of the tensors
     phase: str
-    in_model_code: bool
+    in_model_code: bool  # moved by the model itself (``tensor.to(other.device)``), rather than by a hook
 
 
 @dataclass(frozen=True)
 class Problem:
-    """An operation on tensors of several devices, which would be an error on hardware.
-
-    Attributes:
-        op: The operation, such as ``"aten.add.Tensor"``.
-        module: The innermost module that was running.
-        devices: The devices of the tensors, in the order of the arguments.
-        tensors: Shape and device of each tensor, in words.
-        phase: When.
-        makers: For each tensor the module inside ``module`` that it comes from, or its own name if it is a parameter
-            or a buffer; None for one that comes from elsewhere.
-    """
+    """An operation on tensors of several devices, which would be an error on hardware."""
 
     op: str
-    module: str
-    devices: tuple[int | str, ...]
-    tensors: tuple[str, ...]
+    module: str  # the innermost that was running
+    devices: tuple[int | str, ...]  # in the order of the arguments
+    tensors: tuple[str, ...]  # shape and device of each, in words
     phase: str
+    # For each tensor the module inside `module` that it comes from, or its own name if it is a parameter or a buffer;
+    # None for one that comes from elsewhere.
     makers: tuple[str | None, ...] = ()
 
     def __str__(self) -> str:
@@ -130,28 +81,17 @@ class Problem:
 
 @dataclass(frozen=True, repr=False)
 class StepTrace:
-    """One step of a model, and all the memory that it took.
-
-    Attributes:
-        workload: What was run, as text.
-        allocations: Every allocation, in the order in which they were made.
-        events: When each allocation was made and freed. The resident ones (phase ``"load"``) come first. Allocations
-            that outlive the step are never freed.
-        devices: For each device its peak and what it was made of.
-        calls: How often each module ran, recomputation included, by its path; empty for the model itself.
-        crossings: What went from device to device.
-        problems: Operations that hardware would refuse. Empty for a placement that runs.
-        assumptions: Where the step depends on values that a trace does not know, and what it assumed for them.
-    """
+    """One step of a model, and all the memory that it took."""
 
     workload: str
-    allocations: tuple[Allocation, ...]
+    allocations: tuple[Allocation, ...]  # in the order in which they were made
+    # The resident allocations (phase ``"load"``) come first. Those that outlive the step are never freed.
     events: tuple[Event, ...]
     devices: Mapping[int | str, DeviceTrace]
-    calls: Mapping[str, int]
+    calls: Mapping[str, int]  # how often each module ran, recomputation included; empty for the model itself
     crossings: tuple[Crossing, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    assumptions: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()  # what hardware would refuse; empty for a placement that runs
+    assumptions: tuple[str, ...] = ()  # for values that a trace does not know, but that the step depends on
 
     def __repr__(self) -> str:
         """Return the workload and the peaks."""

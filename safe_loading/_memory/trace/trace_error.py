@@ -35,14 +35,7 @@ _MOST_CHARACTERS = 600  # of the error's own message
 def trace_error(
     model: torch.nn.Module, workload: Workload, error: Exception, inputs: Mapping[str, torch.Tensor] | None
 ) -> TraceError:
-    """Return the error to raise for one that the model's own code raised.
-
-    Args:
-        model: What was run, as it is called.
-        workload: What was run.
-        error: The error.
-        inputs: The user's own inputs.
-    """
+    """Return the error to raise for one that the model's own code raised."""
     if isinstance(error, TraceError):
         return error
     module, line = _locate(model, error.__traceback__)

@@ -49,23 +49,15 @@ def trace_step(
     inputs: Mapping[str, torch.Tensor] | None = None,
     cached_outputs: CachedOutputs | None = None,
 ) -> StepTrace:
-    """Run one step of `model` on fake tensors, and return all the memory that it takes.
+    """Run one step of `model` on fake tensors, and return all the memory that it takes; or raise `TraceError`.
 
     The model may be on ``meta`` or real. Its tensors are only described, and afterwards it is what it was: every
     attribute of every module, and the state of the random generators. Nothing is allocated. One trace runs at a time in
     a process; while it runs, other threads must leave the model alone.
 
-    Args:
-        model: The model, in the dtype and with the attention implementation with which it will run.
-        workload: What it is asked to do.
-        placement: Module path to device, as for ``device_map=``: ``0``, ``1``, ``"cpu"``, ``"disk"``. On several
-            devices, accelerate's hooks move tensors at the boundaries of modules. None puts everything on device 0.
-        inputs: Tensors whose shape and dtype are taken, by the name of forward's argument, for models whose inputs are
-            not tokens (they may be on ``meta``); they replace those that would be made.
-        cached_outputs: What earlier traces of this model remembered of its operations; it grows.
-
-    Raises:
-        TraceError: The model cannot be traced; the message says why.
+    The placement is a device map, with whose devices accelerate's hooks move tensors at the boundaries of modules; None
+    puts everything on device 0. Of the inputs, by argument name, shape and dtype are taken; they replace those that
+    would be made. `cached_outputs` is what earlier traces of this model remembered of its operations; it grows.
     """
     with _ONE_AT_A_TIME:
         ledger, values = Ledger(), KnownValues()
