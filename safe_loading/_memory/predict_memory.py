@@ -114,7 +114,8 @@ def _workload_text(workload: Workload) -> str:
     adapter = workload.adapter
     if adapter is None or isinstance(adapter, (str, os.PathLike)):
         return repr(workload)
-    rank = f"r={adapter.r}" if hasattr(adapter, "r") else ""
+    fields = vars(adapter)  # PeftConfig declares no rank, since some kinds of adapters have none
+    rank = f"r={fields['r']}" if "r" in fields else ""
     return f"{repr(workload.replace(adapter=None))[:-1]}, adapter={type(adapter).__name__}({rank}))"
 
 

@@ -13,19 +13,13 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True, eq=False)
 class AuditedModel:
-    """A model, and the trainer and optimizer that it is used with.
-
-    Attributes:
-        model: As it was given, wrapper included.
-        trainer: A ``transformers.Trainer`` or one that looks like it, or None.
-        optimizer: An optimizer, or None.
-        training: Whether it will be trained: there is a trainer, an optimizer or a training workload, or a parameter
-            requires gradients.
-    """
+    """A model as it was passed, wrapper included, and the trainer and optimizer that it is used with."""
 
     model: torch.nn.Module
-    trainer: object = None
+    trainer: object = None  # a ``transformers.Trainer`` or one that looks like it
     optimizer: torch.optim.Optimizer | None = None
+    # whether it will be trained: there is a trainer, an optimizer or a training workload, or a parameter requires
+    # gradients
     training: bool = True
 
     @functools.cached_property

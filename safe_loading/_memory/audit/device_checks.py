@@ -30,25 +30,17 @@ def check_device_map(audited: AuditedModel) -> Iterator[Finding]:
         elif place != "disk" and not parameter.is_meta and not _is_on(parameter.device, place):
             misplaced[name] = parameter
     if missing:
-        yield Finding(
-            "SL110",
-            "error",
-            next(iter(missing)),
-            f"hf_device_map has no device for {len(missing)} of {len(audited.parameters)} parameters.",
-            "add the missing modules to it, or let plan_device_map make the map.",
-            size_of(missing.values()),
-        )
+        message = f"hf_device_map has no device for {len(missing)} of {len(audited.parameters)} parameters."
+        fix = "add the missing modules to it, or let plan_device_map make the map."
+        yield Finding("SL110", "error", next(iter(missing)), message, fix, size_of(missing.values()))
     if misplaced:
         name, parameter = next(iter(misplaced.items()))
-        yield Finding(
-            "SL110",
-            "error",
-            name,
+        message = (
             f"{len(misplaced)} parameters are not on the device that hf_device_map gives; this one is on "
-            f"{parameter.device}.",
-            "do not call .to(), .cuda() or .cpu() on a model that was dispatched.",
-            size_of(misplaced.values()),
+            f"{parameter.device}."
         )
+        fix = "do not call .to(), .cuda() or .cpu() on a model that was dispatched."
+        yield Finding("SL110", "error", name, message, fix, size_of(misplaced.values()))
 
 
 def check_contexts(audited: AuditedModel) -> Iterator[Finding]:
@@ -77,15 +69,12 @@ def check_sharding(audited: AuditedModel) -> Iterator[Finding]:
     layer_classes = set(getattr(audited.base, "_no_split_modules", None) or ())
     layers = sum(type(module).__name__ in layer_classes for module in audited.model.modules())
     if len(units) <= _FEW_UNITS and layers > len(units):
-        yield Finding(
-            "SL117",
-            "error",
-            name or type(audited.model).__name__,
+        message = (
             f"FSDP has {len(units)} unit{'s' if len(units) > 1 else ''} for {layers} layers: each step gathers "
-            f"{format_bytes(largest)} at once.",
-            "shard each layer (fully_shard, or wrap_fsdp_meta_safe), then the root.",
-            largest,
+            f"{format_bytes(largest)} at once."
         )
+        fix = "shard each layer (fully_shard, or wrap_fsdp_meta_safe), then the root."
+        yield Finding("SL117", "error", name or type(audited.model).__name__, message, fix, largest)
 
 
 def fsdp_units(model: torch.nn.Module) -> dict[str, int]:

@@ -39,15 +39,12 @@ def check_quantized(audited: AuditedModel) -> Iterator[Finding]:
     }
     if plain and not any(is_quantized(module) for module in audited.base.modules()):
         size = size_of(plain.values())
-        yield Finding(
-            "SL107",
-            "error",
-            next(iter(plain)),
+        message = (
             f"the config says that the model is quantized, but its {len(plain)} linear layers hold "
-            f"{format_bytes(size)} of unquantized weights.",
-            "load it with from_pretrained(quantization_config=...); setting the config alone quantizes nothing.",
-            size,
+            f"{format_bytes(size)} of unquantized weights."
         )
+        fix = "load it with from_pretrained(quantization_config=...); setting the config alone quantizes nothing."
+        yield Finding("SL107", "error", next(iter(plain)), message, fix, size)
 
 
 def check_dtypes(audited: AuditedModel) -> Iterator[Finding]:
@@ -73,31 +70,27 @@ def check_dtypes(audited: AuditedModel) -> Iterator[Finding]:
     if upcast and dtype is torch.float32:
         yield from _float32_base(audited, next(iter(upcast)), extra)
     elif upcast:
-        yield Finding(
-            "SL108",
-            "warning",
-            next(iter(upcast)),
+        message = (
             f"{len(upcast)} frozen parameters of a {str(dtype).removeprefix('torch.')} model are in float32: they take "
-            f"{format_bytes(extra)} more than they need to, and so do their activations.",
-            "do not call prepare_model_for_kbit_training on a base that is not quantized, or cast them back; load with "
-            "dtype='auto'.",
-            extra,
+            f"{format_bytes(extra)} more than they need to, and so do their activations."
         )
+        fix = (
+            "do not call prepare_model_for_kbit_training on a base that is not quantized, or cast them back; load with "
+            "dtype='auto'."
+        )
+        yield Finding("SL108", "warning", next(iter(upcast)), message, fix, extra)
 
 
 def _float32_base(audited: AuditedModel, first: str, extra: int) -> Iterator[Finding]:
     """Yield a finding for a base that was loaded in float32, which a frozen base gains nothing from."""
     mixed = any(getattr(audited.training_arguments, name, False) is True for name in ("bf16", "fp16"))
     if audited.peft is not None and audited.training:
-        yield Finding(
-            "SL108",
-            "warning" if mixed else "info",
-            first,
+        message = (
             f"the frozen base is in float32: it takes {format_bytes(extra)} more than in 16 bits, as do its activations"
-            + (", although the trainer computes in 16 bits." if mixed else "."),
-            "load it with dtype=torch.bfloat16; the adapter stays in float32.",
-            extra,
+            + (", although the trainer computes in 16 bits." if mixed else ".")
         )
+        fix = "load it with dtype=torch.bfloat16; the adapter stays in float32."
+        yield Finding("SL108", "warning" if mixed else "info", first, message, fix, extra)
 
 
 def check_ties(audited: AuditedModel) -> Iterator[Finding]:
@@ -108,15 +101,12 @@ def check_ties(audited: AuditedModel) -> Iterator[Finding]:
     if first is None or second is None or first.shape != second.shape:
         return
     if first is not second and first.untyped_storage()._cdata != second.untyped_storage()._cdata:
-        yield Finding(
-            "SL111",
-            "error",
-            type(audited.base).__name__,
+        message = (
             f"the config ties the output layer to the embeddings, but they are two tensors of "
-            f"{format_bytes(second.nbytes)}: training makes them differ, and a checkpoint keeps only one of them.",
-            "call model.tie_weights() after replacing either, and make the optimizer afterwards.",
-            second.nbytes,
+            f"{format_bytes(second.nbytes)}: training makes them differ, and a checkpoint keeps only one of them."
         )
+        fix = "call model.tie_weights() after replacing either, and make the optimizer afterwards."
+        yield Finding("SL111", "error", type(audited.base).__name__, message, fix, second.nbytes)
 
 
 def _is_adapters(name: str) -> bool:

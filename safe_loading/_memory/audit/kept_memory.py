@@ -26,15 +26,12 @@ def check_kept(audited: AuditedModel) -> Iterator[Finding]:
                 continue
             kept = [tensor for tensor in _tensors(value, _DEEPEST) if tensor.grad_fn is not None]
             if kept:
-                yield Finding(
-                    "SL112",
-                    "error",
-                    f"{owner}.{name}",
+                message = (
                     f"holds {len(kept)} tensor{'s' if len(kept) > 1 else ''} with the graph of an earlier step, and "
-                    f"so every activation of that step.",
-                    "keep loss.detach() or loss.item(), and drop outputs after the step.",
-                    size_of(kept),
+                    f"so every activation of that step."
                 )
+                fix = "keep loss.detach() or loss.item(), and drop outputs after the step."
+                yield Finding("SL112", "error", f"{owner}.{name}", message, fix, size_of(kept))
 
 
 def check_second_base(audited: AuditedModel) -> Iterator[Finding]:
@@ -48,14 +45,9 @@ def check_second_base(audited: AuditedModel) -> Iterator[Finding]:
         separate = [p for p in other.parameters() if p.untyped_storage()._cdata not in own]
         if _shapes(other) >= shapes and size_of(separate) > size_of(other.parameters()) // 2:
             size = size_of(separate)
-            yield Finding(
-                "SL113",
-                "warning",
-                where,
-                f"a second copy of the base, {format_bytes(size)} in storages of its own.",
-                "with an adapter the base itself is the reference: pass ref_model=None, or disable the adapter.",
-                size,
-            )
+            message = f"a second copy of the base, {format_bytes(size)} in storages of its own."
+            fix = "with an adapter the base itself is the reference: pass ref_model=None, or disable the adapter."
+            yield Finding("SL113", "warning", where, message, fix, size)
 
 
 def check_teachers(audited: AuditedModel) -> Iterator[Finding]:
@@ -64,15 +56,12 @@ def check_teachers(audited: AuditedModel) -> Iterator[Finding]:
     for where, other in audited.others():
         trainable = [p for p in other.parameters() if p.requires_grad]
         if trainable and not any(id(p) in optimized for p in trainable):
-            yield Finding(
-                "SL114",
-                "error",
-                where,
+            message = (
                 f"{len(trainable)} of its parameters require gradients, but no optimizer has them: each forward pass "
-                f"outside torch.no_grad() keeps its activations, and backward allocates their gradients.",
-                "teacher.requires_grad_(False).eval(), and run it under torch.no_grad().",
-                size_of(trainable),
+                f"outside torch.no_grad() keeps its activations, and backward allocates their gradients."
             )
+            fix = "teacher.requires_grad_(False).eval(), and run it under torch.no_grad()."
+            yield Finding("SL114", "error", where, message, fix, size_of(trainable))
 
 
 def _shapes(model: torch.nn.Module) -> set[tuple[int, ...]]:

@@ -30,15 +30,10 @@ _READS = frozenset({"item", "tolist", "__int__", "__float__", "__index__"})
 
 @dataclasses.dataclass
 class TokenCountUse:
-    """What the model did with the number of tokens in a step.
+    """What the model did with the number of tokens in a step."""
 
-    Attributes:
-        passed: Whether the model was called with it, and returned a loss.
-        used: Whether anything was computed with it.
-    """
-
-    passed: bool = False
-    used: bool = False
+    passed: bool = False  # the model was called with it, and returned a loss
+    used: bool = False  # something was computed with it
 
 
 @contextlib.contextmanager
@@ -55,12 +50,8 @@ def check_denominator(audited: AuditedModel, workload: Workload, use: TokenCount
     """Yield a finding when a loss over several micro-batches would be divided by the wrong number.
 
     To a model whose forward takes ``**kwargs`` the Trainer passes how many tokens all the micro-batches have, and
-    leaves the division to it; of any other it takes the mean of the micro-batches' means.
-
-    Args:
-        audited: What is audited.
-        workload: The step that was run.
-        use: What the model did with the number in that step.
+    leaves the division to it; of any other it takes the mean of the micro-batches' means. `use` is what the model did
+    with the number in the step that was run.
     """
     factor = _overcount(audited, workload)
     if _divided_elsewhere(audited.trainer) or (factor == 1 and audited.trainer is not None):
@@ -88,15 +79,13 @@ def _dropped(audited: AuditedModel, factor: int) -> Finding:
 
 
 def _not_passed(audited: AuditedModel) -> Finding:
-    return Finding(
-        "SL119",
-        "error",
-        type(audited.model).__name__,
+    message = (
         f"the Trainer would pass {_COUNT_ARGUMENT} to {type(_unwrapped(audited.inner)).__name__}, but not to the "
         f"wrapper, whose forward takes no **kwargs: with gradient accumulation and rows of different lengths the loss "
-        f"is a mean of means.",
-        "add **kwargs to the forward and pass them on, or wrap with wrap_transparent.",
+        f"is a mean of means."
     )
+    fix = "add **kwargs to the forward and pass them on, or wrap with wrap_transparent."
+    return Finding("SL119", "error", type(audited.model).__name__, message, fix)
 
 
 def _trainer_passes_count(model: torch.nn.Module, trainer: object = None) -> bool:

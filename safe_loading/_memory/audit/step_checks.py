@@ -25,8 +25,7 @@ _LayerInputs = dict[str, dict[int, int]]  # by layer: the bytes of the storages 
 def check_step(audited: AuditedModel, workload: Workload) -> Iterator[Finding]:
     """Yield findings about checkpointing, inputs of 8-bit layers, gradients, what outlives the step, and the loss.
 
-    Raises:
-        TraceError: The model's own code cannot run without data.
+    Raises `TraceError` where the model's own code cannot run without data.
     """
     as_configured = workload.replace(gradient_checkpointing=False, optimizer="none")
     # a trainer calls model.train() before each step; without one the step runs in the mode that the model is in
@@ -67,16 +66,13 @@ def _check_checkpointing(audited: AuditedModel, workload: Workload, trace: StepT
     hidden = in_train_mode or audited.trainer is not None
     cause = "its wrapper hides the switch" if hidden else "the model is in eval mode"
     lower = _peak_with_checkpointing(audited, workload)
-    yield Finding(
-        "SL120",
-        "error",
-        layers[0],
+    message = (
         f"checkpointing is requested, but only {len(recomputed)} of {len(layers)} layers were recomputed in one step"
         + (f": the peak is {format_bytes(peak)} instead of {format_bytes(lower)}" if lower is not None else "")
-        + f". The likely cause: {cause}.",
-        "call model.train(), and gradient_checkpointing_enable() on the model that has the layers.",
-        max(0, peak - lower) if lower is not None else 0,
+        + f". The likely cause: {cause}."
     )
+    fix = "call model.train(), and gradient_checkpointing_enable() on the model that has the layers."
+    yield Finding("SL120", "error", layers[0], message, fix, max(0, peak - lower) if lower is not None else 0)
 
 
 def _check_8bit_inputs(
@@ -91,14 +87,9 @@ def _check_8bit_inputs(
     # by address, since layers such as q_proj and v_proj share their input
     size = sum({address: size for kept in inside.values() for address, size in kept.items()}.values())
     if size:
-        yield Finding(
-            "SL124",
-            "warning",
-            next(iter(inside)),
-            f"{len(inside)} layers in 8 bits keep {format_bytes(size)} of inputs that checkpointing should drop.",
-            "use gradient_checkpointing_kwargs={'use_reentrant': True} with enable_input_require_grads(), or 4 bits.",
-            size,
-        )
+        message = f"{len(inside)} layers in 8 bits keep {format_bytes(size)} of inputs that checkpointing should drop."
+        fix = "use gradient_checkpointing_kwargs={'use_reentrant': True} with enable_input_require_grads(), or 4 bits."
+        yield Finding("SL124", "warning", next(iter(inside)), message, fix, size)
 
 
 @contextlib.contextmanager
@@ -162,15 +153,14 @@ def _check_survivors(trace: StepTrace) -> Iterator[Finding]:
     if survivors:
         size = sum(allocation.bytes for allocation in survivors)
         largest = max(survivors, key=lambda allocation: allocation.bytes)
-        yield Finding(
-            "SL122",
-            "error",
-            largest.module or "the model",
-            f"{len(survivors)} tensors of the step, {format_bytes(size)}, are alive after it: something keeps them.",
-            "look for self.last_output = ..., a list of losses, or a hook that stores its arguments; keep .detach()ed "
-            "values on the CPU.",
-            size,
+        message = (
+            f"{len(survivors)} tensors of the step, {format_bytes(size)}, are alive after it: something keeps them."
         )
+        fix = (
+            "look for self.last_output = ..., a list of losses, or a hook that stores its arguments; keep .detach()ed "
+            "values on the CPU."
+        )
+        yield Finding("SL122", "error", largest.module or "the model", message, fix, size)
 
 
 def _peak(trace: StepTrace) -> int:

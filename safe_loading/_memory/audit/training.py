@@ -24,24 +24,17 @@ def check_trainable(audited: AuditedModel) -> Iterator[Finding]:
     trainable = {name: p for name, p in base.items() if p.requires_grad}
     if base and len(trainable) == len(base):
         size = size_of(base.values())
-        yield Finding(
-            "SL109",
-            "error",
-            type(audited.inner).__name__,
+        message = (
             f"no parameter of the base is frozen: {format_bytes(size)} of weights get gradients and optimizer state, "
-            f"about {format_bytes(3 * size)} more with Adam.",
-            "freeze the base: get_peft_model does, so look for a later requires_grad_(True).",
-            3 * size,  # a gradient and Adam's two moments
+            f"about {format_bytes(3 * size)} more with Adam."
         )
+        fix = "freeze the base: get_peft_model does, so look for a later requires_grad_(True)."
+        # a gradient and Adam's two moments
+        yield Finding("SL109", "error", type(audited.inner).__name__, message, fix, 3 * size)
     elif trainable:
-        yield Finding(
-            "SL103",
-            "warning",
-            _first_names(trainable),
-            f"{len(trainable)} parameters outside the adapter are trainable.",
-            "freeze them, or name them in modules_to_save so that they are saved with the adapter.",
-            3 * size_of(trainable.values()),
-        )
+        message = f"{len(trainable)} parameters outside the adapter are trainable."
+        fix = "freeze them, or name them in modules_to_save so that they are saved with the adapter."
+        yield Finding("SL103", "warning", _first_names(trainable), message, fix, 3 * size_of(trainable.values()))
     yield from _check_saved(audited)
 
 
@@ -49,24 +42,14 @@ def _check_saved(audited: AuditedModel) -> Iterator[Finding]:
     saved = audited.saved
     unsaved = {name: p for name, p in audited.parameters.items() if p.requires_grad and name not in saved}
     if unsaved:
-        yield Finding(
-            "SL104",
-            "error",
-            _first_names(unsaved),
-            f"{len(unsaved)} parameters are trained, but save_pretrained of the adapter does not write them.",
-            "name their modules in modules_to_save, or attach new heads with attach_head.",
-            size_of(unsaved.values()),
-        )
+        message = f"{len(unsaved)} parameters are trained, but save_pretrained of the adapter does not write them."
+        fix = "name their modules in modules_to_save, or attach new heads with attach_head."
+        yield Finding("SL104", "error", _first_names(unsaved), message, fix, size_of(unsaved.values()))
     untrained = {name: p for name, p in saved.items() if not p.requires_grad}
     if untrained:
-        yield Finding(
-            "SL105",
-            "warning",
-            _first_names(untrained),
-            f"{len(untrained)} parameters are saved with the adapter, but not trained.",
-            "load the adapter with is_trainable=True, and make it the active one before training.",
-            size_of(untrained.values()),
-        )
+        message = f"{len(untrained)} parameters are saved with the adapter, but not trained."
+        fix = "load the adapter with is_trainable=True, and make it the active one before training."
+        yield Finding("SL105", "warning", _first_names(untrained), message, fix, size_of(untrained.values()))
 
 
 def check_heads(audited: AuditedModel) -> Iterator[Finding]:
@@ -83,14 +66,11 @@ def check_outside(audited: AuditedModel) -> Iterator[Finding]:
     inside = {id(p) for p in audited.inner.parameters()}
     outside = {n: p for n, p in audited.model.named_parameters() if p.requires_grad and id(p) not in inside}
     if outside:
-        yield Finding(
-            "SL104",
-            "error",
-            _first_names(outside),
-            f"{len(outside)} parameters around the {type(audited.inner).__name__} are trained, but nothing saves them.",
-            "attach them to the model with attach_head.",
-            size_of(outside.values()),
+        message = (
+            f"{len(outside)} parameters around the {type(audited.inner).__name__} are trained, but nothing saves them."
         )
+        fix = "attach them to the model with attach_head."
+        yield Finding("SL104", "error", _first_names(outside), message, fix, size_of(outside.values()))
 
 
 def check_head(audited: AuditedModel) -> Iterator[Finding]:
@@ -104,15 +84,12 @@ def check_head(audited: AuditedModel) -> Iterator[Finding]:
         return
     name = next((n for n, module in audited.base.named_modules() if module is head), "lm_head")
     own = [p for n, p in head.named_parameters() if "base_layer" not in n]
-    yield Finding(
-        "SL115",
-        "warning",
-        name,
+    message = (
         f"{name} has an adapter like any other linear layer: the gradient of the logits is kept for it, and merging "
-        f"it would change tied embeddings too.",
-        "use target_modules='all-linear', which leaves it out, or name the layers, or add it to exclude_modules.",
-        size_of(own),
+        f"it would change tied embeddings too."
     )
+    fix = "use target_modules='all-linear', which leaves it out, or name the layers, or add it to exclude_modules."
+    yield Finding("SL115", "warning", name, message, fix, size_of(own))
 
 
 def check_optimizer(audited: AuditedModel) -> Iterator[Finding]:
@@ -126,25 +103,17 @@ def check_optimizer(audited: AuditedModel) -> Iterator[Finding]:
     stale = [p for key, p in optimized.items() if key not in own]
     if stale:
         state = [v for p in stale for v in inner.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
-        yield Finding(
-            "SL118",
-            "error",
-            type(inner).__name__,
+        message = (
             f"the optimizer holds {len(stale)} parameters that are no longer the model's: they keep their memory, and "
-            f"the parameters that replaced them are not trained.",
-            "make the optimizer after the model is wrapped, sharded, cast or given its adapter.",
-            size_of([*stale, *state]),
+            f"the parameters that replaced them are not trained."
         )
+        fix = "make the optimizer after the model is wrapped, sharded, cast or given its adapter."
+        yield Finding("SL118", "error", type(inner).__name__, message, fix, size_of([*stale, *state]))
     missing = {own[id(p)]: p for p in audited.model.parameters() if p.requires_grad and id(p) not in optimized}
     if missing:
-        yield Finding(
-            "SL118",
-            "error",
-            _first_names(missing),
-            f"{len(missing)} trainable parameters are not in the optimizer: they get gradients, but never change.",
-            "make the optimizer after the model is complete, or freeze them.",
-            size_of(missing.values()),
-        )
+        message = f"{len(missing)} trainable parameters are not in the optimizer: they get gradients, but never change."
+        fix = "make the optimizer after the model is complete, or freeze them."
+        yield Finding("SL118", "error", _first_names(missing), message, fix, size_of(missing.values()))
 
 
 def _first_names(names: Collection[str]) -> str:

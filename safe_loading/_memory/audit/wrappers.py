@@ -12,19 +12,12 @@ from .audited_model import AuditedModel, size_of
 
 @dataclass(frozen=True)
 class AttributeUse:
-    """An attribute of the model that an engine reads, and what happens when the model does not have it.
-
-    Attributes:
-        name: The attribute.
-        read_by: Who reads it.
-        consequence: What happens without it.
-        costs_base: Whether that costs another copy of the base, or its gathering.
-    """
+    """An attribute of the model that an engine reads, and what happens when the model does not have it."""
 
     name: str
     read_by: str
     consequence: str
-    costs_base: bool = False
+    costs_base: bool = False  # whether that costs another copy of the base, or its gathering
 
 
 ATTRIBUTE_USES = (
@@ -73,23 +66,13 @@ def check_wrapper(audited: AuditedModel) -> Iterator[Finding]:
         value = getattr(audited.inner, use.name, None)
         if value is None or value is False or hasattr(audited.model, use.name):
             continue
-        yield Finding(
-            "SL101",
-            "error",
-            wrapper,
-            f"{wrapper} hides {use.name} of {path} ({inner}) from {use.read_by}: {use.consequence}.",
-            fix,
-            weights if use.costs_base else 0,
-        )
-    yield Finding(
-        "SL102",
-        "error",
-        wrapper,
+        message = f"{wrapper} hides {use.name} of {path} ({inner}) from {use.read_by}: {use.consequence}."
+        yield Finding("SL101", "error", wrapper, message, fix, weights if use.costs_base else 0)
+    message = (
         f"isinstance(model, {inner}) is False for {wrapper}, and trainers decide by it: the adapter is not recognized, "
-        f"and checkpoints contain the whole model.",
-        fix,
-        weights,
+        f"and checkpoints contain the whole model."
     )
+    yield Finding("SL102", "error", wrapper, message, fix, weights)
 
 
 def check_prefix(audited: AuditedModel) -> Iterator[Finding]:
@@ -102,11 +85,9 @@ def check_prefix(audited: AuditedModel) -> Iterator[Finding]:
             prefix = part
     if prefix:
         first = next((name for name, _ in audited.model.named_parameters() if name.startswith(prefix)), prefix)
-        yield Finding(
-            "SL106",
-            "error",
-            first,
+        message = (
             f"every key begins with {prefix!r}, so a checkpoint of model.state_dict() does not fit the "
-            f"model without its wrapper.",
-            f"save the inner model: model.{path or prefix.rstrip('.')}.save_pretrained(...).",
+            f"model without its wrapper."
         )
+        fix = f"save the inner model: model.{path or prefix.rstrip('.')}.save_pretrained(...)."
+        yield Finding("SL106", "error", first, message, fix)

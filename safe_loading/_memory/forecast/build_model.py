@@ -28,34 +28,20 @@ ForecastSource = torch.nn.Module | PreTrainedConfig | str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Built:
-    """A model, and what is assumed about it.
+    """A model, and what is assumed about it."""
 
-    Attributes:
-        model: On meta, unless it was passed as a module.
-        name: What to call it.
-        workload: What it will do; for an adapter's folder, with that adapter.
-        loading: How the weights will come to the device.
-        notes: What was assumed, in sentences.
-    """
-
-    model: torch.nn.Module
-    name: str
-    workload: Workload
-    loading: Loading
-    notes: tuple[str, ...] = ()
+    model: torch.nn.Module  # on meta, unless it was passed as a module
+    name: str  # what to call it
+    workload: Workload  # for an adapter's folder, with that adapter
+    loading: Loading  # how the weights will come to the device
+    notes: tuple[str, ...] = ()  # what was assumed, in sentences
 
 
 def build(source: ForecastSource, workload: Workload, options: Mapping[str, Any], prepare: bool) -> Built:
-    """Return the model of a source.
+    """Return the model of a source, or raise `ArgumentError`.
 
-    Args:
-        source: A module, a config, a folder or a hub id.
-        workload: What it will do.
-        options: ``auto_class``, ``dtype``, ``attn_implementation``, ``trust_remote_code`` and ``revision``.
-        prepare: Whether ``prepare_model_for_kbit_training`` is applied to what is quantized and trained.
-
-    Raises:
-        ArgumentError: No model can be built from the source.
+    The options are ``auto_class``, ``dtype``, ``attn_implementation``, ``trust_remote_code`` and ``revision``.
+    `prepare` says whether ``prepare_model_for_kbit_training`` is applied to what is quantized and trained.
     """
     if isinstance(source, torch.nn.Module):
         superfluous = [name for name, value in options.items() if value not in (None, False)]
@@ -85,9 +71,7 @@ def build(source: ForecastSource, workload: Workload, options: Mapping[str, Any]
 def loading_of_layers(model: torch.nn.Module, stand_ins: Mapping[str, StandIn]) -> Loading:
     """Return how the weights of a real model came to the device: as transformers loads what bitsandbytes quantizes.
 
-    Args:
-        model: The model, with stand-ins for bitsandbytes' layers.
-        stand_ins: The stand-ins by their paths; there is at least one.
+    The stand-ins for bitsandbytes' layers are by path; there is at least one.
     """
     dtype = getattr(getattr(model, "config", None), "dtype", None)
     recast = {}

@@ -25,11 +25,7 @@ _COMPONENT_OF = {
 def components_at_peak(trace: StepTrace, device: int | str, workspaces: int, allocated: int) -> Mapping[str, int]:
     """Return the bytes of each component at the peak.
 
-    Args:
-        trace: One step.
-        device: The device.
-        workspaces: The bytes of cuBLAS's scratch.
-        allocated: What the allocator counts at the peak, to which the components sum up: the rest is rounding.
+    The components sum to `allocated`, which is what the allocator counts at the peak: the rest is rounding.
     """
     parts = dict.fromkeys(COMPONENTS, 0)
     for component, size in trace.devices[device].at_peak.items():

@@ -140,12 +140,7 @@ class MemoryForecast(Report):
 
 
 def forecast_bar(forecast: MemoryForecast, label: str | None = None) -> MemoryBar:
-    """Return a forecast's row in a picture.
-
-    Args:
-        forecast: The forecast.
-        label: The text above the row; None for the model and the workload.
-    """
+    """Return a forecast's row in a picture, by default labeled with the model and the workload."""
     segments = [Segment(name, size) for name, size in forecast.components.items()]
     cached = Segment("cached", forecast.reserved_peak_bytes - forecast.allocated_peak_bytes)
     text = f"{forecast.model}, {forecast.workload}" if label is None else label

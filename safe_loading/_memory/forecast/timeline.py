@@ -81,14 +81,10 @@ def workspaces_of(capability: tuple[int, int], *, training: bool) -> tuple[int, 
 def run_events(
     trace: StepTrace, device: int | str, loading: Loading, workspaces: tuple[int, ...]
 ) -> tuple[_Event, ...]:
-    """Return the allocations and frees of a run, as ``replay`` takes them.
+    """Return the allocations and frees of a run on one device, as ``replay`` takes them.
 
-    Args:
-        trace: One step.
-        device: The device whose events are returned.
-        loading: How the weights came.
-        workspaces: What cuBLAS takes from the allocator at the first product of each thread, and keeps: the thread of
-            the forward pass, and that of the backward pass.
+    The workspaces are what cuBLAS takes from the allocator at the first product of each thread, and keeps: the thread
+    of the forward pass, and that of the backward pass.
     """
     allocations = trace.allocations
     own = [event for event in trace.events if allocations[event.allocation].device == device]

@@ -32,12 +32,7 @@ _StopOf = Callable[[Counts], int]
 
 @dataclass(frozen=True)
 class Chain:
-    """Layer groups in the order in which they run.
-
-    Attributes:
-        resident: The bytes that each group keeps on its device all the time.
-        transient: The bytes that each needs only while it runs.
-    """
+    """Layer groups in the order in which they run: the bytes that each keeps, and those it needs while it runs."""
 
     resident: tuple[int, ...]
     transient: tuple[int, ...]
@@ -66,13 +61,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class DeviceSlot:
-    """A device, and what is on it before any group of the chain is.
-
-    Attributes:
-        limit: Its limit in bytes.
-        resident: The bytes of what is pinned to it.
-        transient: The bytes that this needs while it runs.
-    """
+    """A device, its limit in bytes, and the bytes of what is on it before any group of the chain is."""
 
     limit: int
     resident: int = 0
@@ -111,17 +100,10 @@ def reach(chain: Chain, slot: DeviceSlot, cap: int) -> list[int]:
 
 
 def fewest_devices(reaches: Sequence[Sequence[int]], counts: Counts, start: int, goal: int) -> tuple[int, ...] | None:
-    """Return the fewest devices that take a chain from ``start`` to ``goal``, as their kinds in order.
+    """Return the fewest devices that take a chain from ``start`` to ``goal``, as their kinds in order, or None.
 
-    Args:
-        reaches: For each kind of device, its :func:`reach`.
-        counts: How many devices of each kind there are.
-        start: The first group to be placed.
-        goal: Where to stop: the end of the chain, or what another device takes from there.
-
-    Returns:
-        None when there is no such order. Exact up to ``MOST_STATES`` choices of devices; beyond, of each number of
-        devices those choices are kept that get furthest.
+    For each kind of device, `reaches` is its :func:`reach` and `counts` says how many there are. Exact up to
+    ``MOST_STATES`` choices of devices; beyond, of each number of devices those choices are kept that get furthest.
     """
     if start >= goal:
         return ()
@@ -207,16 +189,11 @@ class _Grid(NamedTuple):
 
     Each axis begins with a cell that stands for -1 devices and is never filled, so that one device fewer is always
     inside the array.
-
-    Attributes:
-        strides: How far apart two cells are that differ by one device of a kind.
-        origin: The cell of the empty choice.
-        levels: The cells by how many devices they choose.
     """
 
-    strides: list[int]
-    origin: int
-    levels: list[npt.NDArray[np.int64]]
+    strides: list[int]  # how far apart two cells are that differ by one device of a kind
+    origin: int  # the cell of the empty choice
+    levels: list[npt.NDArray[np.int64]]  # the cells by how many devices they choose
 
 
 @lru_cache(maxsize=8)

@@ -23,23 +23,14 @@ _RESIDENT = ("weights", "buffers", "adapters", "optimizer", "gradients", "activa
 
 @dataclass(frozen=True)
 class Cost:
-    """The bytes of one unit on the device that runs it.
+    """The bytes of one unit on the device that runs it."""
 
-    Attributes:
-        weights: Its parameters, with the adapter's inside it.
-        buffers: Its buffers.
-        cache: What it leaves in the cache.
-        training: Gradients, optimizer state and what it saves for the backward pass.
-        transient: What is there only while it runs: its own temporaries, and what it is handed (hidden states, masks).
-        largest_leaf: The most bytes of parameters that one module inside it holds itself.
-    """
-
-    weights: int
+    weights: int  # its parameters, with the adapter's inside it
     buffers: int
-    cache: int = 0
-    training: int = 0
-    transient: int = 0
-    largest_leaf: int = 0
+    cache: int = 0  # what it leaves in the cache
+    training: int = 0  # gradients, optimizer state and what it saves for the backward pass
+    transient: int = 0  # while it runs: its own temporaries, and what it is handed (hidden states, masks)
+    largest_leaf: int = 0  # the most bytes of parameters that one module inside it holds itself
 
     @property
     def group(self) -> LayerGroup:
@@ -54,13 +45,7 @@ class Cost:
 
 
 def unit_costs(units: Sequence[PlacementUnit], workload: Workload, trace: StepTrace | None) -> list[Cost]:
-    """Return the cost of each unit.
-
-    Args:
-        units: The units.
-        workload: What the model is asked to do.
-        trace: The step on one device; None counts tensors alone.
-    """
+    """Return the cost of each unit from a step on one device; without a step tensors alone are counted."""
     costs = [Cost(u.weights, u.buffers, largest_leaf=u.largest_leaf) for u in units]
     if trace is None:
         return costs
@@ -90,20 +75,14 @@ def unit_costs(units: Sequence[PlacementUnit], workload: Workload, trace: StepTr
 
 
 class _Timeline:
-    """Walks once through a step, and notes what was alive while each unit ran.
-
-    Attributes:
-        transient: The most bytes that were alive while a unit ran and are kept by nothing.
-        cache: What a unit has in the cache at the end.
-        sums: The bytes of a component that a unit made, over the step.
-    """
+    """Walks once through a step, and notes what was alive while each unit ran."""
 
     def __init__(self, paths: Sequence[str], trace: StepTrace) -> None:
         self._paths = frozenset(paths)
         self._known: dict[str, str] = {}
-        self.transient: dict[str, int] = defaultdict(int)
-        self.cache: dict[str, int] = defaultdict(int)
-        self.sums: dict[tuple[str, str], int] = defaultdict(int)
+        self.transient: dict[str, int] = defaultdict(int)  # the most that was alive and that nothing keeps, by unit
+        self.cache: dict[str, int] = defaultdict(int)  # at the end, by unit
+        self.sums: dict[tuple[str, str], int] = defaultdict(int)  # of all that was made, by unit and component
         for allocation in trace.allocations:
             self.sums[self._unit(allocation.module), allocation.component] += allocation.bytes
         alive, most = 0, dict[str, tuple[int, int]]()
@@ -137,12 +116,7 @@ def counted_uses(
 ) -> list[DeviceUse]:
     """Return what each device will hold by the costs of the units.
 
-    Args:
-        request: What was asked.
-        tree: The units.
-        costs: Their costs.
-        device_map: Where they are.
-        extra: What a traced step needed beyond that, by device.
+    `extra` is what a traced step needed beyond that, by device.
     """
     main = execution_devices(device_map)[0]
     sums = {

@@ -23,14 +23,10 @@ MOST_CROSSING_STATES = 60_000
 
 @dataclass(frozen=True)
 class Gap:
-    """Pinned groups between two groups of the chain.
+    """Pinned groups between two groups of the chain."""
 
-    Attributes:
-        at: The number of groups of the chain before it.
-        hosts: The kinds of the devices that they are pinned to, in order; each such device is a kind of its own.
-    """
-
-    at: int
+    at: int  # how many groups of the chain come before it
+    # the kinds of the devices that they are pinned to, in order; each such device is a kind of its own
     hosts: tuple[int, ...]
 
     @cached_property
@@ -45,60 +41,36 @@ class Gap:
 
 
 class Leg(NamedTuple):
-    """A device's stretch of the chain, whose end is still open between two places.
+    """A device's stretch of the chain, which may end from `low` to `high` without another change of device."""
 
-    Attributes:
-        device: The kind of the device in ``Crossings``, its number in ``Search``.
-        low: The first place where it may stop without another change of device.
-        high: The last one.
-    """
-
-    device: int
+    device: int  # its kind in ``Crossings``, its number in ``Search``
     low: int
     high: int
 
 
 class _State(NamedTuple):
-    """What decides which changes are still to come.
+    """What decides which changes are still to come."""
 
-    Attributes:
-        used: How many devices of each kind are used.
-        last_host: The kind of the last device when something is pinned to it, or -1: to a gap all others are alike.
-        segment: The gap at which the last device stopped, or between which gaps.
-    """
-
-    used: Counts
-    last_host: int
-    segment: int
+    used: Counts  # how many devices of each kind
+    last_host: int  # the kind of the last device when something is pinned to it, or -1: to a gap all others are alike
+    segment: int  # the gap at which the last device stopped, or between which gaps
 
 
 class _Path(NamedTuple):
-    """Devices in order, as a linked list from the last to the first.
+    """Devices in order, as a linked list from the last to the first."""
 
-    Attributes:
-        at: Where the last device stops.
-        room: The bytes of the chain that these devices could take, were they filled to the last byte.
-        kind: The kind of the last device.
-        before: The path without it; None for the empty path.
-    """
-
-    at: int
-    room: int
-    kind: int
-    before: _Path | None
+    at: int  # where the last device stops
+    room: int  # the bytes of the chain that these devices could take, were they filled to the last byte
+    kind: int  # of the last device
+    before: _Path | None  # the path without it; None for the empty path
 
 
 class Crossings:
     """A chain, the devices by kind, and what is pinned where.
 
-    Args:
-        reaches: For each kind of device, how far it takes the chain from each start.
-        counts: How many devices of each kind there are.
-        gaps: What is pinned, in order.
-        room: The bytes that a device of each kind takes of the chain, at most.
-        sums: The bytes of the chain before each of its groups.
-        ordered: Whether the devices, each a kind of its own, are to be used in this order.
-        states: Up to so many states the search is exact; beyond, those with the least unused memory are kept.
+    For each kind of device, `reaches` says how far one takes the chain from each start, `counts` how many there are,
+    and `room` how many bytes of the chain one takes at most. `sums` are the bytes of the chain before each of its
+    groups. If `ordered`, the devices, each a kind of its own, are to be used in this order.
     """
 
     def __init__(

@@ -60,28 +60,16 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a plan knows besides its map.
+    """What a plan knows besides its map."""
 
-    Attributes:
-        model: The class of the model.
-        workload: What it is planned for, as text.
-        objective: "balance" or "fill".
-        offload: "never", "cpu" or "disk".
-        devices: What each device will hold; those with a limit, in its order.
-        crossings: How often the hidden state goes from one device to another.
-        verified: Whether the step was run on simulated devices with this map.
-        reason: Why it was not; empty when it was.
-        findings: What is worth knowing about it.
-    """
-
-    model: str
-    workload: str
-    objective: str
-    offload: str
-    devices: tuple[DeviceUse, ...]
-    crossings: int
-    verified: bool
-    reason: str
+    model: str  # its class
+    workload: str  # as text
+    objective: str  # "balance" or "fill"
+    offload: str  # "never", "cpu" or "disk"
+    devices: tuple[DeviceUse, ...]  # those with a limit, in its order
+    crossings: int  # how often the hidden state goes from one device to another
+    verified: bool  # whether the step was run on simulated devices with this map
+    reason: str  # why it was not; empty when it was
     findings: tuple[Finding, ...]
 
 

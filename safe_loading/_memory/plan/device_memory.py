@@ -32,8 +32,7 @@ def accelerator() -> str:
 def free_now() -> dict[Device, int]:
     """Return the bytes that are free on each visible accelerator, or on the host ("cpu") when there is none.
 
-    Raises:
-        ArgumentError: There are accelerators whose free memory cannot be read without making a context.
+    Raises `ArgumentError` where the free memory of accelerators cannot be read without making a context.
     """
     kind = accelerator()
     if kind == "cpu":
@@ -67,15 +66,10 @@ def free_host() -> int:
 
 
 def in_process_order(rows: Sequence[tuple[str, ...]], environ: Mapping[str, str], count: int) -> list[int] | None:
-    """Return the free bytes of each GPU in the order in which this process counts them.
+    """Return the free bytes of each GPU in the order in which this process counts them; None if they cannot be matched.
 
-    Args:
-        rows: Index, UUID and free MiB of each GPU, as nvidia-smi tells them.
-        environ: The environment of this process.
-        count: How many devices it sees.
-
-    Returns:
-        None when they cannot be matched: a size that is not told, or a name that nvidia-smi does not know.
+    The rows are index, UUID and free MiB of each GPU, as nvidia-smi prints them; `count` is how many devices this
+    process sees.
     """
     if any(not free.isdigit() for _, _, free in rows):
         return None

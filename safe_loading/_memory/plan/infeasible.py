@@ -23,15 +23,10 @@ def infeasible(
     extra: Mapping[Device, int],
     merged: Sequence[str] = (),
 ) -> DeviceMapInfeasible:
-    """Return the exception for a model that does not fit.
+    """Return the exception for a model, named by its class, that does not fit.
 
-    Args:
-        request: What was asked.
-        name: The class of the model.
-        puzzle: The groups and the limits, overhead taken off.
-        away: What each group needs when it is offloaded.
-        extra: What a traced step needed beyond the count, by device.
-        merged: What stays together since an operation met tensors of two devices, in words.
+    The puzzle's limits are without the overhead. `extra` is what a traced step needed beyond the count; `merged` is
+    what stays together because an operation met tensors of two devices, in words.
     """
     running = request.running
     shortages = {}

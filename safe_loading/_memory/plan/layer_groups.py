@@ -17,12 +17,7 @@ MOST_PINNINGS = 512
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """What is placed as one.
-
-    Attributes:
-        resident: The bytes that it keeps on its device all the time.
-        transient: The bytes that it needs only while it runs.
-    """
+    """What is placed as one: the bytes that it keeps on its device, and those that it needs only while it runs."""
 
     resident: int
     transient: int = 0
@@ -30,15 +25,10 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class GroupPlacement:
-    """Where each group goes.
+    """Where each group goes."""
 
-    Attributes:
-        device_of: For each group, the number of its device.
-        fraction: The largest load as a fraction of its limit.
-    """
-
-    device_of: tuple[int, ...]
-    fraction: Fraction
+    device_of: tuple[int, ...]  # for each group, the number of its device
+    fraction: Fraction  # the largest load as a fraction of its limit
 
     @property
     def crossings(self) -> int:
@@ -56,16 +46,11 @@ class _Pin:
 
 
 class Puzzle:
-    """Groups in the order in which they run, which of them need one device, and the limits.
+    """Groups in the order in which they run, which of them need one device, and the limits of the devices in bytes.
 
-    Those that need one device and are neighbors become one link of the chain. The others are pinned: every way of
-    giving them devices (a pinning) is tried, and each leaves a chain and what is on the devices beforehand.
-
-    Args:
-        groups: The groups.
-        together: Which groups must be on the same device: they share a weight, or one operation reads both.
-        limits: The bytes that each device may take.
-        occupied: What is on each device anyway; by default nothing.
+    Groups need one device if they share a weight, or one operation reads both. Those that are neighbors become one link
+    of the chain. The others are pinned: every way of giving them devices (a pinning) is tried, and each leaves a chain
+    and what is on the devices beforehand. `occupied` is what is on each device anyway.
     """
 
     def __init__(

@@ -16,8 +16,7 @@ from safe_loading._core.parse_size import Device
 def collapse(devices: Mapping[str, Device]) -> dict[str, Device]:
     """Return the map with as few keys as there can be: a module whose parts are all on one device is one key.
 
-    Args:
-        devices: The device of each unit by its path, in the order in which the units run.
+    The devices are those of the units by their paths, in the order in which the units run.
     """
     inside: dict[str, set[Device]] = {}
     for path, device in devices.items():

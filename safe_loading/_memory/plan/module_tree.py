@@ -31,19 +31,12 @@ class _Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class SizedTensor:
-    """One parameter or buffer.
+    """One parameter or buffer."""
 
-    Attributes:
-        names: Every name under which the model has it, the first found first.
-        bytes: What it takes on its device, with the statistics of a quantized weight.
-        is_buffer: Whether it is a buffer.
-        trainable: Whether a full fine-tuning trains it.
-    """
-
-    names: tuple[str, ...]
-    bytes: int
+    names: tuple[str, ...]  # under which the model has it, the first found first
+    bytes: int  # on its device, with the statistics of a quantized weight
     is_buffer: bool
-    trainable: bool
+    trainable: bool  # whether a full fine-tuning trains it
 
     @property
     def owner(self) -> str:
@@ -53,17 +46,12 @@ class SizedTensor:
 
 @dataclass(frozen=True)
 class PlacementUnit:
-    """A module, or one tensor of a split module, that a device map can name.
-
-    Attributes:
-        path: Its name in the model.
-        tensors: What it holds; a tied weight stands in the first unit that has it.
-        largest_leaf: The most bytes of parameters that one module inside it holds itself: what is on the device at
-            once when accelerate brings them there module by module.
-    """
+    """A module, or one tensor of a split module, that a device map can name."""
 
     path: str
-    tensors: tuple[SizedTensor, ...]
+    tensors: tuple[SizedTensor, ...]  # a tied weight stands in the first unit that has it
+    # The most bytes of parameters that one module inside it holds itself: what is on the device at once when accelerate
+    # brings them there module by module.
     largest_leaf: int
 
     @property
@@ -79,15 +67,10 @@ class PlacementUnit:
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """A model's units, in the order in which they are registered, and who shares a tensor with whom.
+    """A model's units, in the order in which they are registered, and who shares a tensor with whom."""
 
-    Attributes:
-        units: Together they hold every tensor once.
-        tied: Groups of units that hold the same tensor under several names.
-    """
-
-    units: tuple[PlacementUnit, ...]
-    tied: tuple[tuple[int, ...], ...]
+    units: tuple[PlacementUnit, ...]  # together they hold every tensor once
+    tied: tuple[tuple[int, ...], ...]  # groups of units that hold the same tensor under several names
 
     def joined(self, groups: Iterable[Sequence[str]]) -> ModuleTree:
         """Return the same units, with more groups that share a device, each a list of the units' paths."""
@@ -138,13 +121,8 @@ def cut_model(
     """Cut a model into units.
 
     What a class names as not to be split stays whole, and so does every entry of the outermost lists of modules: a
-    decoder layer adds what goes in to what comes out, whether its class says so or not.
-
-    Args:
-        model: The model, on any device.
-        no_split_modules: Names of classes that stay whole. None takes what the model says; a list is taken alone, so
-            that an empty one splits down to the leaves.
-        keep_whole: Paths of modules that stay whole as well.
+    decoder layer adds what goes in to what comes out, whether its class says so or not. A list of class names replaces
+    both, so that an empty one splits down to the leaves. `keep_whole` are paths of modules that stay whole as well.
     """
     cutter = _Cutter(never_split(model, no_split_modules), only_these=no_split_modules is not None, paths=keep_whole)
     cuts = [_Cut("", model)] if "" in keep_whole else _buffers_first(cutter.cut(model, ""))
@@ -161,13 +139,7 @@ def cut_model(
 
 
 class _Cutter:
-    """Decides which modules stay whole.
-
-    Args:
-        classes: The names of the classes that do.
-        only_these: Whether nothing else does, because the caller named the classes.
-        paths: The paths of modules that do in any case.
-    """
+    """Decides which modules stay whole: those of some classes and at some paths, and with `only_these` nothing else."""
 
     def __init__(self, classes: frozenset[str], *, only_these: bool, paths: Collection[str]) -> None:
         self.classes, self.only_these, self.paths = classes, only_these, frozenset(paths)

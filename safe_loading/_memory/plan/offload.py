@@ -19,29 +19,18 @@ _MOST_TIES = 16
 
 @dataclass(frozen=True)
 class Away:
-    """What an offloaded group still needs.
+    """What an offloaded group still needs."""
 
-    Attributes:
-        bytes: Its weights, on the host or the disk.
-        resident: The bytes that stay on the main device: buffers, caches.
-        transient: What the main device needs while the group runs: the largest module's weights, activations.
-    """
-
-    bytes: int
-    resident: int
-    transient: int
+    bytes: int  # its weights, on the host or the disk
+    resident: int  # what stays on the main device: buffers, caches
+    transient: int  # on the main device while it runs: the largest module's weights, activations
 
 
 @dataclass(frozen=True)
 class Split:
-    """Where each group goes.
+    """Where each group goes, and how many bytes are offloaded."""
 
-    Attributes:
-        device_of: The number of its device; ``len(limits)`` and on are the hosts.
-        bytes: How much is offloaded.
-    """
-
-    device_of: tuple[int, ...]
+    device_of: tuple[int, ...]  # the number of its device; ``len(limits)`` and on are the hosts
     bytes: int
 
 
@@ -61,12 +50,9 @@ def offload(
 ) -> Split | None:
     """Return the placement that offloads the fewest bytes; None when even that does not fit.
 
-    Args:
-        puzzle: The groups and the accelerators, as they do not fit.
-        away: For each group, what it needs when it is offloaded.
-        hosts: The bytes that the host's memory and the disk may take, in the order in which they are filled.
-        objective: "balance" or "fill".
-        main_of: Which of the accelerators that hold anything is the main device.
+    `away` says what each group needs when it is offloaded, `hosts` how many bytes the host's memory and the disk may
+    take, in the order in which they are filled, and `main_of` which of the accelerators that hold anything is the main
+    device.
     """
     best: tuple[int, Split] | None = None
     ties = 0

@@ -32,10 +32,9 @@ def model_of(
 ) -> torch.nn.Module:
     """Return the model to plan for: the module itself, or one on meta that a config describes.
 
-    Raises:
-        ArgumentError: The config needs code of its repository, or cannot be built, or an argument is for configs only.
-        CheckpointError: The folder's weights are incomplete or damaged.
-        CheckpointNotFound: There is no such folder or hub id.
+    Raises `ArgumentError` when the config needs code of its repository or cannot be built, or an argument is for
+    configs only; `CheckpointError` when the folder's weights are incomplete or damaged; `CheckpointNotFound` without a
+    folder.
     """
     if isinstance(source, torch.nn.Module):
         options = {

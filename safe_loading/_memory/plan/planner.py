@@ -36,39 +36,23 @@ _PROBE = Workload.generate(1, 8)  # enough to see every operation, for plans of 
 
 
 class Planner:
-    """Makes one plan, and checks it again when it was edited.
-
-    Args:
-        request: What was asked.
-
-    Attributes:
-        kept_whole: Paths of modules that stay on one device, since a traced step showed that they must.
-        kept_together: Groups of units that share a device for the same reason.
-        extra: What a traced step needed beyond what was counted, by device.
-        findings: What is worth knowing about the plan so far.
-        doubted: Whether it was tried already if a model that seems not to fit does when it runs.
-        refusal: The error for when it does not.
-        reason: Why the plan is not verified; empty as long as nothing speaks against it.
-    """
+    """Makes one plan, and checks it again when it was edited."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self.name = type(request.model).__name__
+        # what a traced step showed: modules and groups of units that need one device, and bytes beyond the count
         self.kept_whole: list[str] = []
         self.kept_together: list[tuple[str, ...]] = []
         self.extra: dict[Device, int] = {}
         self.findings: list[Finding] = []
-        self.doubted = False
-        self.refusal: DeviceMapInfeasible | None = None
-        self.reason = "" if request.verify else "verify=False"
+        self.doubted = False  # whether a model that does not fit as counted was run once with wider limits
+        self.refusal: DeviceMapInfeasible | None = None  # the error for when it does not fit as it runs either
+        self.reason = "" if request.verify else "verify=False"  # why the plan is not verified; empty when it is
         self._cached_outputs: CachedOutputs = {}
 
     def plan(self) -> DeviceMapPlan:
-        """Return the plan.
-
-        Raises:
-            DeviceMapInfeasible: There is none within the limits.
-        """
+        """Return the plan, or raise `DeviceMapInfeasible`, if there is none within the limits."""
         # the kernels of bitsandbytes cannot be traced
         with with_stand_ins(self.request.model):
             return self._plan()

@@ -16,27 +16,15 @@ from .search import Objective
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a caller asked for.
-
-    Attributes:
-        model: The model, on any device.
-        limits: Bytes by device.
-        overhead: Bytes to be kept free, by device.
-        workload: What the model is asked to do.
-        no_split_modules: Classes that stay whole; None for what the model says.
-        objective: "balance" or "fill".
-        offload: "never", "cpu" or "disk".
-        verify: Whether the step is run with the map.
-        inputs: Arguments of forward, for models that take more than tokens.
-    """
+    """What a caller of ``plan_device_map`` asked for, checked and complete. Limits and overhead are in bytes."""
 
     model: torch.nn.Module
     limits: Mapping[Device, int]
-    overhead: Mapping[Device, int]
+    overhead: Mapping[Device, int]  # to be kept free
     workload: Workload
-    no_split_modules: Iterable[str] | None
+    no_split_modules: Iterable[str] | None  # classes that stay whole; None for what the model says
     objective: Objective
-    offload: str
+    offload: str  # "never", "cpu" or "disk"
     verify: bool
     inputs: Mapping[str, torch.Tensor] | None = None
 

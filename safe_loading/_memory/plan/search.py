@@ -31,13 +31,10 @@ class ChainStage(NamedTuple):
 
 
 class Search:
-    """Runs one chain against one set of slots.
+    """Runs one chain against one set of slots, the devices in the caller's order.
 
-    Args:
-        chain: The groups.
-        slots: The devices, in the caller's order.
-        pinned: How many groups of the chain come before each place where something is pinned, and the devices that
-            it is pinned to, in order.
+    `pinned` says for each place where something is pinned how many groups of the chain come before it, and the devices
+    that it is pinned to, in order.
     """
 
     def __init__(
@@ -56,13 +53,9 @@ class Search:
         self.pinned = tuple((at, tuple(numbers)) for at, numbers in pinned)
 
     def least_fraction(self, below: Fraction | None = None) -> Fraction | None:
-        """Return the least possible largest load as a fraction of its device's limit.
+        """Return the least possible largest load as a fraction of its limit; None when there is none.
 
-        Args:
-            below: Only what is strictly less is asked for; by default what is at most 1.
-
-        Returns:
-            The fraction; None when there is none.
+        Only what is strictly less than `below` counts, by default what is at most 1.
         """
         best = self._achieved(self._caps(Fraction(1)) if below is None else self._caps(below, below=True))
         if best is None:
@@ -94,13 +87,9 @@ class Search:
     ) -> list[ChainStage] | None:
         """Return stages with the fewest crossings under limits scaled by ``fraction``; None when there are none.
 
-        Of several ways it is one in the caller's order, as people expect.
-
-        Args:
-            fraction: What each device may take of its limit.
-            objective: "balance" evens out what the fraction leaves open; "fill" fills one device after the other.
-            most: How many crossings are of interest; None for any number.
-            states: How many states the search for the fewest may have.
+        Of several ways it is one in the caller's order, as people expect. The objective "balance" evens out what the
+        fraction leaves open; "fill" fills one device after the other. `most` is how many crossings are of interest,
+        None for any.
         """
         caps = self._caps(fraction)
         if not self._pinned_fit(caps):
