@@ -1,9 +1,12 @@
-"""The package's logger. Its level is that of TRANSFORMERS_VERBOSITY, unless the program has set one."""
+"""The package's logger, by default at the level of TRANSFORMERS_VERBOSITY, and a way to silence engines' warnings."""
 
 from __future__ import annotations
 
 import logging
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _LEVELS = {
     "detail": logging.DEBUG,
@@ -17,3 +20,11 @@ _LEVELS = {
 logger = logging.getLogger("safe_loading")
 if logger.level == logging.NOTSET:
     logger.setLevel(_LEVELS.get(os.environ.get("TRANSFORMERS_VERBOSITY", "").lower(), logging.NOTSET))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the engines' warnings: what they would warn of is a finding or an error of this package."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import operator
 import os
@@ -203,28 +204,12 @@ class Workload:
 
     def __repr__(self) -> str:
         """Return the call that makes it, without the arguments that have their default."""
-        if self.kind == "weights_only":
-            return "Workload.weights_only()"
-        length = "context_length" if self.kind == "generate" else "sequence_length"
-        words = [f"batch_size={self.batch_size}", f"{length}={self.sequence_length}"]
-        for name, default in _DEFAULTS[self.kind].items():
+        words = []
+        for name, parameter in inspect.signature(getattr(Workload, self.kind)).parameters.items():
             value = getattr(self, name)
-            if value is not default and value != default:
+            if value is not parameter.default and value != parameter.default:
                 words.append(f"{name}={value.__name__ if isinstance(value, type) else repr(value)}")
         return f"Workload.{self.kind}({', '.join(words)})"
-
-
-_DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    "generate": {"decode_steps": 1, "autocast": None, "adapter": None},
-    "train": {
-        "gradient_checkpointing": False,
-        "optimizer": "adamw",
-        "adapter": None,
-        "autocast": None,
-        "gradient_accumulation_steps": 1,
-        "labels": True,
-    },
-}
 
 
 def _checked(workload: Workload) -> Workload:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel
 
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
+from safe_loading._core.log import quiet
 from safe_loading._core.report import Finding
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.snapshot import Snapshot
@@ -229,14 +229,6 @@ def _without_base_changing_init(config: PeftConfig) -> Iterator[None]:
         yield
     finally:
         settings["init_lora_weights"] = init
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the engines' warnings: what they would warn of is a finding here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _base_of(model: torch.nn.Module) -> torch.nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from safe_loading._checkpoint.faults import fault, listed, note
 from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._core.log import quiet
 from safe_loading._core.protocols import EngineKwargs, JsonObject, ModelClass
 from safe_loading._core.report import Finding
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
@@ -113,8 +113,7 @@ def base_on_meta(
     options = {"trust_remote_code": False, **base_kwargs}
     trusted = bool(options["trust_remote_code"])
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             # With the options, because some are fields of the config (num_labels), which decide shapes.
             config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **options)
         return build_on_meta(auto_class, config, weights_dtype(dtype, config, folder), trust_remote_code=trusted)

@@ -11,12 +11,13 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.hotswap import check_hotswap_configs_compatible, hotswap_adapter_from_state_dict
 
 from safe_loading._checkpoint.faults import fault
+from safe_loading._core.log import quiet
 from safe_loading._core.report import Finding
 from safe_loading.errors import AdapterError
 
 from .adapter_facts import factors_of_other_rank
 from .adapter_values import rename_keys
-from .attach import Adapter, Attached, quiet, refusal
+from .attach import Adapter, Attached, refusal
 from .slots import AdapterSlot, adapter_slots, route
 
 

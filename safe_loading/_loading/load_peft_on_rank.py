@@ -41,7 +41,7 @@ from .load import (
     warn_of_errors,
 )
 from .report import LoadReport
-from .sources import HUB_OPTIONS, BaseRequest, LoadRequest, find_sources
+from .sources import HUB_OPTIONS, BaseRequest, LoadRequest, Source, find_sources
 
 
 def load_peft_on_rank(
@@ -155,9 +155,7 @@ def load_peft_on_rank(
     return model
 
 
-def _by_name(
-    adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]], active: str | None
-) -> dict[str, str | os.PathLike[str]]:
+def _by_name(adapter: Source | Mapping[str, Source], active: str | None) -> dict[str, Source]:
     adapters = dict(adapter) if isinstance(adapter, Mapping) else {"default": adapter}
     if not adapters:
         raise ArgumentError("adapter is an empty mapping; pass {name: folder or hub id}.")

@@ -16,6 +16,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safe_loading._checkpoint.faults import note
 from safe_loading._checkpoint.hub import resolve
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
+from safe_loading._core.log import quiet
 from safe_loading._core.report import Finding, Severity
 from safe_loading.errors import AdapterError, SafeLoadingError
 
@@ -39,8 +40,7 @@ def build_config(facts: AdapterFacts, *, is_trainable: bool) -> tuple[PeftConfig
     # peft takes a runtime_config out of any file itself, whatever the method (PeftConfigMixin.from_json_file).
     known = {field.name for field in dataclasses.fields(config_class)} | {"runtime_config"}
     unknown = {name: value for name, value in facts.config.items() if name not in known}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft warns of the unknown fields, which are findings here
+    with quiet():  # peft warns of the unknown fields, which are findings here
         try:
             config = config_class.from_pretrained(str(facts.folder))
         except Exception as error:  # __post_init__ of the method's config fails in its own way on odd values

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -17,6 +16,7 @@ from transformers import core_model_loading as loader
 from safe_loading._checkpoint.hub import resolve, small_files
 from safe_loading._checkpoint.index import inspect_checkpoint
 from safe_loading._checkpoint.strict_json import read_json_object
+from safe_loading._core.log import quiet
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import ModelClass
 from safe_loading.errors import ArgumentError
@@ -104,8 +104,7 @@ def build_on_meta(
     options: dict[str, object] = {"dtype": dtype}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), quiet():
         model: torch.nn.Module
         if hasattr(model_class, "from_config"):
             model = model_class.from_config(config, trust_remote_code=trust_remote_code, **options)

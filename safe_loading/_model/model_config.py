@@ -83,7 +83,7 @@ def _refuse_huge_counts(path: Path, document: JsonObject) -> None:
 
 
 @contextlib.contextmanager
-def building(config: PreTrainedConfig, what: object, folder: Path | None = None) -> Iterator[None]:
+def building(config: PreTrainedConfig, what: object, folder: Path | None) -> Iterator[None]:
     """Turn whatever a model's class (``what``) raises about its config into one kind of error.
 
     It is a CheckpointError where the config comes from a folder (None: the one that it names), else an ArgumentError.

@@ -37,5 +37,4 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether a real tensor holds neither NaN nor infinity."""
     if not tensor.is_floating_point():
         return True
-    low, high = value_range(tensor)
-    return math.isfinite(low) and math.isfinite(high)
+    return all(map(math.isfinite, value_range(tensor)))

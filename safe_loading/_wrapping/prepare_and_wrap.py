@@ -18,7 +18,7 @@ from peft import (
 from torch import nn
 from transformers import PreTrainedModel
 
-from safe_loading._loading.attach import quiet
+from safe_loading._core.log import quiet
 from safe_loading._loading.peft_config import can_build_on_meta, changes_base
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.utils import logging as transformers_logging
 
-from safe_loading._loading.attach import quiet
+from safe_loading._core.log import quiet
 from safe_loading._model.snapshot import Snapshot
 from safe_loading.errors import WrapError
 

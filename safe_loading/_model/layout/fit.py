@@ -14,17 +14,13 @@ from safe_loading._core.names import WRAPPER_PREFIXES
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.tensors import all_names
 
-from .layout import CheckpointLayout
+from .layout import CheckpointLayout, HasShape
 
 _NUMBERED = re.compile(r"(.+)\.(\d+)\.")
 
 
-class ShapeAndDtype(Protocol):
+class ShapeAndDtype(HasShape, Protocol):
     """What a model expects under a name: a tensor, or a record of its shape and dtype."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Its shape."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -32,10 +28,7 @@ class ShapeAndDtype(Protocol):
 
 
 def misfits(
-    model: torch.nn.Module,
-    checkpoint: Checkpoint,
-    layout: CheckpointLayout,
-    excused: Callable[[str], bool] = lambda name: False,
+    model: torch.nn.Module, checkpoint: Checkpoint, layout: CheckpointLayout, excused: Callable[[str], bool]
 ) -> list[str]:
     """Return a problem for everything that would leave a weight at random, or drop or distort one.
 

@@ -49,25 +49,17 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointLayout:
-    """Where the tensors of a model are in its checkpoint.
+    """Where the tensors of a model are in its checkpoint, by their names at run time."""
 
-    Attributes:
-        of: What each parameter or buffer is made of, by its name at run time.
-        opaque: Those whose conversion cannot be followed, with the reason; their tensors on disk can only be copied.
-        unknown: Tensors on disk that the class does not know.
-        conversions: What makes the opaque ones.
-        mismatched: The shape in the checkpoint of those that have another shape in the model.
-        key_of: For each tensor on disk, the unknown ones included, its name at run time; the first one for a tensor
-            that becomes several.
-        moved: Of the opaque ones, those whose conversion only puts rows into another order, and that order.
-    """
-
-    of: Mapping[str, Whole]
-    opaque: Mapping[str, str]
-    unknown: tuple[str, ...]
-    conversions: tuple[Conversion, ...] = ()
+    of: Mapping[str, Whole]  # what each parameter or buffer is made of
+    opaque: Mapping[str, str]  # the reason why a conversion cannot be followed; its disk tensors can only be copied
+    unknown: tuple[str, ...]  # tensors on disk that the class does not know
+    conversions: tuple[Conversion, ...] = ()  # what makes the opaque ones
+    # The shape in the checkpoint of those that have another shape in the model.
     mismatched: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    # The name at run time of each tensor on disk, even of an unknown one; the first where it becomes several.
     key_of: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Of the opaque ones, those whose conversion only puts rows into another order, and that order.
     moved: Mapping[str, Moved] = dataclasses.field(default_factory=dict)
 
 
