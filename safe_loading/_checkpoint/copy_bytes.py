@@ -81,9 +81,8 @@ class ReadAhead:
         # Asked for again only when half of it is used up: a call for each block would cost more than it saves.
         end = min(self._count, at + _READ_AHEAD_BYTES)
         if hasattr(os, "posix_fadvise"):  # not on macOS and Windows
-            os.posix_fadvise(
-                self._descriptor, self._start + self._requested, end - self._requested, os.POSIX_FADV_WILLNEED
-            )
+            start, count = self._start + self._requested, end - self._requested
+            os.posix_fadvise(self._descriptor, start, count, os.POSIX_FADV_WILLNEED)
         self._requested = end
 
 

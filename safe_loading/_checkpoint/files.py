@@ -67,12 +67,9 @@ def unreadable(path: Path, error: Exception) -> Finding:
     """Return the finding for an error of the operating system, or for a path that it cannot represent."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         if path.is_symlink():
-            return fault(
-                "broken-link",
-                path,
-                f"is a symbolic link to {str(path.readlink())!r}, which does not exist",
-                "download the file again (in a Hugging Face cache the blob was deleted), or repair the link",
-            )
+            message = f"is a symbolic link to {str(path.readlink())!r}, which does not exist"
+            fix = "download the file again (in a Hugging Face cache the blob was deleted), or repair the link"
+            return fault("broken-link", path, message, fix)
         return fault("not-found", path, "there is no such file", "check the path, or download or copy the file")
     if isinstance(error, PermissionError):
         return fault("unreadable", path, "this user may not read it", "run `chmod u+r` on it, or copy it")
@@ -87,12 +84,8 @@ def _not_regular(path: Path, mode: int) -> Finding | None:
     if stat.S_ISREG(mode):
         return None
     kind = next((name for test, name in _OTHER_KINDS if test(mode)), "something else")
-    return fault(
-        "not-regular",
-        path,
-        f"is {kind}, not a regular file; it was not opened",
-        "put the file itself (or a link) there",
-    )
+    message = f"is {kind}, not a regular file; it was not opened"
+    return fault("not-regular", path, message, "put the file itself (or a link) there")
 
 
 def _link_out_of_folder(path: Path) -> Finding | None:

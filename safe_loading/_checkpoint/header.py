@@ -185,10 +185,8 @@ def _tensor(name: str, entry: object, data_start: int) -> TensorInfo | tuple[str
     # bool is a subclass of int, hence type() and not isinstance().
     bits = BITS.get(dtype) if type(dtype) is str else None
     if bits is None:
-        return (
-            "dtype",
-            f"dtype is {dtype!r}, which is not one of {', '.join(BITS)}; a newer format, or a damaged header",
-        )
+        known = ", ".join(BITS)
+        return "dtype", f"dtype is {dtype!r}, which is not one of {known}; a newer format, or a damaged header"
     if type(shape) is not list:
         return "shape", _shape_fault(shape)
     nbits = bits
@@ -246,17 +244,12 @@ def _layout_faults(path: Path, tensors: Mapping[str, TensorInfo], size: int, dat
     end, before = data_start, "the header"
     for info in sorted(tensors.values(), key=attrgetter("start", "stop")):
         if info.start != end:
-            start = f"tensor {info.name!r} begins at byte {info.start} of the file"
-            previous = f"{before} ends at byte {end}"
+            where = f"tensor {info.name!r} begins at byte {info.start} of the file, but {before} ends at byte {end}"
             if info.start < end:
-                findings.append(
-                    fault("overlap", path, f"{start}, but {previous}: they overlap", _AGAIN, end - info.start)
-                )
+                findings.append(fault("overlap", path, f"{where}: they overlap", _AGAIN, end - info.start))
             else:
                 hole = info.start - end
-                findings.append(
-                    fault("hole", path, f"{start}, but {previous}: {hole} bytes belong to no tensor", _AGAIN, hole)
-                )
+                findings.append(fault("hole", path, f"{where}: {hole} bytes belong to no tensor", _AGAIN, hole))
         if info.stop >= end:
             end, before = info.stop, f"tensor {info.name!r}"
     if end > size:
@@ -269,9 +262,7 @@ def _layout_faults(path: Path, tensors: Mapping[str, TensorInfo], size: int, dat
 
 
 def _json_kind(value: object) -> str:
-    if value is None:
-        return "null"
-    return f"of type {type(value).__name__}"
+    return "null" if value is None else f"of type {type(value).__name__}"
 
 
 def _short(value: object) -> str:

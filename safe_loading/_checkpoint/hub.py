@@ -140,13 +140,7 @@ def _resolve_on_hub(
         chosen = choose(inside, fetch)
         _download_missing(repo, [prefix + name for name in chosen], commit, hub)
         paths = [fetch(name) for name in chosen]
-    except (
-        HFValidationError,
-        _http_error(),
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        ConnectionError,
-    ) as error:
+    except (HFValidationError, _http_error(), LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
         # Most likely a misspelt path that looks like a hub id, so the message says first that it is not a folder.
         raise CheckpointNotFound(
             f"{repo!r} (revision {revision or 'main'}) is not a folder here, and could not be fetched from the hub: "

@@ -147,9 +147,8 @@ def _weight_map_faults(path: Path, weight_map: JsonObject) -> list[Finding]:
     findings = []
     wrong = [name for name, file in weight_map.items() if not isinstance(file, str)]
     if wrong:
-        message = (
-            f"weight_map holds {_json_kind(weight_map[wrong[0]])} for {listed(wrong)}; it must be the name of a file"
-        )
+        kind = _json_kind(weight_map[wrong[0]])
+        message = f"weight_map holds {kind} for {listed(wrong)}; it must be the name of a file"
         findings.append(fault("index-weight-map", path, message, "save or download the index again"))
     for file in sorted({file for file in weight_map.values() if isinstance(file, str)}):
         reason = not_contained(path.parent, file)
@@ -157,10 +156,8 @@ def _weight_map_faults(path: Path, weight_map: JsonObject) -> list[Finding]:
             fix = "do not trust this checkpoint until you know why it names such a file"
             findings.append(fault("index-path", path, reason, fix))
         elif not file.endswith(".safetensors"):
-            fix = "save the model again with safetensors"
-            findings.append(
-                fault("index-path", path, f"weight_map names {file!r}, which is not a safetensors file", fix)
-            )
+            message = f"weight_map names {file!r}, which is not a safetensors file"
+            findings.append(fault("index-path", path, message, "save the model again with safetensors"))
     return findings
 
 

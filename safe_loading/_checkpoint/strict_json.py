@@ -42,12 +42,8 @@ def try_json_object(path: Path) -> JsonObject | Finding:
     except OSError as error:
         return unreadable(path, error)
     if len(data) > MAX_BYTES:
-        return fault(
-            "json-too-large",
-            path,
-            f"is larger than {format_bytes(MAX_BYTES)} ({MAX_BYTES} bytes), the limit for a JSON file of a checkpoint",
-            "check that it is the right file",
-        )
+        limit = f"{format_bytes(MAX_BYTES)} ({MAX_BYTES} bytes), the limit for a JSON file of a checkpoint"
+        return fault("json-too-large", path, f"is larger than {limit}", "check that it is the right file")
     if is_lfs_pointer(data):
         return lfs_pointer(path)
     return try_parse(data, str(path))
@@ -69,12 +65,8 @@ def try_parse(data: bytes, where: str) -> JsonObject | Finding:
     except ValueError as error:
         return fault("json-invalid", where, f"is not valid JSON: {error}", _AGAIN)
     if duplicates:
-        return fault(
-            "duplicate-key",
-            where,
-            f"the JSON holds the same key twice in one object: {listed(duplicates)}; readers differ in which they keep",
-            _AGAIN,
-        )
+        twice = f"the JSON holds the same key twice in one object: {listed(duplicates)}"
+        return fault("duplicate-key", where, f"{twice}; readers differ in which they keep", _AGAIN)
     if not isinstance(value, dict):
         return fault("json-invalid", where, f"the JSON is a {type(value).__name__}, not an object", _AGAIN)
     return value

@@ -107,15 +107,12 @@ def _configured(folder: Path, names: Collection[str]) -> Path | Finding | None:
     weights = config.get("transformers_weights") if isinstance(config, dict) else None
     if weights is None:
         return None
-    where, fix = folder / "config.json", "name a safetensors file or index of this folder, or remove the entry"
+    code, where = "config-weights", folder / "config.json"
+    fix = "name a safetensors file or index of this folder, or remove the entry"
     if not isinstance(weights, str) or not weights.endswith((".safetensors", ".safetensors.index.json")):
-        return fault(
-            "config-weights", where, f"transformers_weights is {weights!r}, which is not a safetensors file", fix
-        )
+        return fault(code, where, f"transformers_weights is {weights!r}, which is not a safetensors file", fix)
     reason = not_contained(folder, weights)
-    return (
-        folder / weights if reason is None else fault("config-weights", where, f"transformers_weights: {reason}", fix)
-    )
+    return folder / weights if reason is None else fault(code, where, f"transformers_weights: {reason}", fix)
 
 
 def _two_checkpoints(folder: Path, single: str, index: str) -> list[Finding]:
@@ -127,12 +124,9 @@ def _two_checkpoints(folder: Path, single: str, index: str) -> list[Finding]:
 def _no_weights(folder: Path, names: Collection[str], pickles: list[tuple[str, str]]) -> Finding:
     for source, target in pickles:
         if source in names:
-            return fault(
-                "pickle-only",
-                folder / source,
-                f"the weights are a pickle, which can run code when it is read, and there is no {target!r}",
-                f"convert it once (this reads tensors only):\n{conversion_command(folder, source, target)}",
-            )
+            message = f"the weights are a pickle, which can run code when it is read, and there is no {target!r}"
+            fix = f"convert it once (this reads tensors only):\n{conversion_command(folder, source, target)}"
+            return fault("pickle-only", folder / source, message, fix)
     expected = " or ".join(repr(target) for _, target in pickles)
     others = [name for name in names if name.endswith((".safetensors", ".gguf", *PICKLE_SUFFIXES))]
     instead = f"; it holds {listed(others)}" if others else ""

@@ -7,12 +7,8 @@ runs, so that ``check`` works without importing torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from . import audit, check, demo, doctor, merge, plan
-
-if TYPE_CHECKING:
-    from .answer import Commands
+from .answer import Commands
 
 
 def add_all(commands: Commands) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeAlias
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+# In quotes, because the class takes no parameter at run time.
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 OK, NOT_OK, USAGE, INFEASIBLE = 0, 1, 2, 3
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from .answer import NOT_OK, OK, USAGE, Answer
+from .answer import NOT_OK, OK, USAGE, Answer, Commands
 from .training import add_training, refuse_unused, training
-
-if TYPE_CHECKING:
-    from .answer import Commands
 
 _FORMATS = ("text", "json", "github", "sarif")
 

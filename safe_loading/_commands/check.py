@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from .answer import NOT_OK, OK, Answer
-
-if TYPE_CHECKING:
-    from .answer import Commands
+from .answer import NOT_OK, OK, Answer, Commands
 
 
 def add(commands: Commands) -> None:

@@ -6,14 +6,10 @@ import argparse
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safe_loading.errors import OutputError
 
-from .answer import Answer
-
-if TYPE_CHECKING:
-    from .answer import Commands
+from .answer import Answer, Commands
 
 
 def add(commands: Commands) -> None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .answer import NOT_OK, OK, Answer
-
-if TYPE_CHECKING:
-    from .answer import Commands
+from .answer import NOT_OK, OK, Answer, Commands
 
 
 def add(commands: Commands) -> None:

@@ -5,40 +5,33 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from .answer import INFEASIBLE, NOT_OK, OK, Answer
+from .answer import INFEASIBLE, NOT_OK, OK, Answer, Commands
 from .training import add_training, refuse_unused, training
 
 if TYPE_CHECKING:
     from safe_loading._core.workload import Workload
     from safe_loading.errors import DeviceMapInfeasible
 
-    from .answer import Commands
-
 
 def add(commands: Commands) -> None:
     """Declare the command."""
     summary = "place a model's modules over devices under limits, before a byte is loaded"
     parser = commands.add_parser("plan", help=summary, description=f"{summary}. Exit status 3: it does not fit.")
-    parser.add_argument("model", metavar="MODEL", help="folder or hub id; its config is enough")
+    declare = parser.add_argument
+    declare("model", metavar="MODEL", help="folder or hub id; its config is enough")
     limits = "such as 0=20GiB 1=16e9 cpu=64GiB (default: what is free now)"
-    parser.add_argument("--max-memory", nargs="+", metavar="DEVICE=SIZE", help=limits)
-    parser.add_argument("--batch", type=int, help="rows of a batch (default: 1)")
-    parser.add_argument("--context", type=int, help="tokens in the KV cache; without it only weights are counted")
+    declare("--max-memory", nargs="+", metavar="DEVICE=SIZE", help=limits)
+    declare("--batch", type=int, help="rows of a batch (default: 1)")
+    declare("--context", type=int, help="tokens in the KV cache; without it only weights are counted")
     add_training(parser)
-    parser.add_argument("--dtype", help="dtype of the weights, such as bfloat16 (default: the checkpoint's)")
-    parser.add_argument(
-        "--objective",
-        choices=("balance", "fill"),
-        default="balance",
-        help="load evenly, or use as few as possible",
-    )
-    parser.add_argument(
-        "--offload", choices=("never", "cpu", "disk"), default="never", help="where to put what does not fit"
-    )
-    parser.add_argument("--overhead", metavar="SIZE", help="bytes to keep free on each accelerator")
-    parser.add_argument("--no-verify", action="store_true", help="do not run the step on simulated devices")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the repository's own code")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    declare("--dtype", help="dtype of the weights, such as bfloat16 (default: the checkpoint's)")
+    objectives = "load evenly, or use as few as possible"
+    declare("--objective", choices=("balance", "fill"), default="balance", help=objectives)
+    declare("--offload", choices=("never", "cpu", "disk"), default="never", help="where to put what does not fit")
+    declare("--overhead", metavar="SIZE", help="bytes to keep free on each accelerator")
+    declare("--no-verify", action="store_true", help="do not run the step on simulated devices")
+    declare("--trust-remote-code", action="store_true", help="run the repository's own code")
+    declare("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=_run)
 
 

@@ -12,12 +12,11 @@ if TYPE_CHECKING:
 
 def add_training(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that describe a training step."""
-    parser.add_argument("--train", metavar="[ROWSx]TOKENS", help="a training step of ROWS x TOKENS, such as 4x1024")
-    parser.add_argument(
-        "--gradient-checkpointing", action="store_true", help="recompute activations when backpropagating"
-    )
-    parser.add_argument("--optimizer", help="such as adamw_8bit or sgd (default: adamw)")
-    parser.add_argument("--adapter", metavar="DIR", help="the folder of the adapter that is trained")
+    declare = parser.add_argument
+    declare("--train", metavar="[ROWSx]TOKENS", help="a training step of ROWS x TOKENS, such as 4x1024")
+    declare("--gradient-checkpointing", action="store_true", help="recompute activations when backpropagating")
+    declare("--optimizer", help="such as adamw_8bit or sgd (default: adamw)")
+    declare("--adapter", metavar="DIR", help="the folder of the adapter that is trained")
 
 
 def training(arguments: argparse.Namespace, rows: int = 1) -> Workload:

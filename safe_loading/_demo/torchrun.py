@@ -21,12 +21,10 @@ def run_ranks(module: str, folder: Path, ranks: int, written: str) -> list[JsonO
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", module, str(folder)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    environment.setdefault("OMP_NUM_THREADS", "1")
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    env.setdefault("OMP_NUM_THREADS", "1")
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
         raise SafeLoadingError(f"The ranks of the demo did not finish within {TIMEOUT_SECONDS} s.") from error
     if done.returncode != 0:

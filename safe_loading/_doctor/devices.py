@@ -79,9 +79,8 @@ def _findings(devices: Devices, listed: bool) -> list[Finding]:
     if listed and not count:
         variables = ", ".join(f"{name}={value}" for name, value in devices.variables)
         fix = "correct the variable, or install a torch build for this accelerator."
-        findings.append(
-            Finding("devices-hidden", "warning", variables, "lists devices, but torch sees none of them.", fix)
-        )
+        message = "lists devices, but torch sees none of them."
+        findings.append(Finding("devices-hidden", "warning", variables, message, fix))
     ranks = devices.launcher.local_size if devices.launcher is not None else None
     if count > 1 and ranks is not None and ranks > count:
         message = f"{ranks} ranks run on this node, and torch sees {count} devices."

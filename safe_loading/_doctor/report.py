@@ -34,9 +34,8 @@ class DoctorReport(Verdict):
         elif place.local_rank is None:
             ranks = "no launcher: a single process"
         else:
-            ranks = (
-                f"local rank {place.local_rank} of {place.local_size or 'an unknown number'} ({place.rank_variable})"
-            )
+            size = place.local_size or "an unknown number"
+            ranks = f"local rank {place.local_rank} of {size} ({place.rank_variable})"
         visible = f"{len(self.devices.seen)} {self.devices.kind} devices" if self.devices.seen else "no accelerator"
         return f"Python {self.python}, {visible}, {ranks}: {'ok' if self.ok else 'NOT OK'}"
 

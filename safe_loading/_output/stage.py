@@ -89,24 +89,18 @@ class Stage:
             check_alone(self.root, self.output)
             self._open()
             delete_stale_stages(self.root)
-        except OutputError:
-            # Without the lock the stage belongs to another process, and is not ours to delete.
-            if self._lock is not None:
-                self._discard()
-            self._sigterm.end()
-            raise
         except BaseException as error:
-            if self._lock is not None or new:
+            refused = isinstance(error, OutputError)
+            # Where the lock was refused, the stage belongs to another process, even if it appeared only now.
+            if self._lock is not None or (new and not refused):
                 self._discard()
             self._sigterm.end()
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and not refused:
                 raise self._system_error(error) from error
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Delete what was not committed, unless the next call may continue it."""
         interrupted = kind is not None and not issubclass(kind, (Exception, Terminated))
         if self._committed or (interrupted and self._resume):

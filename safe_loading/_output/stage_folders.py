@@ -63,11 +63,9 @@ def delete_stale_stages(stage: Path) -> None:
     for other in stage.parent.glob(".*.staged*"):
         with contextlib.suppress(OSError):
             if other != stage and _is_stale(other, now):
-                size = size_below(other)
+                size = format_bytes(size_below(other))
                 if _delete(other, now):
-                    logger.warning(
-                        "Deleted %s (%s): an interrupted call left it more than a week ago.", other, format_bytes(size)
-                    )
+                    logger.warning("Deleted %s (%s): an interrupted call left it more than a week ago.", other, size)
 
 
 def _is_stale(stage: Path, now: float) -> bool:

@@ -91,14 +91,10 @@ def _index_of_single_process(device_type: str, count: int) -> int:
 
 def _warn_about_hidden_devices(device_type: str, visible: tuple[VisibleDevices, ...]) -> None:
     # An empty list or -1 is how people ask for the CPU. A list of devices none of which exists is a mistake.
+    message = "%s=%s names %s devices, but torch sees none of them; using the CPU."
     for variable in visible:
         if variable.entries:
-            logger.warning(
-                "%s=%s names %s devices, but torch sees none of them; using the CPU.",
-                variable.variable,
-                variable.value,
-                device_type,
-            )
+            logger.warning(message, variable.variable, variable.value, device_type)
 
 
 def _too_few_devices(place: Launcher, device_type: str, count: int, visible: tuple[VisibleDevices, ...]) -> DeviceError:

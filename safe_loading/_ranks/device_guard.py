@@ -98,13 +98,8 @@ def guarded(device: torch.device) -> Iterator[None]:
     forked = [device] if accelerator else []
     # A tensor made in inference mode can never be trained, and a lower default dtype would round float32 values.
     kind, dtype = device.type if accelerator else "cuda", torch.get_default_dtype()
-    with (
-        _LOCK,
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        current,
-        torch.random.fork_rng(forked, device_type=kind),
-    ):
+    generators = torch.random.fork_rng(forked, device_type=kind)
+    with _LOCK, torch.inference_mode(False), torch.enable_grad(), current, generators:
         # A parameter that no file holds (strict=False, a new head) starts the same on every rank, whatever its seed.
         torch.default_generator.manual_seed(0)
         if accelerator:

@@ -150,9 +150,8 @@ def _check_listed(ranks: Sequence[int], rank: int, world: int, *, initialized: b
     if not isinstance(ranks, Sequence) or not all(isinstance(r, int) and not isinstance(r, bool) for r in ranks):
         raise ArgumentError(f"ranks={ranks!r}: pass 'all', 'self' or a list of global ranks.")
     members = tuple(sorted(ranks))
-    this = f"this process is rank {rank} of {world}" + (
-        "" if initialized else " (torch.distributed is not initialized)"
-    )
+    this = f"this process is rank {rank} of {world}"
+    this += "" if initialized else " (torch.distributed is not initialized)"
     if any(not 0 <= member < world for member in members):
         raise ArgumentError(f"ranks={list(ranks)!r}: not all of these ranks exist; {this}.")
     if len(set(members)) != len(members):
@@ -167,10 +166,8 @@ def _encode(label: str, payload: object) -> str:
         text = json.dumps(payload)
     except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentError(f"What this rank shares to {label} is not JSON: {error}") from error
-    if len(text) > MAX_BYTES:
-        raise ArgumentError(
-            f"What this rank shares to {label} is {len(text)} bytes; at most {MAX_BYTES} can be shared."
-        )
+    if (size := len(text)) > MAX_BYTES:
+        raise ArgumentError(f"What this rank shares to {label} is {size} bytes; at most {MAX_BYTES} can be shared.")
     return text
 
 

@@ -19,9 +19,9 @@ from peft import PeftMixedModel, PeftModel
 from torch import nn
 
 if TYPE_CHECKING:
-    _Module = nn.Module
+    ModuleBase = nn.Module
 else:
-    _Module = object
+    ModuleBase = object  # the classes that are made from it get nn.Module from the model's own class
 
 ROUTES = "_transparent_routes"  # in the __dict__ of both modules, while a thread generates: {thread id: route}
 _LOCK = threading.Lock()
@@ -36,7 +36,7 @@ class Route:
     entered: bool = False  # the user's code is running: a call of the base is now for the base itself
 
 
-class RoutedBase(_Module):
+class RoutedBase(ModuleBase):
     """The class of a base while its wrapped model generates."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:

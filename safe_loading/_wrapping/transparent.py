@@ -14,16 +14,12 @@ from . import routing
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    _Module = nn.Module
-else:
-    _Module = object  # the class of a wrapped model has nn.Module among its bases already
-
 MIXIN = "_transparent_mixin"  # an attribute of each class that wrap_transparent makes
 # Weak, so that the classes of local mixins can be collected with their models.
 _WRAPPED_CLASSES: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
 
 
-class Transparent(_Module):
+class Transparent(routing.ModuleBase):
     """Derive from this class, write your code into ``__call__``, and hand the class to ``wrap_transparent``.
 
     ``super().__call__`` is the model's own call, with its hooks. ``self`` is the model: its config, its heads and

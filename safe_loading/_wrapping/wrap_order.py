@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 
 from safe_loading.errors import WrapError
 
+from .routing import generating_base
+
 _KNOWN = (PreTrainedModel, PeftModel, PeftMixedModel)
 # Attributes by which trainers and peft decide whether they can save memory.
 _MEMORY_ATTRIBUTES = (
@@ -46,15 +48,11 @@ def check_order(model: nn.Module, mixin: str) -> None:
             f"    model = wrap_transparent(model.{_ENGINE_WRAPPERS[kind]}, {mixin})\n"
             f"    model = {'torch.compile' if kind == 'OptimizedModule' else kind}(model)"
         )
-    if isinstance(model, (PeftModel, PeftMixedModel)):
-        base = model.get_base_model() if isinstance(model, PeftModel) else model.base_model.model
-        inside = _hidden_in(base)
-        if inside is not None:
-            raise WrapError(_message(base, inside, mixin, "get_peft_model received"))
-        return
-    inside = _hidden_in(model)
+    peft_base = generating_base(model)
+    base, received_by = (model, "wrap_transparent") if peft_base is None else (peft_base, "get_peft_model")
+    inside = _hidden_in(base)
     if inside is not None:
-        raise WrapError(_message(model, inside, mixin, "wrap_transparent received"))
+        raise WrapError(_message(base, inside, mixin, received_by))
 
 
 def _hidden_in(module: nn.Module) -> nn.Module | None:
@@ -93,7 +91,7 @@ def _message(wrapper: nn.Module, inside: nn.Module, mixin: str, received_by: str
     lines[1:1] = heads
     hides = f" It hides {', '.join(hidden)} from them." if hidden else ""
     return (
-        f"{received_by} a {type(wrapper).__name__} with the {type(inside).__name__} inside it ({path!r}). Trainers and "
-        f"peft look at the outermost module, so nothing that saves memory is switched on.{hides} Start from the "
-        f"{start} and write:\n" + "\n".join(lines)
+        f"{received_by} received a {type(wrapper).__name__} with the {type(inside).__name__} inside it ({path!r}). "
+        f"Trainers and peft look at the outermost module, so nothing that saves memory is switched on.{hides} Start "
+        f"from the {start} and write:\n" + "\n".join(lines)
     )

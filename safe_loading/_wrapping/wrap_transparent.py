@@ -118,25 +118,14 @@ def _wrapped_class_of(mixin: type[Transparent], model: nn.Module) -> type[nn.Mod
 
 
 def _findings(mixin: type, proofs: tuple[CallProof, ...]) -> list[Finding]:
-    findings = [
-        Finding(
-            "wrap-not-proven",
-            "warning",
-            f"{mixin.__name__} in {proof.mode} mode",
-            f"it is not known whether the code runs: {proof.how}.",
-            "pass example={...} with the arguments of a real call, or count the calls of your code in a first step.",
-        )
-        for proof in proofs
-        if proof.runs is None
-    ]
+    findings = []
+    fix = "pass example={...} with the arguments of a real call, or count the calls of your code in a first step."
+    for proof in proofs:
+        if proof.runs is None:
+            where, message = f"{mixin.__name__} in {proof.mode} mode", "it is not known whether the code runs"
+            findings.append(Finding("wrap-not-proven", "warning", where, f"{message}: {proof.how}.", fix))
     if "<locals>" in mixin.__qualname__:
-        findings.append(
-            Finding(
-                "mixin-not-importable",
-                "info",
-                mixin.__qualname__,
-                "the class is defined in a function, so pickle cannot find it.",
-                "define it at the top of a module if the model is to be pickled.",
-            )
-        )
+        message = "the class is defined in a function, so pickle cannot find it."
+        fix = "define it at the top of a module if the model is to be pickled."
+        findings.append(Finding("mixin-not-importable", "info", mixin.__qualname__, message, fix))
     return findings
