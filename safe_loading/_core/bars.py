@@ -57,6 +57,7 @@ class MemoryBar:
 
 def draw_bars(bars: Sequence[MemoryBar]) -> str:
     """Return the bars as an SVG, on one scale, above a legend."""
+    # At least one byte, so that bars without bytes do not divide by zero.
     scale = _WIDTH / max([1, *(max(bar.total, bar.limit or 0) for bar in bars)])
     shapes: list[str] = []
     y = 0

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_LEVELS = {
+_LEVELS = {  # transformers' names (transformers.utils.logging.log_levels)
     "detail": logging.DEBUG,
     "debug": logging.DEBUG,
     "info": logging.INFO,

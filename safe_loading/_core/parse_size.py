@@ -41,6 +41,7 @@ def parse_size(value: object, where: str) -> int:
             raise ArgumentError(f"{where}: {value!r} is not a size; {_SIZE_SYNTAX}.")
         number, power = match[1].replace("_", ""), _POWERS[match[2].lower()]
         unit = 1 << (10 * power) if match[3] else 10 ** (3 * power)
+        # Digits alone never become a float, which is exact up to 2^53 only.
         size = int(number) * unit if number.lstrip("+-").isdigit() else _whole_bytes(float(number) * unit, value, where)
     else:
         size = _number_of_bytes(value, where)
@@ -84,7 +85,8 @@ def parse_device(key: object, name: str = "max_memory") -> Device:
     if text in HOST:
         return text
     match = _INDEXED.fullmatch(text)
-    if match is not None and not isinstance(key, float) and not text.startswith(("cpu:", "meta:", "disk:")):
+    # "cpu:0" is no accelerator 0.
+    if match is not None and not text.startswith(("cpu:", "meta:", "disk:")):
         return int(match[1])
     raise ArgumentError(
         f'{name}: {key!r} is not a device; use the index of an accelerator (0, 1, ... or "cuda:0"), "cpu" or "disk".'

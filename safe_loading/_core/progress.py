@@ -41,6 +41,7 @@ class Bar:
 
     def advance(self, count: int = 1) -> None:
         """Add to what is done."""
+        # tqdm adds to its count without a lock; its own guards the terminal alone.
         with self._guard:
             self._bar.update(count)
 

@@ -58,6 +58,7 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     body = [[str(cell) for cell in row] for row in rows]
     columns = list(zip(header, *body, strict=True))
     widths = [max(map(len, column)) for column in columns]
+    # all() of no cells is True: without rows, every header would be aligned to the right.
     right = [bool(body) and all(cell[:1].isdigit() for cell in column[1:]) for column in columns]
 
     def line(cells: Sequence[str]) -> str:

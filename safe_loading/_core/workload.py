@@ -222,6 +222,7 @@ def _checked(workload: Workload) -> Workload:
     least = {"decode_steps": 0}
     for name in ("batch_size", "sequence_length", "decode_steps", "gradient_accumulation_steps"):
         value, low = getattr(workload, name), least.get(name, 1)
+        # Numpy's integers have __index__ too, and 2.0 does not; what has none fails the check below.
         try:
             number = operator.index(value)
         except TypeError:

@@ -73,10 +73,7 @@ def _read_tensor(descriptor: int, header: Header, info: TensorInfo) -> torch.Ten
 def rename_keys(
     facts: AdapterFacts, tensors: Mapping[str, torch.Tensor], *, prompt_learning: bool, own_module: bool
 ) -> RenamedTensors:
-    """Return the tensors by the keys that peft writes; the arguments are those of ``key_names.canonical_key``.
-
-    Two keys of the file that mean the same tensor are refused.
-    """
+    """Return the tensors by the keys that peft writes; the arguments are those of ``key_names.canonical_key``."""
     changed, collisions = renames(tensors, prompt_learning=prompt_learning, own_module=own_module)
     if collisions:
         raise AdapterError(f"{facts.weights} contains the same tensor under two names:", collisions)

@@ -194,10 +194,7 @@ def loading_findings(info: LoadingInfo, adapters: Sequence[Adapter], source: str
 
 
 def untied_findings(model: torch.nn.Module, source: str) -> list[Finding]:
-    """Return a finding when the config ties two weights that have different values in the checkpoint.
-
-    transformers then leaves them untied, and only logs it.
-    """
+    """Return a finding when the config ties two weights whose stored values differ, which transformers only logs."""
     if not wants_tie(model):
         return []
     embedding, head = embeddings_and_head_of(model).weights

@@ -111,10 +111,7 @@ def _set(slot: AdapterSlot, value: torch.Tensor) -> None:
 def overwrite_base(
     model: torch.nn.Module, values: Mapping[str, torch.Tensor], where: str, undo: Iterable[Snapshot]
 ) -> list[Finding]:
-    """Copy the base weights that an adapter file contains into the base, in place, so that ties stay ties.
-
-    Each snapshot in ``undo`` keeps a copy of what is overwritten.
-    """
+    """Copy the base's weights of an adapter file into the base, in place for its ties; ``undo`` keeps the old ones."""
     if not values:
         return []
     tensors = named_tensors(model)

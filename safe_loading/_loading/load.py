@@ -93,10 +93,7 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
 def load(
     base: BaseOnDisk | torch.nn.Module, adapters: Sequence[Adapter], options: LoadOptions, undo: Sequence[Snapshot]
 ) -> Loaded:
-    """Load the base, unless the caller passed it as a model, and attach the adapters in their order.
-
-    ``undo`` is the snapshot of the caller's model; empty for a base on disk.
-    """
+    """Load the base, unless it is the caller's model with its snapshot in ``undo``; attach the adapters in order."""
     if isinstance(base, BaseOnDisk):
         loaded = _load_base_and_attach(base, adapters, options)
     else:

@@ -50,10 +50,7 @@ def build_config(facts: AdapterFacts, *, is_trainable: bool) -> tuple[PeftConfig
 
 
 def read_peft_config(source: str | os.PathLike[str]) -> PeftConfig:
-    """Return the config of an adapter whose tensors are not needed, checked as strictly as for a load.
-
-    If weights lie in the folder, their header is checked.
-    """
+    """Return the config of an adapter whose tensors are not needed, checked as strictly as for a load."""
     resolved = resolve(source, lambda names, _: [ADAPTER_CONFIG] if ADAPTER_CONFIG in names else [])
     return build_config(read_adapter_config(resolved), is_trainable=False)[0]
 

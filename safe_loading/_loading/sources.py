@@ -56,10 +56,7 @@ class LoadSources:
 
 
 def find_sources(request: LoadRequest, ranks: Ranks, *, timeout: float) -> LoadSources:
-    """Find everything on one rank per node, read the facts on every rank, and compare the nodes.
-
-    Ranks that asked for different things, or nodes with different commits or adapter files, raise RanksDisagree.
-    """
+    """Find everything on one rank per node, read the facts on every rank, and raise RanksDisagree if ranks differ."""
     leader = ranks.leader(timeout=timeout)
     with ranks.together("find the adapter and its base", timeout=timeout) as phase:
         sources = resolve_all(request) if leader == ranks.rank else None
@@ -79,10 +76,7 @@ def find_sources(request: LoadRequest, ranks: Ranks, *, timeout: float) -> LoadS
 def resolve_all(
     request: LoadRequest, *, choose_adapter: Chooser = adapter_files, choose_base: Chooser | None = None
 ) -> LoadSources:
-    """Find everything that was asked for, on this rank alone.
-
-    The choosers say which files of a repository on the hub are needed; None takes those that loading a base needs.
-    """
+    """Find everything that was asked for, on this rank alone; the choosers pick the files of a hub's repository."""
     hub = {name: value for name, value in request.base_kwargs.items() if name in HUB_OPTIONS}
     revision, subfolder = request.adapter_revision, request.adapter_subfolder
     adapters = {}

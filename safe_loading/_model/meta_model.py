@@ -67,6 +67,7 @@ def meta_model(
     """
     folder: Path | None = None
     if isinstance(config_or_id, PreTrainedConfig):
+        # The model keeps its config, into which transformers writes the dtype and the attention.
         config = copy.deepcopy(config_or_id)
     else:
         text = path_text(config_or_id, "config_or_id")

@@ -39,6 +39,7 @@ class Snapshot:
         for parameter, requires_grad in self._requires_grad:
             parameter.requires_grad_(requires_grad)
         with torch.no_grad():
+            # Of a tensor that was kept twice, the first copy holds the oldest values, so it is written last.
             for tensor, data in reversed(self._data):
                 tensor.copy_(data)
 

@@ -125,5 +125,6 @@ def walk_modules(model: nn.Module, *, repeats: bool = False) -> Iterator[tuple[s
         yield path, module
         prefix = f"{path}." if path else ""
         children = module._modules
+        # Reversed, because what is pushed last is visited first.
         if children:
             stack += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]

@@ -26,10 +26,7 @@ _BLOCK_BYTES = 4 * MiB
 
 
 def check_contents(folder: Path, headers: Mapping[str, Header]) -> Iterator[Finding]:
-    """Read every tensor once, block by block, and yield a finding for everything that is wrong with it.
-
-    The folder may contain the record of a merge, with the hashes of its tensors.
-    """
+    """Read every tensor once, in blocks, and yield what is wrong with it, also by the folder's record of a merge."""
     hashes = _recorded_hashes(folder)
     if isinstance(hashes, Finding):
         yield hashes

@@ -78,6 +78,7 @@ def decode_four_bits(
     to the dtype of the checkpoint. Each byte of ``packed`` has two codes, the first in the high half, beginning with
     that of element ``start``; the blocks of ``blocksize`` elements are counted through the whole weight.
     """
+    # An odd element is the second code of its byte, so the first code is cut off.
     codes = torch.stack([packed >> 4, packed & 15], 1).view(-1)[start % 2 :][: stop - start]
     blocks = torch.arange(start, stop, device=packed.device) // blocksize
     return table.float()[codes.long()] * scales.float().view(-1)[blocks]

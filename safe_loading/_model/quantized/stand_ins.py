@@ -181,6 +181,7 @@ def four_bit_class() -> Callable[[nn.Linear, FourBitOptions], StandIn]:
         """What ``bitsandbytes.nn.Linear4bit`` is once its weight is packed."""
 
         def __init__(self, linear: nn.Linear, options: FourBitOptions) -> None:
+            # Not bitsandbytes' own __init__, which makes a weight that is not packed, on the default device.
             nn.Module.__init__(self)
             self.in_features, self.out_features = linear.in_features, linear.out_features
             self.compute_dtype, self.quant_state = options.compute_dtype, None
@@ -276,6 +277,7 @@ class _EightBitProduct(torch.autograd.Function):
         bias: torch.Tensor | None,
         threshold: float,
     ) -> torch.Tensor:
+        # Each del stands where bitsandbytes frees the tensor: the peak is made of those that live at the same time.
         flat = x.reshape(-1, x.shape[-1])
         rows = flat.to(torch.float16)  # quantization starts from 16 bits
         statistics = rows.new_empty(rows.shape[0], dtype=torch.float32)
@@ -300,6 +302,7 @@ class _EightBitProduct(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return (None,) * 5
         gradient = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
+        # As MatMul8bitLt.backward of bitsandbytes: a scale is the largest value of its row, whose code is 127.
         weight = ctx.quantized.to(ctx.dtype, copy=True).mul_(ctx.scales.unsqueeze(1).mul(1.0 / 127.0))
         return (gradient.to(ctx.dtype) @ weight).view(ctx.shape), None, None, None, None
 
