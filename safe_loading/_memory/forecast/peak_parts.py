@@ -54,16 +54,8 @@ def peak_in_words(trace: StepTrace, device: int | str) -> str:
 
 
 def _alive_at_peak(trace: StepTrace, device: int | str) -> list[Allocation]:
-    # which event reaches the peak, and then what is alive after it
-    live, most, at = 0, -1, 0
-    for place, event in enumerate(trace.events):
-        allocation = trace.allocations[event.allocation]
-        if allocation.device == device:
-            live += event.sign * allocation.bytes
-            if live > most:
-                most, at = live, place
     alive: dict[int, None] = {}
-    for index, freed in trace.events[: at + 1]:
+    for index, freed in trace.events[: trace.devices[device].event + 1]:
         if freed:
             alive.pop(index, None)
         else:

@@ -76,7 +76,7 @@ class Facts:
 class DeviceMapPlan(Verdict, dict[str, Device]):
     """A device map, for ``from_pretrained(..., device_map=plan)`` and ``accelerate.dispatch_model(model, plan)``.
 
-    Every attribute of :class:`~safe_loading._memory.plan.device_map_plan.Facts` can be read from the plan.
+    Its attribute ``facts`` holds all that is known about it; what is asked most can be read from the plan itself.
 
     Args:
         device_map: Module or tensor path to device.

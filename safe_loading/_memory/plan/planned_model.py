@@ -37,12 +37,8 @@ def model_of(
     folder.
     """
     if isinstance(source, torch.nn.Module):
-        options = {
-            "dtype": dtype,
-            "quantization_config": quantization_config,
-            "attn_implementation": attn_implementation,
-        }
-        for name, value in options.items():
+        asked = {"dtype": dtype, "quantization_config": quantization_config, "attn_implementation": attn_implementation}
+        for name, value in asked.items():
             if value is not None:
                 raise ArgumentError(f"{name}= is for a config or a folder; this {type(source).__name__} has its own.")
         return source

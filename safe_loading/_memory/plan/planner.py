@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -261,22 +261,15 @@ def _crossings(tree: ModuleTree, device_map: Mapping[str, Device]) -> int:
     return sum(a != b for a, b in pairwise(runs))
 
 
-def _moved_by_the_model(crossings: Iterable[Crossing]) -> list[Finding]:
-    """Return a finding for each module whose own code moves tensors between devices."""
+def _moved_by_the_model(crossings: Iterable[Crossing]) -> Iterator[Finding]:
+    """Yield a finding for each module whose own code moves tensors between devices."""
     moved: dict[tuple[str, Device, Device], int] = {}
     for crossing in crossings:
         if crossing.in_model_code:
             key = (crossing.module, crossing.source, crossing.target)
             moved[key] = moved.get(key, 0) + crossing.bytes
-    return [
-        Finding(
-            "moved-by-the-model",
-            "warning",
-            module,
-            f"its own code moves {size} bytes from {source} to {target} in each step.",
-            "keep the modules that it reads together, with no_split_modules=.",
-            size,
-        )
-        for (module, source, target), size in moved.items()
-        if size >= _LEAST_MOVED
-    ]
+    fix = "keep the modules that it reads together, with no_split_modules=."
+    for (module, source, target), size in moved.items():
+        if size >= _LEAST_MOVED:
+            message = f"its own code moves {size} bytes from {source} to {target} in each step."
+            yield Finding("moved-by-the-model", "warning", module, message, fix, size)

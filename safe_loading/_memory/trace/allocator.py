@@ -34,7 +34,6 @@ class Replay:
 
     allocated_peak_bytes: int  # ``torch.cuda.max_memory_allocated``
     reserved_peak_bytes: int  # ``torch.cuda.max_memory_reserved``
-    allocated_bytes: int  # ``torch.cuda.memory_allocated`` at the end
     reserved_bytes: int  # ``torch.cuda.memory_reserved`` at the end
     retries: int  # how often the cache was emptied because a request did not fit (``num_alloc_retries``)
     failed_at: int | None  # the index of the event that ran out of memory
@@ -114,7 +113,7 @@ def replay(events: Iterable[tuple[int, int]], *, limit: int | None = None, expan
         elif size < 0 and key in addresses:
             allocator.free(addresses.pop(key))
     peaks = allocator.allocated_peak, allocator.reserved_peak
-    return Replay(*peaks, allocator.allocated, allocator.reserved, allocator.retries, failed_at)
+    return Replay(*peaks, allocator.reserved, allocator.retries, failed_at)
 
 
 class CachingAllocator:

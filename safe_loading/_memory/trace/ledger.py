@@ -165,4 +165,5 @@ def _device_trace(
         if allocation.device == device:
             components[allocation.component] += event.sign * allocation.bytes
     last = allocations[events[position].allocation]
-    return DeviceTrace(device, peak, {k: v for k, v in components.items() if v}, last.phase, last.module)
+    at_peak = {component: size for component, size in components.items() if size}
+    return DeviceTrace(device, peak, at_peak, position, last.phase, last.module)

@@ -41,10 +41,11 @@ class Event(NamedTuple):
 class DeviceTrace:
     """The memory of one device over the step. All sizes in bytes."""
 
-    device: int | str
+    device: int | str  # as in `Allocation`
     peak_bytes: int  # the most that was alive at one moment
     at_peak: Mapping[str, int]  # by component, zeros left out
-    phase: str  # of the event that reached the peak, like the module
+    event: int  # the index in `StepTrace.events` of the first one that reached the peak; what follows is of its time
+    phase: str
     module: str
 
 

@@ -62,7 +62,9 @@ def trace_step(
     with _ONE_AT_A_TIME:
         ledger, values = Ledger(), KnownValues()
         where = TracePlacement(placement)
-        with _restored(model), _with_adapter(model, workload.adapter) as running:
+        with contextlib.ExitStack() as stack:
+            stack.callback(Snapshot(model).restore)
+            running = stack.enter_context(_with_adapter(model, workload.adapter))
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             mode = TraceDispatchMode(ledger, values, OperationCache(fake, cached_outputs), multi_device=where.hooked)
             try:
@@ -130,11 +132,10 @@ def _with_adapter(
 
     from safe_loading._loading.peft_config import injecting, read_peft_config
 
-    of_folder = isinstance(adapter, (str, os.PathLike))
     config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter
     with MetaStandIns(model), NoInit(), torch.device("meta"), injecting(adapter, model):
         wrapped = get_peft_model(model, config, low_cpu_mem_usage=True)
-    if of_folder:  # a saved config has inference_mode=True, with which nothing would be trained
+    if config is not adapter:  # a saved config has inference_mode=True, with which nothing would be trained
         prefix = str(wrapped.base_model.prefix)
         for name, parameter in wrapped.named_parameters():
             if prefix in name or "modules_to_save" in name:
@@ -165,16 +166,6 @@ def _enable_checkpointing(model: torch.nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):  # type: ignore[operator]  # a model's method
         # as the Trainer and peft do for a frozen base, whose reentrant checkpoints would have no input with a gradient
         model.enable_input_require_grads()  # type: ignore[operator]  # a model's method
-
-
-@contextlib.contextmanager
-def _restored(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the model may be changed; afterwards it is what it was."""
-    snapshot = Snapshot(model)
-    try:
-        yield
-    finally:
-        snapshot.restore()
 
 
 @contextlib.contextmanager
