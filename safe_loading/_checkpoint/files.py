@@ -91,6 +91,7 @@ def _not_regular(path: Path, mode: int) -> Finding | None:
 def _link_out_of_folder(path: Path) -> Finding | None:
     if not path.is_symlink():
         return None
+    # The folder is resolved too, since the caller may have reached it through a link.
     real = path.resolve()
     if real.is_relative_to(path.parent.resolve()) or _is_blob(real):
         return None

@@ -87,6 +87,7 @@ def _load_then_shard(base: Path) -> tuple[LlamaForCausalLM, int]:
     """Load on every rank, then shard; return the model, and the bytes of its tensors before they were sharded."""
     model = LlamaForCausalLM.from_pretrained(base)
     storages = {tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())}
+    # Tied weights share a storage, which counts once.
     size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:

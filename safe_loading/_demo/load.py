@@ -33,6 +33,7 @@ def chapter(folder: Path) -> str:
     shards = sorted((folder / "base").glob("*.safetensors"))
     size = sum(shard.stat().st_size for shard in shards)
     devices = torch.accelerator.device_count()
+    # Each rank needs a device of its own, except on the CPU.
     ranks = 1 if devices == 1 else 2
     results = run_ranks("safe_loading._demo.load", folder, ranks, "rank")
     wrong = [f"rank {rank}: {facts}" for rank, facts in enumerate(results) if not facts["equal"] or facts["stray"]]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from accelerate import infer_auto_device_map
+from accelerate.utils import compute_module_sizes, get_balanced_memory
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from safe_loading import meta_model, plan_device_map
 from safe_loading._core.report import format_bytes
 from safe_loading.errors import DeviceMapInfeasible, SafeLoadingError
 
@@ -14,16 +17,7 @@ _CARDS = {0: "80GB", 1: "80GB", 2: "24GB"}
 
 
 def chapter(folder: Path) -> str:
-    """Plan a Llama of 70 billion parameters, show the table, and draw the cards.
-
-    Args:
-        folder: Where the picture is written.
-
-    Raises:
-        SafeLoadingError: The plan exceeds a limit, or a model that cannot fit was accepted.
-    """
-    from safe_loading import plan_device_map
-
+    """Plan a Llama of 70 billion parameters, draw the cards in `folder`, and return the table."""
     config = LlamaConfig(
         hidden_size=8192,
         intermediate_size=28672,
@@ -60,11 +54,6 @@ def chapter(folder: Path) -> str:
 
 def _by_accelerate(config: LlamaConfig) -> int:
     """Return the bytes that accelerate leaves off the cards when it is asked as ``device_map="auto"`` asks it."""
-    from accelerate import infer_auto_device_map
-    from accelerate.utils import compute_module_sizes, get_balanced_memory
-
-    from safe_loading import meta_model
-
     model = meta_model(config, AutoModelForCausalLM)
     limits: dict[int | str, int | str] = {card: int(size[:-2]) * 10**9 for card, size in _CARDS.items()}
     limits["cpu"] = 10**12

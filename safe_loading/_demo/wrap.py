@@ -69,6 +69,7 @@ def _step(model: Any) -> tuple[int, int, int, float]:
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
+    # Autograd saves weights too, which take no memory of their own.
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 

@@ -59,6 +59,7 @@ def read_devices() -> tuple[Devices, list[Finding]]:
         findings.append(Finding("engine-broken", "error", "torch", message, "install it again."))
         kind, count = "cpu", 0
     visible = read_visible_devices(os.environ, kind if count else "cuda")
+    # ROCm applies ROCR_VISIBLE_DEVICES first, and HIP's variable to what that left: the shortest list is the last.
     entries = min((variable.entries for variable in visible), key=len, default=())
     seen = tuple(Device(n, entries[n] if n < len(entries) else "") for n in range(count))
     variables = tuple((variable.variable, variable.value) for variable in visible)

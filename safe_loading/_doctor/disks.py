@@ -85,6 +85,7 @@ def _place(what: str, path: Path, *, try_exchange: bool = False) -> Place:
 
 
 def _try_exchange(folder: Path) -> bool | None:
+    # Only trying tells: the kernel, the C library and the file system must all have it.
     try:
         with tempfile.TemporaryDirectory(prefix=".safe_loading-doctor-", dir=folder) as work:
             one, other = Path(work) / "one", Path(work) / "other"

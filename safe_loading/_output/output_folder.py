@@ -63,6 +63,7 @@ def check_room(output: Path, needed: int, *, reusable: int = 0) -> None:
     """
     parent = next(parent for parent in output.parents if parent.exists())
     facts = os.statvfs(parent)
+    # Not f_bfree, which counts the blocks that are reserved for root too.
     free = facts.f_bavail * facts.f_frsize
     missing = max(0, needed - reusable)
     if missing > free:

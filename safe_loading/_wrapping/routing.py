@@ -73,6 +73,7 @@ def routed(outer: nn.Module) -> Iterator[None]:
         yield
         return
     thread = threading.get_ident()
+    # Only the first of several threads may change the class of the base, and only the last may change it back.
     with _LOCK:
         if ROUTES not in vars(inner):
             vars(inner)[ROUTES] = {}

@@ -67,6 +67,7 @@ def wrap_transparent(
     cls = _wrapped_class_of(mixin, model)
     proofs = prove(model, within, example) if prove_calls else ()
     refuse_unreached(mixin, proofs)
+    # Everything that can be refused has been. From here on the model changes, and nothing raises.
     previous = {name: vars(model)[name] for name in (REPORT, STATE) if name in vars(model)}
     model.__class__ = cls  # type: ignore[assignment]  # a subclass of the model's class
     vars(model).update(state)
