@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -147,7 +147,9 @@ class _Collector:
         for name in order:
             if name not in wrapper.modules_to_save:
                 continue
-            for key, value in _named_tensors(wrapper.modules_to_save[name]):
+            copied: torch.nn.Module = wrapper.modules_to_save[name]
+            parameters = copied.named_parameters(remove_duplicate=False)
+            for key, value in (*parameters, *copied.named_buffers(remove_duplicate=False)):
                 if value.is_meta:  # what the file need not hold, such as a buffer that is computed
                     continue
                 inner, _, attribute = key.rpartition(".")
@@ -322,11 +324,6 @@ class _NoComparisonOnMeta(TorchFunctionMode):
         if func is torch.equal and any(isinstance(arg, torch.Tensor) and arg.is_meta for arg in args):
             return True
         return func(*args, **(kwargs or {}))
-
-
-def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _innermost(module: torch.nn.Module) -> torch.nn.Module:

@@ -35,6 +35,7 @@ from safe_loading.errors import MergeError
 
 from .base import MergeBase
 from .changes import FLOATS, NAMES, Changes, info_of
+from .place_edits import is_one_tensor
 
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
 _REPLACING_LEVELS = re.compile(r"\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module)(?=\.)")
@@ -202,10 +203,8 @@ def _not_found(changes: Changes, output: OutputModel, base: MergeBase) -> list[s
 
 def _one_tensor_of(names: Iterable[str], layout: CheckpointLayout) -> str | None:
     """Return the tensor on disk that holds all of a parameter under one of its names."""
-    for whole in (layout.of[name] for name in names if name in layout.of):
-        if len(whole.pieces) == 1 and whole.pieces[0].size == whole.shape:
-            return whole.pieces[0].tensor
-    return None
+    wholes = (layout.of[name] for name in names if name in layout.of)
+    return next((whole.pieces[0].tensor for whole in wholes if is_one_tensor(whole)), None)
 
 
 def cast_dtypes(changes: Changes, output: OutputModel, base: MergeBase, dtype: torch.dtype) -> dict[str, str]:

@@ -54,9 +54,7 @@ class FilePlan:
     same_as: Path | None  # the file of the base that it is byte for byte
 
 
-def plan_files(
-    base: MergeBase, changes: Changes, dtypes: Mapping[str, str], max_shard_size: int | None
-) -> list[FilePlan]:
+def plan_files(base: MergeBase, changes: Changes, dtypes: Mapping[str, str], shard_bytes: int | None) -> list[FilePlan]:
     """Plan every weight file; ``dtypes`` has only tensors that get another one, and no shard size keeps the files."""
     checkpoint = base.checkpoint
     files: dict[str, list[TensorPlan]] = {}
@@ -67,8 +65,8 @@ def plan_files(
     last = next(reversed(files))
     files[last] += [_plan_tensor(name, source, base, changes, dtypes) for name, source in changes.added.items()]
     headers = {name: header for name, header in checkpoint.headers.items() if name not in base.stale_headers}
-    if max_shard_size is not None:
-        files = _sharded(files, max_shard_size)
+    if shard_bytes is not None:
+        files = _sharded(files, shard_bytes)
         headers = {name: headers[name] for name in files if name in headers}
     metadata = next(iter(checkpoint.headers.values())).metadata  # for files of the output that the base does not have
     return [_plan_file(name, tensors, headers.get(name), metadata) for name, tensors in files.items() if tensors]

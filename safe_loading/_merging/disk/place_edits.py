@@ -94,7 +94,7 @@ class _Placer:
             self.changes.problems.append(self._not_on_disk(edit.names[0]))
             return
         shared = self._layout.of[on_disk[0]]
-        if not _is_one_tensor(shared):
+        if not is_one_tensor(shared):
             self.changes.problems.append(
                 f"{edit.names[0]}: it is tied, and the checkpoint does not hold it in one tensor. {_IN_MEMORY}"
             )
@@ -159,7 +159,8 @@ class _Placer:
             self.changes.problems.append(f"{name}: {reason}")
 
 
-def _is_one_tensor(whole: Whole) -> bool:
+def is_one_tensor(whole: Whole) -> bool:
+    """Return whether one tensor on disk holds all of a parameter."""
     return len(whole.pieces) == 1 and whole.pieces[0].size == whole.shape
 
 

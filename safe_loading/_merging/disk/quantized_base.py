@@ -98,7 +98,9 @@ def read_as_plain(checkpoint: Checkpoint, config: JsonObject) -> PlainCheckpoint
             f"or merge into the base that it was made from. Not known:",
             unknown[:8],
         )
-    plain = {name: _plain_info(info, quantized.get(name), dtype) for name, info in weights.items()}
+    plain = dict(weights)
+    for name, weight in quantized.items():
+        plain[name] = TensorInfo(name, dtype, weight.shape, 0, math.prod(weight.shape) * BITS[dtype] // 8)
     headers, stale = {}, set()
     for file, header in checkpoint.headers.items():
         tensors = {name: plain[name] for name in header.tensors if name in plain}
@@ -136,12 +138,6 @@ def _quantized(name: str, checkpoint: Checkpoint, config: JsonObject) -> Quantiz
         tables = with_files({role: tensors.get(f"{name}.{role}") for role in roles})
         return QuantizedTensor("4 bits", info, (facts["shape"][0], facts["shape"][1]), tables, facts)
     return None
-
-
-def _plain_info(info: TensorInfo, weight: QuantizedTensor | None, dtype: str) -> TensorInfo:
-    if weight is None:
-        return info
-    return TensorInfo(info.name, dtype, weight.shape, 0, math.prod(weight.shape) * BITS[dtype] // 8)
 
 
 def _plain_dtype(config: JsonObject) -> str:

@@ -32,8 +32,7 @@ def small_files(
         name: config_bytes(sources.base.config, changes.config) if name == CONFIG and changes.config else _content(path)
         for name, path in chosen.items()
     }
-    index = _index_of(sources.base, plans, resharded=resharded)
-    return {**files, **dict([index] if index else [])}, findings
+    return {**files, **_index_of(sources.base, plans, resharded=resharded)}, findings
 
 
 def _content(path: Path) -> bytes:
@@ -41,11 +40,11 @@ def _content(path: Path) -> bytes:
         return file.read()
 
 
-def _index_of(base: MergeBase, plans: Sequence[FilePlan], *, resharded: bool) -> tuple[str, bytes] | None:
-    """Return the name and the content of the index of the output, or None when it has none."""
+def _index_of(base: MergeBase, plans: Sequence[FilePlan], *, resharded: bool) -> dict[str, bytes]:
+    """Return the content of the index of the output by its name; nothing when one file has all tensors."""
     checkpoint, index = base.checkpoint, base.checkpoint.index
     if len(plans) == 1 and (resharded or index is None):
-        return None
+        return {}
     tensors = {tensor.target.name: (tensor.target, plan.name) for plan in plans for tensor in plan.tensors}
     name, document = _INDEX, JsonObject()
     if index is not None:
@@ -53,7 +52,7 @@ def _index_of(base: MergeBase, plans: Sequence[FilePlan], *, resharded: bool) ->
         # Byte for byte, where nothing that it says has changed.
         sizes = {info.name: info.nbytes for info in checkpoint.tensors.values()}
         if not resharded and not base.stale_headers and {n: info.nbytes for n, (info, _) in tensors.items()} == sizes:
-            return name, _content(index.path)
+            return {name: _content(index.path)}
         document = read_json_object(index.path)
     metadata = document.get("metadata")
     document["metadata"] = metadata = metadata if isinstance(metadata, dict) else {}
@@ -61,7 +60,7 @@ def _index_of(base: MergeBase, plans: Sequence[FilePlan], *, resharded: bool) ->
     if "total_parameters" in metadata:
         metadata["total_parameters"] = sum(math.prod(info.shape) for info, _ in tensors.values())
     document["weight_map"] = {tensor: file for tensor, (_, file) in sorted(tensors.items())}
-    return name, json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
+    return {name: json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"}
 
 
 def _choose_tokenizer(sources: MergeSources, changes: Changes) -> tuple[dict[str, Path], list[Finding]]:

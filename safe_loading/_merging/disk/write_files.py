@@ -227,9 +227,7 @@ class _OutputFile:
 
     def _write_tensor(self, tensor: TensorPlan, source: int, buffers: Buffers) -> Written:
         begin, job = time.perf_counter(), self._job
-        writer = TensorWriter(
-            tensor, source, self._target, buffers, job.device, hashed=job.hashes, in_place=self._cloned
-        )
+        writer = TensorWriter(tensor, source, self._target, buffers, job.device, hashed=job.hashes, cloned=self._cloned)
         start = pending = 0
         for place, count in writer.run():
             self._advance(count)

@@ -39,11 +39,11 @@ class TensorWriter:
         device: torch.device,
         *,
         hashed: bool,
-        in_place: bool = False,  # the output's file is a clone of the base's, which has the bytes already
+        cloned: bool = False,  # the output's file is a clone of the base's, which has the bytes already
     ) -> None:
         self.largest: float | None = None  # the largest absolute change of an element, so far
         self._plan, self._source, self._target = plan, source, target
-        self._buffers, self._device, self._in_place = buffers, device, in_place
+        self._buffers, self._device, self._cloned = buffers, device, cloned
         self._remainder: tuple[int, torch.Tensor] | None = None  # the first row, and what the inits left of them
         self._digest = hashlib.sha256() if hashed else None
         info = plan.source or plan.target
@@ -87,7 +87,7 @@ class TensorWriter:
         for at in range(0, source.nbytes, _COPY_BYTES):
             count = min(_COPY_BYTES, source.nbytes - at)
             self._ahead.reach(at + count)
-            if not self._in_place:
+            if not self._cloned:
                 copy_range(self._source, source.start + at, self._target, target.start + at, count)
             if self._digest is not None:
                 for begin in range(at, at + count, _HASH_BYTES):

@@ -143,11 +143,9 @@ def _stopped(error: Exception, plan: MergePlan, total: int) -> MergeError:
 def _deferred_interrupts() -> Iterator[list[int]]:
     """Keep Ctrl-C from interrupting inside; yields the list of the signals that arrived meanwhile."""
     arrived: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield arrived  # only the main thread gets the signal
-        return
     before = signal.getsignal(signal.SIGINT)
-    if before is None:  # set by C code, and cannot be put back from here
+    # Only the main thread gets the signal. A handler that C code set (None) cannot be put back from here.
+    if before is None or threading.current_thread() is not threading.main_thread():
         yield arrived
         return
     signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))

@@ -64,9 +64,8 @@ def reshard(model: torch.nn.Module) -> None:
 def _of_all_ranks(model: torch.nn.Module, problems: list[str]) -> list[str]:
     """Return the problems of all ranks over which ``model`` is spread; those of this one when it is not spread."""
     # Every rank takes part, without problems too: otherwise those that have some would wait for it.
-    ranks = {
-        rank for p in model.parameters() if isinstance(p, DTensor) for rank in p.device_mesh.mesh.view(-1).tolist()
-    }
+    meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    ranks = {rank for mesh in meshes for rank in mesh.mesh.view(-1).tolist()}
     if not ranks:
         return problems
     everywhere = Ranks.resolve(sorted(ranks)).exchange("check the merge", problems, timeout=_TIMEOUT)

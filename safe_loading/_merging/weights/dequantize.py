@@ -33,7 +33,10 @@ class Replacement:
 def dequantized_layers(
     model: torch.nn.Module, jobs: Sequence[LayerMerge], options: MergeOptions
 ) -> tuple[list[Replacement], list[str]]:
-    """Make a plain layer for each quantized one, with adapters or without, and list what forbids it."""
+    """Make a plain layer for each quantized one, with adapters or without, and list what forbids it.
+
+    ``options.scratch_bytes`` bounds the temporaries besides the values of one layer.
+    """
     replacements: list[Replacement] = []
     problems: list[str] = []
     for path, layer, names in _quantized_layers(model, jobs):

@@ -176,7 +176,7 @@ def _check_conv(base: Any) -> None:
 def _attention(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
     base: Any = layer.get_base_layer()  # a MultiheadAttention, whose out_proj is a LoRA layer too
     out: LoraModule = base.out_proj
-    terms = [Term(b, a, layer.scaling[n], name=n) for n in names for a, b in [_factors(layer, n)]]
+    terms = linear_terms(layer, names, transposed=False)
     targets = [_matrix_target(base, "in_proj_weight", terms, axis=0)]
     if set(out.active_adapters) != set(layer.active_adapters):
         raise CannotMergeError("its out_proj has other active adapters than itself. Call model.set_adapter(...) again")
@@ -194,8 +194,7 @@ def _parameter(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
     base, attribute = layer.get_base_layer(), wrapper.parameter_name
     weight = data_of(base, attribute)
     if weight.dim() == 2:
-        terms = [Term(b, a, layer.scaling[n], name=n) for n in names for a, b in [_factors(layer, n)]]
-        return [_matrix_target(base, attribute, terms, axis=0)]
+        return [_matrix_target(base, attribute, linear_terms(layer, names, transposed=False), axis=0)]
     experts = []
     for expert in range(weight.shape[0]):
         terms = []

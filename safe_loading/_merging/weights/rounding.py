@@ -33,7 +33,7 @@ _BEYOND_FLOAT32 = 29  # bits of a float64's fraction that a float32 does not hav
 
 
 class Rounder:
-    """Writes float64 blocks into a weight of one dtype, each element rounded once to the nearest, ties to even."""
+    """Writes float64 blocks of up to ``size`` elements into a weight, each rounded once to nearest, ties to even."""
 
     def __init__(self, dtype: torch.dtype, size: int, device: torch.device) -> None:
         self._dtype = dtype
