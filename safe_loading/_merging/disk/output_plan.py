@@ -62,6 +62,7 @@ def plan_files(base: MergeBase, changes: Changes, dtypes: Mapping[str, str], sha
         order = sorted(header.tensors.values(), key=lambda info: (info.start, info.stop))
         names = [info.name for info in order if info.name not in changes.dropped]
         files[file] = [_plan_tensor(name, name, base, changes, dtypes) for name in names]
+    # All new tensors go to the last file, so that the others can stay as they are, byte for byte.
     last = next(reversed(files))
     files[last] += [_plan_tensor(name, source, base, changes, dtypes) for name, source in changes.added.items()]
     headers = {name: header for name, header in checkpoint.headers.items() if name not in base.stale_headers}
@@ -89,6 +90,7 @@ def _plan_tensor(
     target = TensorInfo(name, dtype, shape, 0, math.prod(shape) * BITS[dtype] // 8)
     quantized = base.quantized.get(source_name) if value is None and source_name is not None else None
     rows, columns = changes.merges.get(name, ((), 1 if quantized is None else quantized.shape[1]))
+    # In this order: a tensor that is added, re-tied or replaced may have rows that change, too.
     action: Action = "merged" if rows else "copied"
     if name in changes.added:
         action = "added"

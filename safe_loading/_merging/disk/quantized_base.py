@@ -65,6 +65,7 @@ class Decoder:
         weight, tensors, columns = self._weight, self._tensors, self._weight.shape[1]
         first, last = start * columns, stop * columns
         if weight.kind == "4 bits":
+            # A byte holds two codes; where the number of columns is odd, a row may begin within a byte.
             packed, size = self._bytes(first // 2, -(-last // 2)), int(weight.facts["blocksize"])
             values = decode_four_bits(packed, tensors["quant_map"], tensors["absmax"], size, first, last)
             return values.double().view(-1, columns)

@@ -107,6 +107,7 @@ def _other_files(checkpoint: Checkpoint) -> tuple[dict[str, Path], tuple[str, ..
     carried, left_out = {}, []
     for path in sorted(checkpoint.folder.rglob("*")):
         name = path.relative_to(checkpoint.folder).as_posix()
+        # Hidden folders (.git, .cache/huggingface) are no part of the model.
         if not path.is_file() or name in checkpoint.headers or any(level.startswith(".") for level in name.split("/")):
             continue
         if checkpoint.index is not None and path == checkpoint.index.path:

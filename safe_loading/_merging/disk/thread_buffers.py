@@ -38,6 +38,7 @@ class Buffers:
     def _allocated(self, use: str, size: int) -> torch.Tensor:
         memory = self._memory.get(use)
         too_small = memory is None or len(memory) < size
+        # Views keep their memory alive, so they go with the memory that is replaced.
         if too_small or len(self._views) > _MOST_VIEWS:
             self._views.clear()
             self._bytes.clear()

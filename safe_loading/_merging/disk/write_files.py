@@ -68,8 +68,8 @@ class WriteJob:
 
 def write_files(plans: Sequence[FilePlan], job: WriteJob, advance: Callable[[int], None]) -> dict[str, WrittenFile]:
     """Write files; ``advance`` is called with a number of bytes that were written, in any thread."""
-    memory = _ThreadMemory()
-    inputs = _Inputs(plans)
+    memory, inputs = _ThreadMemory(), _Inputs(plans)
+    # The pool's threads set torch's number of threads again, which OpenMP keeps for each thread apart.
     with (
         one_torch_thread(),
         _Disk() as disk,

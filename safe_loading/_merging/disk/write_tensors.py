@@ -89,6 +89,7 @@ class TensorWriter:
             self._ahead.reach(at + count)
             if not self._cloned:
                 copy_range(self._source, source.start + at, self._target, target.start + at, count)
+            # The kernel copies without showing the bytes, so they are read once more for the hash.
             if self._digest is not None:
                 for begin in range(at, at + count, _HASH_BYTES):
                     data = self._buffers.take("in", min(_HASH_BYTES, at + count - begin))
