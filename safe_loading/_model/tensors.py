@@ -17,11 +17,7 @@ class TensorPlace(NamedTuple):
     attribute: str  # its name in the module
     tensor: torch.Tensor
     is_buffer: bool
-
-    @property
-    def persistent(self) -> bool:
-        """Whether a state dict contains it under this name."""
-        return not self.is_buffer or self.attribute not in self.module._non_persistent_buffers_set
+    persistent: bool  # whether a state dict contains it under this name
 
 
 class ModelTensor(NamedTuple):
@@ -102,10 +98,11 @@ def tensor_places(model: nn.Module, *, repeats: bool = True) -> Iterator[TensorP
         prefix = f"{path}." if path else ""
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                yield TensorPlace(prefix + attribute, module, attribute, parameter, False)
+                yield TensorPlace(prefix + attribute, module, attribute, parameter, False, True)
         for attribute, buffer in module._buffers.items():
             if buffer is not None:
-                yield TensorPlace(prefix + attribute, module, attribute, buffer, True)
+                persistent = attribute not in module._non_persistent_buffers_set
+                yield TensorPlace(prefix + attribute, module, attribute, buffer, True, persistent)
 
 
 def walk_modules(model: nn.Module, *, repeats: bool = False) -> Iterator[tuple[str, nn.Module]]:

@@ -126,8 +126,9 @@ def _slots(
     of: dict[int, list[str]] = defaultdict(list)
     for place in tensor_places(model):
         if place.persistent and (name := names(place.name)) is not None:
-            slots[name] = ExpectedTensor(tuple(place.tensor.shape), place.tensor.dtype)
-            of[id(place.tensor)].append(name)
+            tensor = place.tensor
+            slots[name] = ExpectedTensor(tuple(tensor.shape), tensor.dtype)
+            of[id(tensor)].append(name)
     tied = {name: tuple(group) for group in of.values() if len(group) > 1 for name in group}
     return slots, tied
 

@@ -25,7 +25,8 @@ def buffers_of(model: nn.Module) -> tuple[ModelTensor, ...]:
 
 
 def _canonical(tensor: ModelTensor) -> ModelTensor:
-    return tensor._replace(names=tuple(canonical(name) for name in tensor.names))
+    names = tuple([canonical(name) for name in tensor.names])
+    return tensor if names == tensor.names else tensor._replace(names=names)
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[Ignored]) -> set[nn.Parameter]:
