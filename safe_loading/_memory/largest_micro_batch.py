@@ -66,7 +66,7 @@ def largest_micro_batch(
             most = guess
         else:
             too_many = guess
-        if most >= MOST_ROWS:
+        if most >= MOST_ROWS:  # a step that needs the same memory for any batch would never end the search
             break
         guess = _next_guess(forecasts, memory, most, too_many)
     return forecasts[most]

@@ -72,6 +72,7 @@ def largest_workload(
             return False
         return True
 
+    # not through fits(), so that the caller learns why not even the smallest fits
     plan_device_map(model, max_memory, workload=sized(1), **options)
     low, high = 1, 2
     while high <= top and fits(high):

@@ -88,6 +88,7 @@ def predict_memory(
     with with_stand_ins(made.model) as stand_ins, cuda_paths(capability), _kept_outputs(made.model, keep_outputs):
         loading = loading_of_layers(made.model, stand_ins) if stand_ins else made.loading
         trace = trace_step(made.model, made.workload, inputs=inputs)
+    # accelerators come first; the host follows where the model's own code makes tensors on it
     device = next(iter(trace.devices))
     workspaces = workspaces_of(capability, training=workload.kind == "train")
     workspaces = () if workload.kind == "weights_only" else workspaces

@@ -41,6 +41,7 @@ def smallest_limits(
         if name in options:
             raise ArgumentError(f"smallest_limits takes no {name}=, since it asks what fits without it.")
     objective = options.pop("objective", "balance")
+    # what one device needs for everything is the limit to begin with
     whole = plan_device_map(model, {names[0]: UNLIMITED // 2}, **options)
     most = max(use.used for use in whole.devices)
     plan = plan_device_map(model, dict.fromkeys(names, most), objective="balance", **options)

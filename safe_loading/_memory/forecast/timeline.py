@@ -74,6 +74,7 @@ def workspaces_of(capability: tuple[int, int], *, training: bool) -> tuple[int, 
 
     There is one handle per thread, and the backward pass runs in a thread of its own.
     """
+    # elsewhere torch's default is ":4096:2:16:8": two buffers of 4096 KiB and eight of 16 KiB
     size = 32 * MiB if capability[0] in (9, 10) else 2 * 4096 * KiB + 8 * 16 * KiB
     return (size, size) if training else (size,)
 

@@ -94,6 +94,7 @@ class StepInputs:
     def tokens(self, *shape: int) -> torch.Tensor:
         """Return token ids, a mask or labels: integers of the value 1."""
         fake = torch.empty(shape, dtype=torch.long, device=self._device)
+        # 1 is a valid id, in a mask it hides nothing, and as a label it is not ignored, as -100 would be
         self._values.fill(fake, 1)
         return fake
 

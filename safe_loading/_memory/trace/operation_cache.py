@@ -65,6 +65,7 @@ class OperationCache:
         """Return the key of a call, or None where the outputs may depend on more than a key holds."""
         if not _has_only_outputs(call.func):
             return None
+        # the default dtype, because it is that of the quotient of two integer tensors, for example
         parts: list[object] = [call.func, torch.get_default_dtype(), *call.kwargs]
         devices: list[torch.device] = []
         described = _describe(call.args, parts, devices) and _describe(call.kwargs.values(), parts, devices)

@@ -44,9 +44,9 @@ class DeviceTrace:
     device: int | str  # as in `Allocation`
     peak_bytes: int  # the most that was alive at one moment
     at_peak: Mapping[str, int]  # by component, zeros left out
-    event: int  # the index in `StepTrace.events` of the first one that reached the peak; what follows is of its time
-    phase: str
-    module: str
+    event: int  # the index in `StepTrace.events` of the first one that reached the peak
+    phase: str  # of that event
+    module: str  # that was running then
 
 
 @dataclass(frozen=True)
