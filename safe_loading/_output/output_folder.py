@@ -57,9 +57,9 @@ def check_free(output: Path, *, overwrite: bool) -> None:
 
 
 def check_room(output: Path, needed: int, *, reusable: int = 0) -> None:
-    """Refuse to begin what there is too little space to finish.
+    """Refuse to begin what there is too little space to finish; the output need not exist.
 
-    Of the ``needed`` bytes an interrupted call has already written the ``reusable`` ones. The output need not exist.
+    ``needed`` bytes will be written, of which an interrupted call has already written ``reusable``.
     """
     parent = next(parent for parent in output.parents if parent.exists())
     facts = os.statvfs(parent)

@@ -53,7 +53,7 @@ class Stage:
     Leaving the block without :meth:`commit` deletes the stage, and so does SIGTERM, with which a launcher ends its
     ranks. Only an interruption by hand (``KeyboardInterrupt``, ``SystemExit``) leaves the stage for the next call, as
     ``kill -9`` does. That call uses the finished files if ``job``, which determines the content, is the same.
-    ``needed`` is the bytes of all files.
+    ``needed`` is the size of all files in bytes.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ def process_entry(rank: int) -> str:
 
 
 def ended_processes(entries: str, ranks: Collection[int]) -> dict[int, int]:
-    """Return the process ids of the ranks that have ended; ``entries`` are theirs of :func:`process_entry`, joined."""
+    """Return the process ids of the ranks that have ended; ``entries`` joins every rank's :func:`process_entry`."""
     ended = {}
     for entry in entries.split(";"):
         if entry:

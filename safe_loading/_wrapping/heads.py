@@ -99,7 +99,7 @@ def missing_heads(model: nn.Module) -> list[str]:
 
 
 def saved_head(folder: Path, key: str, module: nn.Module, config: PeftConfig | None) -> dict[str, torch.Tensor]:
-    """Return the state of the head at ``key``, its path in the file, from a folder that ``save_pretrained`` wrote.
+    """Return the state of a head from a folder that ``save_pretrained`` wrote; ``key`` is its path in the file.
 
     The folder must hold exactly the tensors of ``module``, which is like the one that was saved.
     """
