@@ -31,19 +31,12 @@ _RECORD = "_wrapped_by_safe_loading"
 
 @dataclasses.dataclass(frozen=True)
 class Wrapped:
-    """How a model was wrapped, kept with it.
+    """How a model was wrapped, kept with it."""
 
-    Attributes:
-        mesh: The mesh of its units.
-        mixed_precision: The policy of its units.
-        offload: The policy of its units.
-        ignored: The parameters that every rank was asked to keep whole.
-    """
-
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # the mesh of its units
     mixed_precision: object
     offload: object
-    ignored: tuple[nn.Parameter, ...]
+    ignored: tuple[nn.Parameter, ...]  # the parameters that every rank was asked to keep whole
 
     def keep_with(self, model: nn.Module) -> None:
         """Keep the record on the model."""
@@ -69,11 +62,7 @@ def wrapped_before(model: object) -> Wrapped | None:
 
 
 def attached(model: nn.Module, before: Wrapped) -> tuple[ModelTensor, ...]:
-    """Return the parameters that no unit manages.
-
-    Raises:
-        ArgumentError: There are none, or what was attached has the shape of a shard or is a copy of sharded modules.
-    """
+    """Return the parameters that no unit manages."""
     _check_shapes(model)
     parameters = parameters_of(model)
     copies = [
@@ -123,9 +112,6 @@ def attached_units(model: nn.Module, new: Collection[ModelTensor]) -> tuple[Shar
     Larger units would change the result: ``fully_shard`` puts one autograd node before a unit, which sums the gradients
     of the unit's inputs separately, so that the rounding would differ from that of one process. Once the model has
     run, its units know their root, and torch accepts new units of a single module only.
-
-    Raises:
-        ArgumentError: A parameter has no module with a forward around it that is not a unit already.
     """
     modules = dict(model.named_modules())
     owners: dict[str, list[ModelTensor]] = {}

@@ -17,20 +17,9 @@ _HASH_DIGITS = 12  # kept of the hash of a line
 def agree(
     ranks: Ranks, arguments: Mapping[str, str], tensors: Sequence[str], units: Sequence[str], *, timeout: float
 ) -> None:
-    """Make sure that all ranks have the same arguments, tensors and units.
+    """Make sure that all ranks have the same arguments, tensors and units, the latter two given as a line for each.
 
-    One exchange of a hash where they agree; two more find what differs.
-
-    Args:
-        ranks: The ranks that wrap together.
-        arguments: The arguments of the call, as text.
-        tensors: A line for each tensor: name, dtype, shape, ties, whether it is trained.
-        units: A line for each unit.
-        timeout: Longest wait for the others, in seconds.
-
-    Raises:
-        RanksDisagree: They differ; the arguments, or the first tensors that differ, are named with both sides.
-        RankError: Another rank failed.
+    One exchange of a hash where they agree; two more find what differs. The error names it with both sides.
     """
     lines = [*(f"{name}={value}" for name, value in arguments.items()), *tensors, *(f"unit {unit}" for unit in units)]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -37,9 +37,6 @@ def compute_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Args:
         model: The model, with its parameters on meta or not, before FSDP1 or ``fully_shard`` wraps it.
-
-    Raises:
-        CheckpointError: Buffers that nothing fills.
     """
     lost = {
         canonical(place.name): place

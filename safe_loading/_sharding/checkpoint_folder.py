@@ -33,17 +33,12 @@ Rename = Callable[[str], "str | None"]
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """What a folder gives to a model.
+    """What a folder gives to a model."""
 
-    Attributes:
-        source: The checkpoint, opened; None without a folder.
-        disk_name: For each tensor that it has, by its first name in the model, its name in the checkpoint's class.
-        digest: A hash of the headers and of samples of the files; ranks with different hashes have different files.
-        findings: What is worth knowing.
-    """
-
-    source: CheckpointSource | None = None
+    source: CheckpointSource | None = None  # None without a folder
+    # for each tensor that it has, by its first name in the model, its name in the checkpoint's class
     disk_name: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # a hash of the headers and of samples of the files; ranks with different hashes have different files
     digest: str = ""
     findings: tuple[Finding, ...] = ()
 
@@ -63,11 +58,7 @@ class Folder:
         return dataclasses.replace(self, disk_name=kept)
 
     def compare(self, ranks: Ranks, digests: Sequence[str]) -> None:
-        """Make sure that all ranks have the same files.
-
-        Raises:
-            RanksDisagree: They do not; each rank is listed with the hash of its folder.
-        """
+        """Make sure that all ranks have the same files."""
         if len(set(digests)) > 1:
             sides = [f"rank {rank}: {digest}" for rank, digest in zip(ranks.ranks, digests, strict=True)]
             raise RanksDisagree(
@@ -76,11 +67,7 @@ class Folder:
             )
 
     def read(self, shard: LocalShard) -> int:
-        """Read what this rank owns into its memory, and return how many bytes were read.
-
-        Raises:
-            CheckpointError: A file changed meanwhile, or cannot be read.
-        """
+        """Read what this rank owns into its memory, and return how many bytes were read."""
         if self.source is None:
             return 0
         bytes_read = read_targets(self.source, self._targets(shard))
@@ -120,11 +107,7 @@ def find_folder(setup: Setup, ranks: Ranks) -> Path | None:
 
 
 def open_folder(setup: Setup, path: Path | None) -> Folder:
-    """Read the headers, and match them with the model.
-
-    Raises:
-        CheckpointError: The folder is incomplete, or has a tensor that does not fit the model.
-    """
+    """Read the headers, and match them with the model; raises CheckpointError where they do not fit."""
     if path is None:
         return Folder()
     base, prefix = base_of(setup.model)

@@ -32,25 +32,17 @@ class ExpectedTensor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CheckpointSource:
-    """A checkpoint whose tensors are matched with those of a model.
-
-    Attributes:
-        checkpoint: The headers of its files.
-        layout: Where each parameter and persistent buffer lies.
-        slots: What the model has, by name; a tied parameter is there under each of its names.
-        same_as: For each tied name, all the names of that parameter.
-        conversions: For each parameter that a conversion makes by more than moving elements, that conversion.
-        config: The model's config, which transformers' converters read.
-        heads: The tensors of another task's head that the checkpoint holds, each with its file.
-    """
+    """A checkpoint whose tensors are matched with those of a model."""
 
     checkpoint: Checkpoint
-    layout: CheckpointLayout
+    layout: CheckpointLayout  # where each parameter and persistent buffer lies
+    # what the model has, by name; a tied parameter is there under each of its names
     slots: Mapping[str, ExpectedTensor]
-    same_as: Mapping[str, tuple[str, ...]]
+    same_as: Mapping[str, tuple[str, ...]]  # for each tied name, all the names of that parameter
+    # for each parameter that a conversion makes by more than moving elements, that conversion
     conversions: Mapping[str, Conversion]
-    config: Any
-    heads: tuple[str, ...] = ()
+    config: Any  # the model's config, which transformers' converters read
+    heads: tuple[str, ...] = ()  # the tensors of another task's head that the checkpoint holds, each with its file
 
     def stored_as(self, name: str) -> str | None:
         """Return the name under which the checkpoint has a parameter: its own, or one that it is tied to."""
@@ -80,9 +72,6 @@ def open_source(
         is_new: Whether a tensor of this name need not be in the checkpoint.
         heads: Whether the head of another task (a language model's, under a classifier) is allowed; it is listed.
         names: From a name in the model to the name that its class gives it; None for what no checkpoint has.
-
-    Raises:
-        CheckpointError: The checkpoint is incomplete, or does not fit the model. Everything wrong is listed.
     """
     checkpoint = read_checkpoint(Path(folder), kind="model")
     slots, same_as = _slots(model, names)

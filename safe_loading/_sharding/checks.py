@@ -17,11 +17,7 @@ from .parameters import buffers_of, parameters_of
 
 
 def check_whole(model: nn.Module, version: int, ignored: Collection[str]) -> None:
-    """Make sure that the wrapped model has all its values and shards.
-
-    Raises:
-        DeviceError: Something is left on meta, or is trained and not sharded.
-    """
+    """Make sure that the wrapped model has all its values and shards."""
     problems = []
     for tensor in (*parameters_of(model), *buffers_of(model)):
         # not to_local(), which goes through autograd

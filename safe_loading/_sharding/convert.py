@@ -19,11 +19,7 @@ Fetch = Callable[[str], torch.Tensor]
 def convert(conversion: Conversion, fetch: Fetch, slots: Mapping[str, Any], config: Any) -> dict[str, torch.Tensor]:
     """Return the parameters that a converter makes, as ``from_pretrained`` makes them.
 
-    Args:
-        conversion: The converter and the tensors on disk that it takes.
-        fetch: From the name of a tensor on disk to the tensor.
-        slots: The shape and the dtype of the model's tensors, by name.
-        config: The model's config.
+    ``fetch`` returns a tensor on disk by its name; ``slots`` has the shape and the dtype of the model's tensors.
     """
     rule = copy.deepcopy(conversion.rule)
     # transformers casts what it reads to the dtype of the first target, then converts

@@ -19,35 +19,22 @@ from safe_loading._model.layout.disk_blocks import DiskBlock, Whole
 
 
 class Dim(NamedTuple):
-    """One dimension of a block.
+    """One dimension of a block."""
 
-    Attributes:
-        size: How many elements the block has along it.
-        on_disk: The distance between two of them in the file, in elements.
-        in_memory: Their distance in memory, in elements.
-    """
-
-    size: int
-    on_disk: int
-    in_memory: int
+    size: int  # how many elements the block has along it
+    on_disk: int  # the distance between two of them in the file, in elements
+    in_memory: int  # their distance in memory, in elements
 
 
 class FileBlock(NamedTuple):
-    """A block of a tensor on disk that goes to one place in memory.
-
-    Attributes:
-        info: The tensor.
-        begin: The block's first byte in the file.
-        to: Its first element in the destination.
-        dims: Its dimensions, slowest on disk first; dimensions that are contiguous on both sides are merged.
-        itemsize: The bytes of an element in the file.
-    """
+    """A block of a tensor on disk that goes to one place in memory."""
 
     info: TensorInfo
-    begin: int
-    to: int
+    begin: int  # the block's first byte in the file
+    to: int  # its first element in the destination
+    # its dimensions, slowest on disk first; dimensions that are contiguous on both sides are merged
     dims: tuple[Dim, ...]
-    itemsize: int
+    itemsize: int  # the bytes of an element in the file
 
     @property
     def nbytes(self) -> int:
@@ -87,15 +74,7 @@ class FileBlock(NamedTuple):
 def blocks_of_range(
     whole: Whole, infos: Sequence[TensorInfo], itemsizes: Sequence[int], start: int, stop: int
 ) -> Iterable[FileBlock]:
-    """Return the blocks that hold a range of a parameter's elements.
-
-    Args:
-        whole: Which pieces of tensors on disk the parameter is made of.
-        infos: The tensor on disk of each piece.
-        itemsizes: The bytes of an element of each of these tensors.
-        start: The first element of the range, in row-major order.
-        stop: The element after its last one.
-    """
+    """Return the blocks that hold the elements from ``start`` to ``stop``; infos and sizes are those of the pieces."""
     if _is_one_tensor(whole, infos):  # nearly every parameter of nearly every model
         begin = infos[0].start + start * itemsizes[0]
         return [FileBlock(infos[0], begin, 0, (Dim(stop - start, 1, 1),), itemsizes[0])] if stop > start else []
@@ -116,15 +95,10 @@ def _untransposed(count: int) -> tuple[int, ...]:
 
 
 class Box(NamedTuple):
-    """A rectangular part of a tensor.
+    """A rectangular part of a tensor."""
 
-    Attributes:
-        offset: Its first element, per dimension.
-        size: Its size, per dimension.
-    """
-
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
+    offset: tuple[int, ...]  # its first element, per dimension
+    size: tuple[int, ...]  # its size, per dimension
 
     @property
     def numel(self) -> int:

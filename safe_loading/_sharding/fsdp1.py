@@ -33,11 +33,7 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def mixed_precision_policy(policy: object) -> MixedPrecision | None:
-    """Return a policy of FSDP1; a dtype stands for computing in it and reducing gradients in float32.
-
-    Raises:
-        ArgumentError: It is neither a dtype nor a policy of FSDP1.
-    """
+    """Return a policy of FSDP1; a dtype stands for computing in it and reducing gradients in float32."""
     if isinstance(policy, torch.dtype):
         return MixedPrecision(param_dtype=policy, reduce_dtype=torch.float32)
     if policy is None or isinstance(policy, MixedPrecision):
@@ -46,11 +42,7 @@ def mixed_precision_policy(policy: object) -> MixedPrecision | None:
 
 
 def offload_policy(policy: object, device: torch.device) -> CPUOffload | None:
-    """Return a policy of FSDP1; none on the CPU, where FSDP1 would pin the shards for an accelerator.
-
-    Raises:
-        ArgumentError: It is neither a bool nor a policy of FSDP1.
-    """
+    """Return a policy of FSDP1; none on the CPU, where FSDP1 would pin the shards for an accelerator."""
     if isinstance(policy, CPUOffload):
         return policy if device.type != "cpu" else None
     if not isinstance(policy, bool):
@@ -128,23 +120,14 @@ def _allocate_empty(device: torch.device) -> Callable[[nn.Module], None]:
 
 
 class _OwnedPart(NamedTuple):
-    """What a rank owns of one parameter. All numbers count elements of the unit's flat parameter.
-
-    Attributes:
-        flat: The flat parameter.
-        shard_start: The first element of the rank's shard.
-        name: The parameter.
-        first: The parameter's first element.
-        start: The first element that the rank owns of it.
-        stop: The element after the last that the rank owns of it.
-    """
+    """What a rank owns of one parameter. All numbers count elements of the unit's flat parameter."""
 
     flat: FlatParameter
-    shard_start: int
+    shard_start: int  # the first element of the rank's shard
     name: str
-    first: int
-    start: int
-    stop: int
+    first: int  # the parameter's first element
+    start: int  # the first element that the rank owns of it
+    stop: int  # the element after the last that the rank owns of it
 
 
 def owned_ranges(model: nn.Module, rank: int, ranks: int) -> list[ElementRange]:

@@ -28,11 +28,7 @@ FORWARD_METHODS = ("generate", "score", "value", "get_value", "get_values", "com
 
 
 def mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
-    """Return a policy of FSDP2; a dtype stands for computing in it and reducing gradients in float32.
-
-    Raises:
-        ArgumentError: It is neither a dtype nor a policy of FSDP2.
-    """
+    """Return a policy of FSDP2; a dtype stands for computing in it and reducing gradients in float32."""
     if policy is None:
         return MixedPrecisionPolicy()
     if isinstance(policy, torch.dtype):
@@ -43,11 +39,7 @@ def mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
 
 
 def offload_policy(policy: object, device: torch.device) -> OffloadPolicy:
-    """Return a policy of FSDP2; host memory is pinned only where there is an accelerator to copy to.
-
-    Raises:
-        ArgumentError: It is neither a bool nor a policy of FSDP2.
-    """
+    """Return a policy of FSDP2; host memory is pinned only where there is an accelerator to copy to."""
     if isinstance(policy, CPUOffloadPolicy) and device.type == "cpu":
         return CPUOffloadPolicy(pin_memory=False)
     if isinstance(policy, OffloadPolicy):
@@ -139,11 +131,7 @@ def register_methods(model: nn.Module) -> None:
 
 
 def install(parameters: Sequence[ModelTensor], shards: Mapping[str, torch.Tensor]) -> None:
-    """Put local shards in place of the parameters that ``fully_shard`` left on meta; ties stay.
-
-    Raises:
-        DeviceError: torch sharded a parameter in another way than it was read; nothing that a caller can cause.
-    """
+    """Put local shards in place of the parameters that ``fully_shard`` left on meta; ties stay."""
     for parameter in parameters:
         module, attribute = parameter.places[0]
         sharded: object = module._parameters[attribute]  # torch's stubs know no parameter that is a DTensor

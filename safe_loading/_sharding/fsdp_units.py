@@ -26,18 +26,12 @@ _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_no
 
 @dataclasses.dataclass(frozen=True)
 class ShardingUnit:
-    """Modules whose parameters are gathered, and freed, together.
+    """Modules whose parameters are gathered, and freed, together."""
 
-    Attributes:
-        modules: Their names as ``named_modules`` has them; ``""`` is the root.
-        parameters: The parameters that it gathers, by canonical name, the first name of a tied one.
-        bytes: Their size while they are gathered.
-        keeps: Whether they stay gathered from the forward to the backward pass, instead of being gathered twice.
-    """
-
-    modules: tuple[str, ...]
-    parameters: tuple[str, ...]
-    bytes: int
+    modules: tuple[str, ...]  # their names as named_modules has them; "" is the root
+    parameters: tuple[str, ...]  # the parameters that it gathers, by canonical name, the first name of a tied one
+    bytes: int  # their size while they are gathered
+    # whether they stay gathered from the forward to the backward pass, instead of being gathered twice
     keeps: bool = False
 
     @property
@@ -51,14 +45,8 @@ def plan_units(
 ) -> tuple[ShardingUnit, ...]:
     """Return the units of a model, those inside others first and the root last.
 
-    Args:
-        model: The model, on any device.
-        wrap: Classes, names of classes or patterns of module names, or a predicate; None finds the layers.
-        ignored: Parameters that no unit takes.
-        flat: Whether a unit becomes one flat tensor (FSDP1), which allows one dtype and one module in a unit.
-
-    Raises:
-        ArgumentError: ``wrap`` matches nothing in the model, or a dtype cannot be separated from another.
+    ``wrap`` chooses the modules as in :func:`wrap_fsdp_meta_safe`; no unit takes the ``ignored`` parameters. ``flat``
+    tells that a unit becomes one flat tensor (FSDP1), which allows one dtype and one module in a unit.
     """
     modules = dict(walk_modules(model))
     chosen = _default_modules(model, modules) if wrap is None else _matching_modules(wrap, modules)

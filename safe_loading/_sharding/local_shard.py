@@ -10,19 +10,12 @@ import torch
 
 
 class ElementRange(NamedTuple):
-    """A range of a tensor's elements, in row-major order.
-
-    Attributes:
-        name: The tensor.
-        start: The first element.
-        stop: The element after the last.
-        dtype: The dtype in which the elements are stored and sent.
-    """
+    """A range of a tensor's elements, in row-major order."""
 
     name: str
     start: int
-    stop: int
-    dtype: torch.dtype
+    stop: int  # the element after the last
+    dtype: torch.dtype  # the dtype in which the elements are stored and sent
 
     @property
     def nbytes(self) -> int:
@@ -32,20 +25,14 @@ class ElementRange(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LocalShard:
-    """Where the values of a wrap go on this rank.
+    """Where the values of a wrap go on this rank."""
 
-    Attributes:
-        owned_by: From a rank of the shard group to the ranges that it owns, in the order of the parameters; the same
-            on every rank.
-        shard_rank: This rank's place in its shard group.
-        local: The memory of the ranges that this rank owns, by name.
-        replicated: The memory of the tensors that every rank keeps whole, by name.
-    """
-
+    # from a rank of the shard group to the ranges that it owns, in the order of the parameters; the same on every
+    # rank
     owned_by: Callable[[int], Sequence[ElementRange]]
-    shard_rank: int
-    local: Mapping[str, torch.Tensor]
-    replicated: Mapping[str, torch.Tensor]
+    shard_rank: int  # this rank's place in its shard group
+    local: Mapping[str, torch.Tensor]  # the memory of the ranges that this rank owns, by name
+    replicated: Mapping[str, torch.Tensor]  # the memory of the tensors that every rank keeps whole, by name
 
     @property
     def owned(self) -> Sequence[ElementRange]:

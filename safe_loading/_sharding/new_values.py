@@ -33,9 +33,6 @@ def initialized(model: nn.Module, new: Sequence[ModelTensor], init_new: InitNew)
     The modules come in the order of ``named_modules``. During the call the new parameters are on the host, and every
     other tensor is as it was. Numbers are drawn from the generator of the CPU, whose state is restored afterwards: the
     other ranks draw nothing here, and all ranks must draw the same later on.
-
-    Raises:
-        ArgumentError: ``init_new`` left a parameter without values.
     """
     by_module: dict[nn.Module, list[tuple[str, ModelTensor]]] = defaultdict(list)
     for parameter in new:
@@ -82,10 +79,8 @@ def remade_adapters(model: nn.Module, missing: Sequence[ModelTensor]) -> dict[st
     peft makes an adapter on the host, initializes it, and moves it to the device of its base; on meta the values are
     lost. peft itself makes them again here, on a copy of the model without weights. They are the very same values if
     the random generator is where these draws from its seed would leave it (``manual_seed``, ``get_peft_model``, this
-    call); otherwise they are drawn from its present state. The generator is left as it was.
-
-    Raises:
-        ArgumentError: The adapter is initialized from the weights of its base, which are not there yet.
+    call); otherwise they are drawn from its present state. The generator is left as it was. Raises ArgumentError when
+    the adapter is initialized from the weights of its base, which are not there yet.
     """
     peft: Any = sys.modules.get("peft")
     if peft is None or not missing or not isinstance(model, peft.PeftModel):
@@ -108,11 +103,6 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
     Args:
         model: The model that has the adapters.
         sources: Folders or hub ids, by the names of the adapters in the model.
-
-    Raises:
-        ArgumentError: The model has no such adapter.
-        AdapterError: The files hold tensors that the model has no place for, or miss some, or have other settings.
-        CheckpointError: There is no such folder, the hub does not give it, or a file is damaged.
     """
     if not sources:
         return {}

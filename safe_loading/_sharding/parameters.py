@@ -30,11 +30,7 @@ def _canonical(tensor: ModelTensor) -> ModelTensor:
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[Ignored]) -> set[nn.Parameter]:
-    """Return the parameters that ``ignored=`` names: themselves, by their modules, or by names or patterns.
-
-    Raises:
-        ArgumentError: An entry matches nothing in the model, or is of a wrong kind.
-    """
+    """Return the parameters that ``ignored=`` names: themselves, by their modules, or by names or patterns."""
     if isinstance(ignored, (nn.Module, nn.Parameter, str)):
         ignored = [ignored]
     if not isinstance(ignored, Iterable):

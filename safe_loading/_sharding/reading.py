@@ -28,19 +28,12 @@ STAGING_BYTES = 4 * MiB  # the buffer for elements that cannot be read in place
 
 
 class ShardTarget(NamedTuple):
-    """A range of a parameter's elements, and the memory that they belong in.
+    """A range of a parameter's elements, and the memory that they belong in."""
 
-    Attributes:
-        name: The parameter's name, as the model's class gives it.
-        start: The first element, in row-major order.
-        stop: The element after the last.
-        destination: A flat contiguous tensor of that many elements, in the model's dtype, on any device.
-    """
-
-    name: str
-    start: int
-    stop: int
-    destination: torch.Tensor
+    name: str  # the parameter's name, as the model's class gives it
+    start: int  # the first element, in row-major order
+    stop: int  # the element after the last
+    destination: torch.Tensor  # a flat contiguous tensor of that many elements, in the model's dtype, on any device
 
 
 class PlannedRead(NamedTuple):
@@ -57,15 +50,10 @@ class PlannedRead(NamedTuple):
 
 
 class ConvertedTargets(NamedTuple):
-    """A conversion that is more than a move of elements, and what is taken from its results.
+    """A conversion that is more than a move of elements, and what is taken from its results."""
 
-    Attributes:
-        conversion: transformers' converter and its tensors.
-        targets: The targets, each with the name of the result that it is a range of.
-    """
-
-    conversion: Conversion
-    targets: list[tuple[ShardTarget, str]]
+    conversion: Conversion  # transformers' converter and its tensors
+    targets: list[tuple[ShardTarget, str]]  # the targets, each with the name of the result that it is a range of
 
     @property
     def target_bytes(self) -> int:
@@ -75,25 +63,17 @@ class ConvertedTargets(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
-    """How a set of targets is filled.
+    """How a set of targets is filled."""
 
-    Attributes:
-        reads: The blocks to read, sorted by file and by offset, so that each file is read from front to back.
-        conversions: The conversions to do, by their keys.
-        tied_copies: Targets of tied parameters, each with another name under which the checkpoint has them as well.
-    """
-
+    # the blocks to read, sorted by file and by offset, so that each file is read from front to back
     reads: Sequence[PlannedRead]
-    conversions: Iterable[ConvertedTargets]
+    conversions: Iterable[ConvertedTargets]  # the conversions to do, by their keys
+    # targets of tied parameters, each with another name under which the checkpoint has them as well
     tied_copies: Sequence[tuple[ShardTarget, str]]
 
 
 def plan_reads(source: CheckpointSource, targets: Sequence[ShardTarget]) -> ReadPlan:
-    """Find the blocks that fill each target; no file is opened.
-
-    Raises:
-        ArgumentError: A destination is not the memory of its range.
-    """
+    """Find the blocks that fill each target; no file is opened."""
     reads: list[PlannedRead] = []
     conversions: dict[str, ConvertedTargets] = {}
     tied_copies: list[tuple[ShardTarget, str]] = []

@@ -29,22 +29,14 @@ from .verify_bytes import check_read, check_sent
 
 @dataclasses.dataclass(frozen=True)
 class WrapJob:
-    """What the steps of a wrap share, once it is known where each value comes from.
-
-    Attributes:
-        setup: What is asked for.
-        ranks: The ranks that wrap together.
-        mesh: The mesh of these ranks.
-        root_values: What the root gives.
-        folder: What the folder gives.
-        replicated: The memory of the tensors that every rank keeps whole, by name; computed buffers have their values.
-    """
+    """What the steps of a wrap share, once it is known where each value comes from."""
 
     setup: Setup
     ranks: Ranks
     mesh: DeviceMesh
-    root_values: RootValues
-    folder: Folder
+    root_values: RootValues  # what the root gives
+    folder: Folder  # what the folder gives
+    # the memory of the tensors that every rank keeps whole, by name; computed buffers have their values
     replicated: Mapping[str, torch.Tensor]
 
     @property
@@ -59,20 +51,12 @@ class WrapJob:
 
 @dataclasses.dataclass(frozen=True)
 class WrapResult:
-    """What was done on this rank.
-
-    Attributes:
-        model: The wrapped model.
-        local_bytes: The size of the parameters and buffers that this rank holds.
-        bytes_read: Weight bytes read from disk.
-        bytes_sent: Weight bytes sent to other ranks.
-        findings: What is worth knowing.
-    """
+    """What was done on this rank."""
 
     model: nn.Module
-    local_bytes: int
-    bytes_read: int
-    bytes_sent: int
+    local_bytes: int  # the size of the parameters and buffers that this rank holds
+    bytes_read: int  # weight bytes read from disk
+    bytes_sent: int  # weight bytes sent to other ranks
     findings: tuple[Finding, ...] = ()
 
 

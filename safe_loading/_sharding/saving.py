@@ -46,14 +46,7 @@ StateByUnit = Mapping[nn.Module, Mapping[str, "torch.Tensor | TensorOfUnit"]]
 
 
 def make_saving_whole(model: nn.Module, ranks: Ranks, device: torch.device, timeout: float) -> None:
-    """Let ``save_pretrained`` of a wrapped model, and of the models inside it, gather what it saves.
-
-    Args:
-        model: The model, wrapped by FSDP1 or FSDP2.
-        ranks: The ranks that have its shards.
-        device: Where its shards are gathered.
-        timeout: Longest wait for the other ranks, in seconds.
-    """
+    """Let ``save_pretrained`` of a wrapped model, and of the models inside it, gather what it saves on ``device``."""
     if isinstance(model, FullyShardedDataParallel):
         inner = model.module  # its parameters can be gathered only through the outermost wrapper
         if callable(getattr(type(inner), _METHOD, None)):
@@ -67,21 +60,13 @@ def make_saving_whole(model: nn.Module, ranks: Ranks, device: torch.device, time
 
 @dataclasses.dataclass(frozen=True)
 class SavingWhole:
-    """Takes the place of a model's ``save_pretrained``.
-
-    Attributes:
-        model: The model whose method is called.
-        wrapped: The module that has its state: the model, or the FSDP1 unit around it.
-        ranks: The ranks that have its shards.
-        device: Where its shards are gathered.
-        timeout: Longest wait for the other ranks, in seconds.
-    """
+    """Takes the place of a model's ``save_pretrained``."""
 
     model: nn.Module
-    wrapped: nn.Module
-    ranks: tuple[int, ...]
+    wrapped: nn.Module  # the module that has its state: the model, or the FSDP1 unit around it
+    ranks: tuple[int, ...]  # the ranks that have its shards
     device: torch.device
-    timeout: float
+    timeout: float  # longest wait for the other ranks, in seconds
 
     def __call__(self, *args: object, **options: Any) -> object:
         """Save the model; arguments as its class has them. Every rank must call it, the first one writes.

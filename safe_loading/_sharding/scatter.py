@@ -30,13 +30,6 @@ def send_root_values(
 
     Within the root's shard group each rank is sent its own ranges; then, with several replicas, each rank of that
     group passes its ranges on to its copies in the other groups. So a byte arrives at a rank once.
-
-    Args:
-        setup: What is wrapped.
-        mesh: The mesh.
-        root_values: What the root gives.
-        shard: What each rank owns, and the memory of this rank's own.
-        waiting: How to wait for one collective.
     """
     names = root_values.names
     if not names:
@@ -78,7 +71,9 @@ def scatter(
     waiting: Waiting,
     bar: _progress.Bar | None = None,
 ) -> int:
-    """Send each rank of a group the ranges that it owns, and nothing else; the first rank of the group sends.
+    """Send each rank of a group the ranges that it owns, and nothing else; return the bytes that this rank sent.
+
+    The first rank of the group sends.
 
     Args:
         owned: For each rank of the group what it owns, in one order; the same on every rank.
@@ -88,9 +83,6 @@ def scatter(
         device: Where the blocks are made: one that the group's backend can send from.
         waiting: How to wait for a block; it raises when that takes too long or a rank is lost.
         bar: Advanced by the bytes that arrive in this rank's tensors.
-
-    Returns:
-        The bytes that this rank sent.
     """
     here, size = dist.get_rank(group), dist.get_world_size(group)
     lengths = [sum(each.nbytes for each in ranges) for ranges in owned]

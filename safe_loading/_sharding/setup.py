@@ -31,17 +31,11 @@ WrapSource = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
 
 @dataclasses.dataclass(frozen=True)
 class ValueOrigin:
-    """Where the values of the model come from.
+    """Where the values of the model come from."""
 
-    Attributes:
-        source: A folder or hub id, a state dict on rank 0, or None for rank 0's own model.
-        adapters: Folders or hub ids of adapters, by the names that they have in the model.
-        init_new: Gives new parameters their values.
-    """
-
-    source: WrapSource
-    adapters: Mapping[str, str]
-    init_new: InitNew | None
+    source: WrapSource  # a folder or hub id, a state dict on rank 0, or None for rank 0's own model
+    adapters: Mapping[str, str]  # folders or hub ids of adapters, by the names that they have in the model
+    init_new: InitNew | None  # gives new parameters their values
 
     @property
     def folder(self) -> str | None:
@@ -51,16 +45,10 @@ class ValueOrigin:
 
 @dataclasses.dataclass(frozen=True)
 class WrapPlace:
-    """Where the shards go.
+    """Where the shards go."""
 
-    Attributes:
-        mesh_sizes: The sizes of the mesh: ``(shards,)`` or ``(replicas, shards)``.
-        given_mesh: The caller's own mesh; None where one has to be made.
-        device: The device of this rank.
-    """
-
-    mesh_sizes: tuple[int, ...]
-    given_mesh: DeviceMesh | None
+    mesh_sizes: tuple[int, ...]  # the sizes of the mesh: (shards,) or (replicas, shards)
+    given_mesh: DeviceMesh | None  # the caller's own mesh; None where one has to be made
     device: torch.device
 
     @property
@@ -71,38 +59,23 @@ class WrapPlace:
 
 @dataclasses.dataclass(frozen=True)
 class WrapOptions:
-    """How FSDP wraps, and how much is checked.
-
-    Attributes:
-        version: 1 or 2.
-        mixed_precision: The policy of that version's FSDP.
-        offload: The policy of that version's FSDP.
-        verify: How much is checked at the end: ``"off"``, ``"structure"`` or ``"bytes"``.
-        timeout: Longest wait for the other ranks, in seconds.
-    """
+    """How FSDP wraps, and how much is checked."""
 
     version: int
-    mixed_precision: Any
-    offload: Any
-    verify: str
-    timeout: float
+    mixed_precision: Any  # the policy of that version's FSDP
+    offload: Any  # the policy of that version's FSDP
+    verify: str  # how much is checked at the end: "off", "structure" or "bytes"
+    timeout: float  # longest wait for the other ranks, in seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorRoles:
-    """What happens to each tensor of the model.
+    """What happens to each tensor of the model."""
 
-    Attributes:
-        sharded: The parameters that are split.
-        ignored: The parameters that every rank keeps whole, because the caller wants it so.
-        buffers: The buffers, which every rank keeps whole.
-        left_alone: What an earlier call wrapped or kept whole.
-    """
-
-    sharded: tuple[ModelTensor, ...]
-    ignored: tuple[ModelTensor, ...]
-    buffers: tuple[ModelTensor, ...]
-    left_alone: tuple[ModelTensor, ...]
+    sharded: tuple[ModelTensor, ...]  # the parameters that are split
+    ignored: tuple[ModelTensor, ...]  # the parameters that every rank keeps whole, because the caller wants it so
+    buffers: tuple[ModelTensor, ...]  # the buffers, which every rank keeps whole
+    left_alone: tuple[ModelTensor, ...]  # what an earlier call wrapped or kept whole
 
     @property
     def parameters(self) -> tuple[ModelTensor, ...]:
@@ -122,23 +95,14 @@ class TensorRoles:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a rank is asked to do, checked.
-
-    Attributes:
-        model: The model.
-        values: Where its values come from.
-        where: Where the shards go.
-        how: How FSDP wraps, and how much is checked.
-        tensors: What happens to each tensor.
-        units: What is gathered together, the root last.
-    """
+    """What a rank is asked to do, checked."""
 
     model: nn.Module
     values: ValueOrigin
     where: WrapPlace
     how: WrapOptions
     tensors: TensorRoles
-    units: tuple[ShardingUnit, ...]
+    units: tuple[ShardingUnit, ...]  # what is gathered together, the root last
 
     @property
     def shard_device(self) -> torch.device:
@@ -168,11 +132,7 @@ class Setup:
 
 
 def ranks_of(mesh: object) -> Ranks:
-    """Return the ranks that wrap together.
-
-    Raises:
-        ArgumentError: ``torch.distributed`` is not initialized, or this rank is not in the mesh.
-    """
+    """Return the ranks that wrap together."""
     if not dist.is_initialized():
         raise ArgumentError(
             "torch.distributed is not initialized. Start the ranks with torchrun and call "
@@ -182,11 +142,7 @@ def ranks_of(mesh: object) -> Ranks:
 
 
 def check_kinds(model: object, source: object, version: object, init_new: object, verify: object) -> None:
-    """Refuse arguments of a wrong kind, and a model that FSDP1 wrapped.
-
-    Raises:
-        ArgumentError: The first of them.
-    """
+    """Refuse arguments of a wrong kind, and a model that FSDP1 wrapped."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a {type(model).__name__}: pass a torch.nn.Module; meta_model makes one.")
     if source is not None and not isinstance(source, (str, os.PathLike, Mapping)):
@@ -207,11 +163,7 @@ def check_kinds(model: object, source: object, version: object, init_new: object
 def check_second_call(
     before: Wrapped, source: WrapSource, version: int, mesh: object, wrap: object, adapters: object
 ) -> None:
-    """Refuse arguments that a second call, which shards what was attached since the first, cannot use.
-
-    Raises:
-        ArgumentError: All of them.
-    """
+    """Refuse arguments that a second call, which shards what was attached since the first, cannot use."""
     problems = []
     if version == 1:
         problems.append("version=1: the model is wrapped by FSDP2")
@@ -228,12 +180,7 @@ def check_second_call(
 
 
 def find_place(mesh: object, device: torch.device | str | int | None, ranks: Ranks, version: int) -> WrapPlace:
-    """Return where the shards go.
-
-    Raises:
-        ArgumentError: The mesh is none, or does not fit the ranks or the device.
-        DeviceError: There is no device for this rank.
-    """
+    """Return where the shards go."""
     given_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     # on a machine with accelerators device_for_rank would choose one
     if given_mesh is not None and device is None and given_mesh.device_type == "cpu":
@@ -247,14 +194,7 @@ def assign_roles(
 ) -> tuple[TensorRoles, set[nn.Parameter]]:
     """Return what happens to each tensor, and the ignored parameters.
 
-    Args:
-        model: The model.
-        ignored: The parameters that every rank keeps whole, as the caller names them.
-        version: 1 or 2.
-        before: How an earlier call wrapped the model; then only what was attached since is sharded.
-
-    Raises:
-        ArgumentError: ``ignored`` names what is not there, or the model holds what FSDP would refuse.
+    Where an earlier call wrapped the model (``before``), only what was attached since is sharded.
     """
     kept = ignored_parameters(model, ignored)
     every = parameters_of(model)
@@ -282,11 +222,7 @@ def resolve_options(
     verify: str,
     timeout: float,
 ) -> WrapOptions:
-    """Return how FSDP wraps; what a second call leaves open is what the first one was asked for.
-
-    Raises:
-        ArgumentError: A policy is not one of this version's FSDP.
-    """
+    """Return how FSDP wraps; what a second call leaves open is what the first one was asked for."""
     if before is not None:
         mixed_precision = before.mixed_precision if mixed_precision is None else mixed_precision
         # False is the default, which cannot be told from a caller's own
@@ -297,11 +233,7 @@ def resolve_options(
 
 
 def name_adapters(model: nn.Module, adapters: object) -> dict[str, str]:
-    """Return the adapters' folders or hub ids by name; a single one is the first adapter of the model.
-
-    Raises:
-        ArgumentError: They are neither a folder or hub id nor a mapping of them.
-    """
+    """Return the adapters' folders or hub ids by name; a single one is the first adapter of the model."""
     if adapters is None:
         return {}
     if isinstance(adapters, (str, os.PathLike)):
@@ -313,12 +245,7 @@ def name_adapters(model: nn.Module, adapters: object) -> dict[str, str]:
 
 
 def make_mesh(where: WrapPlace, waiting: Waiting) -> DeviceMesh:
-    """Return the mesh; making one is a collective, in which torch notices no dead rank and has no time limit.
-
-    Raises:
-        RankError: A rank failed or ended meanwhile.
-        RankTimeout: It took too long.
-    """
+    """Return the mesh; making one is a collective, in which torch notices no dead rank and has no time limit."""
     if where.given_mesh is not None:
         return where.given_mesh
     if where.device.type != "cpu":

@@ -22,17 +22,12 @@ from .setup import Setup
 
 @dataclasses.dataclass
 class RootValues:
-    """What the root, the first rank of the mesh, gives to the others.
+    """What the root, the first rank of the mesh, gives to the others."""
 
-    Attributes:
-        names: The tensors, on every rank the same.
-        tensors: Their values, on the root; empty elsewhere.
-        findings: What is worth knowing about them.
-    """
-
-    names: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()  # the tensors, on every rank the same
+    # their values, on the root; empty elsewhere
     tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    findings: list[Finding] = dataclasses.field(default_factory=list)
+    findings: list[Finding] = dataclasses.field(default_factory=list)  # what is worth knowing about them
 
 
 # Gives values, and findings about them, given the names of the tensors that no earlier source has.
@@ -117,11 +112,7 @@ def _from_init_new(setup: Setup, missing: Set[str]) -> RootValues:
 
 
 def match_state_dict(tensors: Sequence[ModelTensor], state: Mapping[str, torch.Tensor]) -> RootValues:
-    """Match a state dict with a model, strictly.
-
-    Raises:
-        CheckpointError: Keys are unexpected, shapes differ, or values are missing or contradict each other.
-    """
+    """Match a state dict with a model, strictly."""
     # all the names of a tied parameter: a state dict has it under each of them
     by_name = {name: tensor for tensor in tensors for name in tensor.names}
     matched = RootValues()
@@ -168,11 +159,7 @@ def _dtype_finding(tensor: ModelTensor, dtype: torch.dtype) -> Finding:
 
 
 def _refuse_missing(setup: Setup, missing: Sequence[ModelTensor], required: int, heads: Sequence[str]) -> None:
-    """Refuse a model of which something would stay without values.
-
-    Raises:
-        CheckpointError: Tensors that nothing fills; with them, the tensors of another head in the folder.
-    """
+    """Refuse a model of which something would stay without values."""
     folder, init_new = setup.values.folder, setup.values.init_new
     if init_new is None and heads and not missing:
         raise CheckpointError(

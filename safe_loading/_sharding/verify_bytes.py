@@ -25,11 +25,7 @@ from .value_sources import RootValues, root_of
 
 
 def check_read(folder: Folder, shard: LocalShard) -> None:
-    """Read what this rank has of the folder once more, through a small buffer, and compare it bit by bit.
-
-    Raises:
-        CheckpointError: Tensors that are not what the folder holds.
-    """
+    """Read what this rank has of the folder once more, through a small buffer, and compare it bit by bit."""
     # a target is called by its name in the checkpoint's class
     wrong = [f"{name}: the shard of this rank differs from the checkpoint" for name in folder.differing(shard)]
     if wrong:
@@ -37,11 +33,7 @@ def check_read(folder: Folder, shard: LocalShard) -> None:
 
 
 def check_sent(setup: Setup, ranks: Ranks, mesh: DeviceMesh, root_values: RootValues, shard: LocalShard) -> None:
-    """Compare the hash of what each rank was sent with the hash that the root makes of its own values.
-
-    Raises:
-        RankError: What some ranks have differs.
-    """
+    """Compare the hash of what each rank was sent with the hash that the root makes of its own values."""
     names, root = root_values.names, root_of(mesh)
     if not names:
         return
