@@ -33,10 +33,7 @@ def compute_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     change, and no memory is needed for them. transformers models initialize themselves as a whole, as in
     ``from_pretrained``; other modules through the method by which their class resets them. Each buffer is poisoned
     first, with a value that no code computes, which proves that every element was written. The states of the random
-    generators are restored.
-
-    Args:
-        model: The model, with its parameters on meta or not, before FSDP1 or ``fully_shard`` wraps it.
+    generators are restored. The parameters may be on meta or not; FSDP must not have wrapped the model yet.
     """
     lost = {
         canonical(place.name): place

@@ -27,8 +27,7 @@ class ElementRange(NamedTuple):
 class LocalShard:
     """Where the values of a wrap go on this rank."""
 
-    # from a rank of the shard group to the ranges that it owns, in the order of the parameters; the same on every
-    # rank
+    # from a rank of the shard group to its ranges, in the order of the parameters; the same function on every rank
     owned_by: Callable[[int], Sequence[ElementRange]]
     shard_rank: int  # this rank's place in its shard group
     local: Mapping[str, torch.Tensor]  # the memory of the ranges that this rank owns, by name

@@ -98,11 +98,9 @@ def remade_adapters(model: nn.Module, missing: Sequence[ModelTensor]) -> dict[st
 
 
 def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return the values of adapters, by the names that peft gives them in the model.
+    """Return the values of adapters, by parameter; ``sources`` are their folders or hub ids, by adapter.
 
-    Args:
-        model: The model that has the adapters.
-        sources: Folders or hub ids, by the names of the adapters in the model.
+    Raises CheckpointError when there is no such folder, the hub does not give it, or a file is damaged.
     """
     if not sources:
         return {}

@@ -67,7 +67,7 @@ class ReadPlan:
 
     # the blocks to read, sorted by file and by offset, so that each file is read from front to back
     reads: Sequence[PlannedRead]
-    conversions: Iterable[ConvertedTargets]  # the conversions to do, by their keys
+    conversions: Iterable[ConvertedTargets]
     # targets of tied parameters, each with another name under which the checkpoint has them as well
     tied_copies: Sequence[tuple[ShardTarget, str]]
 

@@ -73,16 +73,9 @@ def scatter(
 ) -> int:
     """Send each rank of a group the ranges that it owns, and nothing else; return the bytes that this rank sent.
 
-    The first rank of the group sends.
-
-    Args:
-        owned: For each rank of the group what it owns, in one order; the same on every rank.
-        source: On the first rank, the whole tensor of a name; elsewhere None.
-        into: This rank's local tensor of a name, contiguous, with as many elements as the range.
-        group: The ranks.
-        device: Where the blocks are made: one that the group's backend can send from.
-        waiting: How to wait for a block; it raises when that takes too long or a rank is lost.
-        bar: Advanced by the bytes that arrive in this rank's tensors.
+    The first rank of the group sends: it alone has a ``source``, which returns the whole tensor of a name. ``into``
+    returns this rank's local tensor, contiguous and as long as its range. ``owned`` is the same on every rank. The
+    blocks are made on ``device``, from which the group's backend must be able to send.
     """
     here, size = dist.get_rank(group), dist.get_world_size(group)
     lengths = [sum(each.nbytes for each in ranges) for ranges in owned]

@@ -37,15 +37,8 @@ ValueSource = Callable[[Setup, Set[str]], RootValues]
 def collect_root_values(setup: Setup, on_disk: Set[str], heads: Sequence[str]) -> RootValues:
     """Collect the values that rank 0 gives: those of every tensor that the folder does not have.
 
-    Args:
-        setup: What is wrapped.
-        on_disk: The tensors that the folder has.
-        heads: The tensors of another task's head in the folder, which the model does not have.
-
-    Raises:
-        ArgumentError: An adapter is not the model's or cannot be initialized, or ``init_new`` leaves something out.
-        AdapterError: An adapter does not fit the model.
-        CheckpointError: A source does not fit the model, or a tensor has no values in any of them.
+    ``heads`` are the tensors of another task's head in the folder, which the model does not have. Raises
+    CheckpointError when a tensor has no values in any source.
     """
     # The order is the precedence: a tensor's values are those of the first source that has it.
     sources: tuple[ValueSource, ...] = (
