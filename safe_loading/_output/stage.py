@@ -152,7 +152,7 @@ class Stage:
         A second call gets the summary as ``finished``, if this one is killed between here and the end.
         """
         check_free(self.output, overwrite=self._overwrite)
-        # The files themselves are synced. Their names are on disk only when their folders are, the innermost first.
+        # The files themselves are synced. Their names are on disk only when the folders that list them are.
         for folder in (*(path for path in self.files.rglob("*") if path.is_dir()), self.files):
             _sync_folder(folder)
         facts = self.files.stat()

@@ -32,6 +32,15 @@ def test_the_buffer_of_a_transposed_tensor_is_a_copy_in_its_own_order() -> None:
     assert bytes(as_buffer(tensor.T)) == b"\x00\x03\x01\x04\x02\x05"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_the_buffer_of_a_tensor_with_gaps_has_its_own_elements_alone(dtype: torch.dtype) -> None:
+    matrix = torch.arange(6).view(3, 2).to(dtype)
+    for gapped in (matrix[:, 1:], matrix[:, 1], matrix.view(-1)[1::2]):
+        buffer = as_buffer(gapped)
+        assert buffer.c_contiguous
+        assert bytes(buffer) == bytes(as_buffer(torch.tensor([1, 3, 5], dtype=dtype)))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_what_is_not_finite_is_told_in_every_float(dtype: torch.dtype) -> None:
     values = torch.tensor([[-3.0, 0.5], [2.0, 1.0]]).to(dtype)
