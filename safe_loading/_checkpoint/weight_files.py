@@ -107,12 +107,14 @@ def _configured(folder: Path, names: Collection[str]) -> Path | Finding | None:
     weights = config.get("transformers_weights") if isinstance(config, dict) else None
     if weights is None:
         return None
-    code, where = "config-weights", folder / "config.json"
-    fix = "name a safetensors file or index of this folder, or remove the entry"
     if not isinstance(weights, str) or not weights.endswith((".safetensors", ".safetensors.index.json")):
-        return fault(code, where, f"transformers_weights is {weights!r}, which is not a safetensors file", fix)
-    reason = not_contained(folder, weights)
-    return folder / weights if reason is None else fault(code, where, f"transformers_weights: {reason}", fix)
+        message = f"transformers_weights is {weights!r}, which is not a safetensors file"
+    elif reason := not_contained(folder, weights):
+        message = f"transformers_weights: {reason}"
+    else:
+        return folder / weights
+    fix = "name a safetensors file or index of this folder, or remove the entry"
+    return fault("config-weights", folder / "config.json", message, fix)
 
 
 def _two_checkpoints(folder: Path, single: str, index: str) -> list[Finding]:
