@@ -81,7 +81,7 @@ def base_config(folder: Path, base_kwargs: EngineKwargs, document: JsonObject | 
     return read_config(folder, trust_remote_code=trusted, document=document)
 
 
-def auto_class_for(facts: AdapterFacts, config: PreTrainedConfig) -> ModelClass:
+def auto_class_for(facts: AdapterFacts, config: PreTrainedConfig, base_kwargs: EngineKwargs) -> ModelClass:
     """Return the class that loads the base, by the adapter's task type or auto mapping, or the base's architecture."""
     # The task type comes first: it is what the adapter was trained for, whatever head the base was saved with.
     task = facts.config.get("task_type")
@@ -96,7 +96,9 @@ def auto_class_for(facts: AdapterFacts, config: PreTrainedConfig) -> ModelClass:
     # The parent library is a module path that a file names, so it is not imported: only transformers is searched.
     of_transformers = str(mapping.get("parent_library", "")).split(".")[0] == "transformers"
     name = str(mapping.get("base_model_class")) if of_transformers else ""
-    model_class: ModelClass | None = getattr(transformers, name, None) or class_in_config(config)
+    model_class: ModelClass | None = getattr(transformers, name, None)
+    trusted = bool(base_kwargs.get("trust_remote_code", False))
+    model_class = model_class or class_in_config(config, trust_remote_code=trusted)
     if model_class is not None:
         return model_class
     raise AdapterError(

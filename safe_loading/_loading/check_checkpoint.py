@@ -133,7 +133,7 @@ def _check_folder(folder: Path, values: bool) -> CheckpointReport:
     else:
         findings += model_findings(folder, names, tensors)
     findings += code_findings(folder, names)
-    if values:
+    if values and headers:
         findings += _value_findings(folder, headers)
     return _report(folder, kind, headers, findings)
 

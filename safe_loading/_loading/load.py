@@ -77,7 +77,7 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
             f"base without being asked. Move the adapter's files to a folder of their own."
         )
     config = base_config(folder, options.base_kwargs)
-    auto_class = options.auto_class or auto_class_for(adapters[0].facts, config)
+    auto_class = options.auto_class or auto_class_for(adapters[0].facts, config, options.base_kwargs)
     # Pickles and GGUF files have no safetensors header to check; transformers reads them if it is told to.
     checkpoint = None
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):

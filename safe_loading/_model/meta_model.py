@@ -69,13 +69,13 @@ def meta_model(
     if isinstance(config_or_id, PreTrainedConfig):
         # The model keeps its config, into which transformers writes the dtype and the attention.
         config = copy.deepcopy(config_or_id)
+        name = config.name_or_path or ""
     else:
-        text = path_text(config_or_id, "config_or_id")
-        folder = resolve(text, small_files, revision=revision, subfolder=subfolder).folder
+        name = path_text(config_or_id, "config_or_id")
+        folder = resolve(name, small_files, revision=revision, subfolder=subfolder).folder
         config = read_config(folder, trust_remote_code=trust_remote_code)
-        config.name_or_path = text
-    _refuse_quantized(config)
-    model_class = _class_to_build(config, auto_class)
+    _refuse_quantized(config, name)
+    model_class = _class_to_build(config, auto_class, trust_remote_code)
     with building(config, model_class, folder):
         model = build_on_meta(
             model_class,
@@ -86,6 +86,7 @@ def meta_model(
         )
     if folder is not None:
         _read_generation_config(model, folder)
+        _name_after(name, model, config)
     return model
 
 
@@ -118,6 +119,17 @@ def build_on_meta(
     return model.eval()
 
 
+def _name_after(source: str, model: torch.nn.Module, config: PreTrainedConfig) -> None:
+    """Give the model the name that the user passed, in place of the folder that its config was read from.
+
+    Not before it is built: the auto classes take trusted code from where the config says it is. A hub id there would
+    bring the code of the newest commit, whatever the revision.
+    """
+    if vars(model).get("name_or_path") == config.name_or_path:
+        model.__dict__["name_or_path"] = source
+    config.name_or_path = source
+
+
 def _read_generation_config(model: torch.nn.Module, folder: Path) -> None:
     path = folder / "generation_config.json"
     if os.path.lexists(path) and hasattr(model, "generation_config"):
@@ -125,25 +137,25 @@ def _read_generation_config(model: torch.nn.Module, folder: Path) -> None:
         model.__dict__["generation_config"] = GenerationConfig.from_pretrained(folder)
 
 
-def _refuse_quantized(config: PreTrainedConfig) -> None:
+def _refuse_quantized(config: PreTrainedConfig, name: str) -> None:
     quantized = getattr(config, "quantization_config", None)
     if quantized is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         raise ArgumentError(
-            f"The config of {config.name_or_path or type(config).__name__} is quantized ({method}), so that its "
+            f"The config of {name or type(config).__name__} is quantized ({method}), so that its "
             f"modules are only made during the load, by a quantizer. Load it with from_pretrained, call dequantize(), "
             f"save it, and pass that folder."
         )
 
 
-def _class_to_build(config: PreTrainedConfig, auto_class: object) -> ModelClass:
+def _class_to_build(config: PreTrainedConfig, auto_class: object, trust_remote_code: bool) -> ModelClass:
     if auto_class is not None:
         if not _can_build(auto_class):
             raise ArgumentError(
                 f"auto_class={auto_class!r} is not a class of transformers; pass for example AutoModelForCausalLM."
             )
         return auto_class
-    named = class_in_config(config)
+    named = class_in_config(config, trust_remote_code=trust_remote_code)
     if named is not None:
         return named
     if not config.architectures:  # a config that was made by hand
@@ -157,21 +169,24 @@ def _class_to_build(config: PreTrainedConfig, auto_class: object) -> ModelClass:
     )
 
 
-def class_in_config(config: PreTrainedConfig) -> ModelClass | None:
+def class_in_config(config: PreTrainedConfig, *, trust_remote_code: bool) -> ModelClass | None:
     """Return the class that the config's ``architectures`` name; None when transformers has no such class.
 
     For code of the repository it is the auto class that the config's ``auto_map`` names, because the auto classes know
     how to run that code once it is trusted.
     """
     names = config.architectures or []
+    own = next((found for name in names if _can_build(found := getattr(transformers, name, None))), None)
     remote: Mapping[str, object] = getattr(config, "auto_map", None) or {}
+    of_code: ModelClass | None = None
     for auto_class, reference in remote.items():
         known = auto_class.startswith("AutoModel") and hasattr(transformers, auto_class)
         if known and isinstance(reference, str) and reference.rpartition(".")[2] in names:
-            named: ModelClass = getattr(transformers, auto_class)
-            return named
-    candidates = (getattr(transformers, name, None) for name in names)
-    return next((candidate for candidate in candidates if _can_build(candidate)), None)
+            of_code = getattr(transformers, auto_class)
+            break
+    # Untrusted code does not run, and the auto class that it was written for may not know the class of transformers
+    # that took its place, or know it without its head.
+    return (of_code or own) if trust_remote_code else (own or of_code)
 
 
 def _can_build(model_class: object) -> TypeGuard[ModelClass]:
@@ -212,7 +227,7 @@ def _keep_in_float32(model: torch.nn.Module, dtype: torch.dtype) -> None:
     plan = plan_for(dtype) if plan_for is not None else {}
     if not plan:
         return
-    # transformers' own matcher (core_model_loading): its patterns are globs of parts of names, not regular expressions
+    # transformers' own matcher (core_model_loading): in its patterns "*" is anything, and they match parts of names
     pattern, pattern_of, _ = loader.build_glob_alternation(list(plan))
     for place in tensor_places(model):
         match = pattern.search(place.name) if place.persistent else None

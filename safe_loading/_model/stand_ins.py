@@ -77,7 +77,8 @@ class MetaStandIns:
 
 def _make_stand_in(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     if is_four_bit(tensor) or is_eight_bit(tensor):
-        # The stored weight is packed. With its shape, peft would unpack all of it to initialize DoRA.
+        # Not of its own class: peft knows packed weights by that, and unpacks all of one to initialize DoRA
+        # (dequantize_module_weight). A plain weight of the unpacked shape it takes as it is.
         shape = (vars(module)["out_features"], vars(module)["in_features"])
         stand_in = torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
         vars(stand_in).update(vars(tensor))

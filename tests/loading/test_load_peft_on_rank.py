@@ -626,6 +626,19 @@ def test_code_of_the_base_runs_only_when_it_is_trusted(tmp_path: Path, tiny_llam
     assert torch.equal(logits(model), logits(load_peft_on_rank(tiny_adapter, tiny_llama)))
 
 
+def test_a_base_whose_own_code_is_not_trusted_has_the_class_of_transformers(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
+    nameless = {"task_type": None, "auto_mapping": None}
+    adapter = faults.edited(tiny_adapter, tmp_path / "adapter", config=lambda config: config.update(nameless))
+    config = json.loads((base / "config.json").read_text())
+    for auto_class in ("AutoModel", "AutoModelForSeq2SeqLM"):  # the one leaves the head out, the other knows no Llama
+        config["auto_map"] = {auto_class: "modeling_own.LlamaForCausalLM"}
+        (base / "config.json").write_text(json.dumps(config))
+        assert type(load_peft_on_rank(adapter, base).get_base_model()).__name__ == "LlamaForCausalLM"
+
+
 def test_an_adapter_inside_the_base_s_folder_is_refused(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
     both = Path(shutil.copytree(tiny_llama, tmp_path / "both"))
     for name in (faults.CONFIG, faults.WEIGHTS):

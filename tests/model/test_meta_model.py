@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from fake_hub import serve
 from models import save_llama
 from tiny_models import causal_lm_classes, image_text_classes, tiny_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedConfig
@@ -145,7 +149,47 @@ def test_a_class_of_no_engine_is_cast_whole() -> None:
 
 def test_the_class_is_that_of_the_config_or_the_auto_class_of_its_code() -> None:
     config = LlamaConfig(architectures=["Mine", "LlamaForCausalLM"])
-    assert class_in_config(config) is LlamaForCausalLM
+    assert class_in_config(config, trust_remote_code=False) is LlamaForCausalLM
     config.auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Mine"}
-    assert class_in_config(config) is AutoModelForCausalLM
-    assert class_in_config(LlamaConfig(architectures=["Mine"])) is None
+    assert class_in_config(config, trust_remote_code=True) is AutoModelForCausalLM
+    assert class_in_config(config, trust_remote_code=False) is LlamaForCausalLM
+    config.architectures = ["Mine"]
+    assert class_in_config(config, trust_remote_code=False) is AutoModelForCausalLM  # which says what to trust
+    assert class_in_config(LlamaConfig(architectures=["Mine"]), trust_remote_code=True) is None
+
+
+def test_without_trust_code_that_transformers_has_too_is_transformers_own(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path)
+    document = json.loads((folder / "config.json").read_text())
+    for auto_class in ("AutoModel", "AutoModelForSeq2SeqLM"):
+        document["auto_map"] = {auto_class: "code.LlamaForCausalLM"}
+        (folder / "config.json").write_text(json.dumps(document))
+        assert type(meta_model(folder)) is LlamaForCausalLM
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+    version = "{}"
+"""
+TRUST = "m = meta_model('org/own', trust_remote_code=True, revision='v1'); print(m.version, m.config.name_or_path)"
+
+
+def test_trusted_code_is_that_of_the_revision(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32, "vocab_size": 32}
+    config = LlamaConfig(**sizes, num_attention_heads=2, architectures=["OwnModel"]).to_dict()
+    code = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    revisions = {name: tmp_path / name for name in ("main", "v1")}
+    for name, folder in revisions.items():
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": code}))
+        (folder / "modeling_own.py").write_text(CODE.format(name))
+    with serve({"org/own": revisions}) as hub:
+        online = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", f"from safe_loading import meta_model; {TRUST}"]
+        done = subprocess.run(command, env={**os.environ, **online}, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["v1", "org/own"], done.stderr
+    assert not [request for request in hub.requests if "/resolve/main/" in request]

@@ -54,7 +54,7 @@ class OutputModel:
 
 def build_output_model(base: MergeBase, adapters: Sequence[Adapter]) -> OutputModel:
     """Build the base on meta as the adapters need it, and check that its checkpoint fits."""
-    model_class = auto_class_for(adapters[0].facts, base.model_config)
+    model_class = auto_class_for(adapters[0].facts, base.model_config, base.kwargs)
     model, num_labels = _with_head(base, model_class, adapters)
     layout = read_layout(model, base.checkpoint.tensors)
     check_fit(model, base.checkpoint, adapters, layout)
