@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchrun import OUT, TAIL, RanksFailed, Run, environment_of_ranks, reports_of, script_folder
@@ -167,7 +168,19 @@ def _fork(job: dict[str, Any], rank: int, port: int) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        _leave_together(job, rank)
         os._exit(status)
+
+
+def _leave_together(job: dict[str, Any], rank: int) -> None:
+    """Let rank 0 end last: the store lies in its process, and another rank may still read from it why a call failed."""
+    folder, others = Path(job["output"]).parent, range(1, job["nproc"])
+    if rank:
+        (folder / f"ended.{rank}").touch()
+        return
+    end = time.monotonic() + GRACE_SECONDS / 2
+    while time.monotonic() < end and not all((folder / f"ended.{other}").exists() for other in others):
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":
