@@ -82,6 +82,15 @@ def test_one_of_two_tied_weights_is_added_to_and_the_other_replaced(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
+def test_the_finding_of_two_tied_weights_that_are_both_replaced_has_the_size_of_what_replaces_them(
+    tmp_path: Path,
+) -> None:
+    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "adapter", base, modules_to_save=["lm_head", "embed_tokens"])
+    report = merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    assert [(finding.code, finding.bytes) for finding in report.findings] == [("no-longer-tied", 2 * 101 * 32 * 4)]
+
+
 def test_two_of_three_tied_weights_are_replaced(tmp_path: Path) -> None:
     from transformers import ProphetNetForCausalLM
 

@@ -115,6 +115,9 @@ class _Placer:
         )
         fix = "none; an adapter trained with ensure_weight_tying=True leaves them tied."
         where, nbytes = ", ".join(edit.names), self._tensors[source].nbytes
+        values = [change.value for change in edit.changes.values() if change.value is not None]
+        if len(values) == len(edit.names):  # all that the adapter brings, which may have other rows than the base
+            nbytes = sum(value.nbytes for value in values)
         self.changes.findings.append(Finding("no-longer-tied", "info", where, why, fix, nbytes))
 
     def _place_on(self, name: str, shape: tuple[int, ...], change: WeightChange, whole: Whole) -> None:
