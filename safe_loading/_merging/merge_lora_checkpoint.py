@@ -144,8 +144,8 @@ def _shard_bytes(size: int | str | None) -> int | None:
     """Return the size of a shard in bytes, by the rule of save_pretrained ("5GB" is 5 * 10**9)."""
     if size is None:
         return None
-    # parse_size takes 5e9 too; here a float is more likely a slip, such as 1.5 for "1.5GB".
-    nbytes = 0 if isinstance(size, float) else parse_size(size, "max_shard_size")
+    # parse_size takes floats, of numpy too; here one is more likely a slip, such as 1.5 for "1.5GB".
+    nbytes = parse_size(size, "max_shard_size") if isinstance(size, (int, str)) else 0
     if nbytes < 1:
         raise ArgumentError(f'max_shard_size={size!r}: pass at least one byte, as a number or as "5GB".')
     return nbytes

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import safe_loading
 from safe_loading import ArgumentError, CheckpointError, merge_lora_checkpoint
@@ -102,5 +104,11 @@ def test_sizes_of_shards_may_be_written_as_for_save_pretrained_and_as_everywhere
 
 @pytest.mark.parametrize("size", ["5 apples", "GB", "", "-1GB", "nanKB", "infGB", "0KB", "0.0001KB", 0, -1, True])
 def test_what_is_no_size_of_a_shard_is_refused(size: int | str) -> None:
+    with pytest.raises(ArgumentError, match="max_shard_size"):
+        verb._shard_bytes(size)
+
+
+@pytest.mark.parametrize("size", [1.5, np.float32(1.5), torch.tensor(1.5)])
+def test_a_float_of_any_library_is_no_size_of_a_shard(size: Any) -> None:
     with pytest.raises(ArgumentError, match="max_shard_size"):
         verb._shard_bytes(size)
