@@ -202,10 +202,11 @@ def _names_to_save(model: nn.Module, state: Mapping[str, object], options: Mappi
     peft: Any = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return state.keys()
+    peft_model: Any = model  # peft may be absent, so its classes are not imported to narrow the type
     # stand-ins on meta: whatever peft does with them starts no collective
     stand_ins = {name: torch.empty(getattr(tensor, "shape", ()), device="meta") for name, tensor in state.items()}
     saved: set[int] = set()
-    for adapter in options.get("selected_adapters") or model.peft_config:
+    for adapter in options.get("selected_adapters") or peft_model.peft_config:
         embeddings = options.get("save_embedding_layers", "auto")
         of_adapter = peft.get_peft_model_state_dict(
             model, state_dict=dict(stand_ins), adapter_name=adapter, save_embedding_layers=embeddings

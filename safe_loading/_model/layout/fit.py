@@ -23,8 +23,7 @@ class ShapeAndDtype(HasShape, Protocol):
     """What a model expects under a name: a tensor, or a record of its shape and dtype."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
+    def dtype(self) -> torch.dtype: ...
 
 
 def misfits(

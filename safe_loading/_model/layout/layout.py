@@ -29,8 +29,7 @@ class HasShape(Protocol):
     """A tensor, or anything else that stands for one by its shape."""
 
     @property
-    def shape(self) -> Sequence[int]:
-        """Its shape."""
+    def shape(self) -> Sequence[int]: ...
 
 
 State = Mapping[str, HasShape]
