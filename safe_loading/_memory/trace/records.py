@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Component = Literal[
@@ -44,7 +44,9 @@ class DeviceTrace:
     device: int | str  # as in `Allocation`
     peak_bytes: int  # the most that was alive at one moment
     at_peak: Mapping[str, int]  # by component, zeros left out
-    event: int  # the index in `StepTrace.events` of the first one that reached the peak
+    # The index in `StepTrace.events` of the first one that reached the peak. Not compared: the same memory may be
+    # reached after another number of events.
+    event: int = field(compare=False)
     phase: str  # of that event
     module: str  # that was running then
 
