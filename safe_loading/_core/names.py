@@ -44,4 +44,8 @@ def ancestors(name: str) -> Iterator[str]:
 
 def nearest(name: str, where: Container[str]) -> str | None:
     """Return the name itself or the innermost module around it that is in ``where``; None when none is."""
-    return next((ancestor for ancestor in ancestors(name) if ancestor in where), None)
+    while name not in where:  # a plain loop: this is asked for every tensor and module of a plan
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return name

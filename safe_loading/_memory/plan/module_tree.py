@@ -196,7 +196,7 @@ def _buffers_first(cuts: Iterable[_Cut]) -> list[_Cut]:
 
 
 def _unit_of(name: str, place: dict[str, int]) -> int:
-    return next(place[path] for path in ancestors(name) if path in place)
+    return place[nearest(name, place) or ""]
 
 
 def _largest_leaf(tensors: Sequence[SizedTensor]) -> int:

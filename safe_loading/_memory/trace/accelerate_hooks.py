@@ -41,7 +41,7 @@ class TracePlacement:
 
     def entry(self, path: str) -> str | None:
         """Return the entry of the map that a module or tensor belongs to: the longest whole prefix of its path."""
-        if not any(key.startswith(PEFT_PREFIX) for key in self.map):
+        if path.startswith(PEFT_PREFIX) and not any(key.startswith(PEFT_PREFIX) for key in self.map):
             path = without_peft_prefix(path)  # the map was made for the base model
         return nearest(path, self.map)
 
