@@ -43,9 +43,9 @@ def smallest_limits(
     objective = options.pop("objective", "balance")
     # what one device needs for everything is the limit to begin with
     whole = plan_device_map(model, {names[0]: UNLIMITED // 2}, **options)
-    most = max(use.used for use in whole.devices)
+    most = max(1, *(use.used for use in whole.devices))  # a limit of 0 takes nothing, not even what has no byte
     plan = plan_device_map(model, dict.fromkeys(names, most), objective="balance", **options)
-    high = max(use.used for use in plan.devices)
+    high = max(1, *(use.used for use in plan.devices))
     # A balanced plan shows its largest load, which is enough as a limit; one byte less either gives a plan with a
     # smaller load, or is refused. A traced step may differ from its count, so that the first guess need not be least.
     for _ in range(_MOST_ROUNDS):
@@ -53,7 +53,7 @@ def smallest_limits(
             plan = plan_device_map(model, dict.fromkeys(names, high - 1), objective=objective, **options)
         except DeviceMapInfeasible:
             break
-        high = max(use.used for use in plan.devices)
+        high = max(1, *(use.used for use in plan.devices))
     return dict.fromkeys(names, high)
 
 

@@ -6,11 +6,13 @@ import itertools
 import random
 from fractions import Fraction
 
+import accelerate
 import pytest
 import torch
 from test_plan_search import apart, best_of_all
+from torch import nn
 
-from safe_loading import DeviceMapInfeasible, plan_device_map
+from safe_loading import DeviceMapInfeasible, plan_device_map, smallest_limits
 from safe_loading._memory.plan.layer_groups import LayerGroup
 
 
@@ -135,3 +137,19 @@ def test_what_is_missing_counts_what_is_kept_free(overhead: int) -> None:
                 plan_device_map(model, limits, overhead={3: overhead}, verify=False)
         else:
             assert plan_device_map(model, limits, overhead={3: overhead}, verify=False) == {"": 3}
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Identity(), nn.Sequential(), nn.Sequential(nn.ReLU(), nn.Identity()), nn.Linear(0, 0)], ids=str
+)
+def test_a_model_without_a_byte_has_a_place(model: nn.Module) -> None:
+    for limits in ({0: 8}, {0: 8, 1: 8}, {0: 0, 1: 8}, {"cpu": 8}):
+        plan = plan_device_map(model, limits)
+        assert plan == {"": max(limits, key=lambda device: limits[device])}
+        assert plan.verified
+        accelerate.dispatch_model(model, dict.fromkeys(plan, "cpu"))
+    with pytest.raises(DeviceMapInfeasible, match="1 bytes"):
+        plan_device_map(model, {0: 0})
+    limits = smallest_limits(model, 2)
+    assert limits == {0: 1, 1: 1}
+    assert plan_device_map(model, limits).verified

@@ -125,7 +125,8 @@ def cut_model(
     both, so that an empty one splits down to the leaves. `keep_whole` are paths of modules that stay whole as well.
     """
     cutter = _Cutter(never_split(model, no_split_modules), only_these=no_split_modules is not None, paths=keep_whole)
-    cuts = [_Cut("", model)] if "" in keep_whole else _buffers_first(cutter.cut(model, ""))
+    cuts = [] if "" in keep_whole else _buffers_first(cutter.cut(model, ""))
+    cuts = cuts or [_Cut("", model)]  # also for a model without a tensor, which a map must place all the same
     place = {cut.path: number for number, cut in enumerate(cuts)}
     members: list[list[SizedTensor]] = [[] for _ in cuts]
     tied: dict[tuple[int, ...], None] = {}

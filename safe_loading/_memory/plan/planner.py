@@ -121,7 +121,7 @@ class Planner:
         """Run the step with a map, or for None on the first device alone; None when it cannot be traced."""
         workload = self.request.workload
         if device_map is not None and workload.kind == "weights_only":
-            if len(execution_devices(device_map)) == 1 and not set(HOST) & set(device_map.values()):
+            if len(set(device_map.values())) == 1 and "disk" not in device_map.values():
                 workload = Workload.weights_only()  # on one device nothing can meet another
             else:
                 workload = _PROBE

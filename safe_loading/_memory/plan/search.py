@@ -72,8 +72,8 @@ class Search:
                 low = middle
             else:
                 best, high = achieved, int(achieved * scale)
-        # ... and then ask for strictly less until there is nothing, which is the proof
-        while (achieved := self._achieved(self._caps(best, below=True))) is not None:
+        # ... and then ask for strictly less until there is nothing, which is the proof; nothing is less than no load
+        while best and (achieved := self._achieved(self._caps(best, below=True))) is not None:
             best = achieved
         return best
 
