@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from safe_loading._checkpoint.adapter_config import adapter_config_faults
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.header import Header, read_header
 from safe_loading._checkpoint.hub import Resolved
@@ -58,6 +59,9 @@ def read_adapter_config(resolved: Resolved) -> AdapterFacts:
     if problems:
         raise AdapterError(f"{config_file} is not a usable adapter config:", problems)
     header = read_header(weights) if os.path.lexists(weights) else None
+    faults = adapter_config_faults(config_file, config, header.tensors if header is not None else {})
+    if faults:
+        raise AdapterError(f"{config_file} asks for what an adapter must not:", map(str, faults))
     return AdapterFacts(resolved.source, folder, resolved.commit, config, weights, header)
 
 

@@ -25,7 +25,7 @@ from .adapter_facts import AdapterFacts
 from .adapter_values import read_tensors, rename_keys, value_findings
 from .fill_slots import fill_slots, overwrite_base
 from .match import Match, match_tensors
-from .peft_config import build_config, can_build_on_meta, changes_base
+from .peft_config import build_config, can_build_on_meta, changes_base, refuse_costly_patterns
 from .slots import AdapterSlot, RoutedTensors, new_slots, own_tensor, route
 
 
@@ -156,6 +156,7 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
     # Taken before the injection, which may replace these modules by an adapter's copies of them.
     embeddings = [weight for weight in embeddings_and_head_of(base).weights if weight is not None]
     config = adapter.config
+    refuse_costly_patterns(config, base, adapter.facts.folder / ADAPTER_CONFIG)
     file = rename_keys(
         adapter.facts,
         adapter.tensors,

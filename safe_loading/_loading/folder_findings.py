@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from safe_loading._checkpoint.adapter_config import adapter_config_faults
 from safe_loading._checkpoint.faults import fault, listed, note
 from safe_loading._checkpoint.files import size_of
 from safe_loading._checkpoint.header import TensorInfo
@@ -38,6 +39,7 @@ def adapter_findings(folder: Path, tensors: Mapping[str, TensorInfo]) -> list[Fi
         name, rank = next(iter(other_rank.items()))
         problems.append(f"r is {config['r']}, and {name!r} has rank {rank}: it would be scaled for another rank")
     findings = [fault("adapter-config", path, problem, _SAVE_ADAPTER) for problem in problems]
+    findings += adapter_config_faults(path, config, tensors)
     if isinstance(config.get("peft_type"), str) and not isinstance(config.get("base_model_name_or_path"), str):
         message = "names no base model (base_model_name_or_path)"
         fix = "pass base_model= when you load it"

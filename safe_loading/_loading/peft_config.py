@@ -9,10 +9,12 @@ import warnings
 from collections.abc import Iterator
 
 import peft
+import torch
 from packaging.version import InvalidVersion, Version
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
+from safe_loading._checkpoint.adapter_config import pattern_problems
 from safe_loading._checkpoint.faults import note
 from safe_loading._checkpoint.hub import resolve
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
@@ -53,6 +55,14 @@ def read_peft_config(source: str | os.PathLike[str]) -> PeftConfig:
     """Return the config of an adapter whose tensors are not needed, checked as strictly as for a load."""
     resolved = resolve(source, lambda names, _: [ADAPTER_CONFIG] if ADAPTER_CONFIG in names else [])
     return build_config(read_adapter_config(resolved), is_trainable=False)[0]
+
+
+def refuse_costly_patterns(config: PeftConfig, model: torch.nn.Module, where: object) -> None:
+    """Refuse an adapter whose patterns cost peft too much on the modules of this model; ``where`` names its file."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    problems = pattern_problems(vars(config), (name for name, _ in base.named_modules()))
+    if problems:
+        raise AdapterError(f"{where} holds patterns that peft cannot match with {type(base).__name__}:", problems)
 
 
 @contextlib.contextmanager

@@ -126,9 +126,13 @@ def _build_on_meta(
         return made.model, workload
     from peft import get_peft_model
 
-    from safe_loading._loading.peft_config import injecting, read_peft_config
+    from safe_loading._loading.peft_config import injecting, read_peft_config, refuse_costly_patterns
 
-    config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else copy.copy(adapter)
+    if isinstance(adapter, (str, os.PathLike)):
+        config = read_peft_config(adapter)
+        refuse_costly_patterns(config, made.model, adapter)
+    else:
+        config = copy.copy(adapter)
     config.inference_mode = False  # as it is in a saved config, with which nothing would be trained
     with injecting(adapter, made.model):
         attached = get_peft_model(made.model, config)

@@ -333,6 +333,25 @@ ADAPTER_CONFIGS: dict[str, Fault] = {
     "adapter without lora_alpha": Fault(adapter_config(lora_alpha=...), ("adapter_config.json", "lora_alpha")),
     "adapter with r text": Fault(adapter_config(r="four"), ("adapter_config.json", "four")),
     "adapter with r negative": Fault(adapter_config(r=-4), ("adapter_config.json", "-4")),
+    "adapter with endless targets": Fault(adapter_config(target_modules="(.*)*x"), ("target_modules", "can be empty")),
+    "adapter with slow targets": Fault(
+        adapter_config(target_modules=r"([a-z_.0-9]+)+!"), ("target_modules", "100000 steps", "in a list")
+    ),
+    "adapter with slow exclusions": Fault(adapter_config(exclude_modules=r".*.*.*.*.*!"), ("exclude_modules", "steps")),
+    "adapter with slow ranks": Fault(adapter_config(rank_pattern={r"(\w|\w)+!": 4}), ("rank_pattern", "steps")),
+    "adapter with slow alphas": Fault(adapter_config(alpha_pattern={r"(\w+\.?)+!": 4}), ("alpha_pattern", "steps")),
+    "adapter with slow modules to save": Fault(
+        adapter_config(modules_to_save=[r"([a-z]+_?)+(\.|\w)*!"]), ("modules_to_save", "steps")
+    ),
+    "adapter with slow layers": Fault(
+        adapter_config(layers_to_transform=[0], layers_pattern=r"(.|\w|[a-z])+!"), ("layers_pattern", "steps")
+    ),
+    "adapter of a million targets": Fault(
+        adapter_config(target_modules=[f"layers.{n}.q_proj" for n in range(1_000_000)]), ("1000000 names", "10000")
+    ),
+    "adapter of many patterns": Fault(
+        adapter_config(rank_pattern={f"layers.{n}.q_proj": 4 for n in range(2_000)}), ("2000 patterns", "1000")
+    ),
 }
 """Faults of adapter_config.json."""
 

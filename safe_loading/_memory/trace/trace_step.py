@@ -130,9 +130,11 @@ def _with_adapter(
         return
     from peft import get_peft_model
 
-    from safe_loading._loading.peft_config import injecting, read_peft_config
+    from safe_loading._loading.peft_config import injecting, read_peft_config, refuse_costly_patterns
 
     config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter
+    if config is not adapter:
+        refuse_costly_patterns(config, model, adapter)
     with MetaStandIns(model), NoInit(), torch.device("meta"), injecting(adapter, model):
         wrapped = get_peft_model(model, config, low_cpu_mem_usage=True)
     if config is not adapter:  # a saved config has inference_mode=True, with which nothing would be trained
