@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,16 +16,27 @@ from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading.errors import ArgumentError, TraceError
 
-from .audit import device_checks, dtypes_and_ties, kept_memory, loss, step_checks, training, wrappers
+from .audit import (
+    costly_options,
+    device_checks,
+    dtypes_and_ties,
+    kept_memory,
+    loss,
+    step_checks,
+    training,
+    untrained,
+    wrappers,
+)
 from .audit.audited_model import AuditedModel
 from .audit.report import AuditReport
+from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
+from .audit.unsharded import unsharded
 from .forecast.build_model import build
 from .predict_memory import predict_memory
 
 Check = Callable[[AuditedModel], Iterator[Finding]]
 # The checks that need no step.
 CHECKS: tuple[Check, ...] = (
-    wrappers.check_wrapper,
     wrappers.check_prefix,
     loss.check_unread_loss,
     training.check_trainable,
@@ -33,6 +44,9 @@ CHECKS: tuple[Check, ...] = (
     training.check_head,
     training.check_heads,
     training.check_optimizer,
+    untrained.check_disabled,
+    untrained.check_tokens,
+    untrained.check_scaled_halves,
     dtypes_and_ties.check_quantized,
     dtypes_and_ties.check_dtypes,
     dtypes_and_ties.check_ties,
@@ -53,6 +67,7 @@ def audit_model(
     *,
     forecast: bool = True,
     trust_remote_code: bool = False,
+    inputs: Mapping[str, torch.Tensor] | None = None,
 ) -> AuditReport:
     """Look for what costs memory or silently goes wrong, and return it with codes, bytes, places and fixes.
 
@@ -68,6 +83,7 @@ def audit_model(
         optimizer: The optimizer; by default the trainer's.
         forecast: Whether the report contains `predict_memory`'s forecast of a given workload.
         trust_remote_code: Whether a repository's own code may run.
+        inputs: What the model takes beside tokens, as for `predict_memory`.
 
     Raises:
         ArgumentError: No model can be built from what is there.
@@ -86,22 +102,16 @@ def audit_model(
     audited = AuditedModel(model, trainer, optimizer or getattr(trainer, "optimizer", None), training)
     findings = [finding for check in CHECKS for finding in check(audited)]
     checked = [check.__name__.removeprefix("check_") for check in CHECKS]
-    skipped: list[str] = []
     # without a planned step one short row shows what happens, though not at its real size
     step = workload if planned else Workload.train(1, 16, optimizer="none") if will_train else None
+    found, skipped = _check_steps(audited, step, inputs, planned=planned)
+    findings += found
+    checked += ["wrappers", *(["step"] if step is not None and not skipped else [])]
     predicted = None
-    if step is not None:
-        try:
-            # the kernels of bitsandbytes do not run on fake tensors
-            with with_stand_ins(model):
-                findings += step_checks.check_step(audited, step)
-            checked.append("step")
-        except TraceError as error:
-            skipped.append(f"step: {error}")
     if workload is not None and forecast:
         trusted = trust_remote_code and source is not model  # a module needs no code from a repository
         try:
-            predicted = predict_memory(source, requested or workload, trust_remote_code=trusted)
+            predicted = predict_memory(source, requested or workload, inputs=inputs, trust_remote_code=trusted)
         except TraceError as error:
             skipped.append(f"forecast: {error}")
     return AuditReport(
@@ -112,6 +122,35 @@ def audit_model(
         dtypes=dtypes_and_ties.bytes_by_dtype(audited),
         forecast=predicted,
     )
+
+
+def _check_steps(
+    audited: AuditedModel, workload: Workload | None, inputs: Mapping[str, torch.Tensor] | None, *, planned: bool
+) -> tuple[list[Finding], list[str]]:
+    """Return the findings of a step and of the wrappers, whose cost it shows, and why it was skipped."""
+    findings: list[Finding] = []
+    skipped: list[str] = []
+    peaks = None
+    # the kernels of bitsandbytes do not run on fake tensors, and neither do collectives
+    with with_stand_ins(audited.model), unsharded(audited.model):
+        if workload is not None:
+            try:
+                step = trace_configured(audited, workload, inputs, planned=planned)
+                findings += step_checks.check_step(step, workload)
+                findings += costly_options.check_options(step)
+                peaks = _peaks_in_both_orders(step)
+            except TraceError as error:
+                skipped.append(f"step: {error}")
+                findings.append(step_checks.not_run(audited, error))
+                if planned and audited.wrappers:
+                    peaks = peaks_of_wrapped(audited, workload, inputs)
+        findings += wrappers.check_wrappers(audited, peaks)
+    return findings, skipped
+
+
+def _peaks_in_both_orders(step: TracedStep) -> tuple[int, int] | None:
+    right = step.peak_when_right if step.planned and step.audited.wrappers else None
+    return None if right is None else (step.peak_bytes, right)
 
 
 def _build_on_meta(

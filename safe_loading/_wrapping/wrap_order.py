@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from peft import PeftMixedModel, PeftModel
 from torch import nn
@@ -36,6 +37,51 @@ _ENGINE_WRAPPERS = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class HidingWrapper:
+    """A plain module, or several around one another, that hides a model from the engines.
+
+    Attributes:
+        module: The outermost of them.
+        path: Where it is in the model that was looked through; empty for that model itself.
+        classes: Their names, outermost first.
+        inside: The model of transformers or peft that they hide; of several the first.
+        inside_path: Where that is in `module`.
+        several: Whether `module` holds more than one such model.
+        above: The model of peft that received `module` for a base; None if trainers receive it.
+    """
+
+    module: nn.Module
+    path: str
+    classes: tuple[str, ...]
+    inside: nn.Module
+    inside_path: str
+    several: bool
+    above: nn.Module | None
+
+    @property
+    def received_by(self) -> str:
+        """What took the wrapper for a model."""
+        return "the trainer" if self.above is None else "get_peft_model"
+
+    def right_order(self, mixin: str) -> tuple[str, list[str]]:
+        """Return what to start from, ``"base"`` or ``"PeftModel"``, and the lines to write instead."""
+        lines, start = [], "base"
+        if isinstance(self.inside, (PeftModel, PeftMixedModel)):
+            lines.append(f"    model = wrapper{_accessed(self.inside_path)}")
+            start = "PeftModel"
+        else:
+            quantized = getattr(self.inside, "is_quantized", False)
+            base = "prepare_model_for_kbit_training(base)" if quantized else "base"
+            lines.append(f"    model = get_peft_model({base}, config)")
+        lines += [
+            f"    model = attach_head(model, {name!r}, wrapper{_accessed(name)})  # before it is wrapped"
+            for name, child in self.module.named_children()
+            if not any(module is self.inside for module in child.modules()) and any(True for _ in child.parameters())
+        ]
+        return start, [*lines, f"    model = wrap_transparent(model, {mixin})"]
+
+
 def check_order(model: nn.Module, mixin: str) -> None:
     """Refuse a model that is inside an engine's wrapper, or that contains the real model in a plain wrapper.
 
@@ -48,19 +94,54 @@ def check_order(model: nn.Module, mixin: str) -> None:
             f"    model = wrap_transparent(model.{_ENGINE_WRAPPERS[kind]}, {mixin})\n"
             f"    model = {'torch.compile' if kind == 'OptimizedModule' else kind}(model)"
         )
-    peft_base = generating_base(model)
-    base, received_by = (model, "wrap_transparent") if peft_base is None else (peft_base, "get_peft_model")
-    inside = _hidden_in(base)
-    if inside is not None:
-        raise WrapError(_message(base, inside, mixin, received_by))
+    wrapper = next(find_wrappers(model), None)
+    if wrapper is not None and not wrapper.several:
+        raise WrapError(_message(wrapper, mixin))
 
 
-def _hidden_in(module: nn.Module) -> nn.Module | None:
-    """Return the model of transformers or peft inside a plain module, if there is exactly one."""
-    if isinstance(module, _KNOWN):
-        return None
-    models = list(_outermost(module))
-    return models[0] if len(models) == 1 else None
+def inside_engines(model: nn.Module) -> tuple[str, nn.Module]:
+    """Return path and module of what an engine wraps: ``DistributedDataParallel``, ``torch.compile`` and the like."""
+    path: list[str] = []
+    while True:
+        attribute = _ENGINE_WRAPPERS.get(type(model).__name__)
+        inside = None if attribute is None else getattr(model, attribute, None)
+        if attribute is None or not isinstance(inside, nn.Module):
+            return ".".join(path), model
+        path.append(attribute)
+        model = inside
+
+
+def find_wrappers(model: nn.Module) -> Iterator[HidingWrapper]:
+    """Yield the plain modules that hide a model of transformers or peft, outermost first, at any depth.
+
+    What engines put around the whole model is no such module: they know where the model is.
+    """
+    at, above = inside_engines(model)[1], None
+    while True:
+        base = generating_base(at)
+        if base is not None:
+            at, above = base, at
+            continue
+        models = [] if isinstance(at, _KNOWN) else list(_outermost(at))
+        if not models:
+            return
+        inside = next((m for m in models if any(p.requires_grad for p in m.parameters())), models[0])
+        path, inside_path = _path(model, at), _path(at, inside)
+        yield HidingWrapper(at, path, _classes(at, inside_path), inside, inside_path, len(models) > 1, above)
+        at = inside
+
+
+def _path(model: nn.Module, inside: nn.Module) -> str:
+    path: str = next(path for path, module in model.named_modules() if module is inside)
+    return path
+
+
+def _classes(wrapper: nn.Module, inside_path: str) -> tuple[str, ...]:
+    """Return the names of the classes on the way to the model, without containers."""
+    parts = inside_path.split(".")
+    on_the_way = [wrapper.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+    names = [type(module).__name__ for module in on_the_way]
+    return tuple(name for name in names if name not in ("ModuleList", "ModuleDict"))
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
@@ -71,27 +152,19 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
             yield from _outermost(child)
 
 
-def _message(wrapper: nn.Module, inside: nn.Module, mixin: str, received_by: str) -> str:
-    path = next(path for path, module in wrapper.named_modules() if module is inside)
-    hidden = [name for name in _MEMORY_ATTRIBUTES if hasattr(inside, name) and not hasattr(wrapper, name)]
-    lines, start = [], "base"
-    if isinstance(inside, (PeftModel, PeftMixedModel)):
-        lines.append(f"    model = wrapper.{path}")
-        start = "PeftModel"
-    else:
-        quantized = getattr(inside, "is_quantized", False)
-        base = "prepare_model_for_kbit_training(base)" if quantized else "base"
-        lines.append(f"    model = get_peft_model({base}, config)")
-    lines.append(f"    model = wrap_transparent(model, {mixin})")
-    heads = [
-        f"    model = attach_head(model, {name!r}, wrapper.{name})  # before it is wrapped"
-        for name, child in wrapper.named_children()
-        if not any(module is inside for module in child.modules()) and any(True for _ in child.parameters())
-    ]
-    lines[1:1] = heads
+def _accessed(path: str) -> str:
+    """Return a path as it is written behind the name of a module: ``[0].model`` for ``0.model``."""
+    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split("."))
+
+
+def _message(wrapper: HidingWrapper, mixin: str) -> str:
+    module, inside = wrapper.module, wrapper.inside
+    hidden = [name for name in _MEMORY_ATTRIBUTES if hasattr(inside, name) and not hasattr(module, name)]
+    start, lines = wrapper.right_order(mixin)
     hides = f" It hides {', '.join(hidden)} from them." if hidden else ""
+    received_by = "wrap_transparent" if wrapper.above is None else "get_peft_model"
     return (
-        f"{received_by} received a {type(wrapper).__name__} with the {type(inside).__name__} inside it ({path!r}). "
-        f"Trainers and peft look at the outermost module, so nothing that saves memory is switched on.{hides} Start "
-        f"from the {start} and write:\n" + "\n".join(lines)
+        f"{received_by} received a {type(module).__name__} with the {type(inside).__name__} inside it "
+        f"({wrapper.inside_path!r}). Trainers and peft look at the outermost module, so nothing that saves memory is "
+        f"switched on.{hides} Start from the {start} and write:\n" + "\n".join(lines)
     )

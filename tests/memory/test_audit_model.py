@@ -23,6 +23,9 @@ from safe_loading import ArgumentError, Workload, attach_head, audit_model
 from safe_loading.__main__ import main
 from safe_loading._core.report import Finding
 from safe_loading._memory.audit.device_checks import fsdp_units
+from safe_loading._memory.audit.traced_step import peak_of
+from safe_loading._memory.trace.cuda_paths import cuda_paths
+from safe_loading._memory.trace.trace_step import trace_step
 
 STEP = Workload.train(1, 8)
 
@@ -58,7 +61,7 @@ def test_a_clean_model_has_nothing() -> None:
     assert report.ok, str(report)
     assert report.findings == ()
     assert report.skipped == ()
-    assert {"wrapper", "step", "contexts"} <= set(report.checked)
+    assert {"wrappers", "step", "contexts"} <= set(report.checked)
     assert report.forecast is not None
     assert sum(report.dtypes.values()) == sum(p.nbytes for p in model.parameters())
 
@@ -69,21 +72,19 @@ def test_full_training_and_inference_are_clean_too() -> None:
     assert audit_model(frozen).ok
 
 
-def test_a_wrapper_hides() -> None:
+def test_a_wrapper_is_one_finding_with_all_that_it_hides() -> None:
     found = audit_model(Wrapper(adapted()), STEP, forecast=False).findings
-    said = " ".join(f.message for f in found if f.code == "SL101")
+    (hidden,) = (f for f in found if f.code in ("SL101", "SL102", "SL106"))
     for site in ("gradient_checkpointing_enable", "peft_config", "config", "save_pretrained", "_no_split_modules"):
-        assert site in said
-    isinstance_lost = next(f for f in found if f.code == "SL102")
-    assert isinstance_lost.bytes == sum(p.nbytes for p in base().parameters()) + 3 * 2 * 4 * (64 + 32 + 16)
-    prefix = next(f for f in found if f.code == "SL106")
-    assert "'model.'" in prefix.message
+        assert f"{site} from" in hidden.message
+    assert "isinstance(model, PeftModel) is False" in hidden.message
+    assert "'model.'" in hidden.message
     assert any(f.code == "SL119" for f in found)
 
 
 def test_a_prefix_of_compiled_or_parallel_models() -> None:
     compiled = torch.compile(adapted())
-    assert "SL106" in codes(compiled)
+    assert codes(compiled)["SL106"].severity == "info"
     assert "SL106" not in codes(adapted())
 
 
@@ -282,6 +283,99 @@ class Hoarder(LlamaForCausalLM):
 KEPT: list[Any] = []
 
 
+def test_dtypes_of_a_config_that_does_not_name_one_or_writes_it_as_text() -> None:
+    for dtype in (None, "bfloat16", "torch.bfloat16"):
+        model = adapted(base().to(torch.bfloat16))
+        model.get_base_model().config.dtype = dtype
+        assert "SL108" not in codes(model)
+        norm = model.get_base_model().model.norm.weight
+        norm.data = norm.data.float()
+        found = codes(model)["SL108"]
+        assert (found.bytes, found.where) == (SIZES["hidden_size"] * 2, "base_model.model.model.norm.weight")
+    model = adapted()
+    model.get_base_model().config.dtype = None
+    trainer = types.SimpleNamespace(model=model, args=types.SimpleNamespace(bf16=True))
+    assert codes(model, trainer=trainer)["SL108"].severity == "warning"
+
+
+def test_adapters_that_are_off() -> None:
+    model = adapted()
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    model.base_model.disable_adapter_layers()
+    for parameter in model.parameters():  # disabling them freezes them too
+        parameter.requires_grad_(parameter.shape[0] == 2 or parameter.shape[-1] == 2)
+    found = codes(model, STEP)["SL127"]
+    assert "disabled in 6 of 6" in found.message
+    assert found.bytes == trained
+    exec(found.fix.partition(" before")[0], {"model": model})
+    assert "SL127" not in codes(model, STEP)
+    model.merge_adapter()
+    found = codes(model, STEP)["SL127"]
+    assert "merged in 6 of 6" in found.message
+    exec(found.fix.partition(" before")[0], {"model": model})
+    assert "SL127" not in codes(model, STEP)
+
+
+def test_tokens_that_were_added_to_frozen_embeddings(tiny_llama: Path) -> None:
+    def grown(**lora: Any) -> Any:
+        llama = LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
+        llama.resize_token_embeddings(SIZES["vocab_size"] + 3)
+        return adapted(llama, **lora)
+
+    found = codes(grown())["SL128"]
+    assert "3 tokens" in found.message
+    assert found.bytes == 3 * SIZES["hidden_size"] * 2
+    lora = eval(found.fix.partition(", or")[0].replace("LoraConfig(..., ", "dict("))
+    assert "SL128" not in codes(grown(**lora))
+    assert "SL128" not in codes(grown(modules_to_save=["embed_tokens"]))
+    assert "SL128" not in codes(adapted(LlamaForCausalLM.from_pretrained(tiny_llama)))
+    padded = types.SimpleNamespace(args=None, processing_class=range(SIZES["vocab_size"]))  # rows for speed alone
+    assert "SL128" not in codes(grown(), trainer=padded)
+
+
+def test_float16_weights_that_the_scaler_refuses() -> None:
+    model = adapted()
+    arguments = types.SimpleNamespace(fp16=True)
+    trainer = types.SimpleNamespace(model=model, args=arguments)
+    assert "SL129" not in codes(model, trainer=trainer)
+    model.half()
+    found = codes(model, trainer=trainer)["SL129"]
+    assert found.bytes == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    exec(found.fix.removeprefix("cast them: ").partition(";")[0], {"model": model})
+    assert "SL129" not in codes(model, trainer=trainer)
+
+
+def test_outputs_that_nobody_reads() -> None:
+    model = adapted()
+    plain = peak_of_step(model)
+    assert "SL130" not in codes(model, BIG)
+    model.config.output_hidden_states = True
+    found = codes(model, BIG)["SL130"]
+    assert found.bytes == peak_of_step(model) - plain
+    assert "config.output_hidden_states is on" in found.message
+    assert model.config.output_hidden_states is True
+    exec(found.fix.partition(",")[0], {"model": model})
+    assert "SL130" not in codes(model, BIG)
+
+
+def test_attention_that_keeps_its_scores() -> None:
+    model = adapted(base(attn_implementation="eager"))
+    found = codes(model, BIG)["SL131"]
+    slow = peak_of_step(model)
+    assert model.config._attn_implementation == "eager"
+    exec(found.fix.partition(",")[0], {"model": model.get_base_model()})
+    assert found.bytes == slow - peak_of_step(model) > 0
+    assert "SL131" not in codes(model, BIG)
+
+
+BIG = Workload.train(2, 64)
+
+
+def peak_of_step(model: Any) -> int:
+    with cuda_paths((8, 0)):
+        return peak_of(trace_step(model, BIG.replace(optimizer="none")))
+
+
 def test_what_one_step_shows() -> None:
     model = base()
     assert {"SL121", "SL122"}.isdisjoint(codes(model, STEP))
@@ -379,6 +473,7 @@ def test_what_cannot_be_traced_is_said() -> None:
 
     report = audit_model(Odd(), STEP)
     assert report.skipped
+    assert not report.ok
     assert "step" not in report.checked
     assert report.forecast is None
 
@@ -393,14 +488,20 @@ def test_a_folder_and_an_adapter(tiny_llama: Path, tiny_adapter: Path) -> None:
 
 def test_the_formats() -> None:
     report = audit_model(Wrapper(adapted()), STEP, forecast=False)
-    assert "SL102 error" in str(report)
+    assert "SL101 error" in str(report)
     assert "<table>" in report._repr_html_()
     assert json.loads(report.to_json())["ok"] is False
     lines = report.to_github().splitlines()
     assert len(lines) == len(report.findings)
     assert all(line.startswith(("::error title=SL", "::warning title=SL")) for line in lines)
     sarif = json.loads(report.to_sarif())
+    schema = json.loads((Path(__file__).parent / "sarif-schema-2.1.0.json").read_text(encoding="utf-8"))
+    assert sarif["$schema"] == schema["id"]
     assert sarif["version"] == "2.1.0"
+    validator = pytest.importorskip("jsonschema", reason="pip install jsonschema").Draft4Validator(schema)
+    assert list(validator.iter_errors(sarif)) == []
+    sarif["runs"][0]["results"][0]["level"] = "fatal"
+    assert len(list(validator.iter_errors(sarif))) == 1  # it can fail
     assert [r["ruleId"] for r in sarif["runs"][0]["results"]] == [f.code for f in report.findings]
     severities = [f.severity for f in report.findings]
     assert severities == sorted(severities, key=["error", "warning", "info"].index)

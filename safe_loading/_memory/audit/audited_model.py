@@ -10,6 +10,8 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from safe_loading._wrapping.wrap_order import HidingWrapper, find_wrappers, inside_engines
+
 
 @dataclass(frozen=True, eq=False)
 class AuditedModel:
@@ -23,12 +25,21 @@ class AuditedModel:
     training: bool = True
 
     @functools.cached_property
+    def outermost(self) -> torch.nn.Module:
+        """The model without what engines put around it, such as ``DistributedDataParallel``."""
+        return inside_engines(self.model)[1]
+
+    @functools.cached_property
+    def wrappers(self) -> tuple[HidingWrapper, ...]:
+        """The plain modules that hide a model from the engines, at any depth, outermost first."""
+        return tuple(find_wrappers(self.model))
+
+    @functools.cached_property
     def engine_model(self) -> tuple[str, torch.nn.Module]:
-        """Path and module of the outermost model that trainers recognize; the model itself if there is none."""
-        for name, module in self.model.named_modules():
-            if isinstance(module, (PeftModel, PreTrainedModel)):
-                return name, module
-        return "", self.model
+        """Path and module of the outermost model that trainers recognize; if there is none, what engines wrap."""
+        wrapper = next(iter(self.wrappers), None)
+        inner = self.outermost if wrapper is None or wrapper.above is not None else wrapper.inside
+        return next(path for path, module in self.model.named_modules() if module is inner), inner
 
     @property
     def inner(self) -> torch.nn.Module:
@@ -42,14 +53,16 @@ class AuditedModel:
 
     @functools.cached_property
     def base(self) -> PreTrainedModel | None:
-        """The ``PreTrainedModel`` without the adapter around it, or None."""
+        """The ``PreTrainedModel`` without an adapter and wrappers around it, or None."""
         model = self.peft.get_base_model() if self.peft is not None else self.inner
+        if self.wrappers and self.wrappers[-1].module is model:
+            model = self.wrappers[-1].inside
         return model if isinstance(model, PreTrainedModel) else None
 
     @property
     def wrapped(self) -> bool:
         """Whether something that trainers do not recognize is around the model."""
-        return self.inner is not self.model
+        return self.inner is not self.outermost
 
     @property
     def training_arguments(self) -> object:
@@ -96,8 +109,8 @@ class AuditedModel:
 
     def others(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yield the other models that a trainer or a wrapper holds: references, teachers, reward models."""
-        seen = {id(self.model), id(self.inner), *(id(module) for module in self.inner.modules())}
-        for owner, holder in (("trainer", self.trainer), ("model", self.model if self.wrapped else None)):
+        seen = {id(self.model), id(self.outermost), id(self.inner), *(id(module) for module in self.inner.modules())}
+        for owner, holder in (("trainer", self.trainer), ("model", self.outermost if self.wrapped else None)):
             if holder is None:
                 continue
             children = holder.named_children() if isinstance(holder, torch.nn.Module) else ()

@@ -51,7 +51,7 @@ def check_dtypes(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding for frozen weights in float32 of a model that computes in 16 bits."""
     if audited.base is None:
         return
-    dtype = getattr(audited.base.config, "dtype", None)
+    dtype = _dtype_of(audited)
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return
     adapter = {id(p) for p in audited.adapter_parameters.values()}
@@ -81,9 +81,29 @@ def check_dtypes(audited: AuditedModel) -> Iterator[Finding]:
         yield Finding("SL108", "warning", next(iter(upcast)), message, fix, extra)
 
 
+def _dtype_of(audited: AuditedModel) -> torch.dtype | None:
+    """Return the dtype that a model computes in: its config's, or else that of most of its frozen weights."""
+    dtype: object = getattr(getattr(audited.base, "config", None), "dtype", None)
+    if isinstance(dtype, str):  # as config.json has it
+        dtype = getattr(torch, dtype.removeprefix("torch."), None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    sizes: defaultdict[torch.dtype, int] = defaultdict(int)
+    for parameter in audited.parameters.values():
+        if parameter.is_floating_point() and not parameter.requires_grad:
+            sizes[parameter.dtype] += parameter.numel()
+    most = max(sizes, key=lambda found: sizes[found], default=None)
+    # a model that was never told a dtype is in float32 by torch's default: that is a fault only if 16 bits are wanted
+    return None if most is torch.float32 and not _computes_in_16_bits(audited) else most
+
+
+def _computes_in_16_bits(audited: AuditedModel) -> bool:
+    return any(getattr(audited.training_arguments, name, False) is True for name in ("bf16", "fp16"))
+
+
 def _float32_base(audited: AuditedModel, first: str, extra: int) -> Iterator[Finding]:
     """Yield a finding for a base that was loaded in float32, which a frozen base gains nothing from."""
-    mixed = any(getattr(audited.training_arguments, name, False) is True for name in ("bf16", "fp16"))
+    mixed = _computes_in_16_bits(audited)
     if audited.peft is not None and audited.training:
         message = (
             f"the frozen base is in float32: it takes {format_bytes(extra)} more than in 16 bits, as do its activations"

@@ -39,8 +39,9 @@ class TokenCountUse:
 @contextlib.contextmanager
 def watching_token_count(audited: AuditedModel) -> Iterator[TokenCountUse]:
     """Inside, the model gets the number of tokens if the Trainer would pass it, and its use is recorded."""
-    if _trainer_passes_count(audited.model, audited.trainer):
-        with _passing_count(audited.model, type(audited.model)) as use:
+    model = audited.outermost
+    if _trainer_passes_count(model, audited.trainer):
+        with _passing_count(model, type(model)) as use:
             yield use
     else:
         yield TokenCountUse()
@@ -56,7 +57,7 @@ def check_denominator(audited: AuditedModel, workload: Workload, use: TokenCount
     factor = _overcount(audited, workload)
     if _divided_elsewhere(audited.trainer) or (factor == 1 and audited.trainer is not None):
         return
-    if _trainer_passes_count(audited.model, audited.trainer):
+    if _trainer_passes_count(audited.outermost, audited.trainer):
         # some heads of transformers drop it too, which does no harm in a step of one micro-batch
         if use.passed and not use.used and (factor > 1 or _own_loss_uses_count(audited)):
             yield _dropped(audited, factor)

@@ -10,6 +10,7 @@ from safe_loading._core.report import Finding, Table, Verdict, format_bytes, tex
 from safe_loading._memory.forecast.report import MemoryForecast
 
 _GITHUB = {"error": "error", "warning": "warning", "info": "notice"}
+_SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _SARIF = {"error": "error", "warning": "warning", "info": "note"}
 
 
@@ -88,7 +89,8 @@ class AuditReport(Verdict):
             for finding in self.findings
         ]
         driver = {"name": "safe_loading audit", "rules": rules}
-        return to_json({"version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]})
+        runs = [{"tool": {"driver": driver}, "results": results}]
+        return to_json({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": runs})
 
 
 def _escaped(text: str) -> str:

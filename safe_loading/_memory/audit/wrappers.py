@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from safe_loading._core.report import Finding
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from safe_loading._core.report import Finding, format_bytes
+from safe_loading._wrapping.wrap_order import HidingWrapper, inside_engines
 
 from .audited_model import AuditedModel, size_of
 
@@ -54,40 +58,75 @@ ATTRIBUTE_USES = (
 )
 
 
-def check_wrapper(audited: AuditedModel) -> Iterator[Finding]:
-    """Yield a finding for each attribute that the model has and its wrapper hides."""
-    if not audited.wrapped:
-        return
-    wrapper, inner = type(audited.model).__name__, type(audited.inner).__name__
-    path, _ = audited.engine_model
-    fix = f"wrap with wrap_transparent(model, Mixin), or put the code in a subclass of {inner}."
-    weights = size_of(audited.parameters.values())
-    for use in ATTRIBUTE_USES:
-        value = getattr(audited.inner, use.name, None)
-        if value is None or value is False or hasattr(audited.model, use.name):
+_OF_THE_ADAPTER = frozenset({"peft_config", "save_pretrained"})  # a PeftModel around the wrapper has them itself
+
+
+def check_wrappers(audited: AuditedModel, peaks: tuple[int, int] | None) -> Iterator[Finding]:
+    """Yield one finding for each wrapper, with everything that it hides and what that costs.
+
+    `peaks` are those of the planned step, as the model is and in the right order with checkpointing; None where no step
+    is planned or it cannot be traced, and then the bytes are those of the weights that are copied or saved needlessly.
+    """
+    for wrapper in audited.wrappers:
+        uses = [use for use in ATTRIBUTE_USES if _matters(wrapper, use) and hides(audited, wrapper, use.name)]
+        where = f"{wrapper.path} ({wrapper.classes[0]})" if wrapper.path else wrapper.classes[0]
+        if not uses:
+            yield Finding("SL102", "error", where, _message(wrapper, uses, ""), _fix(wrapper))
             continue
-        message = f"{wrapper} hides {use.name} of {path} ({inner}) from {use.read_by}: {use.consequence}."
-        yield Finding("SL101", "error", wrapper, message, fix, weights if use.costs_base else 0)
-    message = (
-        f"isinstance(model, {inner}) is False for {wrapper}, and trainers decide by it: the adapter is not recognized, "
-        f"and checkpoints contain the whole model."
+        size = size_of(wrapper.inside.parameters()) if any(use.costs_base for use in uses) else 0
+        cost = ""
+        # where the switch can be reached, the wrapper keeps nobody from checkpointing
+        if peaks is not None and any(use.name == "gradient_checkpointing_enable" for use in uses):
+            size = max(0, peaks[0] - peaks[1])
+            as_it_is, right = (format_bytes(peak) for peak in peaks)
+            instead = f" The step takes {as_it_is}; without the wrapper and with checkpointing it takes {right}."
+            cost = instead if size else ""
+        yield Finding("SL101", "error", where, _message(wrapper, uses, cost), _fix(wrapper), size)
+
+
+def hides(audited: AuditedModel, wrapper: HidingWrapper, name: str) -> bool:
+    """Whether the model inside a wrapper has an attribute, or a flag that is True, and the wrapper has not."""
+    if hasattr(wrapper.module, name):
+        return False
+    # what a further wrapper inside hides would be hidden by this one too
+    inside = [other.inside for other in audited.wrappers[audited.wrappers.index(wrapper) :]]
+    return any(getattr(model, name, None) not in (None, False) for model in inside)
+
+
+def _matters(wrapper: HidingWrapper, use: AttributeUse) -> bool:
+    return wrapper.above is None or use.name not in _OF_THE_ADAPTER
+
+
+def _message(wrapper: HidingWrapper, uses: Iterable[AttributeUse], cost: str) -> str:
+    inside = type(wrapper.inside).__name__
+    consequences = "; ".join(f"{use.name} from {use.read_by} ({use.consequence})" for use in uses)
+    expected = (PeftModel if isinstance(wrapper.inside, PeftModel) else PreTrainedModel).__name__
+    saved = "a checkpoint of its state_dict() does" if wrapper.above is None else "an adapter that is saved so does"
+    return (
+        f"{wrapper.received_by} gets a {' around '.join(wrapper.classes)} with the {inside} inside it "
+        f"({wrapper.inside_path!r}), and looks at the outermost module only.{cost}"
+        + (f" It hides {consequences}." if consequences else "")
+        + f" isinstance(model, {expected}) is False, by which trainers decide. Every key begins with "
+        f"'{wrapper.inside_path}.': {saved} not fit the model without the wrapper."
     )
-    yield Finding("SL102", "error", wrapper, message, fix, weights)
+
+
+def _fix(wrapper: HidingWrapper) -> str:
+    start, lines = wrapper.right_order("Mixin")
+    return (
+        f"put the wrapper's code into the __call__ of a class Mixin(Transparent), start from the {start}, and write:\n"
+        + "\n".join(lines)
+    )
 
 
 def check_prefix(audited: AuditedModel) -> Iterator[Finding]:
-    """Yield a finding when a checkpoint's keys would have a prefix that the model is not loaded with."""
-    path, _ = audited.engine_model
-    prefix = f"{path}." if path else ""
-    # Two of WRAPPER_PREFIXES: FSDP1 takes its own out of the keys of a state dict, so that prefix never reaches a file.
-    for part in ("_orig_mod.", "module."):
-        if any(name.startswith(part) for name, _ in audited.model.named_parameters()):
-            prefix = part
-    if prefix:
-        first = next((name for name, _ in audited.model.named_parameters() if name.startswith(prefix)), prefix)
-        message = (
-            f"every key begins with {prefix!r}, so a checkpoint of model.state_dict() does not fit the "
-            f"model without its wrapper."
-        )
-        fix = f"save the inner model: model.{path or prefix.rstrip('.')}.save_pretrained(...)."
-        yield Finding("SL106", "error", first, message, fix)
+    """Yield a finding when an engine's wrapper puts a prefix before the keys; trainers take it off themselves."""
+    path, inside = inside_engines(audited.model)
+    # FSDP1 takes its own prefix out of the keys of a state dict, so that it never reaches a file
+    if not path or audited.trainer is not None or type(audited.model).__name__ == "FullyShardedDataParallel":
+        return
+    prefix = f"{path}."
+    first = next((name for name, _ in audited.model.named_parameters() if name.startswith(prefix)), prefix)
+    message = f"every key of model.state_dict() begins with {prefix!r}, and does not fit the model without its wrapper."
+    fix = f"save the {type(inside).__name__}: model.{path}.save_pretrained(...), or model.{path}.state_dict()."
+    yield Finding("SL106", "info", first, message, fix)

@@ -87,6 +87,8 @@ class StepInputs:
         self._class_name = type(base() if callable(base) else outermost).__name__
         self._config: object = getattr(outermost, "config", None)
         self._is_encoder_decoder = bool(getattr(self._config, "is_encoder_decoder", False))
+        # of a Sequential around a model, which calls it with one argument by position
+        self._only_input = "input" if list(self.names) == ["input"] and outermost is not model else None
         self._device = device
         self._values = values
         self._user_inputs = user_inputs or {}
@@ -116,6 +118,8 @@ class StepInputs:
             embeds = name.replace("input_ids", "inputs_embeds")
             if name in self.names and name not in batch and embeds not in batch:
                 batch[name] = self.tokens(*size)
+        if self._only_input is not None and self._only_input not in batch:
+            batch[self._only_input] = self.tokens(*shape)
         if "input_ids" in batch:
             self._end_with_eos(batch["input_ids"])
         # a model of text and images gets images only where its forward requires them

@@ -1,0 +1,183 @@
+"""The planned step of an audited model on fake tensors: as the model is configured, and with one thing changed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from safe_loading._core.workload import Workload
+from safe_loading._memory.trace.cuda_paths import cuda_paths
+from safe_loading._memory.trace.records import StepTrace
+from safe_loading._memory.trace.trace_step import trace_step
+from safe_loading._model.quantized.stand_ins import StandIn
+from safe_loading._model.snapshot import Snapshot
+from safe_loading.errors import TraceError
+
+from .audited_model import AuditedModel
+from .loss import TokenCountUse, watching_token_count
+
+# by layer: the bytes of the storages that it keeps, by their addresses
+LayerInputs = dict[str, dict[int, int]]
+_CAPABILITY = (8, 0)  # of the GPU whose attention kernels the figures are for, an A100's
+
+
+@dataclass(frozen=True, eq=False)
+class TracedStep:
+    """A step of the audited model as it is configured; the parts of a step that is planned are compared with it.
+
+    Attributes:
+        audited: The model.
+        workload: The step. Whether it checkpoints is the model's configuration and not the workload's.
+        planned: Whether the step has the size that was planned, so that differences in bytes mean something.
+        inputs: What the model takes beside tokens.
+        trace: The record of the step.
+        token_count: What the model did with the number of tokens.
+        inputs_of_8bit: What layers in 8 bits keep.
+    """
+
+    audited: AuditedModel
+    workload: Workload
+    planned: bool
+    inputs: Mapping[str, torch.Tensor] | None
+    trace: StepTrace
+    token_count: TokenCountUse
+    inputs_of_8bit: LayerInputs
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were alive."""
+        return peak_of(self.trace)
+
+    @functools.cached_property
+    def peak_when_right(self) -> int | None:
+        """The peak with checkpointing and without wrappers; None where that cannot be traced."""
+        with _in_right_order(self.audited) as model:
+            return _peak_or_none(model, self.workload.replace(gradient_checkpointing=True), self.inputs)
+
+    def peak_when(self, change: Callable[[], None]) -> int | None:
+        """Return the peak after a change of the model's configuration, which is undone; None if it cannot be traced."""
+        snapshot = Snapshot(self.audited.model)
+        try:
+            change()
+            with mode_kept(self.audited):
+                return _peak_or_none(self.audited.outermost, self.workload, self.inputs)
+        finally:
+            snapshot.restore()
+
+
+def trace_configured(
+    audited: AuditedModel, workload: Workload, inputs: Mapping[str, torch.Tensor] | None, *, planned: bool
+) -> TracedStep:
+    """Run the step as the model is configured, or raise `TraceError`."""
+    model = audited.outermost
+    configured = workload.replace(gradient_checkpointing=False, optimizer="none")
+    with mode_kept(audited), watching_token_count(audited) as count, _inputs_of_8bit_layers(model) as kept:
+        trace = _trace(model, configured, inputs)
+    return TracedStep(audited, configured, planned, inputs, trace, count, kept)
+
+
+def peaks_of_wrapped(
+    audited: AuditedModel, workload: Workload, inputs: Mapping[str, torch.Tensor] | None
+) -> tuple[int, int] | None:
+    """Return what `TracedStep` would have for its two peaks where a wrapper's own forward cannot be traced.
+
+    The model inside it is traced then, as it is configured.
+    """
+    plain = workload.replace(gradient_checkpointing=False, optimizer="none")
+    with _in_right_order(audited) as model:
+        with mode_kept(audited):
+            as_it_is = _peak_or_none(model, plain, inputs)
+        right = _peak_or_none(model, plain.replace(gradient_checkpointing=True), inputs)
+    return None if as_it_is is None or right is None else (as_it_is, right)
+
+
+def peak_of(trace: StepTrace) -> int:
+    """Return the most bytes that were alive on the device of a step."""
+    return next(iter(trace.devices.values())).peak_bytes
+
+
+@contextlib.contextmanager
+def mode_kept(audited: AuditedModel) -> Iterator[None]:
+    """Inside, the audited model stays in its mode: a trainer calls ``train()`` before each step, a loop may not."""
+    if audited.trainer is not None:
+        yield
+        return
+    models = [audited.outermost, *([audited.inner] if audited.wrapped else [])]
+    for model in models:
+        # an attribute of the instance hides the method; set through vars() because __setattr__ may be overridden
+        vars(model)["train"] = lambda mode=True, model=model: model
+    try:
+        yield
+    finally:
+        for model in models:
+            del vars(model)["train"]
+
+
+@contextlib.contextmanager
+def _in_right_order(audited: AuditedModel) -> Iterator[torch.nn.Module]:
+    """Yield the model without the wrappers around it and inside it; afterwards it is what it was."""
+    snapshot = Snapshot(audited.model)
+    try:
+        for wrapper in audited.wrappers:
+            for module in audited.model.modules():
+                for name, child in module._modules.items():
+                    if child is wrapper.module:
+                        module._modules[name] = wrapper.inside
+            if wrapper.above is not None and hasattr(wrapper.inside, "config"):
+                vars(wrapper.above)["config"] = wrapper.inside.config
+        _prepare_as_peft(audited)
+        yield audited.inner
+    finally:
+        snapshot.restore()
+
+
+def _prepare_as_peft(audited: AuditedModel) -> None:
+    """Switch checkpointing on in a quantized base as ``prepare_model_for_kbit_training`` does: with reentry."""
+    base = audited.base
+    hidden = base is not None and any(wrapper.inside is base for wrapper in audited.wrappers)
+    if base is None or not hidden or not getattr(base, "is_quantized", False):
+        return
+    if not any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={})  # type: ignore[no-untyped-call]  # of transformers
+        base.enable_input_require_grads()  # type: ignore[no-untyped-call]  # of transformers
+
+
+def _trace(model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None) -> StepTrace:
+    with cuda_paths(_CAPABILITY):
+        return trace_step(model, workload, inputs=inputs)
+
+
+def _peak_or_none(model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None) -> int | None:
+    try:
+        return peak_of(_trace(model, workload, inputs))
+    except TraceError:
+        return None
+
+
+@contextlib.contextmanager
+def _inputs_of_8bit_layers(model: torch.nn.Module) -> Iterator[LayerInputs]:
+    """Record the inputs of 8-bit layers that are kept because a graph is built; those of a recomputation are not."""
+    inputs: LayerInputs = {}
+
+    def record(name: str, _: torch.nn.Module, args: tuple[object, ...]) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        tensor = args[0] if args and not in_backward else None
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            storage = tensor.untyped_storage()
+            inputs.setdefault(name, {})[storage._cdata] = storage.nbytes()
+
+    handles = [
+        module.register_forward_pre_hook(partial(record, name))
+        for name, module in model.named_modules()
+        if isinstance(module, StandIn) and hasattr(module, "scales")
+    ]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,56 @@
+"""A model of FSDP2 as it was before it was sharded, so that a step of it can be traced on one device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from safe_loading._model.snapshot import Snapshot
+
+
+@contextlib.contextmanager
+def unsharded(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the parameters of ``fully_shard`` are whole, on meta and in the dtype of the computation, without hooks.
+
+    What is looked for in a step, such as layers that are not recomputed, does not depend on how parameters are sharded.
+    """
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        yield
+        return
+    snapshot = Snapshot(model)
+    whole: dict[int, torch.nn.Parameter] = {}
+    try:
+        dtypes = _dtypes_of_computation(model)
+        for name, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                if isinstance(parameter, DTensor):
+                    if id(parameter) not in whole:
+                        dtype = dtypes.get(f"{name}.{key}" if name else key) or parameter.dtype
+                        empty = torch.empty(parameter.shape, dtype=dtype, device="meta")
+                        whole[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    module._parameters[key] = whole[id(parameter)]
+            if isinstance(module, FSDPModule):
+                _remove_hooks(module)
+        yield
+    finally:
+        snapshot.restore()
+
+
+def _dtypes_of_computation(model: torch.nn.Module) -> dict[str, torch.dtype | None]:
+    """Return the dtype that mixed precision gives each parameter; that of the innermost unit around it."""
+    dtypes: dict[str, torch.dtype | None] = {}
+    for path, module in model.named_modules():
+        names = [name for name, _ in module.named_parameters(path, remove_duplicate=False)]
+        if isinstance(module, FSDPModule):
+            dtypes.update(dict.fromkeys(names, module._get_fsdp_state()._mp_policy.param_dtype))
+    return dtypes
+
+
+def _remove_hooks(module: FSDPModule) -> None:
+    state = module._get_fsdp_state()
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        handle.remove()
