@@ -13,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from safe_loading._core import progress as _progress
 from safe_loading._core.log import logger
 from safe_loading._core.report import Finding, MiB
+from safe_loading._model.peft_layers import without_peft_levels
 from safe_loading.errors import ArgumentError
 
 from .report import InplaceMergeReport, MergedWeight
@@ -20,9 +21,12 @@ from .weights.apply import carry_out
 from .weights.check_merge import check_merge, reshard
 from .weights.dequantize import replace_quantized
 from .weights.finite import delta_rms
-from .weights.merge_plan import LayerMerge, MergeOptions, MergePlan, make_plan
+from .weights.layer_merge import LayerMerge, MergeOptions
+from .weights.merge_plan import MergePlan, make_plan
 from .weights.offloaded import OffloadedWeights
 from .weights.peft_merge import merge_all_by_peft
+from .weights.release_ties import release_ties
+from .weights.shared_weights import give_own_weights, take_back
 from .weights.trainable_tokens import TokenRows
 from .weights.unload import unload_adapters
 
@@ -84,8 +88,14 @@ def merge_lora_inplace(
         weights = [weight for job in plan.jobs for weight in _weights_of(job, plan)]
         findings = _merged_before(plan.jobs)
         # peft's merge may still fail, and is undone then; so it comes before everything that is not undone.
-        by_peft = [job for job in plan.jobs if job.method == "peft" and job.names]
-        findings += merge_all_by_peft(by_peft, offloaded, check_finite=check_finite)
+        give_own_weights(plan.own_weights)
+        try:
+            by_peft = [job for job in plan.jobs if job.method == "peft" and job.names]
+            findings += merge_all_by_peft(by_peft, offloaded, check_finite=check_finite)
+            findings += _taken_apart(tuner.model, plan)
+        except BaseException:
+            take_back(plan.own_weights)
+            raise
         findings += replace_quantized(tuner.model, replacements)
         shown = _progress.wanted(0) if progress is None else progress
         carry_out(tuner, plan, offloaded, options, show_progress=shown)
@@ -149,6 +159,16 @@ def _weights_of(job: LayerMerge, plan: MergePlan) -> list[MergedWeight]:
         dtype, size = str(target.tensor.dtype).removeprefix("torch."), target.tensor.nbytes
         weights.append(MergedWeight(job.name_of(target), kind, dtype, adapters, job.method, size, rms, tied))
     return weights
+
+
+def _taken_apart(model: torch.nn.Module, plan: MergePlan) -> list[Finding]:
+    """Make the model consistent where weights were taken apart, and say so."""
+    if not plan.own_weights:
+        return []
+    names = {name for own in plan.own_weights for name in (own.name, *map(without_peft_levels, own.others))}
+    changed, size = [own.name for own in plan.own_weights], sum(own.parameter.nbytes for own in plan.own_weights)
+    why = f"they were one weight, and the adapter changes {', '.join(changed)} alone or in another way"
+    return [release_ties(model, names, why, size)]
 
 
 def _merged_before(jobs: list[LayerMerge]) -> list[Finding]:

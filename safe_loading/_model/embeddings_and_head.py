@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -43,6 +44,19 @@ def wants_tie(model: object) -> bool:
     except ValueError:  # a pattern of the class matches no parameter, because a tuner renamed it
         return False
     return any(names.intersection(pair) for pair in pairs)
+
+
+def computes_by_tie_flag(model: torch.nn.Module) -> bool:
+    """Return whether a forward pass depends on ``tie_word_embeddings`` itself, and not only on which weights are tied.
+
+    UMT5, Switch Transformers and Udop scale what they hand to the head when the flag is true, so it must stay true when
+    the weights are taken apart. transformers leaves two weights apart that a checkpoint holds with different values.
+    """
+    for kind in {type(module) for module in model.modules()}:
+        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+        if code is not None and "tie_word_embeddings" in code.co_names:
+            return True
+    return False
 
 
 def _ask(model: object, method: str) -> torch.nn.Module | None:

@@ -19,6 +19,19 @@ class LoraModule(TunerModule, LoraLayer):
     """A layer of LoRA."""
 
 
+# The levels that peft puts between a module of the base and its name there.
+_PEFT_LEVELS = frozenset({"base_layer", "original_module", "token_adapter"})
+
+
+def without_peft_levels(name: str) -> str:
+    """Return the name of a tensor or module of the base, which peft's layers lie around, as the base has it.
+
+    >>> without_peft_levels("model.embed_tokens.token_adapter.base_layer.weight")
+    'model.embed_tokens.weight'
+    """
+    return ".".join(level for level in name.split(".") if level not in _PEFT_LEVELS)
+
+
 def is_tuner_layer(module: object) -> TypeGuard[TunerModule]:
     """Return whether an object is a layer of one of peft's tuners."""
     return isinstance(module, BaseTunerLayer)

@@ -17,10 +17,19 @@ from models import KINDS, Made, save_adapter, save_llama
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_merge_lora_checkpoint import TOKENS, check_same, loaded, on_disk, reference, tensor_bytes
+from test_merge_lora_inplace_ties import ENDS, adapted, family
+from test_merge_lora_inplace_ties import logits as end_logits
 from tiny_models import saved
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from safe_loading import ArgumentError, DeviceError, MergeError, load_peft_on_rank, merge_lora_checkpoint
+from safe_loading import (
+    ArgumentError,
+    DeviceError,
+    MergeError,
+    load_peft_on_rank,
+    merge_lora_checkpoint,
+    merge_lora_inplace,
+)
 from safe_loading._checkpoint.index import read_checkpoint
 from safe_loading._merging.weights.rounding import round_into
 
@@ -89,6 +98,42 @@ def test_the_finding_of_two_tied_weights_that_are_both_replaced_has_the_size_of_
     adapter = save_adapter(tmp_path / "adapter", base, modules_to_save=["lm_head", "embed_tokens"])
     report = merge_lora_checkpoint(base, adapter, tmp_path / "out")
     assert [(finding.code, finding.bytes) for finding in report.findings] == [("no-longer-tied", 2 * 101 * 32 * 4)]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_on_disk_as_in_memory_an_adapter_of_one_end_takes_tied_weights_apart(tmp_path: Path, end: str) -> None:
+    name, config = ENDS[end]
+    if config.get("ia3"):
+        pytest.skip("not a LoRA")
+    base = family(name)
+    base.save_pretrained(tmp_path / "base")
+    model = adapted(base, dict(config))
+    expected = end_logits(model)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    report = merge_lora_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert {finding.code for finding in report.findings} == {"no-longer-tied"}
+    merged = loaded(tmp_path / "out", type(base))
+    assert torch.allclose(end_logits(merged), expected, atol=1e-5)
+    in_memory = merge_lora_inplace(load_peft_on_rank(tmp_path / "adapter", tmp_path / "base", auto_class=type(base)))
+    theirs = in_memory.state_dict()
+    assert all(torch.equal(tensor, theirs[key]) for key, tensor in merged.state_dict().items())
+
+
+def test_a_t5_of_the_hub_keeps_its_scaling(tmp_path: Path) -> None:
+    # older files neither hold the flag nor scale_decoder_outputs, which T5's config derives from it
+    base = family("T5")
+    base.save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({k: v for k, v in config.items() if k not in ("tie_word_embeddings", "scale_decoder_outputs")})
+    )
+    model = adapted(base, {"target_modules": ["lm_head"]})
+    model.save_pretrained(str(tmp_path / "adapter"))
+    report = merge_lora_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert torch.allclose(end_logits(loaded(tmp_path / "out", type(base))), end_logits(model), atol=1e-5)
+    (finding,) = report.findings
+    assert "stays as it is, because this class computes by it" in finding.message
 
 
 def test_two_of_three_tied_weights_are_replaced(tmp_path: Path) -> None:
@@ -173,12 +218,15 @@ def test_a_head_with_tied_weights_inside_and_a_bias_of_two_names(tmp_path: Path,
     assert torch.allclose(logits(loaded(tmp_path / "out", BertForMaskedLM)), expected, atol=1e-5)
 
 
-def test_two_adapters_of_the_two_names_of_one_weight_are_refused(tmp_path: Path) -> None:
-    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
-    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["embed_tokens", "lm_head"])
-    with pytest.raises(MergeError, match=r"two layers share this parameter.*Untie the base first"):
-        merge_lora_checkpoint(base, adapter, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_two_deltas_of_the_two_names_of_one_weight_make_it_two(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", torch.bfloat16, tie_word_embeddings=True)
+    targets = {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}
+    adapter = save_adapter(tmp_path / "adapter", base, dtype=torch.bfloat16, **targets)
+    merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    expected, found = on_disk(reference(base, adapter, tmp_path / "reference")), on_disk(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert torch.allclose(logits(loaded(tmp_path / "out")), plain(base, adapter), atol=0.02)
 
 
 # ------------------------------------------------------------------------------------------------ vocabulary, heads

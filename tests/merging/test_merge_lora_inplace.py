@@ -419,12 +419,6 @@ def tied_llama(**config: Any) -> Any:
     return peft_model(base, LoraConfig(**config))
 
 
-def one_parameter_in_two_layers(*targets: str) -> Any:
-    base = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "c": nn.Linear(8, 8)})
-    base["b"].weight = base["a"].weight
-    return peft_model(base, LoraConfig(target_modules=[*targets, "c"]))
-
-
 def on_meta() -> Any:
     model = zoo({"target_modules": ["linear", "head"]})
     model.base_model.model.head.base_layer.to("meta")
@@ -471,17 +465,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "dilation": (dilated, r"dilation=\(2, 2\)"),
     "Arrow": (lambda: varied(variants.ArrowLinearVariant()), "linear: Arrow chooses among its adapters by the input"),
     "QALoRA": (lambda: varied(variants.QALoraLinearVariant()), "linear: QALoRA changes the zero points"),
-    "a tied embedding": (
-        lambda: tied_llama(target_modules=["embed_tokens"]),
-        r"embed_tokens.weight shares its memory with lm_head.weight.*tie_word_embeddings=False",
-    ),
-    "a tied head": (lambda: tied_llama(target_modules=["lm_head"]), "lm_head.weight shares its memory with"),
-    "tied tokens": (
-        lambda: tied_llama(target_modules=["q_proj", "embed_tokens", "lm_head"]),
-        "the adapters change in another way",
-    ),
-    "one parameter in two layers": (lambda: one_parameter_in_two_layers("a"), "shares its memory with b.weight"),
-    "one parameter, two deltas": (lambda: one_parameter_in_two_layers("a", "b"), "change in another way"),
     "meta": (on_meta, "head: its weight is on meta"),
     "aLoRA": (alora, "aLoRA applies its delta only after"),
     "an embedding with a norm": (

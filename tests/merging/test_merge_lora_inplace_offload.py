@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from safe_loading import MergeError, load_peft_on_rank, merge_lora_inplace
+from safe_loading import MergeError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
 
 TOKENS = torch.arange(1, 25).reshape(2, 12)
 ON_DISK = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
@@ -221,8 +221,17 @@ def test_one_of_two_tied_weights_on_disk_is_refused(tmp_path: Path, store: str, 
     else:
         model = AutoModelForCausalLM.from_pretrained(base)
         model = dispatch_model(model, places, offload_dir=offload, force_hooks=True)
-    with pytest.raises(MergeError, match=r"shares its memory with"):
+    with pytest.raises(MergeError, match=r"shares its memory.*device_map={'': 'cpu'}.*merge_lora_checkpoint"):
         merge_lora_inplace(attached(model, base, adapter))
+    whole = AutoModelForCausalLM.from_pretrained(base, device_map={"": "cpu"})
+    model = PeftModel.from_pretrained(whole, str(adapter))
+    with torch.no_grad():
+        expected = model(input_ids=TOKENS).logits
+        merged: Any = merge_lora_inplace(model)
+        assert torch.allclose(merged(input_ids=TOKENS).logits, expected, atol=1e-5)
+        merge_lora_checkpoint(base, adapter, tmp_path / "out")
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert torch.allclose(merged(input_ids=TOKENS).logits, expected, atol=1e-5)
 
 
 def test_an_adapter_that_peft_left_on_meta_is_named(tmp_path: Path) -> None:

@@ -289,6 +289,22 @@ def test_fp8_under_scales_keeps_those_that_hold_the_sum(scales: torch.dtype, blo
         assert torch.equal(codes.float(), layer.weight.float())
 
 
+def test_an_fp8_weight_that_another_module_shares_is_refused_with_a_fix_that_works() -> None:
+    model = fp8_model(torch.float8_e4m3fn, torch.float32)
+    inner, other = model.base_model.model, nn.Linear(40, 20, bias=False)
+    other.weight = inner[0].base_layer.weight
+    inner.append(other)
+    before, wanted = other.weight.view(torch.uint8).clone(), exact(inner[0])
+    fix = r"get_submodule\('0'\); layer\.base_layer = copy\.deepcopy\(layer\.base_layer\)"
+    with pytest.raises(MergeError, match=rf"0\.weight shares its memory with 2\.weight.*{fix}"):
+        merge_lora_inplace(model)
+    layer = model.get_base_model().get_submodule("0")
+    layer.base_layer = copy.deepcopy(layer.base_layer)
+    merged: Any = merge_lora_inplace(model)
+    assert torch.equal(merged[2].weight.view(torch.uint8), before)
+    assert torch.allclose(fp8_values(merged[0]), wanted, rtol=0.07, atol=1e-3)
+
+
 def test_an_fp8_weight_that_overflows_is_refused() -> None:
     model = fp8_model(torch.float8_e4m3fn, None)
     with torch.no_grad():

@@ -86,6 +86,13 @@ SCRIPT = """
         merge_lora_inplace(model)
     except MergeError as error:
         report(dora=str(error))
+    tied = AutoModelForCausalLM.from_pretrained(sys.argv[2])
+    model = get_peft_model(tied, LoraConfig(target_modules=["lm_head"], init_lora_weights=False)).eval()
+    spread(model, 0)
+    try:
+        merge_lora_inplace(model)
+    except MergeError as error:
+        report(tied=str(error))
     model = make({}, torch.float32)
     layers = model.base_model.model.model.layers
     layers[0] = FullyShardedDataParallel(layers[0], use_orig_params=True, device_id=torch.device("cpu"))
@@ -100,7 +107,8 @@ SCRIPT = """
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     base: Path = save_llama(tmp_path_factory.mktemp("base"))
-    return run_ranks(SCRIPT, 2, args=[base], timeout=240).found
+    tied: Path = save_llama(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+    return run_ranks(SCRIPT, 2, args=[base, tied], timeout=240).found
 
 
 @pytest.mark.parametrize("case", ["plain", "uneven", "columns", "dora"])
@@ -121,6 +129,12 @@ def test_a_nan_on_one_rank_is_refused_on_all_and_nothing_is_written(ranks: list[
 
 def test_norms_that_cross_ranks_are_refused(ranks: list[dict[str, Any]]) -> None:
     assert all("along which DoRA takes norms" in rank["dora"] for rank in ranks)
+
+
+def test_one_of_two_tied_shards_is_refused_with_what_to_do_instead(ranks: list[dict[str, Any]]) -> None:
+    # test_an_adapter_of_one_of_two_tied_weights_unties_them does so
+    text = r"lm_head\.weight shares its memory.*Save the adapter, and merge it with merge_lora_checkpoint"
+    assert all(re.search(text, rank["tied"]) for rank in ranks)
 
 
 def test_fsdp1_is_refused_with_what_to_do_instead(ranks: list[dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from safe_loading._model.dtypes import DTYPES
 from .base_changing_init import BaseChangingInit
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+IN_MEMORY = "Load the model, merge it with merge_lora_inplace and save it with save_pretrained"
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 

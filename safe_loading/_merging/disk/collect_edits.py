@@ -22,16 +22,14 @@ from safe_loading._merging.weights.lora_layers import adapters_of, is_blocked, m
 from safe_loading._merging.weights.update import Update
 from safe_loading._merging.weights.variants import CannotMergeError, refuse_own_forward
 from safe_loading._merging.weights.writable_tensors import equal_updates
-from safe_loading._model.peft_layers import is_lora_layer
+from safe_loading._model.peft_layers import is_lora_layer, without_peft_levels
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.tensors import ModelTensor, inventory
 
 from .base_changing_init import BaseChangingInit, init_of
-from .changes import Edit, WeightChange
+from .changes import IN_MEMORY, Edit, WeightChange
 
 _CPU = torch.device("cpu")
-# The levels that peft puts between a module and its name in the base.
-_PEFT_LEVELS = frozenset({"base_layer", "original_module", "modules_to_save"})
 
 
 def collect_edits(base: torch.nn.Module, adapters: Sequence[Adapter]) -> tuple[list[Edit], list[str]]:
@@ -51,26 +49,36 @@ def collect_edits(base: torch.nn.Module, adapters: Sequence[Adapter]) -> tuple[l
 class _ParameterRecord:
     """What is known of one parameter while the adapters are read."""
 
-    names: tuple[str, ...]  # in the base; several when it is tied
-    shape: tuple[int, ...]
-    # As in WeightChange:
+    tensor: ModelTensor  # as the base has it
+    # As in WeightChange, by the name of the base under which an adapter changes it:
     inits: list[BaseChangingInit] = dataclasses.field(default_factory=list)
-    updates: dict[tuple[int, ...], Update] = dataclasses.field(default_factory=dict)
-    rows: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
-    values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # by the name that is replaced
-    modules: set[str] = dataclasses.field(default_factory=set)  # under which an adapter changes it in any way
-    updated_modules: set[str] = dataclasses.field(default_factory=set)  # under which it has updates or rows
+    updates: dict[str, dict[tuple[int, ...], Update]] = dataclasses.field(default_factory=dict)
+    rows: dict[str, dict[int, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     # The names that modules_to_save replaces. peft copies such a module, so a tie does not carry its values on.
     saved_names: set[str] = dataclasses.field(default_factory=set)
 
-    def change(self, value: torch.Tensor | None, *, updated: bool) -> WeightChange:
-        """Return the change with a value; ``updated`` says whether updates and rows belong to it."""
-        inits = tuple(self.inits)
-        return WeightChange(value, inits, self.updates, self.rows) if updated else WeightChange(value, inits)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All its names in the base; several when it is tied."""
+        return self.tensor.names
 
-    def named_modules(self) -> str:
-        """Return the modules for a message."""
-        return ", ".join(sorted(self.modules))
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in the base."""
+        return tuple(self.tensor.tensor.shape)
+
+    def change(self, name: str, value: torch.Tensor | None) -> WeightChange:
+        """Return what happens under one of its names, with the value that it gets first."""
+        # A module that stands in several places of the base is known under the first of its names.
+        place = self.tensor.places[self.names.index(name)]
+        name = self.names[self.tensor.places.index(place)]
+        return WeightChange(value, tuple(self.inits), self.updates.get(name, {}), self.rows.get(name, {}))
+
+    def changed_modules(self) -> str:
+        """Return the modules under which an adapter adds to it or replaces it, for a message."""
+        names = {*self.updates, *self.rows, *self.saved_names} or {*self.values}
+        return ", ".join(sorted(map(_module_of, names)))
 
 
 class _Collector:
@@ -118,27 +126,24 @@ class _Collector:
         updates, problems = _layer_updates(path, layer, order)
         self.problems += problems
         for target, attribute, index, update in updates:
-            record = self._record(target, attribute, path, updated=True)
-            first = None if record is None else record.updates.setdefault(index, update)
-            if record is None or first is None or equal_updates(first, update):
-                continue  # the same twice: ensure_weight_tying=True puts one adapter on both of two tied weights
-            self.problems.append(
-                f"{record.names[0]}: two layers share this parameter, and the adapter changes it as "
-                f"{record.named_modules()} in different ways. Untie the base first (config.tie_word_embeddings = "
-                f"False, then save it), or train with ensure_weight_tying=True"
-            )
+            name, record = self._record(target, attribute, path)
+            if record is None:
+                continue
+            first = record.updates.setdefault(name, {}).setdefault(index, update)
+            if not equal_updates(first, update):
+                self.problems.append(f"{name}: {path} and another layer change the same module. {IN_MEMORY}")
 
     def _collect_inits(self, path: str, layer: LoraLayer, adapters: Sequence[Adapter]) -> None:
         """Note what the adapters subtracted from the weight before they were trained, one after the other."""
         for adapter in adapters:
             init = init_of(layer, adapter.name, adapter.config) if adapter.name in adapters_of(layer) else None
-            record = None if init is None else self._record(layer.get_base_layer(), "weight", path)
+            _, record = ("", None) if init is None else self._record(layer.get_base_layer(), "weight", path)
             if init is None or record is None:
                 continue
             if len(record.names) > 1 or record.values:
                 self.problems.append(
                     f"{', '.join(record.names)}: its {init.kind} init cannot be repeated on a weight that is tied or "
-                    f"replaced. Load the model, merge it with merge_lora_inplace and save it with save_pretrained"
+                    f"replaced. {IN_MEMORY}"
                 )
             record.inits.append(init)
 
@@ -164,21 +169,21 @@ class _Collector:
         for name in order:
             if name not in layer.trainable_tokens_delta:
                 continue
-            record = self._record(base, "weight", path, updated=True)
+            known, record = self._record(base, "weight", path)
             if record is None:
                 continue
+            rows = record.rows.setdefault(known, {})
             for row, value in zip(layer.token_indices[name], layer.trainable_tokens_delta[name], strict=True):
-                if not torch.equal(record.rows.setdefault(int(row), value.detach()), value):
+                if not torch.equal(rows.setdefault(int(row), value.detach()), value):
                     self.problems.append(
-                        f"{record.names[0]}: row {row} is replaced twice, by different values "
-                        f"({record.named_modules()}; adapters {list(order)})"
+                        f"{known}: row {row} is replaced twice, by different values (adapters {list(order)}). Merge "
+                        f"one of them"
                     )
 
     def _replace(
         self, owner: torch.nn.Module, attribute: str, path: str, value: torch.Tensor, *, saved: bool = False
     ) -> None:
-        name, _ = self._parameters.get((id(owner), attribute), (f"{path}.{attribute}", None))
-        record = self._record(owner, attribute, _module_of(name))  # path may be that of a module around it
+        name, record = self._record(owner, attribute, path)
         if record is None:
             return
         if not same_tensor(record.values.setdefault(name, value.detach()), value):
@@ -186,62 +191,66 @@ class _Collector:
         if saved:
             record.saved_names.add(name)
 
-    def _record(
-        self, owner: torch.nn.Module, attribute: str, path: str, *, updated: bool = False
-    ) -> _ParameterRecord | None:
+    def _record(self, owner: torch.nn.Module, attribute: str, path: str) -> tuple[str, _ParameterRecord | None]:
+        """Return the name of a parameter of the base and what is known of it; None for what is no parameter."""
         known = self._parameters.get((id(owner), attribute))
         if known is None:
-            self.problems.append(f"{path}: the adapter changes a tensor that is no parameter of the base")
-            return None
-        _, tensor = known
-        record = self.records.setdefault(id(tensor.tensor), _ParameterRecord(tensor.names, tuple(tensor.tensor.shape)))
-        record.modules.add(_base_name(path))
-        if updated:
-            record.updated_modules.add(_base_name(path))
-        return record
+            self.problems.append(f"{path}: the adapter changes a tensor that is no parameter of the base. {IN_MEMORY}")
+            return "", None
+        name, tensor = known
+        return name, self.records.setdefault(id(tensor.tensor), _ParameterRecord(tensor))
 
     def finish(self, record: _ParameterRecord) -> Edit:
         """Return the edit of a parameter: which of its names change alike, and which must be untied."""
+        names = record.names
         value = next(reversed(record.values.values()), None)
         differ = value is not None and any(not same_tensor(other, value) for other in record.values.values())
-        all_replaced = record.values.keys() == set(record.names)
+        all_replaced = record.values.keys() == set(names)
         updated = bool(record.updates or record.rows)
+        alike = {name: record.change(name, value) for name in names}
         # The cases follow in the order of what is known: a saved module is the adapter's own copy, whatever the tie.
-        tied = dict.fromkeys(record.names, record.change(value, updated=True))
-        if record.saved_names and (updated or (differ and not all_replaced)) and len(record.names) > 1:
-            why = f"the adapter changes {record.named_modules()} each in its own way"
-            return Edit(record.names, record.shape, _each_name_alone(record), why)
+        if record.saved_names and (updated or (differ and not all_replaced)) and len(names) > 1:
+            why = f"the adapter changes {record.changed_modules()} each in its own way"
+            return Edit(names, record.shape, _own_changes(record), why)
         if differ and (updated or not all_replaced):
-            self.problems.append(f"{', '.join(record.names)}: they are tied, and replaced by different values")
-            return Edit(record.names, record.shape, tied)
+            self.problems.append(f"{', '.join(names)}: they are tied, and replaced by different values. {IN_MEMORY}")
+            return Edit(names, record.shape, alike)
         if differ:
-            changes = {name: record.change(own, updated=False) for name, own in record.values.items()}
-            return Edit(record.names, record.shape, changes, "the adapter brings different content for each")
-        if _is_tie_kept(record):
-            return Edit(record.names, record.shape, tied)
-        changes = {name: change for name, change in tied.items() if _module_of(name) in record.modules}
-        return Edit(record.names, record.shape, changes, f"the adapter changes {record.named_modules()} alone")
+            return Edit(names, record.shape, _own_changes(record), "the adapter brings different content for each")
+        if _is_tie_kept(record, alike):
+            rows = next(iter(record.rows.values()), {})
+            return Edit(names, record.shape, {name: dataclasses.replace(alike[name], rows=rows) for name in names})
+        # What a file brings of the base itself is written over the parameter, under all of its names.
+        changes = alike if value is not None and not record.saved_names else _own_changes(record)
+        changed = {name: change for name, change in changes.items() if not _is_empty(change)}
+        how = "alone" if len(record.updates.keys() | record.rows.keys()) == 1 else "each in its own way"
+        return Edit(names, record.shape, changed, f"the adapter changes {record.changed_modules()} {how}")
 
 
-def _is_tie_kept(record: _ParameterRecord) -> bool:
-    """Return whether all names of a parameter still share one tensor when each has the same change."""
+def _is_tie_kept(record: _ParameterRecord, changes: Mapping[str, WeightChange]) -> bool:
+    """Return whether all names of a parameter still share one tensor: the same is done under each of them."""
     if record.rows and not record.updates and not record.values:
         return True  # trainable tokens: peft ties the rows of the output to those of the input itself
-    if not record.saved_names and not record.updated_modules:
-        return True  # weights of the base that a file brings are written over it, under all of their names
-    modules = {_module_of(name) for name in record.names}
-    return len(modules) == 1 or modules <= record.modules
+    if record.saved_names and not record.saved_names.issuperset(record.names):
+        return len({_module_of(name) for name in record.names}) == 1
+    first, *others = changes.values()
+    return all(
+        first.updates.keys() == other.updates.keys()
+        and all(equal_updates(update, other.updates[index]) for index, update in first.updates.items())
+        and first.rows.keys() == other.rows.keys()
+        and all(torch.equal(row, other.rows[index]) for index, row in first.rows.items())
+        for other in others
+    )
 
 
-def _each_name_alone(record: _ParameterRecord) -> dict[str, WeightChange]:
-    """Return what happens under each name, where a saved module stands under one and others are added to."""
-    changes = {}
-    for name in record.names:
-        updated = _module_of(name) in record.updated_modules
-        change = record.change(record.values.get(name), updated=updated)
-        if change.value is not None or change.updates or change.rows:
-            changes[name] = change
-    return changes
+def _own_changes(record: _ParameterRecord) -> dict[str, WeightChange]:
+    """Return what happens under each name where each changes alone."""
+    changes = {name: record.change(name, record.values.get(name)) for name in record.names}
+    return {name: change for name, change in changes.items() if not _is_empty(change)}
+
+
+def _is_empty(change: WeightChange) -> bool:
+    return change.value is None and not change.updates and not change.rows
 
 
 class _LayerUpdate(NamedTuple):
@@ -261,10 +270,7 @@ def _layer_updates(path: str, layer: LoraLayer, order: Sequence[str]) -> tuple[l
         return [], []
     if not is_blocked(layer, names):
         kinds = [type(layer).__name__, *(type(variant).__name__ for variant in layer.lora_variant.values())]
-        return [], [
-            f"{path}: {' with '.join(kinds)} has a merge of its own, which needs the model. Load it, merge it with "
-            f"merge_lora_inplace and save it with save_pretrained"
-        ]
+        return [], [f"{path}: {' with '.join(kinds)} has a merge of its own, which needs the model. {IN_MEMORY}"]
     try:
         layer_targets = merge_targets(layer, names)
     except CannotMergeError as reason:
@@ -336,7 +342,7 @@ def _innermost(module: torch.nn.Module) -> torch.nn.Module:
 
 def _base_name(path: str) -> str:
     """Return a module's name in the base: without peft's prefix, and the levels that peft puts in between."""
-    return ".".join(level for level in without_peft_prefix(path).split(".") if level not in _PEFT_LEVELS)
+    return without_peft_levels(without_peft_prefix(path))
 
 
 def _module_of(name: str) -> str:

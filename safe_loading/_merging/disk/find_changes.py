@@ -11,7 +11,7 @@ from safe_loading.errors import MergeError
 from .base_changing_init import REPEATABLE, init_kind
 from .changes import Changes
 from .collect_edits import collect_edits
-from .output_model import adapt_config, build_output_model, cast_dtypes
+from .output_model import adapt_config, build_output_model, cast_dtypes, decides_more_by_tie_flag
 from .place_edits import place_edits
 from .sources import MergeSources
 
@@ -30,7 +30,9 @@ def find_changes(sources: MergeSources, dtype: torch.dtype | None) -> tuple[Chan
     # The layout is read before the adapters are attached: transformers' tables know the names without peft's.
     output = build_output_model(base, adapters)
     edits, problems = collect_edits(output.model, adapters)
-    changes = place_edits(edits, output.layout, base.checkpoint.tensors)
+    changes = place_edits(
+        edits, output.layout, base.checkpoint.tensors, keeps_tie_flag=decides_more_by_tie_flag(output.model, base)
+    )
     adapt_config(changes, output, base)
     problems += changes.problems
     if problems:

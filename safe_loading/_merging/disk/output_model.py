@@ -26,7 +26,7 @@ from safe_loading._core.report import Finding
 from safe_loading._loading.attach import Adapter
 from safe_loading._loading.base_model import auto_class_for, check_fit
 from safe_loading._loading.key_names import canonical_key
-from safe_loading._model.embeddings_and_head import embeddings_and_head_of
+from safe_loading._model.embeddings_and_head import computes_by_tie_flag, embeddings_and_head_of
 from safe_loading._model.layout.fit import missing_names
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.model_config import CONFIG
@@ -37,6 +37,7 @@ from .base import MergeBase
 from .changes import FLOATS, NAMES, Changes, info_of
 from .place_edits import is_one_tensor
 
+_TIE_FLAG = "tie_word_embeddings"
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
 _REPLACING_LEVELS = re.compile(r"\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module)(?=\.)")
 
@@ -112,6 +113,21 @@ def _shapes_in_adapters(parameter: str, adapters: Sequence[Adapter]) -> Iterator
         for key, tensor in adapter.tensors.items():
             if _REPLACING_LEVELS.sub("", without_peft_prefix(canonical_key(key))) == parameter:
                 yield tensor.shape
+
+
+def decides_more_by_tie_flag(model: PreTrainedModel, base: MergeBase) -> bool:
+    """Return whether ``tie_word_embeddings`` decides more of a model than which of its weights are tied.
+
+    T5 scales what it hands to the head unless config.json says False, or holds ``scale_decoder_outputs`` itself.
+    """
+    if computes_by_tie_flag(model):
+        return True
+    configs = []
+    for flag in (True, False):
+        with contextlib.suppress(Exception):  # a class may refuse anything about its config
+            config = type(model.config).from_dict({**copy.deepcopy(base.config), _TIE_FLAG: flag}).to_dict()
+            configs.append({name: value for name, value in config.items() if name != _TIE_FLAG})
+    return len(configs) == 2 and configs[0] != configs[1]
 
 
 def adapt_config(changes: Changes, output: OutputModel, base: MergeBase) -> None:
@@ -241,7 +257,7 @@ def new_config(config: JsonObject, changed: Mapping[str, object]) -> JsonObject:
             if "torch_dtype" not in document:
                 document["dtype"] = value
             continue
-        for nested in configs if name == "tie_word_embeddings" else ():
+        for nested in configs if name == _TIE_FLAG else ():
             if name in nested:
                 nested[name] = value
         if value is None:

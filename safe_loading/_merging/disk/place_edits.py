@@ -16,14 +16,17 @@ from safe_loading._merging.weights.update import Term, Update
 from safe_loading._model.layout.disk_blocks import DiskBlock, Moved, Whole, take
 from safe_loading._model.layout.layout import CheckpointLayout
 
-from .changes import FLOATS, ChangedRows, Changes, Edit, WeightChange, info_of
-
-_IN_MEMORY = "Load the model, merge it with merge_lora_inplace and save it with save_pretrained"
+from .changes import FLOATS, IN_MEMORY, ChangedRows, Changes, Edit, WeightChange, info_of
 
 
-def place_edits(edits: Iterable[Edit], layout: CheckpointLayout, tensors: Mapping[str, TensorInfo]) -> Changes:
-    """Find the tensors on disk that each edit changes."""
-    placer = _Placer(layout, tensors)
+def place_edits(
+    edits: Iterable[Edit], layout: CheckpointLayout, tensors: Mapping[str, TensorInfo], *, keeps_tie_flag: bool = False
+) -> Changes:
+    """Find the tensors on disk that each edit changes.
+
+    With ``keeps_tie_flag`` the config keeps ``tie_word_embeddings`` where weights are untied.
+    """
+    placer = _Placer(layout, tensors, keeps_tie_flag=keeps_tie_flag)
     for edit in edits:
         placer.place(edit)
     placer.finish()
@@ -37,9 +40,9 @@ class _CannotPlaceError(Exception):
 class _Placer:
     """Places edits one after the other; ``changes`` is what they change on disk, so far."""
 
-    def __init__(self, layout: CheckpointLayout, tensors: Mapping[str, TensorInfo]) -> None:
+    def __init__(self, layout: CheckpointLayout, tensors: Mapping[str, TensorInfo], *, keeps_tie_flag: bool) -> None:
         self.changes = Changes()
-        self._layout = layout
+        self._layout, self._keeps_tie_flag = layout, keeps_tie_flag
         self._tensors = dict(tensors)  # of the base, and those that names get which are no longer tied
         self._rows: dict[str, list[ChangedRows]] = {}
 
@@ -84,7 +87,7 @@ class _Placer:
 
     def _not_on_disk(self, name: str) -> str:
         if name in self._layout.opaque:
-            return f"{name}: {self._layout.opaque[name]}. {_IN_MEMORY}"
+            return f"{name}: {self._layout.opaque[name]}. {IN_MEMORY}"
         near = difflib.get_close_matches(name, [*self._layout.of, *self._tensors], n=3, cutoff=0.5)
         return f"{name}: the checkpoint has no tensor for it (nearest: {', '.join(near) or 'none'})"
 
@@ -96,7 +99,7 @@ class _Placer:
         shared = self._layout.of[on_disk[0]]
         if not is_one_tensor(shared):
             self.changes.problems.append(
-                f"{edit.names[0]}: it is tied, and the checkpoint does not hold it in one tensor. {_IN_MEMORY}"
+                f"{edit.names[0]}: it is tied, and the checkpoint does not hold it in one tensor. {IN_MEMORY}"
             )
             return
         source = shared.pieces[0].tensor
@@ -108,10 +111,14 @@ class _Placer:
                 own = Whole(shared.shape, (shared.pieces[0]._replace(tensor=name),))
             if name in edit.changes:
                 self._place_on(name, edit.shape, edit.changes[name], own)
-        self.changes.config["tie_word_embeddings"] = False
+        flag = "is false"
+        if self._keeps_tie_flag:
+            flag = "stays as it is, because this class computes by it (from_pretrained leaves different weights apart)"
+        else:
+            self.changes.config["tie_word_embeddings"] = False
         why = (
             f"they are one weight in the base, and {edit.untied_because}; in the output each has a tensor of its own, "
-            f"and tie_word_embeddings of its config is false."
+            f"and tie_word_embeddings of its config {flag}."
         )
         fix = "none; an adapter trained with ensure_weight_tying=True leaves them tied."
         where, nbytes = ", ".join(edit.names), self._tensors[source].nbytes
@@ -174,7 +181,7 @@ def _in_disk_order(change: WeightChange, moved: Moved) -> tuple[WeightChange, Wh
     if moved.shape != moved.whole.shape:  # rows of other weights lie between them, so each run is a block of its own
         return change, take(moved.whole, moved.order, moved.dim)
     if change.rows or change.inits:
-        raise _CannotPlaceError(f"its rows have another order on disk. {_IN_MEMORY}")
+        raise _CannotPlaceError(f"its rows have another order on disk. {IN_MEMORY}")
     order = torch.tensor(moved.order)
     value = None if change.value is None else torch.empty_like(change.value).index_copy_(moved.dim, order, change.value)
     inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
@@ -185,9 +192,9 @@ def _in_disk_order(change: WeightChange, moved: Moved) -> tuple[WeightChange, Wh
 def _reordered(update: Update, axis: int, order: torch.Tensor) -> Update:
     """Return the update of a weight whose rows (``axis`` 0) or columns (1) are taken in another order."""
     if not 0 <= axis <= 1 or update.shape[axis] != len(order):
-        raise _CannotPlaceError(f"its elements have another order on disk. {_IN_MEMORY}")
+        raise _CannotPlaceError(f"its elements have another order on disk. {IN_MEMORY}")
     if update.has_magnitude and update.axis != axis:  # the norms would be summed in another order, to other bits
-        raise _CannotPlaceError(f"the norms of its DoRA run along what has another order on disk. {_IN_MEMORY}")
+        raise _CannotPlaceError(f"the norms of its DoRA run along what has another order on disk. {IN_MEMORY}")
     terms = []
     for term in update.terms:
         left, right = (term.left[order], term.right) if axis == 0 else (term.left, term.right[:, order])
@@ -221,7 +228,7 @@ def _changed_rows(
     if change.inits:
         if len(rows) != 1 or block.size != shape or block.dims != (0, 1):
             raise _CannotPlaceError(
-                f"{change.inits[0].kind} needs the whole weight, of which {block.tensor} holds a part. {_IN_MEMORY}"
+                f"{change.inits[0].kind} needs the whole weight, of which {block.tensor} holds a part. {IN_MEMORY}"
             )
         rows = [dataclasses.replace(rows[0], inits=change.inits)]
     return rows
@@ -240,7 +247,7 @@ def _rows_of_matrix(index: tuple[int, ...], update: Update, block: DiskBlock, in
     if (first_column, block.size[column]) != (0, update.shape[1]):
         update = _narrowed(update, first_column, block.size[column])
     if update.needs_norms and block.size[row] != update.shape[0]:
-        raise _CannotPlaceError(f"a DoRA needs the norms of columns that the disk holds in parts. {_IN_MEMORY}")
+        raise _CannotPlaceError(f"a DoRA needs the norms of columns that the disk holds in parts. {IN_MEMORY}")
     # Of a tensor with more than two dimensions, the rows are counted through all of its matrices.
     start = block.begin[row]
     stride = info.shape[row]
@@ -270,7 +277,7 @@ def _transposed(update: Update) -> Update:
 
 def _narrowed(update: Update, first_column: int, columns: int) -> Update:
     if update.has_magnitude:
-        raise _CannotPlaceError(f"a DoRA on a weight whose columns the disk holds in several tensors. {_IN_MEMORY}")
+        raise _CannotPlaceError(f"a DoRA on a weight whose columns the disk holds in several tensors. {IN_MEMORY}")
     cut = slice(first_column, first_column + columns)
     terms = tuple(Term(t.left, t.right[:, cut], t.scaling, name=t.name) for t in update.terms)
     return Update((update.shape[0], columns), terms)

@@ -16,8 +16,9 @@ from safe_loading._model.peft_layers import TunerModule, is_lora_layer
 from safe_loading.errors import MergeError
 
 from .fp8_merge import merge_fp8
+from .layer_merge import LayerMerge, MergeOptions
 from .lora_layers import MatrixUpdate, data_of
-from .merge_plan import LayerMerge, MergeOptions, MergePlan
+from .merge_plan import MergePlan
 from .offloaded import OffloadedWeights
 from .trainable_tokens import TokenRows
 from .update import PartlyMergedError, merge_matrix

@@ -19,13 +19,19 @@ from safe_loading.errors import MergeError
 from .dequantize import Replacement, dequantized_layers
 from .finite import why_not_finite
 from .fp8_merge import why_fp8_not_finite
+from .layer_merge import LayerMerge, MergeOptions
 from .lora_layers import MatrixUpdate
-from .merge_plan import LayerMerge, MergeOptions, MergePlan, tie_problem
+from .merge_plan import MergePlan
 from .offloaded import OffloadedWeights
+from .shared_weights import OwnWeight, tie_problem
 from .trainable_tokens import TokenRows
 from .unload import adapters_with_copy
 from .writable_tensors import same_change
 
+_NOT_OFFLOADED = (
+    "It is offloaded, so it cannot be given memory of its own here. Load the model without offloading "
+    "(device_map={'': 'cpu'}), or merge with merge_lora_checkpoint."
+)
 _TIMEOUT = 1800.0  # seconds; the ranks check weights of the same size, so they arrive together
 
 
@@ -40,8 +46,9 @@ def check_merge(
     if options.check_finite:
         for job in plan.jobs:
             problems += _not_finite(job, scratch_bytes=options.scratch_bytes)
+    problems += _offloaded_ties(plan.own_weights, offloaded)
     problems += _broken_disk_ties(model, plan.jobs, offloaded)
-    if problems:
+    if problems or plan.own_weights:  # what only some of the repeated layers share could not be saved
         problems += _replication_advice(tuner)
     problems += offloaded.full_disks((t.owner, name) for job in plan.jobs for t in job.targets for name in t.written)
     replacements: list[Replacement] = []
@@ -142,6 +149,15 @@ def _why_matrix_not_finite(matrix: MatrixUpdate, scratch_bytes: int) -> str | No
     return why_not_finite(matrix.update, matrix.matrix, scratch_bytes=scratch_bytes)
 
 
+def _offloaded_ties(own_weights: Sequence[OwnWeight], offloaded: OffloadedWeights) -> list[str]:
+    """Return a problem for each weight that has to leave the memory of others and that accelerate's hooks hold."""
+    return [
+        tie_problem(one.name, ", ".join(one.others), _NOT_OFFLOADED)
+        for one in own_weights
+        if any(offloaded.holds(module, name) for module, name in one.places)
+    ]
+
+
 def _broken_disk_ties(model: torch.nn.Module, jobs: Sequence[LayerMerge], offloaded: OffloadedWeights) -> list[str]:
     """Return a problem for each weight that the model declares as tied, that lies on disk, and would change alone.
 
@@ -159,7 +175,7 @@ def _broken_disk_ties(model: torch.nn.Module, jobs: Sequence[LayerMerge], offloa
             if one is None or (id(one.owner), one.attribute) not in offloaded.on_disk:
                 continue
             if two is None or not same_change(one, two):
-                problems.append(tie_problem(name, other, changed=two is not None))
+                problems.append(tie_problem(name, other, _NOT_OFFLOADED))
     return problems
 
 

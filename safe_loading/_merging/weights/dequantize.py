@@ -13,8 +13,8 @@ from safe_loading._model.quantized.decode import decoded_weight
 from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
 from safe_loading._model.tensor_values import is_finite
 
+from .layer_merge import LayerMerge, MergeOptions
 from .lora_layers import data_of, gathered, linear_terms
-from .merge_plan import LayerMerge, MergeOptions
 from .rounding import round_into
 from .update import ROWS, RowMerger, Term, Update
 from .variants import MERGE_BEFORE_QUANTIZING, SCALES_OFFLOADED, CannotMergeError, is_known, refuse_impossible

@@ -49,6 +49,16 @@ class MergeTarget:
         scales = (matrix.fp8.scales_name for matrix in self.matrices if matrix.fp8 is not None)
         return (self.attribute, *dict.fromkeys(name for name in scales if name))
 
+    def moved_to(self, tensor: torch.Tensor) -> MergeTarget:
+        """Return the same for a copy of the tensor that has the same strides."""
+        moved = []
+        for part in self.matrices:
+            view = part.matrix
+            offset = tensor.storage_offset() + view.storage_offset() - self.tensor.storage_offset()
+            matrix = tensor.as_strided(view.size(), view.stride(), offset)
+            moved.append(dataclasses.replace(part, matrix=matrix))
+        return dataclasses.replace(self, tensor=tensor, matrices=tuple(moved))
+
 
 def is_blocked(layer: LoraModule, names: Sequence[str]) -> bool:
     """Return whether :func:`merge_targets` knows this kind of layer with these adapters; if not, peft merges it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
@@ -15,49 +14,14 @@ from peft.utils.other import ModulesToSaveWrapper
 from safe_loading._model.peft_layers import LoraModule, TunerModule, is_lora_layer, outermost_tuner_layers
 from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
 
-from .lora_layers import MergeTarget, adapters_of, is_blocked, merge_targets
+from .layer_merge import LayerMerge, MergeOptions
+from .lora_layers import adapters_of, is_blocked, merge_targets
+from .shared_memory import SharedMemory
+from .shared_weights import OwnWeight, group_by_memory
 from .trainable_tokens import TokenRows, token_rows
 from .unload import adapters_with_copy
 from .variants import MERGE_BEFORE_QUANTIZING, SCALES_OFFLOADED, CannotMergeError, refuse_impossible
-from .writable_tensors import SharedMemory, check_tensor, same_change, same_memory
-
-Method = Literal["blocks", "tokens", "peft", "dequantised"]
-
-
-@dataclasses.dataclass(frozen=True)
-class MergeOptions:
-    """The arguments of ``merge_lora_inplace``, checked; ``names`` None means the active adapters of each layer."""
-
-    names: tuple[str, ...] | None
-    check_finite: bool
-    scratch_bytes: int
-    unload: bool
-    dequantize: bool
-
-
-@dataclasses.dataclass(eq=False)
-class LayerMerge:
-    """One outermost tuner layer, and what merging it changes."""
-
-    path: str
-    layer: TunerModule
-    method: Method  # row blocks, rows of tokens, peft's own merge, or a plain layer in place of a quantized one
-    names: tuple[str, ...]  # the adapters that are merged; of nested layers, those of the outermost
-    # The weights that change; empty for the last two methods, and where a tied layer changes the weight already.
-    targets: list[MergeTarget | TokenRows] = dataclasses.field(default_factory=list)
-    # The layers whose ``merged_adapters`` grow, with the names.
-    marks: list[tuple[TunerModule, tuple[str, ...]]] = dataclasses.field(default_factory=list)
-    merged_before: tuple[str, ...] = ()  # the adapters that were merged already
-
-    def name_of(self, target: MergeTarget | TokenRows) -> str:
-        """Return the name of a weight in the unloaded base model."""
-        # peft's wrappers add these parts to the paths, and unloading takes them away again.
-        for path, module in self.layer.named_modules():
-            if module is target.owner:
-                inner = ".".join(p for p in path.split(".") if p not in ("base_layer", ""))
-                outer = ".".join(p for p in self.path.split(".") if p not in ("base_layer", "token_adapter"))
-                return ".".join(filter(None, (outer, inner, target.attribute)))
-        return f"{self.path}.{target.attribute}"
+from .writable_tensors import check_tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,6 +29,7 @@ class MergePlan:
     """What a merge will do, and everything that forbids it."""
 
     groups: list[list[LayerMerge]]  # those of one group write the same memory and are finished together
+    own_weights: list[OwnWeight]  # those that get memory of their own before anything is written
     problems: list[str]
 
     @property
@@ -84,20 +49,10 @@ def make_plan(model: torch.nn.Module, options: MergeOptions) -> MergePlan:
             problems.append(f"{path}: {error}.")
     if not any(job.targets or job.method in ("peft", "dequantised") for job in jobs):
         # Nothing will change, so nothing needs to be known about shared memory.
-        return MergePlan([[job] for job in jobs], problems)
+        return MergePlan([[job] for job in jobs], [], problems)
     replaced = _replaced_originals(model, options.names) if options.unload else ()
-    groups, tied = _group_by_memory(jobs, SharedMemory(model, replaced))
-    return MergePlan(groups, problems + tied)
-
-
-def tie_problem(name: str, other: str, *, changed: bool) -> str:
-    """Return why a weight that shares its memory with ``other`` cannot change alone, or in another way than that."""
-    how = "which the adapters change in another way" if changed else "which the adapters do not change"
-    return (
-        f"{name} shares its memory with {other}, {how}: merging would change what both compute. Untie them first "
-        f"(load the base with tie_word_embeddings=False, or give one a clone of the weight), or train with "
-        f"LoraConfig(ensure_weight_tying=True)."
-    )
+    groups, own_weights, tied = group_by_memory(jobs, SharedMemory(model, replaced))
+    return MergePlan(groups, own_weights, problems + tied)
 
 
 def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequantize: bool) -> LayerMerge:
@@ -196,46 +151,3 @@ def _replaced_originals(model: torch.nn.Module, names: Sequence[str] | None) -> 
         for path, module in model.named_modules()
         if isinstance(module, ModulesToSaveWrapper) and adapters_with_copy(module, names)
     )
-
-
-def _group_by_memory(jobs: list[LayerMerge], shared: SharedMemory) -> tuple[list[list[LayerMerge]], list[str]]:
-    """Join jobs that change the same memory in the same way; anything else that shares memory is a problem."""
-    target_at = {(id(t.owner), t.attribute): (job, t) for job in jobs for t in job.targets}
-    group_of = {id(job): [job] for job in jobs}
-    problems = []
-    for job in jobs:
-        # What peft changes is not known as targets, so here any sharing with a module outside the layer is a problem.
-        if job.method == "peft":
-            problems += _shared_outside(job, shared)
-        for target in list(job.targets):
-            for path, module, attribute in shared.others(target):
-                other = target_at.get((module, attribute))
-                if other is None or not (same_memory(target.tensor, other[1].tensor) and same_change(target, other[1])):
-                    problems.append(tie_problem(job.name_of(target), path, changed=other is not None))
-                elif other[1] in other[0].targets and target in job.targets and other[1] is not target:
-                    other[0].targets.remove(other[1])  # once is enough
-                    _join(group_of, job, other[0])
-    groups = list({id(group): group for group in (group_of[id(job)] for job in jobs)}.values())
-    return groups, problems
-
-
-def _join(group_of: dict[int, list[LayerMerge]], one: LayerMerge, other: LayerMerge) -> None:
-    into, emptied = group_of[id(one)], group_of[id(other)]
-    if into is not emptied:
-        into.extend(emptied)
-        for job in emptied:
-            group_of[id(job)] = into
-
-
-def _shared_outside(job: LayerMerge, shared: SharedMemory) -> list[str]:
-    """Return a problem for each weight that peft would change and that a module outside the layer reads too."""
-    inside = {id(module) for module in job.layer.modules()}
-    problems = []
-    for module in job.layer.get_base_layer().modules():
-        for name, tensor in module._parameters.items():
-            if tensor is None or type(tensor) is not torch.nn.Parameter or tensor.is_meta:
-                continue
-            for path, owner, _ in shared.others(MergeTarget(module, name, tensor.data, ())):
-                if owner not in inside:
-                    problems.append(tie_problem(f"{job.path}.{name}", path, changed=False))
-    return problems

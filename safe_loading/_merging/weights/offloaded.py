@@ -88,6 +88,10 @@ class OffloadedWeights:
         """Put what is offloaded on meta again."""
         self._restore()
 
+    def holds(self, module: torch.nn.Module, name: str) -> bool:
+        """Return whether a tensor of a module is offloaded."""
+        return (id(module), name) in self._tensors
+
     def full_disks(self, changed: Iterable[tuple[torch.nn.Module, str]]) -> list[str]:
         """Return a problem for each disk with too little room for the weights that will change."""
         needed: dict[str, int] = {}

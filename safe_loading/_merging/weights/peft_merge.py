@@ -15,7 +15,7 @@ from safe_loading._model.quantized.recognize import is_quantized
 from safe_loading._model.snapshot import Snapshot
 from safe_loading.errors import MergeError
 
-from .merge_plan import LayerMerge
+from .layer_merge import LayerMerge
 from .offloaded import OffloadedWeights
 
 _Tensors = dict[str, Any]  # module._parameters or module._buffers, whose values have different types

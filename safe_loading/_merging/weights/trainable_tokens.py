@@ -28,6 +28,10 @@ class TokenRows:
         """The name of the tensor that is written."""
         return (self.attribute,)
 
+    def moved_to(self, tensor: torch.Tensor) -> TokenRows:
+        """Return the same for a copy of the tensor."""
+        return dataclasses.replace(self, tensor=tensor)
+
     def why_not_finite(self) -> str | None:
         """Return why the rows would not be finite in the dtype of the weight, or None."""
         for _, values in self.rows:

@@ -8,8 +8,10 @@ import torch
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.other import ModulesToSaveWrapper
 
-from safe_loading._core.report import Finding, format_bytes
+from safe_loading._core.report import Finding
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
+
+from .release_ties import release_ties
 
 
 def adapters_with_copy(module: ModulesToSaveWrapper, names: Sequence[str] | None) -> list[str]:
@@ -28,36 +30,12 @@ def unload_adapters(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[torc
             # peft's unload() keeps the active copy. set_adapter() would change requires_grad as well.
             vars(module)["_active_adapter"] = chosen[0] if chosen else []
     base: torch.nn.Module = tuner.unload()
-    config = getattr(base, "config", None)
-    if config is None or not wants_tie(base):
+    if not wants_tie(base):
         return base, []
-    embedding, head = embeddings_and_head_of(base).weights
+    modules = embeddings_and_head_of(base)
+    embedding, head = modules.weights
     if embedding is None or head is None or embedding.data_ptr() == head.data_ptr():
         return base, []
-    config.tie_word_embeddings = False
-    size = _untie(base)
+    ends = {f"{path}.weight" for path, module in base.named_modules() if module in (modules.embeddings, modules.head)}
     why = "the adapter brought an embedding or a head of its own, so the two are no longer the same weight"
-    why += f"; what was tied to them has a copy of its own, {format_bytes(size)}." if size else "."
-    fix = "none; tie_word_embeddings of the config is now False."
-    return base, [Finding("no-longer-tied", "info", type(base).__name__, why, fix, size)]
-
-
-def _untie(base: torch.nn.Module) -> int:
-    """Give each name that is still tied a tensor of its own, and return the bytes of the new ones.
-
-    With tie_word_embeddings=False nothing is tied when a model is loaded, so ``save_pretrained`` has to find a tensor
-    under each name.
-    """
-    ties: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
-    owners: dict[int, torch.nn.Module] = {}
-    size = 0
-    # Sources first: they keep the tensor, and the names that were tied to them get the copies.
-    for name in dict.fromkeys([*ties.values(), *ties]):
-        path, _, attribute = name.rpartition(".")
-        owner = base.get_submodule(path)
-        tied = getattr(owner, attribute)
-        if not isinstance(tied, torch.nn.Parameter) or tied.is_meta or owners.setdefault(id(tied), owner) is owner:
-            continue
-        setattr(owner, attribute, torch.nn.Parameter(tied.detach().clone(), requires_grad=tied.requires_grad))
-        size += tied.nbytes
-    return size
+    return base, [release_ties(base, ends, why)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -42,56 +40,6 @@ def check_tensor(target: MergeTarget | TokenRows) -> None:
         raise CannotMergeError(f"{what} was made in torch.inference_mode(). Call this in torch.inference_mode() too")
 
 
-class _MemoryRange(NamedTuple):
-    """The addresses of one parameter or buffer, and where the model has it."""
-
-    start: int
-    end: int
-    path: str
-    owner: int
-    attribute: str
-
-
-class SharedMemory:
-    """Which parameters and buffers of a model lie in the same memory.
-
-    Ranges of addresses are compared, not storages: views of one storage that do not overlap are not tied.
-    Modules whose path begins with one of ``replaced`` are left out: unloading throws them away.
-    """
-
-    def __init__(self, model: torch.nn.Module, replaced: tuple[str, ...] = ()) -> None:
-        self._ranges: list[_MemoryRange] = []
-        for path, module in model.named_modules():
-            if replaced and path.startswith(replaced):
-                continue
-            # MultiheadAttention's weights may be plain attributes, between merge and unmerge of peft
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None or tensor.is_meta:
-                    continue
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                if type(local) in (torch.nn.Parameter, torch.Tensor):
-                    start, end = _addresses(local)
-                    if end > start:
-                        full_name = f"{path}.{name}".lstrip(".")
-                        self._ranges.append(_MemoryRange(start, end, full_name, id(module), name))
-        self._ranges.sort()
-
-    def others(self, target: MergeTarget | TokenRows) -> list[tuple[str, int, str]]:
-        """Return path, id of the module and attribute of every other tensor in the memory of ``target``."""
-        start, end = _addresses(target.tensor)
-        own = (id(target.owner), target.attribute)
-        return [
-            (other.path, other.owner, other.attribute)
-            for other in self._ranges
-            if other.start < end and start < other.end and (other.owner, other.attribute) != own
-        ]
-
-
-def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same memory in the same shape, as tied weights are."""
-    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
-
-
 def same_change(one: MergeTarget | TokenRows, other: MergeTarget | TokenRows) -> bool:
     """Return whether the same is done to two targets, as ensure_weight_tying=True makes sure, wherever they lie."""
     if isinstance(one, TokenRows) or isinstance(other, TokenRows):
@@ -127,12 +75,3 @@ def parents_of(model: torch.nn.Module) -> dict[int, list[tuple[torch.nn.Module, 
             if child is not None:
                 parents.setdefault(id(child), []).append((module, name))
     return parents
-
-
-def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of a tensor and the one after its last, gaps of a view included."""
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()

@@ -1,0 +1,68 @@
+"""Which parameters and buffers of a model lie in the same memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class MemoryRange(NamedTuple):
+    """The addresses of one parameter or buffer, where the model has it, and its data."""
+
+    start: int
+    end: int
+    path: str
+    owner: int
+    attribute: str
+    tensor: torch.Tensor
+
+
+class SharedMemory:
+    """Which parameters and buffers of a model lie in the same memory.
+
+    Ranges of addresses are compared, not storages: views of one storage that do not overlap are not tied.
+    Modules whose path begins with one of ``replaced`` are left out: unloading throws them away.
+    """
+
+    def __init__(self, model: torch.nn.Module, replaced: tuple[str, ...] = ()) -> None:
+        self._ranges: list[MemoryRange] = []
+        for path, module in model.named_modules():
+            if replaced and path.startswith(replaced):
+                continue
+            # MultiheadAttention's weights may be plain attributes, between merge and unmerge of peft
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None or tensor.is_meta:
+                    continue
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                if type(local) in (torch.nn.Parameter, torch.Tensor):
+                    start, end = _addresses(local)
+                    if end > start:
+                        full_name = f"{path}.{name}".lstrip(".")
+                        self._ranges.append(MemoryRange(start, end, full_name, id(module), name, local))
+        self._ranges.sort(key=lambda one: (one.start, one.end, one.path))
+
+    def others(self, owner: torch.nn.Module, attribute: str, tensor: torch.Tensor) -> list[MemoryRange]:
+        """Return every other parameter and buffer in the memory of ``owner.attribute``, whose data are ``tensor``."""
+        start, end = _addresses(tensor)
+        own = (id(owner), attribute)
+        return [
+            other
+            for other in self._ranges
+            if other.start < end and start < other.end and (other.owner, other.attribute) != own
+        ]
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are the same memory in the same shape, as tied weights are."""
+    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of the first byte of a tensor and the one after its last, gaps of a view included."""
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
