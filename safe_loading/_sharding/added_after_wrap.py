@@ -37,6 +37,7 @@ class Wrapped:
     mixed_precision: object
     offload: object
     ignored: tuple[nn.Parameter, ...]  # the parameters that every rank was asked to keep whole
+    reshard_after_forward: bool | int | None = None
 
     def keep_with(self, model: nn.Module) -> None:
         """Keep the record on the model."""

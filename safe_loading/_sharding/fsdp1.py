@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ from safe_loading._model.quantized.recognize import is_four_bit
 from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import ArgumentError
 
+from .fsdp2 import FORWARD_METHODS
 from .fsdp_units import ShardingUnit
 from .local_shard import ElementRange
 
@@ -75,6 +78,7 @@ def wrap(
     mixed_precision: MixedPrecision | None,
     offload: CPUOffload | None,
     ignored: Collection[nn.Parameter],
+    reshard_after_forward: bool | int | None,
 ) -> FullyShardedDataParallel:
     """Wrap each unit while it is on meta: ``param_init_fn`` gives one unit at a time empty memory and no values.
 
@@ -83,7 +87,10 @@ def wrap(
     """
     modules = dict(model.named_modules())
     chosen = {modules[name] for unit in units for name in unit.modules if name}
-    strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
+    if reshard_after_forward is False:
+        strategy = ShardingStrategy._HYBRID_SHARD_ZERO2 if mesh.ndim == 2 else ShardingStrategy.SHARD_GRAD_OP
+    else:
+        strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FullyShardedDataParallel warns of its own deprecation
         return FullyShardedDataParallel(
@@ -99,6 +106,50 @@ def wrap(
             ignored_states=list(ignored) or None,
             device_mesh=mesh,
         )
+
+
+def make_usable(model: FullyShardedDataParallel) -> None:
+    """Give the wrapper the signature of the model inside, and let that one's own methods gather its parameters.
+
+    Trainer reads from the signature which columns of a data set the model takes. ``generate`` computes through the
+    model inside, so that the root unit's parameters, the embeddings for one, would be flat shards.
+    """
+    inner: Any = model.module  # its methods are known by name only
+    base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+    @functools.wraps(type(model).forward)
+    def forward(*args: Any, **options: Any) -> Any:
+        return type(model).forward(model, *args, **options)
+
+    vars(forward)["__signature__"] = inspect.signature(base.forward)
+    model.__dict__["forward"] = forward
+    for name in FORWARD_METHODS:
+        if inspect.isroutine(getattr(type(inner), name, None)):
+            inner.__dict__[name] = _through_forward(model, inner, name)
+
+
+def _through_forward(outer: FullyShardedDataParallel, inner: Any, name: str) -> Callable[..., Any]:
+    """Return a method of the model inside that runs within the forward of the wrapper, which gathers the root unit."""
+    method = getattr(inner, name)
+
+    @functools.wraps(method)
+    def gathered(*args: Any, **options: Any) -> Any:
+        own = {key: vars(inner)[key] for key in ("forward",) if key in vars(inner)}
+
+        def once(*args: Any, **options: Any) -> Any:
+            vars(inner).pop("forward")
+            vars(inner).update(own)  # the method itself calls the true forward
+            return method(*args, **options)
+
+        inner.__dict__["forward"] = once
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and name != "generate"):
+                return outer(*args, **options)
+        finally:
+            vars(inner).pop("forward", None)
+            vars(inner).update(own)
+
+    return gathered
 
 
 def _allocate_empty(device: torch.device) -> Callable[[nn.Module], None]:

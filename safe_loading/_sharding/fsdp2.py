@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -104,27 +108,79 @@ def wrap(
     mixed_precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     ignored: Collection[nn.Parameter],
+    reshard_after_forward: bool | int | None,
 ) -> None:
-    """Apply ``fully_shard`` to each unit, the root last: a unit leaves out what the units inside it have taken."""
+    """Apply ``fully_shard`` to each unit, the root last: a unit leaves out what the units inside it have taken.
+
+    ``reshard_after_forward`` is torch's, for the units that are not kept; None is torch's default, to free them.
+    """
     modules = dict(model.named_modules())
-    for unit in units:
-        targets = [modules[name] for name in unit.modules]
+
+    def shard(targets: Sequence[nn.Module], reshard: bool | int | None) -> None:
         fully_shard(
-            targets[0] if len(targets) == 1 else targets,
+            targets[0] if len(targets) == 1 else list(targets),
             mesh=mesh,
-            # None for the root too, for which torch decides: it stays gathered until the backward pass
-            reshard_after_forward=False if unit.keeps and unit.modules != ("",) else None,
+            reshard_after_forward=reshard,
             mp_policy=mixed_precision,
             offload_policy=offload,
             ignored_params=set(ignored) or None,
         )
+        for target in targets:
+            sharded: Any = type(target)
+            target.__class__ = _under_its_name(sharded)
+
+    for unit in units:
+        is_root = unit.modules == ("",)
+        if is_root and (base := _base_of_adapters(model)) is not None:
+            # A unit of its own, so that it still gathers its parameters when peft gives it back without the adapters.
+            # Kept as a root is, which torch decides for the root alone.
+            shard([base], False)
+        # None for the root, for which torch decides: it stays gathered until the backward pass
+        shard(
+            [modules[name] for name in unit.modules],
+            None if is_root else False if unit.keeps else reshard_after_forward,
+        )
+
+
+def let_generate_wait(model: nn.Module) -> None:
+    """Let ``generate`` of transformers take steps until all ranks are done, because each step is a collective."""
+    for module in model.modules():
+        if callable(getattr(type(module), "generate", None)):
+            module.__dict__["_is_fsdp_managed_module"] = True  # what transformers looks at
+
+
+@functools.cache
+def _under_its_name(sharded: type[Any]) -> type[nn.Module]:
+    """Return the class that ``fully_shard`` made of another, under the name of that other.
+
+    Engines look classes up by name: accelerate finds the layers to wrap and to checkpoint so, transformers the loss.
+    """
+    plain = sharded.__mro__[2]  # FSDP<name>, FSDPModule, <name>
+    names = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own = {"__deepcopy__": sharded.__dict__["__deepcopy__"], **names}
+    return types.new_class(plain.__name__, (FSDPModule, plain), exec_body=lambda namespace: namespace.update(own))
+
+
+def _base_of_adapters(model: nn.Module) -> nn.Module | None:
+    """Return the model inside a PeftModel."""
+    if not _is_a(model, "PeftModel"):
+        return None
+    peft_model: Any = model  # peft may be absent, so its classes are not imported to narrow the type
+    base: nn.Module = peft_model.get_base_model()
+    return base
+
+
+def _is_a(model: nn.Module, name: str) -> bool:
+    """Whether a class of that name is among a model's; without an import of what may be absent."""
+    return any(kind.__name__ == name for kind in type(model).__mro__)
 
 
 def register_methods(model: nn.Module) -> None:
     """Let the root gather its parameters before methods that bypass its forward."""
-    if any(kind.__name__ in ("PreTrainedModel", "PeftModel") for kind in type(model).__mro__):
-        return  # methods of transformers and peft models compute through self(...)
-    for name in FORWARD_METHODS:
+    if _is_a(model, "PreTrainedModel"):
+        return  # its methods compute through self(...)
+    # the other methods of a PeftModel compute through self(...) too; its generate is that of the model inside
+    for name in ("generate",) if _is_a(model, "PeftModel") else FORWARD_METHODS:
         method = getattr(type(model), name, None)
         if callable(method) and not isinstance(method, type):
             register_fsdp_forward_method(model, name)

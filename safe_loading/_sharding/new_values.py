@@ -35,9 +35,13 @@ def initialized(model: nn.Module, new: Sequence[ModelTensor], init_new: InitNew)
     other ranks draw nothing here, and all ranks must draw the same later on.
     """
     by_module: dict[nn.Module, list[tuple[str, ModelTensor]]] = defaultdict(list)
+    names = {parameter.name for parameter in new}
+    # In one process peft copies a module after it was initialized: the copy has its values, and takes no draws.
+    copies = {name: original for name in names if (original := _original_of(name)) in names}
     for parameter in new:
         module, attribute = parameter.places[0]
-        by_module[module].append((attribute, parameter))
+        if parameter.name not in copies:
+            by_module[module].append((attribute, parameter))
     values: dict[str, torch.Tensor] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for module in model.modules():
@@ -46,7 +50,13 @@ def initialized(model: nn.Module, new: Sequence[ModelTensor], init_new: InitNew)
     unwritten = [name for name, value in values.items() if _has_nan(value)]
     if unwritten:
         raise ArgumentError("init_new left parameters without values:", unwritten)
-    return values
+    return values | {name: values[original] for name, original in copies.items()}
+
+
+def _original_of(name: str) -> str | None:
+    """Return the parameter of which ``modules_to_save`` made a copy of this name."""
+    before, inside, after = name.partition(".modules_to_save.")
+    return f"{before}.original_module.{after.partition('.')[2]}" if inside else None
 
 
 def _initialized_module(
@@ -110,7 +120,7 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
         raise ArgumentError(f"adapters= names {sorted(sources)}, the model has the adapters {sorted(configs)}.")
     folders = {name: resolve(source, adapter_files) for name, source in sources.items()}
     with torch.random.fork_rng(devices=[]):
-        weightless = _copy_without_weights(peft, model)
+        weightless, _ = _copy_without_weights(peft, model)
     problems = []
     for name, folder in folders.items():
         facts = read_adapter(folder)
@@ -147,8 +157,9 @@ def _other_settings(facts: AdapterFacts, config: object) -> list[str]:
 
 
 def _attached_again(peft: Any, model: Any, names: Collection[str]) -> dict[str, torch.Tensor]:
-    weightless = _copy_without_weights(peft, model)
-    values = {each.name: each.tensor.detach() for each in parameters_of(weightless) if each.name in names}
+    weightless, of_base = _copy_without_weights(peft, model)
+    made = [each for each in parameters_of(weightless) if each.name in names and each.tensor not in of_base]
+    values = {each.name: each.tensor.detach() for each in made}
     # a copy of a module of the base has values only where the base has them
     values = {name: value for name, value in values.items() if ".modules_to_save." not in name}
     unknown = [name for name, value in values.items() if _has_nan(value)]
@@ -157,14 +168,18 @@ def _attached_again(peft: Any, model: Any, names: Collection[str]) -> dict[str, 
     return values
 
 
-def _copy_without_weights(peft: Any, model: Any) -> Any:
-    """Return a model with the same adapters, initialized on the host, over a base whose weights take no memory."""
+def _copy_without_weights(peft: Any, model: Any) -> tuple[Any, set[torch.Tensor]]:
+    """Return a model with the same adapters, initialized on the host, over a base whose weights take no memory.
+
+    And the parameters of that base.
+    """
     base = copy.deepcopy(model).unload()
     for parameter in parameters_of(base):
         tensor = parameter.tensor
         # NaN, so that whatever peft computes from a weight of the base is NaN too and can be told
         one = torch.full((), _poison(tensor), dtype=tensor.dtype, device="cpu")
         parameter.put(nn.Parameter(one.expand(tensor.shape), requires_grad=False))
+    of_base: set[torch.Tensor] = set(base.parameters())
     weightless: Any = None
     try:
         for name, config in model.peft_config.items():
@@ -176,7 +191,7 @@ def _copy_without_weights(peft: Any, model: Any) -> Any:
                 weightless.add_adapter(name, own)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         raise _needs_base(model, str(error)) from error
-    return weightless
+    return weightless, of_base
 
 
 def initialized_adapters(made: Mapping[str, torch.Tensor]) -> list[Finding]:

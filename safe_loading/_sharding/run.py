@@ -131,11 +131,15 @@ def _wrap_fsdp2(job: WrapJob) -> WrapResult:
         _move_to_meta(setup)
         _put_replicated(setup, job.replicated)
         not_sharded = _parameters_to_ignore(setup)
-        fsdp2.wrap(setup.model, setup.units, job.mesh, setup.how.mixed_precision, setup.how.offload, not_sharded)
+        how = setup.how
+        policies = (how.mixed_precision, how.offload, not_sharded, how.reshard_after_forward)
+        fsdp2.wrap(setup.model, setup.units, job.mesh, *policies)
         fsdp2.install(sharded, local)
         fsdp2.register_methods(setup.model)
         kept_whole = tuple(parameter for parameter in not_sharded if not isinstance(parameter, DTensor))
-        Wrapped(job.mesh, setup.how.mixed_precision, setup.how.offload, kept_whole).keep_with(setup.model)
+        Wrapped(job.mesh, how.mixed_precision, how.offload, kept_whole, how.reshard_after_forward).keep_with(
+            setup.model
+        )
     local_bytes = sum(tensor.numel() * tensor.itemsize for tensor in local.values())
     return WrapResult(setup.model, local_bytes, bytes_read, bytes_sent)
 
@@ -146,8 +150,10 @@ def _wrap_fsdp1(job: WrapJob) -> WrapResult:
         _move_to_meta(setup)
         _put_replicated(setup, job.replicated)
         not_sharded = _parameters_to_ignore(setup)
-        policies = (setup.how.mixed_precision, setup.how.offload, not_sharded)
+        how = setup.how
+        policies = (how.mixed_precision, how.offload, not_sharded, how.reshard_after_forward)
         model = fsdp1.wrap(setup.model, setup.units, job.mesh, setup.where.device, *policies)
+        fsdp1.make_usable(model)
         # views into the flat parameters, known only now: the values come last
         local = fsdp1.local_shards(model, job.shard_rank, shards)
     shard = LocalShard(lambda rank: fsdp1.owned_ranges(model, rank, shards), job.shard_rank, local, job.replicated)

@@ -31,6 +31,7 @@ from .fsdp1 import is_unit
 
 _METHOD = "save_pretrained"
 _FLAT = "_flat_param"  # of FSDP1, where it keeps no original parameters
+_SHARDING = "distributed_config"  # of a transformers config
 _CALL = "call save_pretrained, which every rank must do"
 _GATHER = "gather the weights"
 
@@ -82,7 +83,8 @@ class SavingWhole:
         # by name, because the state dict is added and the other options are read
         options |= dict(zip(list(inspect.signature(save).parameters)[1:], args, strict=False))
         if options.get("state_dict") is not None:
-            return save(self.model, **options)
+            with _as_one_process_has_it(self.model):
+                return save(self.model, **options)
         options.pop("state_dict", None)
         is_main = options.pop("is_main_process", True)
         ranks = Ranks.resolve(self.ranks)
@@ -98,14 +100,15 @@ class SavingWhole:
                 )
             if writes:
                 state = {name: tensor for state in states.values() for name, tensor in state.items()}
-                with _without_wrappers(self.model):
+                with _as_one_process_has_it(self.model):
                     saved_names = _names_to_save(self.model, state, options)
                 phase.payload = "".join("1" if name in saved_names else "0" for name in names)
         with ranks.together(_GATHER, timeout=self.timeout):
             bits = phase.results[0]  # of the first rank
             chosen = {name for name, bit in zip(names, bits, strict=True) if bit == "1"}
             gathered = self._gather(states, chosen, Waiting(ranks, _GATHER, self.device, self.timeout), keep=writes)
-        with ranks.together("write the gathered model", timeout=self.timeout), _without_wrappers(self.model):
+        together = ranks.together("write the gathered model", timeout=self.timeout)
+        with together, _as_one_process_has_it(self.model):
             return save(self.model, state_dict=gathered, **options) if writes else None
 
     def _states(self) -> StateByUnit:
@@ -134,10 +137,19 @@ class SavingWhole:
 
 
 @contextlib.contextmanager
-def _without_wrappers(model: nn.Module) -> Iterator[None]:
-    """Take the wrappers inside a model away for a while: peft 0.21 saves no adapter of a module that is wrapped."""
+def _as_one_process_has_it(model: nn.Module) -> Iterator[None]:
+    """Take away for a while what is not of the model itself: wrappers inside it, and how transformers would shard it.
+
+    peft 0.21 saves no adapter of a module that is wrapped. transformers 5 gathers a model whose config has a
+    ``distributed_config``, and would wait for ranks that have gathered already.
+    """
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    shardings: dict[int, tuple[Any, object]] = {}
     for _, module in walk_modules(model):
+        config = vars(module).get("config")
+        if (sharding := getattr(config, _SHARDING, None)) is not None and id(config) not in shardings:
+            shardings[id(config)] = (config, sharding)
+            setattr(config, _SHARDING, None)
         for name, child in module._modules.items():
             inner: nn.Module | None = child
             while inner is not None and (wrapper := WRAPPER_PARTS & inner._modules.keys()):
@@ -150,6 +162,8 @@ def _without_wrappers(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, child in replaced:
             module._modules[name] = child
+        for config, sharding in shardings.values():
+            setattr(config, _SHARDING, sharding)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from safe_loading._core.paths import path_text
 from safe_loading._model.tensors import ModelTensor, walk_modules
 from safe_loading._ranks.device_guard import own_device
 from safe_loading._ranks.exchange import Ranks
+from safe_loading._ranks.store_exchange import rank_list
 from safe_loading._ranks.waiting import Waiting
-from safe_loading.errors import ArgumentError
+from safe_loading.errors import ArgumentError, CheckpointNotFound
 
 from . import fsdp1, fsdp2
 from .added_after_wrap import Wrapped, attached
@@ -66,6 +68,7 @@ class WrapOptions:
     offload: Any  # the policy of that version's FSDP
     verify: str  # how much is checked at the end: "off", "structure" or "bytes"
     timeout: float  # longest wait for the other ranks, in seconds
+    reshard_after_forward: bool | int | None = None  # whether units are freed after the forward pass; torch's default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +122,7 @@ class Setup:
             "mesh": f"{list(self.where.mesh_sizes)} {ranks_of_mesh}".strip(),
             "mixed_precision": str(self.how.mixed_precision),
             "cpu_offload": str(self.how.offload),
+            "reshard_after_forward": str(self.how.reshard_after_forward),
             "device": self.where.device.type,
             "ignored": str([tensor.name for tensor in self.tensors.ignored]),
             "adapters": str(sorted(self.values.adapters)),
@@ -221,15 +225,40 @@ def resolve_options(
     *,
     verify: str,
     timeout: float,
+    reshard_after_forward: object,
 ) -> WrapOptions:
     """Return how FSDP wraps; what a second call leaves open is what the first one was asked for."""
     if before is not None:
         mixed_precision = before.mixed_precision if mixed_precision is None else mixed_precision
         # False is the default, which cannot be told from a caller's own
         cpu_offload = before.offload if cpu_offload is False and before.offload is not None else cpu_offload
+        reshard_after_forward = before.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, int)):
+        raise ArgumentError(f"reshard_after_forward={reshard_after_forward!r}: pass a bool, a number of ranks or None.")
+    if version == 1 and reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise ArgumentError(f"reshard_after_forward={reshard_after_forward}: FSDP1 takes a bool or None.")
     fsdp = fsdp2 if version == 2 else fsdp1
     precision, offload = fsdp.mixed_precision_policy(mixed_precision), fsdp.offload_policy(cpu_offload, device)
-    return WrapOptions(version, precision, offload, verify, timeout)
+    return WrapOptions(version, precision, offload, verify, timeout, reshard_after_forward)
+
+
+def has_folder(values: ValueOrigin) -> bool:
+    """Whether the source is a folder of this machine; one that is not may be a hub id."""
+    return values.folder is not None and Path(values.folder).is_dir()
+
+
+def check_folder_of_all(ranks: Ranks, values: ValueOrigin, found: Sequence[bool]) -> None:
+    """Refuse a folder that some ranks have and others do not, given what each of them found."""
+    if all(found) or not any(found):
+        return
+    having, lacking = (
+        [rank for rank, has in zip(ranks.ranks, found, strict=True) if has is side] for side in (True, False)
+    )
+    raise CheckpointNotFound(
+        f"The folder {values.folder} is not there for {rank_list(lacking)}; it is for {rank_list(having)}. Copy it to "
+        f"each node, or pass the same files under a path that every rank has (absolute, or relative to where each "
+        f"rank was started)."
+    )
 
 
 def name_adapters(model: nn.Module, adapters: object) -> dict[str, str]:

@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from safe_loading._core.log import logger
 
+from .adapter_methods import guard_merges
 from .added_after_wrap import attached_units, wrapped_before
 from .agree import agree
+from .fsdp2 import let_generate_wait
 from .fsdp_units import Wrap, plan_units
 from .peak_memory import Peak
 from .report import FsdpReport, FsdpUnit
@@ -24,9 +26,11 @@ from .setup import (
     Setup,
     ValueOrigin,
     assign_roles,
+    check_folder_of_all,
     check_kinds,
     check_second_call,
     find_place,
+    has_folder,
     name_adapters,
     ranks_of,
     resolve_options,
@@ -48,6 +52,7 @@ def wrap_fsdp_meta_safe(
     init_new: Callable[[nn.Module], Any] | None = None,
     verify: Literal["off", "structure", "bytes"] = "structure",
     timeout: float = 1800.0,
+    reshard_after_forward: bool | int | None = None,
 ) -> nn.Module:
     """Wrap a model in FSDP, and give each rank its shard of the weights and nothing else.
 
@@ -84,6 +89,8 @@ def wrap_fsdp_meta_safe(
         verify: ``"structure"`` proves that nothing is left on meta and nothing trained is left unsharded; ``"bytes"``
             also compares every shard with its source; ``"off"`` does neither.
         timeout: Longest wait for the other ranks, in seconds.
+        reshard_after_forward: Whether a unit is freed between the forward and the backward pass; with FSDP2 also over
+            how many ranks it is split meanwhile. None frees it. The root, and the last norm with the head, stay.
 
     Returns:
         The model: with version 2 the same object, with version 1 the module that wraps it.
@@ -97,7 +104,7 @@ def wrap_fsdp_meta_safe(
     started = time.perf_counter()
     before = wrapped_before(model)
     ranks = ranks_of(mesh if before is None else before.mesh)
-    with ranks.together("check the arguments", timeout=timeout):
+    with ranks.together("check the arguments", timeout=timeout) as phase:
         check_kinds(model, source, version, init_new, verify)
         if before is not None:
             check_second_call(before, source, version, mesh, wrap, adapters)
@@ -108,10 +115,19 @@ def wrap_fsdp_meta_safe(
         else:
             units = attached_units(model, tensors.sharded)
         how = resolve_options(
-            version, mixed_precision, cpu_offload, where.device, before, verify=verify, timeout=timeout
+            version,
+            mixed_precision,
+            cpu_offload,
+            where.device,
+            before,
+            verify=verify,
+            timeout=timeout,
+            reshard_after_forward=reshard_after_forward,
         )
         values = ValueOrigin(source, name_adapters(model, adapters), init_new)
         setup = Setup(model, values, where, how, tensors, units)
+        phase.payload = has_folder(values)
+    check_folder_of_all(ranks, values, phase.results)
     unit_lines = [f"{unit.name}: {len(unit.parameters)} parameters" for unit in units]
     agree(ranks, setup.arguments(), setup.lines(), unit_lines, timeout=timeout)
     with Peak(where.device) as peak:
@@ -120,6 +136,8 @@ def wrap_fsdp_meta_safe(
     # with version 1 the result is another module than the model, so the report goes on the result
     result.model.__dict__["fsdp_report"] = report
     make_saving_whole(result.model, ranks, where.device, timeout)
+    guard_merges(model, version)
+    let_generate_wait(model)
     logger.info("%s", report)
     return result.model
 

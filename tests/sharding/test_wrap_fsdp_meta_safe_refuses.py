@@ -77,6 +77,7 @@ attempt("arguments", on_meta(llama), str(folder / "llama"), verify="off" if rank
 attempt("missing shard", on_meta(llama), str(folder / ("lacking" if rank else "llama")))
 attempt("other files", on_meta(llama), str(folder / ("second" if rank else "llama")))
 attempt("no such folder", on_meta(llama), str(folder / "nowhere"))
+attempt("absent on a rank", on_meta(llama), str(folder / ("llama" if rank == 0 else "elsewhere")))
 attempt("mismatch", on_meta(llama), str(folder / "other"))
 for label in ("missing keys", "unexpected keys", "another kind", "quantized", "shapes on disk"):
     attempt(label, on_meta(llama), str(folder / label))
@@ -248,6 +249,7 @@ REFUSED = {
     ),
     "head that is not wanted": ("CheckpointError|RankError", ["lm_head.weight", "a head that the model does not have"]),
     "no such folder": ("CheckpointNotFound|RankError", ["nowhere"]),
+    "absent on a rank": ("CheckpointNotFound", ["is not there for rank 1; it is for rank 0", "Copy it to each node"]),
     "missing shard": ("CheckpointError|CheckpointNotFound|RankError", ["lacking"]),
 }
 # Both sides and the file, on every rank and for both versions.

@@ -1,0 +1,67 @@
+"""The methods by which peft merges the adapters of a sharded model: those that would lose the merge are refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from safe_loading.errors import ArgumentError
+
+_MERGES = ("merge_and_unload", "merge_adapter")
+_ROAD = (
+    "Save the adapter with save_pretrained on every rank, and merge it on disk with merge_lora_checkpoint(base, "
+    "adapter, output)"
+)
+
+
+def guard_merges(model: nn.Module, version: int) -> None:
+    """Replace the merging methods of a model with adapters that FSDP has wrapped, on the instance.
+
+    With FSDP2, peft merges plain LoRA in place, which is right. What it assigns as ``weight.data`` (with safe_merge, of
+    DoRA, of the other methods) never reaches the shard, without a word. FSDP1 has flat parameters.
+    """
+    tuner = getattr(model, "base_model", None)
+    if not hasattr(model, "peft_config") or not isinstance(tuner, nn.Module):
+        return
+    for name in (*_MERGES, *(["unload"] if version == 1 else [])):
+        if callable(method := getattr(tuner, name, None)):
+            replacement = functools.partial(_refuse_flat, name) if version == 1 else _guarded(tuner, name, method)
+            tuner.__dict__[name] = replacement
+
+
+def _refuse_flat(name: str, *args: object, **options: object) -> None:
+    raise ArgumentError(f"{name}() of a model that FSDP1 wrapped: its weights are flat. {_ROAD}; or use version=2.")
+
+
+def _guarded(tuner: Any, name: str, method: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(method)
+    def merge(*args: Any, **options: Any) -> object:
+        # merge_and_unload(progressbar, safe_merge, adapter_names), merge_adapter(adapter_names, safe_merge)
+        safe = options.get("safe_merge", args[1] if len(args) > 1 else False)
+        problems = ["safe_merge=True"] if safe else []
+        problems += sorted(set(_assigned_kinds(tuner)))
+        if problems:
+            raise ArgumentError(
+                f"{name}() of a model that FSDP2 wrapped: peft would assign merged weights that never reach the "
+                f"shards. {_ROAD}. The reasons:",
+                problems,
+            )
+        return method(*args, **options)
+
+    return merge
+
+
+def _assigned_kinds(tuner: Any) -> Iterator[str]:
+    """Yield what peft merges by assigning ``weight.data``."""
+    for name, config in tuner.peft_config.items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind != "LORA":
+            yield f"{name} is {kind}"
+        if getattr(config, "trainable_token_indices", None):
+            yield f"{name} has trainable tokens"
+    for module in tuner.modules():
+        for name in getattr(module, "lora_variant", None) or {}:
+            yield f"{name} is a variant of LoRA ({type(module.lora_variant[name]).__name__})"
