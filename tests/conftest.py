@@ -20,6 +20,7 @@ import pytest
 from torchrun import SHARED
 
 if TYPE_CHECKING:
+    from cuda_runs import CudaRunner
     from models import Made
 
 TESTS = Path(__file__).resolve().parent
@@ -191,6 +192,25 @@ def _launch(
 def _reported(folder: Path, rank: int) -> dict[str, Any]:
     path = folder / f"report.{rank}.json"
     return json.loads(path.read_text()) if path.is_file() else {}
+
+
+@pytest.fixture(scope="session")
+def cuda() -> CudaRunner:
+    """CUDA devices, real or simulated; skips where there are none."""
+    import torch
+    from cuda_runs import CudaRunner, simulated
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; .ci/cuda runs these tests on simulated ones")
+    return CudaRunner(torch.cuda.device_count(), simulated())
+
+
+@pytest.fixture(scope="session")
+def simulated_cuda(cuda: CudaRunner) -> CudaRunner:
+    """Simulated CUDA devices; skips on real ones, whose number, size and processes a test cannot choose."""
+    if not cuda.simulated:
+        pytest.skip("for simulated CUDA devices (tests/simulated_cuda)")
+    return cuda
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ OUT = "SAFE_LOADING_TEST_OUT"
 TESTS = Path(__file__).resolve().parent
 # Where scripts in processes of their own find what the tests share; pytest puts these folders on its path by itself.
 # Not the simulated devices: transformers would take their torch_npu for an accelerator.
-SHARED = [str(TESTS), *sorted(str(p) for p in TESTS.iterdir() if p.is_dir() and p.name != "simulated_devices")]
+SHARED = [str(TESTS), *sorted(str(p) for p in TESTS.iterdir() if p.is_dir() and not p.name.startswith("simulated_"))]
 TAIL = 6000  # characters of a rank's output in a failure
 
 ENVIRONMENT = {

@@ -49,7 +49,7 @@ def test_each_device_holds_its_part_and_never_more_than_one_unit_besides(
 ) -> None:
     base = save_llama(tmp_path / "base", torch.bfloat16)
     world = torch.cuda.device_count()
-    found: list[dict[str, Any]] = run_ranks(SCRIPT, world, args=[base, version], timeout=300).found
+    found: list[dict[str, Any]] = run_ranks(SCRIPT, world, args=[base, str(version)], timeout=300).found
     record_property("ranks", found)  # the figures that docs/benchmarks.md records
     for rank, facts in enumerate(found):
         assert facts["equal"]

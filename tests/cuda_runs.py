@@ -1,0 +1,88 @@
+"""Scripts on CUDA devices, each in a process of its own, since a context lasts as long as its process.
+
+On real devices or on simulated ones (tests/simulated_cuda): the same script, with the same assertions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrun import OUT, environment_of_ranks, reports_of, run_ranks, script_folder
+
+# Ahead of every script: what tests ask of CUDA. `contexts` makes none.
+CUDA_PRELUDE = """
+import json, os, sys, torch
+def contexts():
+    if not torch.cuda.is_initialized():
+        return []
+    return [i for i in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(i)]
+"""
+
+
+class CudaScriptFailed(AssertionError):
+    """A script on CUDA devices failed; the text holds all that it said."""
+
+
+def simulated() -> bool:
+    """Whether this process's CUDA is the simulated one."""
+    try:
+        return hasattr(ctypes.CDLL("libcudart.so.13"), "sim_used")
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class CudaRunner:
+    """Runs scripts on the CUDA devices; a script hands facts to the test with ``report(name=value)``."""
+
+    count: int
+    simulated: bool
+
+    def run(
+        self,
+        script: str,
+        *,
+        args: Sequence[str | os.PathLike[str]] = (),
+        env: Mapping[str, str | None] | None = None,
+        timeout: float = 300,
+        check: bool = True,
+    ) -> dict[str, Any]:
+        """Run a script in a process that no launcher started; return what it reports, and its exit status as `code`."""
+        with script_folder(CUDA_PRELUDE + textwrap.dedent(script)) as folder:
+            command = [sys.executable, str(folder / "script.py"), *map(os.fspath, args)]
+            wanted = {**environment_of_ranks(), **self._machine(), OUT: str(folder), **(env or {})}
+            environment = {name: value for name, value in wanted.items() if value is not None}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+            if check and done.returncode != 0:
+                raise CudaScriptFailed(f"the script ended with code {done.returncode}:\n{done.stdout}{done.stderr}")
+            return {**reports_of(folder, 1)[0], "code": done.returncode}
+
+    def run_ranks(
+        self,
+        script: str,
+        ranks: int,
+        *,
+        args: Sequence[str | os.PathLike[str]] = (),
+        env: Mapping[str, str | None] | None = None,
+        timeout: float = 300,
+    ) -> list[dict[str, Any]]:
+        """The same in ranks of torchrun, and what each of them reports."""
+        whole = CUDA_PRELUDE + textwrap.dedent(script)
+        done = run_ranks(whole, ranks, args=args, env={**self._machine(), **(env or {})}, timeout=timeout)
+        return done.found
+
+    def _machine(self) -> dict[str, str]:
+        """A simulated machine of its own for each script, and its ``nvidia-smi`` on the path."""
+        if not self.simulated:
+            return {}
+        programs = str(Path(sys.executable).parent)
+        return {"SIMCUDA_MACHINE": uuid.uuid4().hex, "PATH": os.pathsep.join((programs, os.environ.get("PATH", "")))}
