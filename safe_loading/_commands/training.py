@@ -1,4 +1,4 @@
-"""The arguments that describe a training step, shared by ``audit`` and ``plan``."""
+"""The arguments that describe a training step, shared by ``audit``, ``plan`` and ``predict``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that describe a training step."""
     declare = parser.add_argument
     declare("--train", metavar="[ROWSx]TOKENS", help="a training step of ROWS x TOKENS, such as 4x1024")
-    declare("--gradient-checkpointing", action="store_true", help="recompute activations when backpropagating")
+    declare(
+        "--gradient-checkpointing",
+        "--checkpointing",
+        action="store_true",
+        help="recompute activations when backpropagating",
+    )
     declare("--optimizer", help="such as adamw_8bit or sgd (default: adamw)")
     declare("--adapter", metavar="DIR", help="the folder of the adapter that is trained")
 

@@ -55,12 +55,21 @@ class MemoryBar:
         return sum(segment.bytes for segment in self.segments)
 
 
-def draw_bars(bars: Sequence[MemoryBar]) -> str:
-    """Return the bars as an SVG, on one scale, above a legend."""
+class Mark(NamedTuple):
+    """A line down through all bars, at a number of bytes; its label stands above the bars."""
+
+    label: str
+    bytes: int
+
+
+def draw_bars(bars: Sequence[MemoryBar], marks: Sequence[Mark] = ()) -> str:
+    """Return the bars as an SVG, on one scale, above a legend; marks that are far to the right are left out."""
     # At least one byte, so that bars without bytes do not divide by zero.
-    scale = _WIDTH / max([1, *(max(bar.total, bar.limit or 0) for bar in bars)])
+    widest = max([1, *(max(bar.total, bar.limit or 0) for bar in bars)])
+    marks = _near_marks(marks, widest)
+    scale = _WIDTH / max([widest, *(mark.bytes for mark in marks)])
     shapes: list[str] = []
-    y = 0
+    top = y = len(marks) * _LINE
     for bar in bars:
         limit = "" if bar.limit is None else f" of {format_bytes(bar.limit)}"
         # cut before the sizes and not after them; the whole label is shown when the pointer rests on it
@@ -70,6 +79,8 @@ def draw_bars(bars: Sequence[MemoryBar]) -> str:
         shapes.append(f'<text x="0" y="{y + 14}" font-weight="bold">{text}{tooltip}</text>')
         shapes += _bar_shapes(bar, y + _LINE, scale)
         y += _LINE + _BAR + _GAP
+    for row, mark in enumerate(marks):
+        shapes += _mark_shapes(mark, row * _LINE, max(top, y - _GAP), scale)
     names = list(dict.fromkeys(segment.name for bar in bars for segment in bar.segments if segment.bytes > 0))
     for place, name in enumerate(names):
         row, column = divmod(place, _LEGEND_COLUMNS)
@@ -81,6 +92,22 @@ def draw_bars(bars: Sequence[MemoryBar]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 -4 {_WIDTH + 8} {height + 8}" width="{_WIDTH + 8}"'
     style = f'font-family="sans-serif" font-size="12" fill="{_TEXT}" role="img"'
     return "\n".join([f"{head} {style}>", *shapes, "</svg>"])
+
+
+def _near_marks(marks: Sequence[Mark], widest: int) -> list[Mark]:
+    """Return the marks up to the first that is wider than every bar, so that the bars do not become tiny."""
+    ordered = sorted(marks, key=lambda mark: mark.bytes)
+    first_beyond = next((mark.bytes for mark in ordered if mark.bytes >= widest), None)
+    return [mark for mark in ordered if first_beyond is None or mark.bytes <= first_beyond]
+
+
+def _mark_shapes(mark: Mark, top: int, bottom: int, scale: float) -> list[str]:
+    x = mark.bytes * scale
+    line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}" stroke="#333333" stroke-dasharray="4 3"/>'
+    # a label on the right half stands to the left of its line, where there is room
+    anchor, at = ("end", x - 4) if x > _WIDTH / 2 else ("start", x + 4)
+    text = html.escape(f"{mark.label}: {format_bytes(mark.bytes)}")
+    return [line, f'<text x="{at:.1f}" y="{top + 12}" text-anchor="{anchor}">{text}</text>']
 
 
 def _bar_shapes(bar: MemoryBar, top: int, scale: float) -> list[str]:

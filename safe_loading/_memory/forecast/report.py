@@ -88,8 +88,8 @@ class MemoryForecast(Report):
         more than it has. This replays the step's allocations with the memory of the card as their limit.
         """
         limit = memory - self.context_bytes
-        if self.reserved_peak_bytes <= limit:
-            return True
+        if self.reserved_peak_bytes <= limit or self.allocated_peak_bytes > limit:
+            return self.reserved_peak_bytes <= limit
         return replay(self.events, limit=limit, expandable_segments=self.expandable_segments).failed_at is None
 
     def _title(self) -> str:

@@ -1,0 +1,212 @@
+"""``python -m safe_loading predict``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .answer import INFEASIBLE, OK, Answer, Commands
+from .training import add_training, refuse_unused, training
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from safe_loading._core.cards import Card
+    from safe_loading._core.workload import Workload
+    from safe_loading._memory.forecast.on_cards import ForecastsOnCards, OnCards
+    from safe_loading._memory.forecast.report import MemoryForecast
+
+_CARDS = ("l4", "l40s", "h100")
+_FIRST = {"batch": 1, "length": 512}
+_MOST_VALUES = 8
+_SHORT = {"alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
+_QUANTIZATION: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    summary = "what will a step take of a GPU, and which cards does it fit on? from the config alone"
+    more = f"{summary}. Exit status 3: it takes more than --limit."
+    parser = commands.add_parser("predict", help=summary, description=more)
+    declare = parser.add_argument
+    declare("model", metavar="MODEL", help="folder or hub id of a model or an adapter; its config is enough")
+    declare("--generate", metavar="[ROWSx]TOKENS", help="a prompt of ROWS x TOKENS and one token more")
+    add_training(parser)
+    declare("--lora", nargs="+", metavar="FIELD=VALUE", help="train a LoRA: r=16 alpha=32 targets=q_proj,v_proj")
+    declare("--quantization", choices=sorted(_QUANTIZATION), help="load the base in 4 or 8 bits, as bitsandbytes does")
+    declare("--dtype", help="dtype of the weights, such as bfloat16 (default: the checkpoint's)")
+    declare("--attention", metavar="NAME", help="as attn_implementation of from_pretrained, such as eager")
+    cards = f"such as h100 'rtx 4090' 24GB (default: {' '.join(_CARDS)})"
+    declare("--card", nargs="+", metavar="NAME|SIZE", help=cards)
+    declare("--sweep", choices=("batch", "length"), help="forecast several sizes, until none of the cards takes it")
+    declare("--values", metavar="N,N,...", help="the sizes of --sweep (default: doubled from 1 row or 512 tokens)")
+    declare("--limit", metavar="SIZE", help="exit with 3 if a step takes more than this, context included: 80GB")
+    declare("--picture", metavar="FILE", help="write the bars and the cards' memory to an SVG")
+    declare("--trust-remote-code", action="store_true", help="run the repository's own code")
+    declare("--json", action="store_true", help="print the forecasts as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> Answer:
+    from safe_loading._core.cards import card_of
+    from safe_loading._core.parse_size import parse_size
+    from safe_loading._memory.forecast.on_cards import ForecastsOnCards
+
+    if arguments.sweep is None:
+        refuse_unused(arguments, "values", needs="--sweep")
+    limit = None if arguments.limit is None else parse_size(arguments.limit, "--limit")
+    cards = tuple(card_of(name) for name in arguments.card or _CARDS)
+    workload = _workload(arguments)
+    forecast = _forecaster(arguments)
+    rows = tuple(_rows(arguments, workload, cards, forecast))
+    report = ForecastsOnCards(arguments.sweep or "", cards, rows)
+    if arguments.picture is not None:
+        _write(Path(arguments.picture), report._repr_svg_())
+    fits = limit is None or all(forecast.fits(limit) for row in rows for forecast in row.forecasts)
+    texts = [_json(report, limit, fits=fits)] if arguments.json else list(_texts(report, arguments.limit, fits=fits))
+    return Answer(texts, OK if fits else INFEASIBLE)
+
+
+def _texts(report: ForecastsOnCards, limit: str | None, *, fits: bool) -> Iterator[str]:
+    if not report.varied:
+        yield f"{report.rows[0].forecasts[0]}\n"
+    yield str(report)
+    if limit is not None:
+        yield f"\n{'Within' if fits else 'MORE THAN'} the limit of {limit}."
+
+
+def _json(report: ForecastsOnCards, limit: int | None, *, fits: bool) -> str:
+    facts = json.loads(report.to_json())
+    return json.dumps({**facts, "limit": limit, "within_limit": None if limit is None else fits}, indent=2)
+
+
+def _rows(
+    arguments: argparse.Namespace,
+    workload: Workload,
+    cards: tuple[Card, ...],
+    forecast: Callable[[Workload, tuple[int, int]], MemoryForecast],
+) -> Iterator[OnCards]:
+    from safe_loading._memory.forecast.on_cards import OnCards
+
+    field = {"batch": "batch_size", "length": "sequence_length"}.get(arguments.sweep or "")
+    for value in _values(arguments) if field else [None]:
+        step = workload if field is None else workload.replace(**{field: value})
+        by_capability = {capability: forecast(step, capability) for capability in {card.capability for card in cards}}
+        forecasts = tuple(by_capability[card.capability] for card in cards)
+        fits = tuple(made.fits(card.memory) for made, card in zip(forecasts, cards, strict=True))
+        yield OnCards("" if value is None else str(value), forecasts, fits)
+        if arguments.values is None and not any(fits):
+            return
+
+
+def _values(arguments: argparse.Namespace) -> list[int]:
+    from safe_loading.errors import ArgumentError
+
+    if arguments.values is None:
+        return [_FIRST[arguments.sweep] << place for place in range(_MOST_VALUES)]
+    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", arguments.values):
+        raise ArgumentError(f"--values {arguments.values}: write whole numbers with commas between them: 1,2,4.")
+    return sorted({int(value) for value in arguments.values.split(",")})
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    from safe_loading._core.workload import Workload
+    from safe_loading.errors import ArgumentError
+
+    kinds = [name for name in ("train", "generate") if getattr(arguments, name) is not None]
+    if len(kinds) != 1:
+        raise ArgumentError("say what is run, with one of --train 4x1024 and --generate 1x4096.")
+    if arguments.lora is not None and arguments.adapter is not None:
+        raise ArgumentError("--lora and --adapter are two ways to say what is trained: give one of them.")
+    adapter = arguments.adapter if arguments.lora is None else _lora(arguments.lora)
+    if kinds == ["train"]:
+        return training(arguments).replace(adapter=adapter)
+    refuse_unused(arguments, "gradient_checkpointing", "optimizer")
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)", arguments.generate.lower())
+    if match is None:
+        raise ArgumentError(f"--generate {arguments.generate}: write ROWSxTOKENS, such as 1x4096, or only TOKENS.")
+    return Workload.generate(int(match[1] or 1), int(match[2]), adapter=adapter)
+
+
+def _lora(pairs: list[str]) -> LoraConfig:
+    import dataclasses
+
+    from peft import LoraConfig
+
+    from safe_loading.errors import ArgumentError
+
+    known = {field.name for field in dataclasses.fields(LoraConfig)}
+    fields: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        name = _SHORT.get(name, name)
+        if not equals or name not in known:
+            problem = f"peft.LoraConfig has no field {name!r}" if equals else "is not FIELD=VALUE"
+            raise ArgumentError(f"--lora {pair}: {problem}; write r=16 alpha=32 targets=q_proj,v_proj.")
+        fields[name] = _value(value)
+    try:
+        return LoraConfig(**fields)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"--lora {' '.join(pairs)}: peft refuses it: {error}") from error
+
+
+def _value(text: str) -> object:
+    """Return a number, a flag, a list of names or a name, as the text of one is written in JSON or with commas."""
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text.split(",") if "," in text or not text.startswith("all-") else text
+
+
+def _forecaster(arguments: argparse.Namespace) -> Callable[[Workload, tuple[int, int]], MemoryForecast]:
+    from safe_loading._memory.predict_memory import predict_memory
+
+    source: Any = arguments.model if arguments.quantization is None else _quantized_config(arguments)
+
+    def forecast(workload: Workload, capability: tuple[int, int]) -> MemoryForecast:
+        return predict_memory(
+            source,
+            workload,
+            capability=capability,
+            dtype=arguments.dtype,
+            attn_implementation=arguments.attention,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+
+    return forecast
+
+
+def _quantized_config(arguments: argparse.Namespace) -> object:
+    from transformers import BitsAndBytesConfig
+
+    from safe_loading._checkpoint.hub import resolve, small_files
+    from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
+    from safe_loading._model.model_config import read_config
+    from safe_loading.errors import ArgumentError
+
+    folder = resolve(arguments.model, small_files).folder
+    if (folder / ADAPTER_CONFIG).exists():
+        raise ArgumentError(f"{arguments.model} is an adapter: write its base for MODEL, and --adapter {folder}.")
+    config = read_config(folder, trust_remote_code=arguments.trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ArgumentError(f"{arguments.model} is quantized already; drop --quantization {arguments.quantization}.")
+    options = _QUANTIZATION[arguments.quantization]
+    config.quantization_config = BitsAndBytesConfig(**options)  # type: ignore[no-untyped-call]  # not annotated
+    return config
+
+
+def _write(path: Path, text: str) -> None:
+    from safe_loading.errors import OutputError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"--picture {path} cannot be written: {error}") from error

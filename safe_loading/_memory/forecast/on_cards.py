@@ -1,0 +1,82 @@
+"""``ForecastsOnCards``: forecasts of a step in one or several sizes, beside the cards that they fit on. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from safe_loading._core.bars import Mark, draw_bars
+from safe_loading._core.cards import Card, card_text
+from safe_loading._core.report import Report, Table, format_bytes
+
+from .report import MemoryForecast, forecast_bar
+
+_SHOWN = ("weights", "gradients", "optimizer", "saved_activations", "kv_cache", "temporary")
+
+
+@dataclass(frozen=True)
+class OnCards:
+    """One size of the step, forecast for each of the cards.
+
+    Attributes:
+        label: The size, such as ``"4"``; empty if there is only one.
+        forecasts: For each card the forecast with its kernels; equal ones are the same object.
+        fits: Whether the step runs on each card.
+    """
+
+    label: str
+    forecasts: tuple[MemoryForecast, ...]
+    fits: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class ForecastsOnCards(Report):
+    """Forecasts beside cards. A step may fit on a card with less than its total: the allocator then gives cache back.
+
+    Attributes:
+        varied: What differs between the rows: ``"batch"``, ``"length"``, or nothing.
+        cards: The cards.
+        rows: The sizes, smallest first.
+    """
+
+    varied: str
+    cards: tuple[Card, ...]
+    rows: tuple[OnCards, ...]
+
+    def _title(self) -> str:
+        first = self.rows[0].forecasts[0]
+        return f"{first.model}, {first.workload}" + (f", by {self.varied}" if self.varied else "")
+
+    def _tables(self) -> list[Table]:
+        parts = [name for name in _SHOWN if any(row.forecasts[0].components.get(name) for row in self.rows)]
+        header = [*([self.varied] if self.varied else []), *(name.replace("_", " ") for name in parts), "allocated"]
+        header += [card_text(card) for card in self.cards]
+        return [Table(header, [self._cells(row, parts) for row in self.rows])]
+
+    def _cells(self, row: OnCards, parts: list[str]) -> list[str]:
+        forecast = row.forecasts[0]
+        sizes = [*(forecast.components[name] for name in parts), forecast.allocated_peak_bytes]
+        fits = zip(row.forecasts, row.fits, strict=True)
+        answers = [f"{'fits' if fits else 'no'}, {format_bytes(made.total_bytes)}" for made, fits in fits]
+        return [*([row.label] if self.varied else []), *map(format_bytes, sizes), *answers]
+
+    def _notes(self) -> list[str]:
+        return [f"The peak is reached in the {self.rows[-1].forecasts[0].peak_at}.", *self.rows[0].forecasts[0].notes]
+
+    def _picture(self) -> str:
+        return self._repr_svg_()
+
+    def _repr_svg_(self) -> str:
+        """Return a bar for each size, and a line for the memory of each card."""
+        names = [f"{self.varied} {row.label}" if self.varied else self._title() for row in self.rows]
+        bars = [forecast_bar(row.forecasts[0], name) for row, name in zip(self.rows, names, strict=True)]
+        return draw_bars(bars, [Mark(card.name, card.memory) for card in self.cards])
+
+    def _facts(self) -> Mapping[str, object]:
+        rows = []
+        for row in self.rows:
+            fits = {card.name: fits for card, fits in zip(self.cards, row.fits, strict=True)}
+            size = {self.varied: int(row.label)} if self.varied else {}
+            rows.append({**size, "fits": fits, "forecast": row.forecasts[0]._facts()})
+        cards = [{"name": card.name, "memory": card.memory} for card in self.cards]
+        return {"varied": self.varied or None, "cards": cards, "rows": rows}

@@ -1,0 +1,143 @@
+"""``python -m safe_loading predict``: the forecast of a step beside the cards, from a folder with a config alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import SIZES
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig, LlamaConfig
+
+from safe_loading import ArgumentError, Workload, predict_memory
+from safe_loading.__main__ import main
+from safe_loading._core.cards import CARDS, card_of
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("config")
+    LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(made)
+    return made
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any]:
+    status = main(["predict", *map(str, words)])
+    said = capsys.readouterr()
+    return status, json.loads(said.out) if "--json" in words else said.out + said.err
+
+
+def test_the_line_that_people_type(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lora = ["--lora", "r=4", "alpha=8", "targets=q_proj,v_proj"]
+    words = ["--train", "2x64", *lora, "--quantization", "nf4", "--checkpointing", "--card", "h100"]
+    status, found = answer(capsys, folder, *words, "--json")
+    assert status == 0
+    config = LlamaConfig.from_pretrained(folder)
+    config.quantization_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    adapter = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    expected = predict_memory(config, Workload.train(2, 64, True, adapter=adapter), capability=(9, 0))
+    (row,) = found["rows"]
+    assert row["forecast"]["allocated_peak_bytes"] == expected.allocated_peak_bytes
+    assert row["forecast"]["total_bytes"] == expected.total_bytes
+    assert row["fits"] == {"h100": True}
+    assert found["cards"] == [{"name": "h100", "memory": CARDS["h100"].memory}]
+    assert found["limit"] is None
+    _, text = answer(capsys, folder, *words)
+    assert "saved_activations" in text
+    assert re.search(r"h100 \(79.1 GiB\)\n", text)
+    assert "fits, " in text
+
+
+def test_a_sweep_ends_with_the_first_size_that_no_card_takes(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "sweep.svg"
+    sizes = ("--card", "545MiB", "560MiB", "--sweep", "batch", "--picture", picture)
+    status, found = answer(capsys, folder, "--train", "1x64", *sizes, "--json")
+    assert status == 0
+    assert [row["batch"] for row in found["rows"]] == [1 << place for place in range(len(found["rows"]))]
+    fits = [list(row["fits"].values()) for row in found["rows"]]
+    assert fits[0][1]
+    assert not any(fits[-1])
+    assert all(any(row) for row in fits[:-1])
+    totals = [row["forecast"]["total_bytes"] for row in found["rows"]]
+    assert totals == sorted(totals)
+    drawn = picture.read_text(encoding="utf-8")
+    assert "545MiB: 545.0 MiB" in drawn  # the line of each card
+    assert drawn.count("<line ") == 2
+    assert "batch 1" in drawn
+
+
+def test_a_sweep_over_lengths_that_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (folder, "--generate", "2x8", "--sweep", "length", "--values", "64,16", "--card", "24GB")
+    status, found = answer(capsys, *words, "--json")
+    assert [row["length"] for row in found["rows"]] == [16, 64]
+    expected = predict_memory(str(folder), Workload.generate(2, 64)).allocated_peak_bytes
+    assert found["rows"][1]["forecast"]["allocated_peak_bytes"] == expected
+    assert status == 0
+    assert "length" in answer(capsys, *words)[1]
+
+
+def test_the_limit_decides_the_exit_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = (folder, "--train", "1x16", "--card", "24GB", "--limit")
+    assert answer(capsys, *step, "80GB", "--json")[1]["within_limit"] is True
+    status, text = answer(capsys, *step, "80GB")
+    assert (status, "Within the limit of 80GB." in text) == (0, True)
+    status, text = answer(capsys, *step, "100MB")
+    assert (status, "MORE THAN the limit of 100MB." in text) == (3, True)
+    status, found = answer(capsys, *step, "100MB", "--json")
+    assert (status, found["limit"], found["within_limit"]) == (3, 10**8, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--train 4x1024 and --generate"),
+        (["--train", "1x8", "--generate", "8"], "with one of"),
+        (["--train", "many"], "write ROWSxTOKENS"),
+        (["--generate", "many"], "write ROWSxTOKENS"),
+        (["--train", "8", "--values", "1,2"], "without --sweep"),
+        (["--train", "8", "--sweep", "batch", "--values", "1;2"], "whole numbers with commas"),
+        (["--train", "8", "--lora", "rank=8"], "no field 'rank'"),
+        (["--train", "8", "--lora", "r"], "is not FIELD=VALUE"),
+        (["--train", "8", "--lora", "r=8", "--adapter", "x"], "give one of them"),
+        (["--train", "8", "--card", "a100"], "a100-40gb or a100-80gb"),
+        (["--train", "8", "--card", "h10"], "write h100"),
+        (["--train", "8", "--limit", "much"], "is not a size"),
+        (["--generate", "8", "--checkpointing"], "without --train"),
+        (["--train", "8", "--picture", "/no/such/folder/x.svg", "--card", "24GB"], "cannot be written"),
+    ],
+)
+def test_wrong_usage_is_explained(
+    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = answer(capsys, folder, *words)
+    assert status == 1
+    assert said in text
+
+
+def test_an_adapter_is_forecast_on_its_base(
+    tiny_llama: Path, tiny_adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, found = answer(capsys, tiny_adapter, "--train", "1x16", "--card", "24GB", "--json")
+    assert status == 0
+    assert found["rows"][0]["forecast"]["components"]["adapters"] > 0
+    status, text = answer(capsys, tiny_adapter, "--train", "1x16", "--quantization", "nf4")
+    assert (status, "write its base for MODEL" in text) == (1, True)
+
+
+def test_names_of_cards() -> None:
+    for text in ("h100", "H100", "NVIDIA H100", "h100-80gb", "H100 SXM"):
+        assert card_of(text) is CARDS["h100"]
+    assert card_of("GeForce RTX 4090") is card_of("4090") is CARDS["rtx-4090"]
+    assert card_of("Tesla T4").capability == (7, 5)
+    assert card_of("24GB").memory == 24 * 10**9
+    assert card_of("1.5GiB").memory == GIB * 3 // 2
+    assert all(card_of(name) is card for name, card in CARDS.items())
+    with pytest.raises(ArgumentError, match="known are t4, v100-16gb"):
+        card_of("zzz")
