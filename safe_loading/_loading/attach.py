@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import NamedTuple
 
 import torch
 from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel
@@ -19,14 +17,27 @@ from safe_loading._core.report import Finding
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
-from safe_loading.errors import AdapterError, ArgumentError
+from safe_loading.errors import AdapterError, ArgumentError, SafeLoadingError
 
 from .adapter_facts import AdapterFacts
 from .adapter_values import read_tensors, rename_keys, value_findings
 from .fill_slots import fill_slots, overwrite_base
 from .match import Match, match_tensors
-from .peft_config import build_config, can_build_on_meta, changes_base, refuse_costly_patterns
+from .peft_config import build_config, refuse_costly_patterns
 from .slots import AdapterSlot, RoutedTensors, new_slots, own_tensor, route
+from .starts import (
+    BaseWatch,
+    adapted_weights,
+    builds_on_meta,
+    holds_finished_prompt,
+    may_change_base,
+    skip_deferred_start,
+    start_findings,
+    start_is_there,
+    starts_on_base,
+    without_repeated_layers,
+    without_start_on_base,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +77,26 @@ class Attached:
         return cls(model, findings, dtypes, len(unique), sum(tensor.nbytes for tensor in unique), renamed)
 
 
-class Injection(NamedTuple):
+@dataclasses.dataclass
+class Injection:
     """The modules that peft built for an adapter, still without the file's tensors."""
 
     model: PeftModel
     match: Match
     slots: dict[str, AdapterSlot]  # the adapter's tensors in the model, by key
     renamed: dict[str, str]  # {key on disk: key used}
+    changed: list[torch.Tensor] = dataclasses.field(default_factory=list)  # the base's weights that the start changed
 
 
 def prepare(name: str, facts: AdapterFacts, *, is_trainable: bool) -> Adapter:
     """Read an adapter's config and tensors and check the values."""
     config, findings = build_config(facts, is_trainable=is_trainable)
+    if is_trainable and holds_finished_prompt(config):
+        raise AdapterError(
+            f"{facts.weights}: {facts.config['peft_type']} trains an encoder that makes the prompt, and the file holds "
+            f"the finished prompt without it, so that its training cannot go on. Leave is_trainable=True out to run "
+            f"it, or train a new one with peft.get_peft_model."
+        )
     tensors = read_tensors(facts)
     return Adapter(name, facts, config, tensors, (*findings, *value_findings(facts, tensors)))
 
@@ -98,15 +117,19 @@ def check_on_meta(meta_model: torch.nn.Module, adapters: Sequence[Adapter]) -> N
     problems: list[str] = []
     model = meta_model
     for adapter in adapters:
-        if not can_build_on_meta(adapter.config):
+        if not builds_on_meta(adapter.config):
             continue  # needs the base's values; checked when it is attached
+        before = Snapshot(model)
         try:
             injection = _inject_and_match(model, _with_own_config(adapter), on_meta=True)
+        except _NeedsValues:
+            before.restore()
+            continue
         except AdapterError as error:
             problems += error.problems or [str(error)]
             continue
         model = injection.model
-        problems += _errors(adapter, injection.match)
+        problems += _errors((*adapter.findings, *injection.match.findings, *_findings_of_start(adapter, injection)))
     if problems:
         raise refusal(adapters, type(meta_model).__name__, problems)
 
@@ -117,6 +140,7 @@ def attach(
     device: torch.device,
     *,
     undo: Sequence[Snapshot],
+    keep_base: bool = False,
     dtype: torch.dtype | None = None,
     strict: bool = True,
     copy: bool = True,
@@ -124,30 +148,85 @@ def attach(
     """Attach an adapter to ``model``, a base model or a PeftModel that has other adapters.
 
     ``undo`` is a snapshot of the model as it is now, then earlier ones: when this raises, restoring them makes the
-    model what it was. Base weights are kept in all of them before they are overwritten. ``dtype`` None leaves each
+    model what it was. Base weights are kept in all of them before they are overwritten from the file; with
+    ``keep_base`` the last one keeps those, too, that the adapter's start is about to change. ``dtype`` None leaves each
     tensor as it is on disk. With ``strict``, a finding of severity "error" refuses the adapter. Without ``copy``, the
     model gets the tensors of ``adapter`` itself where they are on ``device`` already.
     """
-    on_meta = can_build_on_meta(adapter.config)
-    unused = _with_own_config(adapter)
-    injection = _inject_and_match(model, adapter, on_meta=on_meta)
-    errors = _errors(adapter, injection.match)
-    if errors and (strict or not (injection.match.values or adapter.config.is_prompt_learning)):
-        raise refusal([adapter], type(_base_of(model)).__name__, errors)
-    if on_meta and _needs_base_values(adapter, injection):
-        # Only now is it known that something on meta has no value in the file. Build again, with values this time.
-        undo[0].restore()
-        injection = _inject_and_match(model, unused, on_meta=False)
+    # What is known of the files alone comes first, so that it can be refused before the base is touched.
+    injection, on_base = _inject_on_meta(model, adapter, undo[0]), _with_own_config(adapter)
+    if injection is None:
+        injection = _start_on_base(model, on_base, list(model.parameters()), undo[-1:] if keep_base else ())
+        _refuse(adapter, injection, injection.match.findings, strict=strict)
+    else:
+        _refuse(adapter, injection, injection.match.findings, strict=strict)
+        needs_start = starts_on_base(adapter.config) and not start_is_there(injection.model, adapter.name)
+        if needs_start or _needs_base_values(injection):
+            # Only now is it known that something on meta has no value in the file. Build again, with values this time.
+            weights = adapted_weights(injection.model, adapter.name)
+            undo[0].restore()
+            injection = _start_on_base(model, on_base, weights, undo[-1:] if keep_base else ())
+        else:
+            skip_deferred_start(injection.model, adapter.name)
+    start = _findings_of_start(adapter, injection)
+    _refuse(adapter, injection, start, strict=strict)
     fill_slots(injection.slots, injection.match.values, device, dtype, copy=copy)
     overwritten = overwrite_base(injection.model, injection.match.base_writes, adapter.file, undo)
     now = (own_tensor(slot.owner, slot.name) for slot in injection.slots.values())
     tensors = [tensor for tensor in now if tensor is not None]
-    findings = [*adapter.findings, *injection.match.findings, *overwritten]
+    findings = [*adapter.findings, *injection.match.findings, *start, *overwritten]
     return Attached.of(injection.model, findings, tensors, injection.renamed)
 
 
-def _errors(adapter: Adapter, match: Match) -> list[str]:
-    return [str(finding) for finding in (*adapter.findings, *match.findings) if finding.severity == "error"]
+class _NeedsValues(Exception):
+    """peft asked a tensor on meta for its values."""
+
+
+def _inject_on_meta(model: torch.nn.Module, adapter: Adapter, before: Snapshot) -> Injection | None:
+    """Let peft build the modules without memory; None, and the model as it was, when that takes the base's values."""
+    if not builds_on_meta(adapter.config):
+        return None
+    try:
+        return _inject_and_match(model, adapter, on_meta=True)
+    except _NeedsValues:
+        before.restore()
+        return None
+
+
+def _start_on_base(
+    model: torch.nn.Module, adapter: Adapter, weights: Iterable[torch.Tensor], keep: Iterable[Snapshot]
+) -> Injection:
+    """Let peft build and initialize the modules, and see which of the base's ``weights`` that changes."""
+    if not may_change_base(adapter.config):
+        return _inject_and_match(model, adapter, on_meta=False)
+    weights = list(weights)
+    for snapshot in keep:
+        for weight in weights:
+            snapshot.keep(weight)
+    watch = BaseWatch(weights)
+    injection = _inject_and_match(model, adapter, on_meta=False)
+    injection.changed = watch.changed()
+    return injection
+
+
+def _findings_of_start(adapter: Adapter, injection: Injection) -> list[Finding]:
+    model, name = injection.model, adapter.name
+    is_there = starts_on_base(adapter.config) and start_is_there(model, name)
+    changed = injection.changed
+    if starts_on_base(adapter.config) and any(slot.tensor.is_meta for slot in injection.slots.values()):
+        changed = adapted_weights(model, name)  # as it will
+    return start_findings(model, name, adapter.file, changed=changed, is_there=is_there)
+
+
+def _refuse(adapter: Adapter, injection: Injection, findings: Iterable[Finding], *, strict: bool) -> None:
+    """Refuse an adapter with errors, and one of which nothing fits whatever ``strict`` says."""
+    errors = _errors((*adapter.findings, *findings))
+    if errors and (strict or not (injection.match.values or adapter.config.is_prompt_learning)):
+        raise refusal([adapter], type(_base_of(injection.model)).__name__, errors)
+
+
+def _errors(findings: Iterable[Finding]) -> list[str]:
+    return [str(finding) for finding in findings if finding.severity == "error"]
 
 
 def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool) -> Injection:
@@ -167,21 +246,34 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
     with quiet():
         if on_meta:
             # No memory is used and no number is drawn: every value comes from the file.
-            with _without_base_changing_init(config), MetaStandIns(model), torch.device("meta"), NoInit():
-                injected = _inject(model, config, adapter)
+            with without_start_on_base(config), MetaStandIns(model), torch.device("meta"), NoInit():
+                injected = _inject(model, config, adapter, on_meta=True)
         else:
-            injected = _inject(model, config, adapter)
-    slots = new_slots(injected, before)
-    routed = _route(injected, adapter, file.tensors)
-    if config.is_prompt_learning:
-        # peft loads these straight into the prompt encoder, so no tensor goes through a state-dict key
-        return Injection(injected, Match({}, {}, file.findings), slots, file.renamed)
-    match = match_tensors(injected, config, adapter.file, slots, routed, embeddings)
+            with without_repeated_layers(model, config):
+                injected = _inject(model, config, adapter, on_meta=False)
+    with _in_the_model(injected, adapter.name):
+        slots = new_slots(injected, before)
+        routed = _route(injected, adapter, file.tensors)
+        if config.is_prompt_learning:
+            # peft loads these straight into the prompt encoder, so no tensor goes through a state-dict key
+            return Injection(injected, Match({}, {}, file.findings), slots, file.renamed)
+        match = match_tensors(injected, adapter.name, adapter.file, slots, routed, embeddings)
     match.findings[:0] = file.findings
     return Injection(injected, match, slots, file.renamed)
 
 
-def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter) -> PeftModel:
+@contextmanager
+def _in_the_model(model: PeftModel, name: str) -> Iterator[None]:
+    """Put an adapter's modules into the model: peft keeps those of inactive adaption prompts outside of it."""
+    activate = getattr(model.base_model, "_temporarily_active", None)
+    if activate is None:
+        yield
+        return
+    with activate(name):
+        yield
+
+
+def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_meta: bool) -> PeftModel:
     name = adapter.name
     # autocast_adapter_dtype would cast 16-bit factors to float32; here each keeps the dtype that it has on disk.
     try:
@@ -190,9 +282,14 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter) -> Pef
             return model
         peft_class = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(str(config.task_type), PeftModel)
         return peft_class(model, config, adapter_name=name, autocast_adapter_dtype=False)
+    except (SafeLoadingError, MemoryError, torch.OutOfMemoryError):
+        raise
     # What the checks of peft's methods raise, and what they run into where a check is missing: a target that does not
     # exist, a module that the method does not support, a regular expression in target_modules that does not compile.
-    except (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, re.error) as error:
+    except Exception as error:
+        # "Tensor.item() cannot be called on meta tensors", "Cannot copy out of meta tensor", and others like them
+        if on_meta and isinstance(error, RuntimeError) and "meta" in str(error):
+            raise _NeedsValues from error
         raise AdapterError(
             f"{adapter.facts.folder / ADAPTER_CONFIG}: peft cannot add {name!r} to {type(_base_of(model)).__name__}: "
             f"{error}"
@@ -206,30 +303,13 @@ def _route(model: PeftModel, adapter: Adapter, tensors: dict[str, torch.Tensor])
         raise AdapterError(f"peft cannot map the tensors of {adapter.file} to the model: {error}") from error
 
 
-def _needs_base_values(adapter: Adapter, injection: Injection) -> bool:
+def _needs_base_values(injection: Injection) -> bool:
     """Return whether a tensor on meta gets its value from the base and not from the file."""
-    if changes_base(adapter.config) or injection.match.leaves_slots_empty:
-        return True
     # Trainable tokens keep the original rows of the embedding in a buffer, which peft saves nowhere.
-    return any(
+    return injection.match.leaves_slots_empty or any(
         slot.tensor.is_meta and key not in injection.match.values and not slot.is_parameter
         for key, slot in injection.slots.items()
     )
-
-
-@contextmanager
-def _without_base_changing_init(config: PeftConfig) -> Iterator[None]:
-    """Leave out an initialization that factorizes the base's weight (PiSSA, OLoRA), which has no values on meta."""
-    if not changes_base(config):
-        yield
-        return
-    settings = vars(config)  # the field is LoRA's; the base class does not declare it
-    init = settings["init_lora_weights"]
-    settings["init_lora_weights"] = False
-    try:
-        yield
-    finally:
-        settings["init_lora_weights"] = init
 
 
 def _base_of(model: torch.nn.Module) -> torch.nn.Module:

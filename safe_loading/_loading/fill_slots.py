@@ -103,7 +103,13 @@ def _as_in_slot(slot: AdapterSlot, value: torch.Tensor) -> torch.Tensor:
 
 def _set(slot: AdapterSlot, value: torch.Tensor) -> None:
     if isinstance(value, torch.nn.Parameter):
-        slot.owner._parameters[slot.name] = value
+        initialized = slot.owner._parameters[slot.name]
+        if initialized is None or initialized.is_meta:
+            slot.owner._parameters[slot.name] = value
+            return
+        # The same object: peft may have hung hooks on it (OSF's projection of gradients), or hold it elsewhere.
+        initialized.data = value.data
+        initialized.requires_grad_(value.requires_grad)
     else:
         slot.owner._buffers[slot.name] = value
 

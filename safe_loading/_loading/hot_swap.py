@@ -19,6 +19,7 @@ from .adapter_facts import factors_of_other_rank
 from .adapter_values import rename_keys
 from .attach import Adapter, Attached, refusal
 from .slots import AdapterSlot, adapter_slots, route
+from .starts import starts_on_base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,8 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
         check_hotswap_configs_compatible(model.peft_config[name], config)
     except ValueError as error:
         raise AdapterError(
-            f"{adapter.facts.source!r} cannot be swapped into adapter {name!r}: {error}. Load it under another name."
+            f"{adapter.facts.source!r} cannot be swapped into adapter {name!r}: {str(error).rstrip('.')}. Load it "
+            f"under another name."
         ) from error
     if not isinstance(config, LoraConfig):
         raise AdapterError(f"{adapter.facts.source!r} is {config.peft_type}; peft can hot-swap LoRA only.")
@@ -68,14 +70,15 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
 def commit_swap(model: PeftModel, staged: StagedSwap) -> Attached:
     """Overwrite the loaded adapter's values and scaling in place."""
     name, config = staged.adapter.name, staged.config
-    lora = {key: value for key, value in staged.values.items() if ".lora_" in key}
+    # peft finds the layer of a tensor by taking the last parts off its name, which is right for the two factors alone.
+    lora = {key: value for key, value in staged.values.items() if ".lora_A." in key or ".lora_B." in key}
     old_config = model.peft_config[name]
     # On the host: the new values are on the device already, and it may have no room for a third copy.
     old_values = {key: slot.tensor.detach().to("cpu", copy=True) for key, slot in staged.slots.items()}
     old_scalings = [(layer, layer.scaling[name]) for layer in _layers(model) if name in layer.scaling]
     try:
         hotswap_adapter_from_state_dict(model, lora, name, config)
-        # peft's function handles LoRA factors only; modules to save and trained biases are copied here
+        # what else belongs to the adapter: DoRA's magnitudes, modules to save, trained biases
         with torch.no_grad():
             for key in staged.values.keys() - lora.keys():
                 staged.slots[key].tensor.copy_(staged.values[key])
@@ -113,12 +116,28 @@ def _unsupported(model: PeftModel, adapter: Adapter, config: LoraConfig, padded:
         problems.append(f"adapter {adapter.name!r} is merged into the base. Call model.unmerge_adapter() first.")
     configs = (config, model.peft_config[adapter.name])
     patterns = any(getattr(each, name, None) for each in configs for name in ("rank_pattern", "alpha_pattern"))
+    problems += _other_start(*configs)
     if padded and patterns:
         problems.append("the ranks differ and one of the configs has patterns. Load it under another name.")
     # hotswap_adapter_from_state_dict ends in an AttributeError for these
     if any(adapter.name in layer.lora_embedding_A for layer in _layers(model)):
         problems.append("peft cannot swap a LoRA on an embedding. Load it under another name.")
     return problems
+
+
+def _other_start(new: LoraConfig, loaded: PeftConfig) -> list[str]:
+    """Return a problem when the base is not what the new adapter starts on."""
+    if not (starts_on_base(new) or starts_on_base(loaded)):
+        return []
+    # What such a start takes out of the base depends on these, and the loaded adapter has taken out its own.
+    names = ("init_lora_weights", "kasa_config", "r", "lora_alpha", "rank_pattern", "alpha_pattern")
+    different = [name for name in names if getattr(new, name, None) != getattr(loaded, name, None)]
+    if not different:
+        return []
+    values = ", ".join(f"{name} is {getattr(new, name)!r}, not {getattr(loaded, name)!r}" for name in different)
+    return [
+        f"the start of one of the two changes the base's weights, and they differ: {values}. Load it onto a new base"
+    ]
 
 
 def _other_rank(adapter: Adapter) -> list[str]:

@@ -169,7 +169,9 @@ def _attach_all(
         # adapters in it, and what it overwrites of the base is kept in the caller's too.
         snapshots = undo if undo and not parts else [Snapshot(model), *undo]
         dtype, strict = options.adapter_dtype, options.strict
-        attached = attach(model, adapter, options.device, undo=snapshots, dtype=dtype, strict=strict)
+        attached = attach(
+            model, adapter, options.device, undo=snapshots, keep_base=bool(undo), dtype=dtype, strict=strict
+        )
         model = attached.model
         parts.append(adapter_part(adapter, attached, options.device, time.perf_counter() - start))
         findings += attached.findings

@@ -112,7 +112,7 @@ def load_adapter_on_rank(
             if hotswap:
                 outcome = stage_swap(model, prepared, dtype=adapter_dtype)
             else:
-                outcome = attach(model, prepared, target, undo=undo, dtype=adapter_dtype, strict=strict)
+                outcome = attach(model, prepared, target, undo=undo, keep_base=True, dtype=adapter_dtype, strict=strict)
                 _set_training(model, prepared, is_trainable=is_trainable)
             check_devices(model, target)
             check_contexts(contexts_before, target)

@@ -42,18 +42,19 @@ _RIGHT_BASE = "pass the base that the adapter was trained on"
 
 def match_tensors(
     model: PeftModel,
-    config: PeftConfig,
+    name: str,
     file: str,
     slots: Mapping[str, AdapterSlot],
     routed: RoutedTensors,
     embeddings: Sequence[torch.Tensor],
 ) -> Match:
-    """Match a file's tensors with the slots of the model, which has the adapter's modules already.
+    """Match a file's tensors with the slots of the model, which has the modules of the adapter ``name`` already.
 
     ``file`` is its path, for the findings; ``embeddings`` are the base's input and output embedding weights, as they
     were before the injection.
     """
     match = Match({}, {}, [])
+    config = model.peft_config[name]
     rows = {tensor.shape[0] for tensor in embeddings}
     for key, value in routed.tensors.items():
         slot = slots.get(key)
@@ -65,7 +66,7 @@ def match_tensors(
             match.findings.append(_shape_mismatch(file, config, key, slot.tensor, value, rows))
     without_slot = {key: value for key, value in routed.tensors.items() if key not in slots}
     if without_slot:
-        _match_base_weights(model, config, file, without_slot, embeddings, match)
+        _match_base_weights(model, name, file, without_slot, embeddings, match)
     match.findings.extend(_missing(file, slots, routed))
     match.findings[:] = _one_for_all_layers(match.findings)
     match.findings.extend(_layer_counts(file, model, routed, match.findings))
@@ -112,14 +113,14 @@ def _shape_mismatch(
 
 def _match_base_weights(
     model: PeftModel,
-    config: PeftConfig,
+    name: str,
     file: str,
     without_slot: Mapping[str, torch.Tensor],
     embeddings: Sequence[torch.Tensor],
     match: Match,
 ) -> None:
     """Accept the weights of the base that peft saves with an adapter, and refuse all others."""
-    tensors = named_tensors(model)
+    tensors, config = named_tensors(model), model.peft_config[name]
     embedding_ids = {id(tensor) for tensor in embeddings}
     # save_embedding_layers writes the input and the output embedding, never one alone: that was a module to save.
     both_embeddings = embedding_ids <= {id(tensors[key]) for key in without_slot if key in tensors}
@@ -130,6 +131,10 @@ def _match_base_weights(
         tensor = tensors.get(key)
         if tensor is None:
             match.findings.append(_unexpected(file, key, modules, model))
+            continue
+        if name in key.split(".")[-2:]:
+            if not _same_values(tensor, value):
+                match.findings.append(_shared(file, key, name, value))
             continue
         trained_bias = getattr(config, "bias", "none") != "none" and key.endswith(".bias")
         embedding = key.rpartition(".")[0] in embedding_modules and (".base_layer." in key or both_embeddings)
@@ -142,6 +147,20 @@ def _match_base_weights(
             match.findings.append(_base_dtype(file, key, tensor, value))
         else:
             match.base_writes[key] = value
+
+
+def _same_values(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    return tensor.is_meta or (tensor.shape == value.shape and torch.equal(tensor, value.to(tensor)))
+
+
+def _shared(file: str, key: str, name: str, value: torch.Tensor) -> Finding:
+    """Return the finding on a tensor of which peft keeps one for all adapters, such as VeRA's projections."""
+    message = (
+        f"the adapters of the model share this tensor, and the file has other values than the adapters that are "
+        f"loaded; peft would overwrite theirs with those of {name!r}"
+    )
+    fix = "load it onto a base of its own (load_peft_on_rank)"
+    return fault("shared-tensor-differs", f"{file}: {key}", message, fix, value.nbytes)
 
 
 def _base_dtype(file: str, key: str, tensor: torch.Tensor, value: torch.Tensor) -> Finding:

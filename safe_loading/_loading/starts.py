@@ -1,0 +1,262 @@
+"""How an adapter starts: from its file alone, or from the values of the base, which some starts change as well."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType
+
+from safe_loading._checkpoint.faults import fault, note
+from safe_loading._core.report import Finding
+from safe_loading._model.peft_layers import LoraModule, is_lora_layer
+from safe_loading.errors import AdapterError
+
+from .peft_config import can_build_on_meta, changes_base, is_lora
+
+# Fields of LoraConfig after which every value of the adapter is in its file, whatever they say. What a later release
+# adds is not among them, so a field that is set and not known here gets peft's own start, on the real base.
+_PLAIN_FIELDS = (
+    "alora_invocation_tokens alpha_pattern arrow_config auto_mapping base_model_name_or_path bias corda_config "
+    "ensure_weight_tying eva_config exclude_modules fan_in_fan_out inference_mode init_lora_weights kasa_config "
+    "layer_replication layers_pattern layers_to_transform loftq_config lora_alpha lora_bias lora_dropout "
+    "lora_ga_config megatron_config megatron_core modules_to_save peft_type peft_version qalora_group_size r "
+    "rank_pattern revision runtime_config target_modules target_parameters task_type trainable_token_indices "
+    "use_bdlora use_dora use_qalora use_rslora"
+)
+_VALUES_ARE_IN_THE_FILE = frozenset(_PLAIN_FIELDS.split())
+# Starts that leave the base as it is: the tests compare the base bit by bit around peft's own start of each method.
+_METHODS = (
+    "ADALORA ADAMSS ADAPTION_PROMPT BEFT BOFT C3A CARTRIDGE CPT DEFT DELORA FOURIERFT FROD GLORA GRALORA HIRA HRA IA3 "
+    "LILY LN_TUNING LOHA LOKR MISS MULTITASK_PROMPT_TUNING OFT OSF P_TUNING PEANUT POLY PREFIX_TUNING PROMPT_TUNING "
+    "PSOFT PVERA RANDLORA ROAD SHADOW SHIRA SUPERTUNING TINYLORA TRAINABLE_TOKENS UNILORA VBLORA VERA WAVEFT"
+)
+_LEAVES_THE_BASE = frozenset(_METHODS.split())
+_LORA_FIELDS_THAT_LEAVE_THE_BASE = frozenset({"velora_config", "monteclora_config"})
+_CONVERT = (
+    "convert it to a plain LoRA where it was trained "
+    "(save_pretrained(..., path_initial_model_for_weight_conversion=...))"
+)
+
+
+def builds_on_meta(config: PeftConfig) -> bool:
+    """Return whether peft can build the adapter's modules, and they can be checked, on a model without values."""
+    return can_build_on_meta(config) and not _unknown_fields(config)
+
+
+def starts_on_base(config: PeftConfig) -> bool:
+    """Return whether the adapter's start is known to change the base's weights, and so is made on the real base."""
+    return changes_base(config) or getattr(config, "kasa_config", None) is not None
+
+
+def may_change_base(config: PeftConfig) -> bool:
+    """Return whether it has to be seen from the base whether the adapter's start changes it."""
+    if is_lora(config):
+        return starts_on_base(config) or not _LORA_FIELDS_THAT_LEAVE_THE_BASE.issuperset(_unknown_fields(config))
+    return str(getattr(config.peft_type, "value", config.peft_type)) not in _LEAVES_THE_BASE
+
+
+def _unknown_fields(config: PeftConfig) -> list[str]:
+    """Return the fields that are set, and that may bring values which are not in the file."""
+    return [
+        field.name
+        for field in dataclasses.fields(config)
+        if field.name not in _VALUES_ARE_IN_THE_FILE and getattr(config, field.name) != field.default
+    ]
+
+
+def holds_finished_prompt(config: PeftConfig) -> bool:
+    """Return whether the method trains an encoder of the prompt, of which its file holds only what it made."""
+    return config.peft_type == PeftType.P_TUNING or bool(getattr(config, "prefix_projection", False))
+
+
+def describe(config: PeftConfig) -> str:
+    """Return an adapter's start in the words of its config."""
+    if getattr(config, "kasa_config", None) is not None:
+        return "kasa_config"
+    return f"init_lora_weights={getattr(config, 'init_lora_weights', None)!r}" if is_lora(config) else "its method"
+
+
+@contextmanager
+def without_start_on_base(config: PeftConfig) -> Iterator[None]:
+    """Leave out an initialization that factorizes the base's weight (PiSSA, OLoRA), which has no values on meta."""
+    if not changes_base(config):
+        yield
+        return
+    settings = vars(config)  # the field is LoRA's; the base class does not declare it
+    init = settings["init_lora_weights"]
+    settings["init_lora_weights"] = False
+    try:
+        yield
+    finally:
+        settings["init_lora_weights"] = init
+
+
+@contextmanager
+def without_repeated_layers(model: torch.nn.Module, config: PeftConfig) -> Iterator[None]:
+    """Leave out the replication of layers when the model's other adapters have replicated them in the same way.
+
+    peft would replicate the layers that it has made. Another replication than theirs is refused: their layers would
+    change.
+    """
+    layers = getattr(config, "layer_replication", None)
+    if not layers or not isinstance(model, PeftModel):
+        yield
+        return
+    settings = vars(config)
+    different = [
+        f"{name!r} has layer_replication={there}, this one {layers}"
+        for name, other in model.peft_config.items()
+        if (there := getattr(other, "layer_replication", None)) != layers and config is not other
+    ]
+    if different:
+        raise AdapterError(
+            "layer_replication would change the layers of adapters that are loaded. Load it onto a base of its own "
+            "(load_peft_on_rank):",
+            different,
+        )
+    settings["layer_replication"] = None
+    try:
+        yield
+    finally:
+        settings["layer_replication"] = layers
+
+
+def start_is_there(model: PeftModel, name: str) -> bool:
+    """Return whether another adapter has changed the base already in the way in which ``name`` starts.
+
+    It has when it starts alike on the same layers, with the same ranks and scalings. ``name`` has its modules in the
+    model, but has not changed the base.
+    """
+    own = _ranks_and_scalings(model, name)
+    config = model.peft_config[name]
+    return any(
+        starts_on_base(other) and describe(other) == describe(config) and _ranks_and_scalings(model, other_name) == own
+        for other_name, other in model.peft_config.items()
+        if other_name != name
+    )
+
+
+def skip_deferred_start(model: PeftModel, name: str) -> None:
+    """Forget the change of the base that peft would make at the first forward of a KaSA that was built on meta."""
+    for layer in adapted_layers(model, name):
+        deferred = getattr(layer, "_lora_kasa_truncation_deferred", None)
+        if deferred is not None:
+            deferred.discard(name)
+
+
+def _ranks_and_scalings(model: PeftModel, name: str) -> dict[int, tuple[int, float]]:
+    return {id(layer): (layer.r[name], layer.scaling[name]) for layer in adapted_layers(model, name)}
+
+
+def adapted_weights(model: torch.nn.Module, name: str) -> list[torch.Tensor]:
+    """Return the base's own tensors in the LoRA layers that have an adapter of this name."""
+    return [weight for layer in adapted_layers(model, name) for weight in layer.get_base_layer().parameters()]
+
+
+def adapted_layers(model: torch.nn.Module, name: str) -> list[LoraModule]:
+    """Return the LoRA layers that have an adapter of this name."""
+    return [module for module in model.modules() if is_lora_layer(module) and name in module.scaling]
+
+
+class BaseWatch:
+    """The values of tensors as they are now, as hashes, to see later which of them changed.
+
+    Neither the address nor torch's version counter tells: OLoRA subtracts through ``.data``, in place.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        plain = {id(tensor): tensor for tensor in tensors if not tensor.is_meta}.values()
+        self._hashes = [(tensor, _hash(tensor)) for tensor in plain]
+
+    def changed(self) -> list[torch.Tensor]:
+        """Return the tensors with other values than at first."""
+        return [tensor for tensor, before in self._hashes if _hash(tensor) != before]
+
+
+def _hash(tensor: torch.Tensor) -> int:
+    values = tensor.detach()
+    if values.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        values = values.contiguous().view(torch.uint8)
+    return int(torch.hash_tensor(values).view(torch.int64))  # it is unsigned, which int() refuses
+
+
+def start_findings(
+    model: PeftModel, name: str, file: str, *, changed: Sequence[torch.Tensor], is_there: bool
+) -> list[Finding]:
+    """Return what is to be said about an adapter's start.
+
+    ``changed`` are the weights of the base that the start has changed, or that it would change. With ``is_there``
+    another adapter's equal start has changed the base already, and it was not repeated.
+    """
+    config = model.peft_config[name]
+    others = {other: settings for other, settings in model.peft_config.items() if other != name}
+    findings = []
+    if not starts_on_base(config) and not changed:
+        changed_by = sorted(other for other, settings in others.items() if starts_on_base(settings))
+        return [_already_changed(file, name, changed_by)] if changed_by else []
+    start = describe(config)
+    if is_there:
+        message = f"{start} has changed the base once, and {name!r} starts from the same remainder of it"
+        findings.append(note("info", "base-changed", file, message, "none: the change was not repeated"))
+    elif others and changed:
+        findings.append(_changed_again(file, name, start, sorted(others)))
+    elif changed:
+        size = sum(tensor.nbytes for tensor in changed)
+        message = (
+            f"{start} changed {len(changed)} weights of the base, as it did before training, so disable_adapter() does "
+            f"not give the base's own outputs"
+        )
+        findings.append(
+            note("info", "base-changed", file, message, "load the base again where its own are needed", size)
+        )
+    reason = _why_another_start(config, changed)
+    if reason:
+        fix = f"{_CONVERT}, or pass strict=False to load it onto a start that is only similar"
+        if is_there:
+            fix = "none if it was trained in the same run as the adapter that is loaded; otherwise " + _CONVERT
+        severity = note if is_there else None
+        findings.append(
+            note("warning", "start-not-repeatable", file, reason, fix)
+            if severity
+            else fault("start-not-repeatable", file, reason, fix)
+        )
+    return findings
+
+
+def _why_another_start(config: PeftConfig, changed: Sequence[torch.Tensor]) -> str:
+    """Return why the base is not what this adapter was trained on; empty if it is."""
+    init = str(getattr(config, "init_lora_weights", "")).lower()
+    if not isinstance(config, LoraConfig) or not changes_base(config):
+        return ""
+    if "_niter_" in init:
+        return (
+            f"init_lora_weights={init!r} subtracts a randomized SVD from the base, and the random numbers are in no "
+            f"file: the adapter would run on another base than it was trained on"
+        )
+    if not changed:
+        return (
+            f"init_lora_weights={init!r} changed the base before training, from data that is in no file, and peft "
+            f"leaves the base as it is here: the adapter would run on another base than it was trained on"
+        )
+    return ""
+
+
+def _changed_again(file: str, name: str, start: str, others: Sequence[str]) -> Finding:
+    message = (
+        f"{start} of {name!r} changes the weights of the base that {list(others)} run on, so these adapters would "
+        f"compute something else from then on, and {name!r} too if one of them had changed the base before"
+    )
+    fix = f"load it onto a base of its own (load_peft_on_rank), or {_CONVERT}"
+    return fault("base-changed-again", file, message, fix)
+
+
+def _already_changed(file: str, name: str, changed_by: Sequence[str]) -> Finding:
+    message = (
+        f"the base was changed by the start of {list(changed_by)}; if {name!r} was trained on the base as it is on "
+        f"disk, it computes something else here"
+    )
+    fix = "load it onto a base of its own (load_peft_on_rank) unless it was trained next to them"
+    return note("warning", "base-already-changed", file, message, fix)
