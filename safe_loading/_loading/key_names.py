@@ -10,7 +10,7 @@ from safe_loading._core.names import DDP_PREFIX, PEFT_PREFIX, canonical, without
 # A key of a raw state_dict(), with the adapter's name after the kind of tensor. The tail is missing for the parameters
 # of an embedding's LoRA. "weight" and "bias" are no names of adapters: lora_A.weight is what save_pretrained writes.
 _WITH_ADAPTER_NAME = re.compile(
-    r"^(?P<head>.+\.(?:lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector))"
+    r"^(?P<head>.+\.(?:lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|trainable_tokens_delta))"
     r"\.(?P<adapter>(?!weight$|bias$)[^.]+)(?P<tail>\.weight|\.bias)?$"
 )
 

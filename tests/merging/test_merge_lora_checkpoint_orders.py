@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import save_adapter
-from test_merge_lora_checkpoint import check_same
+from test_merge_lora_checkpoint import check_same, loaded, reference
 from transformers import AutoModelForImageTextToText
 
 from safe_loading import MergeError, merge_lora_checkpoint
@@ -140,15 +140,34 @@ def test_experts_whose_rows_alternate_on_disk_are_merged_there(
     assert "model.llm.layers.1.mlp.experts.w13_weight" in {tensor.name for tensor in report.of("merged")}
 
 
-def test_what_is_trained_beside_the_factors_of_permuted_rows_is_refused_by_name(tmp_path: Path, kimi: Path) -> None:
-    options: dict[str, Any] = {"auto_class": AutoModelForImageTextToText, "task_type": None}
-    whole = save_adapter(tmp_path / "whole", kimi, **options, modules_to_save=["q_proj"], target_modules=["proj"])
-    with pytest.raises(MergeError, match=r"attn\.q_proj\.weight.* a part of .*wqkv\.weight on disk"):
-        merge_lora_checkpoint(kimi, whole, tmp_path / "out")
-    start = save_adapter(tmp_path / "start", kimi, **options, init_lora_weights="pissa", target_modules=["q_proj"])
-    with pytest.raises(MergeError, match=r"another order on disk\. Load the model"):
-        merge_lora_checkpoint(kimi, start, tmp_path / "out")
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["proj"], "modules_to_save": ["q_proj"]},
+        {"bias": "all"},
+        {"init_lora_weights": "pissa", "target_modules": ["q_proj", "v_proj"]},
+        {"init_lora_weights": "olora", "target_modules": ["k_proj"]},
+    ],
+)
+def test_what_is_trained_beside_the_factors_of_permuted_rows_is_merged_there_too(
+    tmp_path: Path, kimi: Path, config: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"auto_class": AutoModelForImageTextToText, "task_type": None, "dtype": torch.bfloat16}
+    check_same(
+        kimi, save_adapter(tmp_path / "adapter", kimi, **options, **config), tmp_path, AutoModelForImageTextToText
+    )
+
+
+def test_an_init_of_rows_that_alternate_with_others_is_refused_with_a_way_that_works(
+    tmp_path: Path, first_inkling: Path
+) -> None:
+    auto: Any = AutoModelForImageTextToText
+    config = {"init_lora_weights": "pissa", "target_modules": ["gate_proj"], "auto_class": auto, "task_type": None}
+    adapter = save_adapter(tmp_path / "adapter", first_inkling, **config)
+    with pytest.raises(MergeError, match=r"pissa needs the whole weight.*merge_lora_inplace and save it"):
+        merge_lora_checkpoint(first_inkling, adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    loaded(reference(first_inkling, adapter, tmp_path / "out", auto_class=auto), auto)
 
 
 def test_norms_that_would_be_summed_in_another_order_are_refused() -> None:

@@ -308,6 +308,33 @@ def test_a_vocabulary_that_was_resized_in_memory(tmp_path: Path, tied: bool, own
     )
 
 
+GROWN: dict[str, dict[str, Any]] = {
+    "new tokens": {"trainable_token_indices": [103, 105, 109]},
+    "old and new tokens": {"trainable_token_indices": {"embed_tokens": [5, 103, 109]}},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "head": {"target_modules": ["lm_head", "q_proj"]},
+    "both alike": {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
+}
+
+
+@pytest.mark.parametrize("kind", GROWN)
+def test_a_tied_vocabulary_that_grew_is_trained_by_rows_or_factors(tmp_path: Path, kind: str) -> None:
+    base, larger_class = save_llama(tmp_path / "base", tie_word_embeddings=True), resizing(AutoModelForCausalLM)
+    adapter = save_adapter(tmp_path / "adapter", base, auto_class=larger_class, **GROWN[kind])
+    merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = logits(PeftModel.from_pretrained(larger_class.from_pretrained(base), str(adapter)))
+    model = load_peft_on_rank(adapter, larger_class.from_pretrained(base))
+    assert torch.allclose(logits(model), theirs, atol=1e-5)
+    merge_lora_inplace(model).save_pretrained(tmp_path / "saved")
+    for folder in ("out", "saved"):
+        assert torch.allclose(logits(loaded(tmp_path / folder)), theirs, atol=1e-4)
+    out, saved_too = on_disk(tmp_path / "out"), on_disk(tmp_path / "saved")
+    assert out.keys() == saved_too.keys()
+    assert all(torch.equal(tensor, saved_too[name]) for name, tensor in out.items())
+
+
 @pytest.mark.parametrize("own", [["word_embeddings"], []])
 def test_a_resized_head_with_a_bias(tmp_path: Path, own: list[str]) -> None:
     from transformers import RobertaConfig, RobertaForMaskedLM

@@ -128,11 +128,11 @@ def test_an_adapter_is_in_memory_once(tmp_path: Path, monkeypatch: pytest.Monkey
         memory["read"] = {tensor.untyped_storage().data_ptr() for tensor in made.tensors.values()}
         return made
 
-    def place(edits: Any, *args: Any) -> Any:
+    def place(edits: Any, *args: Any, **options: Any) -> Any:
         updates = [update for edit in edits for change in edit.changes.values() for update in change.updates.values()]
         terms = [term for update in updates for term in update.terms]
         memory["used"] = {x.untyped_storage().data_ptr() for term in terms for x in (term.left, term.right)}
-        return real_place(edits, *args)
+        return real_place(edits, *args, **options)
 
     monkeypatch.setattr(module, "prepare", prepare)
     monkeypatch.setattr(module, "place_edits", place)

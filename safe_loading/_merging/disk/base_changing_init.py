@@ -15,7 +15,7 @@ from peft.tuners.lora import layer as lora
 REPEATABLE = ("pissa", "olora")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class BaseChangingInit:
     """How one adapter changed the weight of one layer before it was trained; ``kind`` is its ``init_lora_weights``."""
 
@@ -23,9 +23,16 @@ class BaseChangingInit:
     rank: int
     scaling: float
     transposed: bool  # whether the weight is stored as (inputs, outputs)
+    # Where the disk holds row (``dim`` 0) or column i of the model's weight; None where in the same order.
+    order: torch.Tensor | None = None
+    dim: int = 0
 
     def subtract_from(self, weight: torch.Tensor) -> torch.Tensor:
         """Return what the init leaves of a weight, in its dtype; needs several times the weight in float32."""
+        if self.order is not None:  # the bits of a decomposition depend on the order, which must be the model's
+            inner = dataclasses.replace(self, order=None)
+            left = inner.subtract_from(weight.index_select(self.dim, self.order))
+            return torch.empty_like(weight).index_copy_(self.dim, self.order, left)
         base = SimpleNamespace(weight=torch.nn.Parameter(weight.clone(), requires_grad=False))
         # peft's methods read these attributes of the layer alone, and put what is left into the base's weight.
         facts = {"r": {"init": self.rank}, "scaling": {"init": self.scaling}, "fan_in_fan_out": self.transposed}

@@ -39,7 +39,7 @@ from .place_edits import is_one_tensor
 
 _TIE_FLAG = "tie_word_embeddings"
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
-_REPLACING_LEVELS = re.compile(r"\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module)(?=\.)")
+_REPLACING_LEVELS = re.compile(r"\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module|token_adapter)(?=\.)")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

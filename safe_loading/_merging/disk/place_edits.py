@@ -135,7 +135,10 @@ class _Placer:
         for block in whole.pieces:
             info = self._tensors[block.tensor]
             if change.value is not None and block.size != info.shape:
-                self.changes.problems.append(f"{name}: it is a part of {block.tensor} on disk, and replaced whole")
+                try:
+                    self._rows.setdefault(block.tensor, []).append(_replaced_rows(change, block, info))
+                except _CannotPlaceError as reason:
+                    self.changes.problems.append(f"{name}: {reason}")
                 continue
             if change.value is not None:
                 self.changes.values[block.tensor] = _cut_value(change.value, block)
@@ -180,13 +183,15 @@ def _in_disk_order(change: WeightChange, moved: Moved) -> tuple[WeightChange, Wh
         return change, moved.whole
     if moved.shape != moved.whole.shape:  # rows of other weights lie between them, so each run is a block of its own
         return change, take(moved.whole, moved.order, moved.dim)
-    if change.rows or change.inits:
-        raise _CannotPlaceError(f"its rows have another order on disk. {IN_MEMORY}")
+    if change.rows and moved.dim != 0:
+        raise _CannotPlaceError(f"its columns have another order on disk. {IN_MEMORY}")
     order = torch.tensor(moved.order)
+    rows = {moved.order[row]: value for row, value in change.rows.items()}
+    inits = tuple(dataclasses.replace(init, order=order, dim=moved.dim) for init in change.inits)
     value = None if change.value is None else torch.empty_like(change.value).index_copy_(moved.dim, order, change.value)
     inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
     updates = {index: _reordered(update, moved.dim - len(index), inverse) for index, update in change.updates.items()}
-    return dataclasses.replace(change, value=value, updates=updates), moved.whole
+    return WeightChange(value, inits, updates, rows), moved.whole
 
 
 def _reordered(update: Update, axis: int, order: torch.Tensor) -> Update:
@@ -256,6 +261,14 @@ def _rows_of_matrix(index: tuple[int, ...], update: Update, block: DiskBlock, in
             start += (block.begin[dim] + i - block.at[block.dims.index(dim)]) * stride
             stride *= info.shape[dim]
     return ChangedRows(start, start + block.size[row], update, first_row)
+
+
+def _replaced_rows(change: WeightChange, block: DiskBlock, info: TensorInfo) -> ChangedRows:
+    """Return the rows of a disk tensor that a parameter is replaced in, of which the tensor holds others too."""
+    if change.value is None or change.updates or change.rows or change.inits or block.size[1:] != info.shape[1:]:
+        raise _CannotPlaceError(f"it is a part of {block.tensor} on disk, and replaced. {IN_MEMORY}")
+    value, start = _cut_value(change.value, block), block.begin[0]
+    return ChangedRows(start, start + block.size[0], value=value.reshape(len(value), -1))
 
 
 def _cut_value(value: torch.Tensor, block: DiskBlock) -> torch.Tensor:
