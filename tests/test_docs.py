@@ -41,6 +41,7 @@ PAGE_OF = {  # the page whose tables list a file's findings; the longest start o
     "_merging/merge_lora_checkpoint.py": "merge_checkpoint.md",
     "_sharding/": "fsdp.md",
     "_memory/plan": "planning.md",
+    "_model/quantized": "planning.md",
     "_memory/forecast/": "memory.md",
     "_memory/predict_memory.py": "memory.md",
     "_memory/audit": "audit.md",

@@ -24,3 +24,10 @@ def model_source(value: object, argument: str, *classes: type) -> None:
         names = ", ".join(kind.__name__ for kind in classes)
         raise ArgumentError(f"{argument}={value!r:.80}: pass a folder, a hub id or one of {names}.")
     path_text(value, argument)
+
+
+def compute_capability(value: object, argument: str = "capability") -> None:
+    """Refuse what is no compute capability: a pair of major and minor number."""
+    numbers = value if isinstance(value, tuple) else ()
+    if [type(number) for number in numbers] != [int, int]:
+        raise ArgumentError(f"{argument}={value!r:.80}: pass major and minor, for example (8, 0).")

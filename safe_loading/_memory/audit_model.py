@@ -68,6 +68,7 @@ def audit_model(
     forecast: bool = True,
     trust_remote_code: bool = False,
     inputs: Mapping[str, torch.Tensor] | None = None,
+    quantization_config: object = None,
 ) -> AuditReport:
     """Look for what costs memory or silently goes wrong, and return it with codes, bytes, places and fixes.
 
@@ -84,6 +85,7 @@ def audit_model(
         forecast: Whether the report contains `predict_memory`'s forecast of a given workload.
         trust_remote_code: Whether a repository's own code may run.
         inputs: What the model takes beside tokens, as for `predict_memory`.
+        quantization_config: As for ``from_pretrained``, for a folder, a hub id or a config that is not quantized yet.
 
     Raises:
         ArgumentError: No model can be built from what is there.
@@ -91,11 +93,13 @@ def audit_model(
     model_source(model, "model", torch.nn.Module, PreTrainedConfig)
     if workload is not None and not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
+    if quantization_config is not None and isinstance(model, torch.nn.Module):
+        raise ArgumentError("quantization_config= is for a config, a folder or a hub id; this model is built already.")
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise ArgumentError(f"optimizer={optimizer!r:.80}: pass a torch optimizer, or None.")
     source, requested = model, workload
     if not isinstance(model, torch.nn.Module):
-        model, workload = _build_on_meta(model, workload, trust_remote_code)
+        model, workload = _build_on_meta(model, workload, trust_remote_code, quantization_config)
     planned = workload is not None and workload.kind == "train"
     will_train = planned or trainer is not None or optimizer is not None
     training = will_train or any(p.requires_grad for p in model.parameters())
@@ -111,7 +115,14 @@ def audit_model(
     if workload is not None and forecast:
         trusted = trust_remote_code and source is not model  # a module needs no code from a repository
         try:
-            predicted = predict_memory(source, requested or workload, inputs=inputs, trust_remote_code=trusted)
+            quantized = quantization_config if source is not model else None
+            predicted = predict_memory(
+                source,
+                requested or workload,
+                inputs=inputs,
+                trust_remote_code=trusted,
+                quantization_config=quantized,
+            )
         except TraceError as error:
             skipped.append(f"forecast: {error}")
     return AuditReport(
@@ -154,11 +165,14 @@ def _peaks_in_both_orders(step: TracedStep) -> tuple[int, int] | None:
 
 
 def _build_on_meta(
-    source: PreTrainedConfig | str | os.PathLike[str], workload: Workload | None, trust_remote_code: bool
+    source: PreTrainedConfig | str | os.PathLike[str],
+    workload: Workload | None,
+    trust_remote_code: bool,
+    quantization_config: object,
 ) -> tuple[torch.nn.Module, Workload | None]:
     """Return a model on meta with the adapter attached, ready to be trained, and the workload without the adapter."""
     options: dict[str, object] = {"auto_class": None, "dtype": None, "attn_implementation": None, "revision": None}
-    options["trust_remote_code"] = trust_remote_code
+    options |= {"trust_remote_code": trust_remote_code, "quantization_config": quantization_config}
     made = build(source, workload or Workload.weights_only(), options, True)
     adapter = made.workload.adapter
     if adapter is None:

@@ -9,12 +9,14 @@ from typing import Literal
 import torch
 from transformers import PreTrainedConfig
 
+from safe_loading._core.arguments import compute_capability
 from safe_loading._core.parse_size import HOST, UNLIMITED, Device, Limits, parse_limits, parse_size
 from safe_loading._core.workload import Workload
+from safe_loading._model.quantized.request import TargetCard
 from safe_loading.errors import ArgumentError
 
 from .plan.device_map_plan import DeviceMapPlan
-from .plan.device_memory import CUDA_CONTEXT, accelerator, free_host, free_now
+from .plan.device_memory import CUDA_CONTEXT, accelerator, capability_here, free_host, free_now
 from .plan.planned_model import model_of
 from .plan.planner import Planner
 from .plan.request import PlanRequest
@@ -36,6 +38,7 @@ def plan_device_map(
     auto_class: type | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    capability: tuple[int, int] | None = None,
 ) -> DeviceMapPlan:
     """Plan which module goes to which device, so that no limit is exceeded and nothing is offloaded without need.
 
@@ -50,7 +53,8 @@ def plan_device_map(
             where there is none.
         workload: What the model will be asked to do; None for its weights alone.
         dtype: The dtype of the weights, as for ``from_pretrained``. None takes the checkpoint's.
-        quantization_config: As for ``from_pretrained``.
+        quantization_config: As for ``from_pretrained``, or the dict that a config.json has. No package of a method is
+            needed, and no GPU.
         no_split_modules: Names of classes that stay on one device. None takes what the model says, and every entry of
             its lists of layers; a list that is passed replaces all of this.
         objective: "balance" evens out the loads; "fill" takes the fewest devices, one after the other.
@@ -63,6 +67,10 @@ def plan_device_map(
         auto_class: The class to build from a config; by default the one that the config names.
         attn_implementation: As for ``from_pretrained``; it changes what activations take.
         trust_remote_code: Whether the repository's own code may run.
+        capability: Compute capability of the cards on which the model will run, such as (8, 0) for an A100 and (9, 0)
+            for an H100. It decides which kernels run, and whether fp8 and MXFP4 stay as they are or are dequantized.
+            None takes that of this machine's GPUs where ``max_memory`` is None; otherwise kernels are those of an A100,
+            and formats stay as they are.
 
     Returns:
         The map: a ``dict`` for ``device_map=`` that has a table, a picture and ``verified``.
@@ -82,13 +90,22 @@ def plan_device_map(
         no_split_modules = _class_names(no_split_modules)
     limits = parse_limits(max_memory) if max_memory is not None else free_now()
     reserved = _overhead(overhead, limits, derived=max_memory is None)
-    planned = model_of(
+    if capability is None and max_memory is None:
+        capability = capability_here()
+    elif capability is not None:
+        compute_capability(capability)
+    planned, findings = model_of(
         model,
         dtype=dtype,
         quantization_config=quantization_config,
         auto_class=auto_class,
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
+        card=TargetCard(
+            capability,
+            on_host=all(device in HOST for device in limits),
+            trains=workload is not None and workload.kind == "train",
+        ),
     )
     request = PlanRequest(
         model=planned,
@@ -100,6 +117,8 @@ def plan_device_map(
         offload=offload,
         verify=verify,
         inputs=inputs,
+        capability=capability,
+        findings=tuple(findings),
     )
     return Planner(request).plan()
 

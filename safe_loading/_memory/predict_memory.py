@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from transformers import PreTrainedConfig
 
-from safe_loading._core.arguments import model_source, whole_number
+from safe_loading._core.arguments import compute_capability, model_source, whole_number
 from safe_loading._core.workload import Workload
+from safe_loading._model.quantized.request import TargetCard
 from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading.errors import ArgumentError
 
@@ -28,7 +29,7 @@ def predict_memory(
     workload: Workload,
     *,
     inputs: Mapping[str, torch.Tensor] | None = None,
-    capability: tuple[int, int] = (8, 0),
+    capability: tuple[int, int] | None = None,
     context_bytes: int | None = None,
     expandable_segments: bool = False,
     dtype: torch.dtype | str | None = None,
@@ -38,6 +39,7 @@ def predict_memory(
     keep_outputs: bool = False,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    quantization_config: object = None,
 ) -> MemoryForecast:
     """Return what a step takes of one GPU, without the GPU, the weights or the memory.
 
@@ -46,14 +48,15 @@ def predict_memory(
 
     Args:
         model_or_config: A folder or hub id of a model or an adapter, a config, or a model: real, on meta, or a
-            ``PeftModel``. It is not changed. A config with a ``quantization_config`` of bitsandbytes gives layers in
-            4 or 8 bits.
+            ``PeftModel``. It is not changed. A config with a ``quantization_config`` gives quantized layers, whether or
+            not the package of the method is installed.
         workload: What is run, for example ``Workload.train(batch_size=4, sequence_length=1024)``.
         inputs: Inputs by argument name, for models that take more than tokens: images, audio, a batch of your
             collator. Their shapes and dtypes count; integers that are not on meta keep their values, such as the
             places of images in a text. Inputs that are not passed are made from the workload.
         capability: Compute capability of the GPU, on which the attention kernels and the size of cuBLAS's scratch
-            depend: (7, 5) a T4, (8, 0) an A100, (8, 9) an L4 or RTX 4090, (9, 0) an H100.
+            depend, and whether fp8 and MXFP4 stay as they are or are dequantized: (7, 5) a T4, (8, 0) an A100, (8, 9)
+            an L4 or RTX 4090, (9, 0) an H100. None takes an A100, and an H100 for fp8, which an A100 does not run.
         context_bytes: The size of the CUDA context. None takes what was measured for this capability, or an allowance.
         expandable_segments: Whether ``PYTORCH_ALLOC_CONF=expandable_segments:True`` will be set.
         dtype: The dtype of the weights of a config or folder. None takes the one that it names.
@@ -65,6 +68,8 @@ def predict_memory(
             ``out = model(...); out.loss.backward()`` does. The Trainer does not.
         trust_remote_code: Whether the repository's own code may run.
         revision: Branch, tag or commit of a hub id.
+        quantization_config: As for ``from_pretrained``, for a config or folder that is not quantized yet, or the dict
+            that a config.json has.
 
     Raises:
         ArgumentError: No model can be built from the source, or the workload does not suit it.
@@ -73,9 +78,8 @@ def predict_memory(
     model_source(model_or_config, "model_or_config", torch.nn.Module, PreTrainedConfig)
     if not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
-    numbers = capability if isinstance(capability, tuple) else ()
-    if [type(number) for number in numbers] != [int, int]:
-        raise ArgumentError(f"capability={capability!r:.80}: pass major and minor, for example (8, 0).")
+    if capability is not None:
+        compute_capability(capability)
     if not all(isinstance(tensor, torch.Tensor) for tensor in (inputs or {}).values()):
         raise ArgumentError(
             "inputs: pass tensors by argument name, such as {'pixel_values': torch.empty(4, 3, 336, 336)}."
@@ -84,7 +88,10 @@ def predict_memory(
         whole_number(context_bytes, "context_bytes", least=0, what="a number of bytes")
     options: dict[str, object] = {"auto_class": auto_class, "dtype": dtype, "attn_implementation": attn_implementation}
     options |= {"trust_remote_code": trust_remote_code, "revision": revision}
-    made = build(model_or_config, workload, options, prepare_for_kbit)
+    options |= {"quantization_config": quantization_config}
+    card = TargetCard(capability, trains=workload.kind == "train")
+    made = build(model_or_config, workload, options, prepare_for_kbit, card)
+    capability = capability or made.capability
     with with_stand_ins(made.model) as stand_ins, cuda_paths(capability), _kept_outputs(made.model, keep_outputs):
         loading = loading_of_layers(made.model, stand_ins) if stand_ins else made.loading
         trace = trace_step(made.model, made.workload, inputs=inputs)

@@ -3,58 +3,105 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
 
+from safe_loading._core.report import Finding
+from safe_loading.errors import ArgumentError, SafeLoadingError
+
 from .meta_model import meta_model
+from .quantized.engine_formats import build_compressed, build_fbgemm, build_fp8, build_mxfp4
+from .quantized.packed_formats import pack_awq, pack_gptq, pack_hqq, pack_torchao
+from .quantized.request import AMPERE, HOPPER, QuantizationRequest, TargetCard, read_request
 from .quantized.stand_ins import bitsandbytes_config, quantize_with_stand_ins
+
+_QUANTIZED_WHILE_LOADING = ("fp8", "mxfp4", "torchao", "hqq")  # bitsandbytes' loading is forecast
+
+
+class QuantizedModel(NamedTuple):
+    """A model on meta, and what is worth knowing about its quantization on the card that it is for."""
+
+    model: torch.nn.Module
+    method: str = ""  # transformers' ``quant_method``; empty for a model that is not quantized
+    findings: Sequence[Finding] = ()
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability that is assumed where nobody named one: an A100's, or an H100's where fp8 stays."""
+        stays_in_fp8 = any(parameter.dtype == torch.float8_e4m3fn for parameter in self.model.parameters())
+        return HOPPER if stays_in_fp8 else AMPERE
 
 
 def quantized_meta_model(
-    config: PreTrainedConfig, quantization_config: object = None, **options: Any
-) -> torch.nn.Module:
-    """Return the model of a config on meta, quantized as ``from_pretrained`` will quantize it.
+    config: PreTrainedConfig, quantization_config: object = None, *, card: TargetCard | None = None, **options: Any
+) -> QuantizedModel:
+    """Return the model of a config on meta, with layers that store and allocate what the quantized ones do on a card.
 
-    Layers of bitsandbytes are stand-ins, whose step can be traced; those of other methods are the engine's own, in
-    which the sizes are right and the kernels do not run. Without a ``quantization_config`` it is what the config says,
-    which is what its checkpoint holds. The options are those of ``meta_model``; the config is not changed.
+    No package of a method is needed: shapes and dtypes are facts of the formats. Without a ``quantization_config`` it
+    is what the config says, which is what its checkpoint holds. The options are those of ``meta_model``; the config is
+    not changed. What cannot be planned, or is refused by transformers on this card, raises `ArgumentError`.
     """
     plain = copy.deepcopy(config)
     on_disk = vars(plain).pop("quantization_config", None)
+    text = plain.get_text_config(decoder=True)
+    if on_disk is None and text is not plain:
+        on_disk = vars(text).pop("quantization_config", None)
+    request = read_request(on_disk, quantization_config)
     model = meta_model(plain, **options)
-    chosen = on_disk if quantization_config is None else quantization_config
-    if chosen is None:
-        return model
-    bitsandbytes = bitsandbytes_config(chosen)
-    if bitsandbytes is not None:
-        quantize_with_stand_ins(model, bitsandbytes)
-    else:
-        _quantize_by_engine(model, chosen, pre_quantized=quantization_config is None)
-    return model
+    if request is None:
+        return QuantizedModel(model)
+    build = _BUILDERS.get(request.method)
+    if build is None:
+        raise ArgumentError(
+            f"quantization_config is {request.method!r}, which cannot be planned; these can: {', '.join(_BUILDERS)}. "
+            f"Without quantization: take the checkpoint in 16 bits, whose plan is an upper bound."
+        )
+    try:
+        findings = build(model, request, card or TargetCard())
+    except SafeLoadingError:
+        raise
+    except Exception as error:
+        raise ArgumentError(
+            f"quantization_config ({request.method}) does not suit {type(model).__name__}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not request.pre_quantized and request.method in _QUANTIZED_WHILE_LOADING:
+        findings.append(_of_loading(request.method))
+    return QuantizedModel(model, request.method, findings)
 
 
-def _quantize_by_engine(model: Any, config: Any, *, pre_quantized: bool) -> None:
-    """Let the quantizer put its own modules in, as ``from_pretrained`` does before it reads a weight."""
-    from transformers.quantizers.auto import AutoHfQuantizer
-
-    asked = dict(config) if isinstance(config, dict) else config  # from_config changes the dict
-    quantizer: Any = AutoHfQuantizer.from_config(asked, pre_quantized=pre_quantized)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    model.config.quantization_config = quantizer.quantization_config
-    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    with torch.device("meta"):
-        quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": 0}, checkpoint_files=None)
-    model.hf_quantizer = quantizer
-    _restore_dtypes(model, dtypes)
+def _of_loading(method: str) -> Finding:
+    message = f"what quantizing to {method} takes for a moment while the weights are loaded is not counted."
+    fix = "leave room for one weight in float32, twice; or load a checkpoint that is quantized already."
+    return Finding("load-not-counted", "info", "", message, fix)
 
 
-def _restore_dtypes(model: torch.nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Give the biases of the quantizer's modules, made in torch's default dtype, the one in which they are loaded."""
-    for path, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
-            dtype = dtypes.get(f"{path}.{leaf}" if path else leaf)
-            made_anew = type(parameter) is torch.nn.Parameter and parameter.dtype == torch.get_default_dtype()
-            if parameter is not None and dtype is not None and made_anew and parameter.dtype != dtype:
-                module._parameters[leaf] = torch.nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+def _build_bitsandbytes(model: torch.nn.Module, request: QuantizationRequest, card: TargetCard) -> list[Finding]:
+    config = bitsandbytes_config(dict(request.options))
+    if config is not None:
+        quantize_with_stand_ins(model, config)
+    return []
+
+
+def _build_auto_round(model: torch.nn.Module, request: QuantizationRequest, card: TargetCard) -> list[Finding]:
+    """AutoRound stores its codes in the layout of GPTQ or of AWQ."""
+    layout = str(request.options.get("packing_format", "auto_round:auto_gptq"))
+    return (pack_awq if "awq" in layout else pack_gptq)(model, request, card)
+
+
+_BUILDERS: dict[str, Callable[[torch.nn.Module, QuantizationRequest, TargetCard], list[Finding]]] = {
+    "bitsandbytes": _build_bitsandbytes,
+    "fp8": build_fp8,
+    "mxfp8": build_fp8,
+    "fbgemm_fp8": build_fbgemm,
+    "mxfp4": build_mxfp4,
+    "compressed-tensors": build_compressed,
+    "gptq": pack_gptq,
+    "auto-round": _build_auto_round,
+    "awq": pack_awq,
+    "torchao": pack_torchao,
+    "hqq": pack_hqq,
+}

@@ -17,7 +17,8 @@ from safe_loading._core.paths import path_text
 from safe_loading._core.workload import Workload
 from safe_loading._loading.peft_config import read_peft_config
 from safe_loading._model.model_config import read_config
-from safe_loading._model.quantized.stand_ins import StandIn, bitsandbytes_config, stand_ins_of, unpacked_copies
+from safe_loading._model.quantized.request import AMPERE, TargetCard
+from safe_loading._model.quantized.stand_ins import StandIn, stand_ins_of, unpacked_copies
 from safe_loading._model.quantized_meta_model import quantized_meta_model
 from safe_loading.errors import ArgumentError
 
@@ -35,13 +36,21 @@ class Built:
     workload: Workload  # for an adapter's folder, with that adapter
     loading: Loading  # how the weights will come to the device
     notes: tuple[str, ...] = ()  # what was assumed, in sentences
+    capability: tuple[int, int] = AMPERE  # of the card that it is for, where the caller named none
 
 
-def build(source: ForecastSource, workload: Workload, options: Mapping[str, Any], prepare: bool) -> Built:
+def build(
+    source: ForecastSource,
+    workload: Workload,
+    options: Mapping[str, Any],
+    prepare: bool,
+    card: TargetCard | None = None,
+) -> Built:
     """Return the model of a source, or raise `ArgumentError`.
 
-    The options are ``auto_class``, ``dtype``, ``attn_implementation``, ``trust_remote_code`` and ``revision``.
-    `prepare` says whether ``prepare_model_for_kbit_training`` is applied to what is quantized and trained.
+    The options are ``auto_class``, ``dtype``, ``attn_implementation``, ``trust_remote_code``, ``revision`` and
+    ``quantization_config``. `prepare` says whether ``prepare_model_for_kbit_training`` is applied to what is quantized
+    and trained.
     """
     if isinstance(source, torch.nn.Module):
         superfluous = [name for name, value in options.items() if value not in (None, False)]
@@ -53,19 +62,17 @@ def build(source: ForecastSource, workload: Workload, options: Mapping[str, Any]
         if os.path.lexists(folder / ADAPTER_CONFIG):
             source, workload = _adapted(folder, workload)
     config = _config_of(source, options)
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None and bitsandbytes_config(quantization) is None:
-        method = getattr(quantization, "quant_method", None)
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else method
-        raise ArgumentError(f"quantization_config is {method!r}; only bitsandbytes' 4 and 8 bits can be forecast.")
-    model = quantized_meta_model(config, **options)
+    made = quantized_meta_model(config, card=card, **options)
+    model = made.model
     config_name = getattr(config, "_name_or_path", "") or config.model_type
     name = config_name if isinstance(source, PreTrainedConfig) else os.fspath(source)
-    if quantization is None:
-        return Built(model, name, workload, Loading())
+    notes = [f"{finding.message[:1].upper()}{finding.message[1:]}" for finding in made.findings]
+    if made.method != "bitsandbytes":
+        return Built(model, name, workload, Loading(), tuple(notes), made.capability)
     recast = _cast_for_training(model) if prepare and workload.kind == "train" else {}
-    notes = ("What is not quantized is cast to float32, as prepare_model_for_kbit_training does.",) if recast else ()
-    return Built(model, name, workload, _quantized_loading(stand_ins_of(model), recast), notes)
+    if recast:
+        notes.append("What is not quantized is cast to float32, as prepare_model_for_kbit_training does.")
+    return Built(model, name, workload, _quantized_loading(stand_ins_of(model), recast), tuple(notes))
 
 
 def loading_of_layers(model: torch.nn.Module, stand_ins: Mapping[str, StandIn]) -> Loading:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def free_now() -> dict[Device, int]:
             )
         sizes[index] = size
     return sizes
+
+
+def capability_here() -> tuple[int, int] | None:
+    """Return the least compute capability of this machine's NVIDIA GPUs; None where there is none, or none to ask."""
+    rows = query_nvidia_smi("gpu", ("compute_cap",)) if accelerator() == "cuda" else None
+    found = [tuple(int(part) for part in cell.split(".")) for (cell,) in rows or () if re.fullmatch(r"\d+\.\d+", cell)]
+    return min(((pair[0], pair[1]) for pair in found), default=None)
 
 
 def free_host() -> int:

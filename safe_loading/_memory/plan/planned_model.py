@@ -11,8 +11,10 @@ from transformers import PreTrainedConfig
 from safe_loading._checkpoint.faults import raise_faults
 from safe_loading._checkpoint.hub import resolve, small_files
 from safe_loading._checkpoint.index import inspect_checkpoint
+from safe_loading._core.report import Finding
 from safe_loading._model.meta_model import dtype_on_disk
 from safe_loading._model.model_config import read_config
+from safe_loading._model.quantized.request import TargetCard
 from safe_loading._model.quantized_meta_model import quantized_meta_model
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
@@ -29,8 +31,9 @@ def model_of(
     auto_class: type | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
-) -> torch.nn.Module:
-    """Return the model to plan for: the module itself, or one on meta that a config describes.
+    card: TargetCard | None = None,
+) -> tuple[torch.nn.Module, list[Finding]]:
+    """Return the model to plan for: the module itself, or one on meta that a config describes, and what to know of it.
 
     Raises `ArgumentError` when the config needs code of its repository or cannot be built, or an argument is for
     configs only; `CheckpointError` when the folder's weights are incomplete or damaged; `CheckpointNotFound` without a
@@ -41,12 +44,13 @@ def model_of(
         for name, value in asked.items():
             if value is not None:
                 raise ArgumentError(f"{name}= is for a config or a folder; this {type(source).__name__} has its own.")
-        return source
+        return source, []
     config = config_of(source, trust_remote_code)
     try:
-        return quantized_meta_model(
+        made = quantized_meta_model(
             config,
             quantization_config,
+            card=card,
             auto_class=auto_class,
             dtype=dtype if dtype is not None else getattr(config, "dtype", None) or dtype_on_disk(_folder(source)),
             attn_implementation=attn_implementation,
@@ -60,6 +64,7 @@ def model_of(
             f"The model of this config ({name}) cannot be built on meta: {type(error).__name__}: {error}. Pass the "
             f"module itself, or auto_class=."
         ) from error
+    return made.model, list(made.findings)
 
 
 def config_of(source: str | os.PathLike[str] | PreTrainedConfig, trusted: bool) -> PreTrainedConfig:

@@ -45,7 +45,7 @@ class Planner:
         self.kept_whole: list[str] = []
         self.kept_together: list[tuple[str, ...]] = []
         self.extra: dict[Device, int] = {}
-        self.findings: list[Finding] = []
+        self.findings: list[Finding] = list(request.findings)
         self.doubted = False  # whether a model that does not fit as counted was run once with wider limits
         self.refusal: DeviceMapInfeasible | None = None  # the error for when it does not fit as it runs either
         self.reason = "" if request.verify else "verify=False"  # why the plan is not verified; empty when it is
@@ -136,17 +136,19 @@ class Planner:
                 )
         except TraceError as error:
             self.reason = self.reason or str(error)
-            if self.request.workload.kind != "weights_only" and not self.findings:
+            counted = {finding.code for finding in self.findings}
+            if self.request.workload.kind != "weights_only" and "not-traced" not in counted:
                 message = "caches and activations are not counted: the step cannot be traced."
                 fix = "leave room for them in max_memory, or pass overhead=."
                 self.findings.append(Finding("not-traced", "warning", self.name, message, fix))
             return None
 
     def _kernels(self) -> contextlib.AbstractContextManager[None]:
-        """Take the kernels of the accelerator, of an A100 where there is none to ask, or of the host."""
+        """Take the kernels of the cards, of an A100 where nobody said which they are, or of the host."""
         if self.request.running == ["cpu"]:
             return contextlib.nullcontext()
-        return cuda_paths(AMPERE if accelerator() in ("cuda", "cpu") else None)
+        known = self.request.capability
+        return cuda_paths(known or (AMPERE if accelerator() in ("cuda", "cpu") else None))
 
     def _place(self, tree: ModuleTree, costs: Sequence[Cost]) -> dict[str, Device]:
         """Return the device map under the limits, less what is to be kept free and what a traced step needed more."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from safe_loading._core.parse_size import HOST, Device
+from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
 
 from .map_keys import execution_devices
@@ -27,6 +28,8 @@ class PlanRequest:
     offload: str  # "never", "cpu" or "disk"
     verify: bool
     inputs: Mapping[str, torch.Tensor] | None = None
+    capability: tuple[int, int] | None = None  # of the cards, as far as somebody said; (8, 0) stands for others
+    findings: tuple[Finding, ...] = ()  # what the building of the model had to say
 
     @property
     def running(self) -> list[Device]:

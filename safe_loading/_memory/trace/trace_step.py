@@ -6,6 +6,7 @@ The model's own forward, backward and cache run on tensors that have a shape and
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from safe_loading._core import progress
 from safe_loading._core.workload import Workload
+from safe_loading._model.quantized.kernels import kernel_stand_ins
+from safe_loading._model.quantized.stand_ins import lora_layers
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading._ranks.launcher import local_rank
@@ -128,16 +131,20 @@ def _with_adapter(
     if adapter is None:
         yield model
         return
-    from peft import get_peft_model
+    from peft import LoraConfig, get_peft_model
 
     from safe_loading._loading.peft_config import injecting, read_peft_config, refuse_costly_patterns
 
     config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter
     if config is not adapter:
         refuse_costly_patterns(config, model, adapter)
+    if lora_layers() and isinstance(config, LoraConfig):
+        config = copy.copy(config)
+        config._custom_modules = {**(config._custom_modules or {}), **lora_layers()}
     with MetaStandIns(model), NoInit(), torch.device("meta"), injecting(adapter, model):
         wrapped = get_peft_model(model, config, low_cpu_mem_usage=True)
-    if config is not adapter:  # a saved config has inference_mode=True, with which nothing would be trained
+    # a saved config has inference_mode=True, with which nothing would be trained
+    if isinstance(adapter, (str, os.PathLike)):
         prefix = str(wrapped.base_model.prefix)
         for name, parameter in wrapped.named_parameters():
             if prefix in name or "modules_to_save" in name:
@@ -180,6 +187,7 @@ def _isolated() -> Iterator[None]:
         torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
         # for fake tensors transformers builds a mask that a real run does not
         mock.patch("transformers.utils.import_utils.is_fake_tensor", _answer_no),
+        kernel_stand_ins(),
     ):
         torch.default_generator.manual_seed(0)  # a model that draws random numbers draws the same ones in every trace
         yield

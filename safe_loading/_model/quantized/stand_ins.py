@@ -16,13 +16,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from safe_loading.errors import ArgumentError
-
+from .packed_linear import frozen
 from .recognize import is_bitsandbytes_linear
 
 if TYPE_CHECKING:
@@ -75,11 +75,6 @@ def quantize_with_stand_ins(model: nn.Module, config: BitsAndBytesConfig) -> Non
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ArgumentError(
-            "The config is quantized with bitsandbytes, which is not installed: "
-            "pip install 'safe-loading[bitsandbytes]'"
-        )
     # which layers stay as they are: transformers' rule, as its quantizers for 4 and 8 bits apply it
     in_float32 = getattr(model, "_keep_in_fp32_modules", None)
     kept = HfQuantizer.get_modules_to_not_convert(model, config.llm_int8_skip_modules, in_float32)  # type: ignore[arg-type]  # a PreTrainedModel has them
@@ -164,18 +159,15 @@ def _stand_in_of_layer(module: Any) -> StandIn:
     return made.train(module.training)
 
 
-def _frozen(shape: tuple[int, ...], dtype: torch.dtype, kind: type[nn.Parameter] = nn.Parameter) -> nn.Parameter:
-    return kind(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
-
-
 def _frozen_bias(linear: nn.Linear) -> nn.Parameter | None:
-    return None if linear.bias is None else _frozen(tuple(linear.bias.shape), linear.bias.dtype)
+    return None if linear.bias is None else frozen(tuple(linear.bias.shape), linear.bias.dtype)
 
 
 @cache
 def four_bit_class() -> Callable[[nn.Linear, FourBitOptions], StandIn]:
-    """Return the class that stands in for ``bitsandbytes.nn.Linear4bit``."""
-    engine: Any = importlib.import_module("bitsandbytes").nn.Linear4bit
+    """Return the class that stands in for ``bitsandbytes.nn.Linear4bit``, derived from it where it is installed."""
+    installed = importlib.util.find_spec("bitsandbytes") is not None
+    engine: Any = importlib.import_module("bitsandbytes").nn.Linear4bit if installed else nn.Linear
 
     class Linear4bit(engine, StandIn):  # type: ignore[misc]  # optional, and untyped
         """What ``bitsandbytes.nn.Linear4bit`` is once its weight is packed."""
@@ -189,7 +181,7 @@ def four_bit_class() -> Callable[[nn.Linear, FourBitOptions], StandIn]:
             self.original_dtype = linear.weight.dtype
             count = linear.weight.numel()
             packed = -(-count // (2 * options.storage.itemsize))
-            self.weight = _frozen((packed, 1), options.storage, Params4bit)
+            self.weight = frozen((packed, 1), options.storage, Params4bit)
             # what peft reads of bitsandbytes' parameter
             vars(self.weight).update(compress_statistics=options.nested, quant_type=options.quant_type)
             self.bias = _frozen_bias(linear)
@@ -217,19 +209,21 @@ def four_bit_class() -> Callable[[nn.Linear, FourBitOptions], StandIn]:
 
 @cache
 def eight_bit_class() -> Callable[[nn.Linear, float], StandIn]:
-    """Return the class that stands in for ``bitsandbytes.nn.Linear8bitLt``."""
-    engine: Any = importlib.import_module("bitsandbytes")
+    """Return the class that stands in for ``bitsandbytes.nn.Linear8bitLt``, derived from it where it is installed."""
+    installed = importlib.util.find_spec("bitsandbytes") is not None
+    engine: Any = importlib.import_module("bitsandbytes").nn.Linear8bitLt if installed else nn.Linear
+    make_state: Any = importlib.import_module("bitsandbytes").MatmulLtState if installed else SimpleNamespace
 
-    class Linear8bitLt(engine.nn.Linear8bitLt, StandIn):  # type: ignore[misc]  # optional, and untyped
+    class Linear8bitLt(engine, StandIn):  # type: ignore[misc]  # optional, and untyped
         """What ``bitsandbytes.nn.Linear8bitLt`` is once its weight is quantized."""
 
         def __init__(self, linear: nn.Linear, threshold: float) -> None:
             nn.Module.__init__(self)
             self.in_features, self.out_features, self.index = linear.in_features, linear.out_features, None
             self.original_dtype = linear.weight.dtype
-            self.state = engine.MatmulLtState()
+            self.state = make_state()
             self.state.threshold, self.state.has_fp16_weights = threshold, False
-            self.weight = _frozen((self.out_features, self.in_features), torch.int8)
+            self.weight = frozen((self.out_features, self.in_features), torch.int8)
             self.bias = _frozen_bias(linear)
             scales = torch.empty(self.out_features, dtype=torch.float32, device="meta")
             self.register_buffer("scales", scales, persistent=False)
@@ -241,6 +235,40 @@ def eight_bit_class() -> Callable[[nn.Linear, float], StandIn]:
             return _product_8bit(x, self.weight, self.scales, self.bias, self.state.threshold)
 
     return Linear8bitLt
+
+
+@cache
+def lora_layers() -> Mapping[type[nn.Module], type[nn.Module]]:
+    """Return peft's LoRA layers for stand-ins by their classes, where bitsandbytes is missing and peft makes none.
+
+    peft defines ``bnb.Linear4bit`` and ``bnb.Linear8bitLt`` only where bitsandbytes is installed. This one allocates
+    what they do: in 4 bits the result is copied first, and each adapter's output is cast before it is added.
+    """
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        return {}
+    from peft.tuners.lora.layer import Linear
+
+    class LoraOfStandIn(Linear):
+        """A LoRA layer around a stand-in for a layer of bitsandbytes."""
+
+        def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+            """Add the adapters' outputs as peft's layers for bitsandbytes do."""
+            if self.lora_variant:
+                return super().forward(x, *args, **kwargs)
+            result: torch.Tensor = self.base_layer(x, *args, **kwargs)
+            if isinstance(self.base_layer.weight, Params4bit):
+                result = result.clone()
+            for name in self.active_adapters if not self.disable_adapters else ():
+                if name not in self.lora_A:
+                    continue
+                down, up, dtype = self.lora_A[name], self.lora_B[name], result.dtype
+                inner = x if torch.is_autocast_enabled() else x.to(cast(nn.Linear, down).weight.dtype)
+                output = up(down(self.lora_dropout[name](inner))) * self.scaling[name]
+                result = result + (output if torch.is_autocast_enabled() else output.to(dtype))
+            return result
+
+    stand_ins: tuple[Any, ...] = (four_bit_class(), eight_bit_class())
+    return dict.fromkeys(stand_ins, LoraOfStandIn)
 
 
 class _FourBitProduct(torch.autograd.Function):

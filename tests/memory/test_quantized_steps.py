@@ -1,0 +1,184 @@
+"""The steps of quantized models are traced from their configs, on any machine, whatever is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+
+from safe_loading import Workload, audit_model, plan_device_map, predict_memory, smallest_limits
+from safe_loading.errors import ArgumentError
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 640,
+    "dtype": "bfloat16",
+}
+LLAMA = LlamaConfig(**SIZES)
+MOE = Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, head_dim=64)
+DEEPSEEK = DeepseekV3Config(
+    **{**SIZES, "num_key_value_heads": 4},
+    moe_intermediate_size=128,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_group=2,
+    topk_group=1,
+    q_lora_rank=64,
+    kv_lora_rank=64,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    first_k_dense_replace=1,
+    n_shared_experts=1,
+)
+GPT_OSS = GptOssConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2, head_dim=64)
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GROUPS = {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}
+METHODS: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
+    "nf4": (LLAMA, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "int8": (LLAMA, {"load_in_8bit": True}),
+    "fp8": (LLAMA, FP8),
+    "fp8 with experts": (MOE, FP8),
+    "fp8, DeepSeek-V3": (DEEPSEEK, FP8),
+    "mxfp4": (GPT_OSS, {"quant_method": "mxfp4"}),
+    "fbgemm": (LLAMA, {"quant_method": "fbgemm_fp8"}),
+    "compressed-tensors": (LLAMA, {"quant_method": "compressed-tensors", "config_groups": GROUPS}),
+    "compressed-tensors in fp8": (
+        LLAMA,
+        {"quant_method": "compressed-tensors", "config_groups": GROUPS, "use_optimized_inference": True},
+    ),
+    "gptq": (LLAMA, {"quant_method": "gptq", "bits": 4, "group_size": 128}),
+    "awq": (LLAMA, {"quant_method": "awq", "bits": 4, "group_size": 128}),
+    "hqq": (LLAMA, {"quant_method": "hqq", "quant_config": {"nbits": 4, "group_size": 64}}),
+    **{
+        f"torchao {kind}": (LLAMA, {"quant_method": "torchao", "quant_type": {"_type": f"{kind}Config", "_data": {}}})
+        for kind in ("Int8WeightOnly", "Int8DynamicActivationInt8Weight", "Float8WeightOnly", "Int4WeightOnly")
+    },
+}
+NOT_TRAINED = ("mxfp4", "fbgemm", "compressed-tensors in fp8", "torchao Int4WeightOnly")
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["o_proj"], task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_plan_counts_the_cache_and_what_the_step_takes(name: str) -> None:
+    config, quantization = METHODS[name]
+    plan = plan_device_map(
+        config, {0: "1GB"}, workload=Workload.generate(2, 64), quantization_config=quantization, capability=(9, 0)
+    )
+    assert plan.verified, plan.reason
+    assert plan.ok
+    (use,) = plan.devices
+    assert use.kv_cache > 0
+    assert use.activations > 0
+    plain = plan_device_map(config, {0: "1GB"}, workload=Workload.generate(2, 64))
+    assert use.kv_cache == plain.devices[0].kv_cache
+    assert use.weights < plain.devices[0].weights or name == "compressed-tensors"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_training_with_lora_is_traced_or_refused(name: str) -> None:
+    config, quantization = METHODS[name]
+    work = Workload.train(2, 32, adapter=lora())
+    if name in NOT_TRAINED:
+        with pytest.raises(ArgumentError, match="does not train"):
+            plan_device_map(config, {0: "1GB"}, workload=work, quantization_config=quantization)
+        return
+    plan = plan_device_map(config, {0: "1GB"}, workload=work, quantization_config=quantization)
+    assert plan.verified, plan.reason
+    (use,) = plan.devices
+    trained = 2 * 4 * (config.num_attention_heads * getattr(config, "v_head_dim", 64) + 256)
+    assert use.gradients >= 2 * 4 * trained  # two states of AdamW in float32, gradients where the peak has them
+    found = predict_memory(config, work, quantization_config=quantization)
+    assert found.components["saved_activations"] > 0
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "gptq", "hqq"])
+def test_a_search_sees_the_context(name: str) -> None:
+    config, quantization = METHODS[name]
+    sizes = [
+        smallest_limits(config, 1, workload=Workload.generate(1, length), quantization_config=quantization)[0]
+        for length in (1, 2048)
+    ]
+    assert sizes[1] - sizes[0] > 2 * 2 * 2 * 64 * 2 * 2000  # layers, keys and values, heads, size, bytes, tokens
+
+
+def test_the_card_decides_and_not_the_machine_that_plans() -> None:
+    work = Workload.generate(1, 16)
+    on_disk = LlamaConfig(**SIZES, quantization_config=FP8)
+    ampere, hopper, unknown, host = (
+        plan_device_map(on_disk, limits, workload=work, capability=capability)
+        for limits, capability in (
+            ({0: "1GB"}, (8, 0)),
+            ({0: "1GB"}, (9, 0)),
+            ({0: "1GB"}, None),
+            ({"cpu": "1GB"}, None),
+        )
+    )
+    plain = plan_device_map(LLAMA, {0: "1GB"}, workload=work)
+    assert ampere.devices[0].weights == host.devices[0].weights == plain.devices[0].weights
+    assert [finding.code for finding in ampere.findings] == ["dequantized"]
+    assert ampere.findings[0].bytes == plain.devices[0].weights
+    assert hopper.devices == unknown.devices
+    assert hopper.devices[0].weights < plain.devices[0].weights
+    assert "capability 8.9" in unknown.findings[0].message
+    for device, capability in ((plain.devices[0], (8, 0)), (hopper.devices[0], None)):
+        found = predict_memory(on_disk, work, capability=capability)
+        assert found.components["weights"] == device.weights + device.buffers
+
+
+def test_a_forecast_says_what_is_assumed() -> None:
+    found = predict_memory(GPT_OSS, Workload.generate(1, 16), quantization_config={"quant_method": "mxfp4"})
+    assert any("triton" in note for note in found.notes)
+    report = audit_model(LLAMA, Workload.train(1, 16, adapter=lora()), quantization_config=METHODS["nf4"][1])
+    assert "step" in report.checked
+    assert report.forecast is not None
+    with pytest.raises(ArgumentError, match="built already"):
+        audit_model(torch.nn.Linear(2, 2), quantization_config=FP8)
+
+
+WITHOUT_BITSANDBYTES = """
+import importlib.machinery, sys
+class Without(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == "bitsandbytes" else super().find_spec(name, path, target)
+sys.meta_path = [Without if finder is importlib.machinery.PathFinder else finder for finder in sys.meta_path]
+from tests.memory.test_quantized_steps import steps_of_bitsandbytes
+print(steps_of_bitsandbytes())
+assert "bitsandbytes" not in sys.modules
+"""
+
+
+def steps_of_bitsandbytes() -> list[object]:
+    counted: list[object] = []
+    for options in ({"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, {"load_in_8bit": True}):
+        quantized = {"quant_method": "bitsandbytes", **options}
+        adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+        for work in (Workload.generate(2, 48), Workload.train(2, 48, adapter=adapter)):
+            plan = plan_device_map(LLAMA, {0: "1GB"}, workload=work, quantization_config=quantized)
+            assert plan.verified, plan.reason
+            found = predict_memory(LLAMA, work, quantization_config=quantized)
+            counted += [plan.devices, found.allocated_peak_bytes, found.reserved_peak_bytes]
+    return counted
+
+
+def test_bitsandbytes_need_not_be_installed() -> None:
+    """The same bytes with and without it, also under peft's LoRA layers, which differ from the plain ones."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is an extra")
+    command = [sys.executable, "-c", WITHOUT_BITSANDBYTES]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(steps_of_bitsandbytes())

@@ -1,0 +1,269 @@
+"""Quantized models on meta: what each format stores, by its byte layout, and what a card makes of it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BitsAndBytesConfig,
+    FineGrainedFP8Config,
+    GptOssConfig,
+    LlamaConfig,
+    Mxfp4Config,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
+
+from safe_loading._model.quantized.request import TargetCard, read_request
+from safe_loading._model.quantized_meta_model import quantized_meta_model
+from safe_loading.errors import ArgumentError
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 640,
+}
+INT8_OF_TORCHAO = {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}
+FP8_GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+INT4_GROUP = {
+    "targets": ["re:.*mlp.*"],
+    "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": False},
+}
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    return LlamaConfig(**SIZES, **changes)
+
+
+def gpt_oss() -> GptOssConfig:
+    return GptOssConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2, head_dim=64)
+
+
+def tensors_of(quantization: object, layer: str = "model.layers.0.mlp.down_proj", **options: Any) -> dict[str, Any]:
+    """Return shape and dtype of each tensor of a layer; down_proj has 512 inputs and 256 outputs."""
+    made = quantized_meta_model(options.pop("config", llama()), quantization, dtype=torch.bfloat16, **options)
+    module = made.model.get_submodule(layer)
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in module.named_parameters()}
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp8": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"weight": ((256, 512), torch.float8_e4m3fn), "weight_scale_inv": ((2, 4), torch.float32)},
+    ),
+    "mxfp8": (
+        {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+        {"weight": ((256, 512), torch.float8_e4m3fn), "weight_scale_inv": ((256, 16), torch.float8_e8m0fnu)},
+    ),
+    "fbgemm": (
+        {"quant_method": "fbgemm_fp8"},
+        {"weight": ((256, 512), torch.float8_e4m3fn), "weight_scale": ((256, 1), torch.float32)},
+    ),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128},
+        {
+            "qweight": ((64, 256), torch.int32),
+            "qzeros": ((4, 32), torch.int32),
+            "scales": ((4, 256), torch.float16),
+            "g_idx": ((512,), torch.int32),
+        },
+    ),
+    "gptq, 3 bits, one group": (
+        {"quant_method": "gptq", "bits": 3, "group_size": -1},
+        {
+            "qweight": ((48, 256), torch.int32),
+            "qzeros": ((1, 24), torch.int32),
+            "scales": ((1, 256), torch.float16),
+            "g_idx": ((512,), torch.int32),
+        },
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"},
+        {
+            "qweight": ((512, 32), torch.int32),
+            "qzeros": ((8, 32), torch.int32),
+            "scales": ((8, 256), torch.float16),
+        },
+    ),
+    "auto-round": (
+        {"quant_method": "auto-round", "bits": 4, "group_size": 128, "packing_format": "auto_round:auto_awq"},
+        {
+            "qweight": ((512, 32), torch.int32),
+            "qzeros": ((4, 32), torch.int32),
+            "scales": ((4, 256), torch.float16),
+        },
+    ),
+    "hqq": (
+        {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 1}}},
+        {
+            "W_q": ((1024, 64), torch.uint8),
+            "scale": ((2048, 1), torch.bfloat16),
+            "zero": ((2048, 1), torch.bfloat16),
+        },
+    ),
+    "hqq, 3 bits": (
+        {"quant_method": "hqq", "quant_config": {"nbits": 3, "group_size": 64, "axis": 1}},
+        {
+            "W_q": ((205, 64), torch.int32),
+            "scale": ((2048, 1), torch.bfloat16),
+            "zero": ((2048, 1), torch.bfloat16),
+        },
+    ),
+    "torchao int8": (
+        {"quant_method": "torchao", "quant_type": INT8_OF_TORCHAO},
+        {
+            "weight": ((256, 512), torch.int8),
+            "scale": ((256, 1), torch.float32),
+            "zero_point": ((256, 1), torch.int8),
+        },
+    ),
+    "torchao int4": (
+        {"quant_method": "torchao", "quant_type": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 64}}},
+        {
+            "weight": ((256, 256), torch.int8),
+            "scale": ((8, 256), torch.bfloat16),
+            "zero_point": ((8, 256), torch.bfloat16),
+        },
+    ),
+    "torchao float8": (
+        {"quant_method": "torchao", "quant_type": {"_type": "Float8WeightOnlyConfig", "_data": {}}},
+        {"weight": ((256, 512), torch.float8_e4m3fn), "scale": ((256, 1), torch.float32)},
+    ),
+    "compressed-tensors, decompressed": (
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": INT4_GROUP}},
+        {
+            "weight": ((256, 512), torch.bfloat16),
+            "weight_scale": ((256, 4), torch.bfloat16),
+            "weight_zero_point": ((256, 4), torch.int8),
+        },
+    ),
+    "compressed-tensors, kept in fp8": (
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": FP8_GROUP},
+            "use_optimized_inference": True,
+        },
+        {"weight": ((256, 512), torch.float8_e4m3fn), "weight_scale": ((1, 256), torch.float32)},
+    ),
+}
+
+
+@pytest.mark.parametrize(("quantization", "stored"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_layer_stores_the_tensors_of_its_format(quantization: dict[str, Any], stored: dict[str, Any]) -> None:
+    """The shapes are those that the real engines make; hqq's and torchao's were compared with theirs to the byte."""
+    asked = copy.deepcopy(quantization)
+    assert tensors_of(quantization) == stored
+    assert quantization == asked
+    # a checkpoint's own config says the same
+    assert tensors_of(None, config=llama(quantization_config=quantization)) == stored
+
+
+def test_the_experts_of_gpt_oss_store_blocks_of_32_with_a_byte_for_each() -> None:
+    stored = tensors_of({"quant_method": "mxfp4"}, "model.layers.1.mlp.experts", config=gpt_oss())
+    assert stored == {
+        "gate_up_proj": ((8, 1024, 128), torch.uint8),
+        "gate_up_proj_scales": ((8, 1024, 8), torch.uint8),
+        "gate_up_proj_bias": ((8, 1024), torch.float32),
+        "down_proj": ((8, 256, 256), torch.uint8),
+        "down_proj_scales": ((8, 256, 16), torch.uint8),
+        "down_proj_bias": ((8, 256), torch.float32),
+    }
+
+
+def test_experts_in_fp8_are_transformers_own() -> None:
+    config = Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, head_dim=64)
+    stored = tensors_of(FineGrainedFP8Config(), "model.layers.0.mlp.experts", config=config)
+    assert stored["gate_up_proj"] == ((8, 256, 256), torch.float8_e4m3fn)
+    assert stored["gate_up_proj_scale_inv"] == ((8, 2, 2), torch.float32)
+
+
+def test_what_a_format_leaves_alone_stays_as_it_is() -> None:
+    for quantization, _ in LAYOUTS.values():
+        model = quantized_meta_model(llama(), quantization, dtype=torch.bfloat16).model
+        if quantization["quant_method"] not in ("compressed-tensors", "fbgemm_fp8"):  # without a list they take it too
+            assert type(model.get_submodule("lm_head")) is nn.Linear, quantization
+        assert model.get_submodule("model.embed_tokens").weight.dtype == torch.bfloat16
+    made = quantized_meta_model(
+        llama(), {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "down_proj"]}, dtype=torch.bfloat16
+    )
+    assert type(made.model.get_submodule("model.layers.0.mlp.down_proj")) is nn.Linear
+    assert type(made.model.get_submodule("model.layers.0.mlp.up_proj")) is not nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization", "card"),
+    [
+        (llama(), {"quant_method": "fp8"}, TargetCard((8, 0))),
+        (llama(quantization_config={"quant_method": "fp8"}), None, TargetCard(on_host=True)),
+        (gpt_oss(), {"quant_method": "mxfp4"}, TargetCard((7, 0))),
+        (gpt_oss(), {"quant_method": "mxfp4"}, TargetCard(on_host=True)),
+        (llama(), LAYOUTS["compressed-tensors, kept in fp8"][0], TargetCard((8, 0))),
+    ],
+)
+def test_a_card_without_kernels_gets_16_bits_and_a_finding(
+    config: PreTrainedConfig, quantization: object, card: TargetCard
+) -> None:
+    made = quantized_meta_model(config, quantization, card=card, dtype=torch.bfloat16)
+    assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
+    (finding,) = [f for f in made.findings if f.code == "dequantized"]
+    assert finding.severity == "warning"
+    assert finding.bytes > 0
+    assert "16 bits" in finding.message or "decompresses" in finding.message
+
+
+def test_dequantizing_on_request_is_no_finding() -> None:
+    on_disk = gpt_oss()
+    on_disk.quantization_config = {"quant_method": "mxfp4"}  # type: ignore[attr-defined]  # as config.json has it
+    made = quantized_meta_model(on_disk, Mxfp4Config(dequantize=True), dtype=torch.bfloat16)
+    assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
+    assert not made.findings
+    fp8 = llama(quantization_config={"quant_method": "fp8"})
+    made = quantized_meta_model(fp8, FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16)
+    assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
+    assert not made.findings
+
+
+def test_two_methods_contradict_one_another() -> None:
+    with pytest.raises(ArgumentError, match=r"quantized \(fp8\).*asks for bitsandbytes"):
+        read_request({"quant_method": "fp8"}, BitsAndBytesConfig(load_in_4bit=True))
+    request = read_request({"quant_method": "fp8", "weight_block_size": [128, 128]}, FineGrainedFP8Config())
+    assert request is not None
+    assert request.pre_quantized
+    assert request.options["weight_block_size"] == [128, 128]
+    assert read_request(None) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization", "card", "message"),
+    [
+        (llama(), {"quant_method": "aqlm"}, TargetCard(), "aqlm.*cannot be planned.*fp8.*gptq"),
+        (llama(), {"quant_method": "made-up"}, TargetCard(), "made-up"),
+        (llama(), {"bits": 4}, TargetCard(), "no quant_method"),
+        (llama(), 4, TargetCard(), "pass a config of transformers"),
+        (llama(), {"quant_method": "awq", "version": "gemv"}, TargetCard(), "only 'gemm'"),
+        (llama(), {"quant_method": "gptq", "bits": "four"}, TargetCard(), "no whole number"),
+        (llama(), {"quant_method": "hqq", "quant_config": {"nbits": 5}}, TargetCard(), "no codes of 5 bits"),
+        (llama(), {"quant_method": "fbgemm_fp8"}, TargetCard((8, 9)), r"capability=\(9, 0\)"),
+        (llama(), {"quant_method": "fbgemm_fp8"}, TargetCard(trains=True), "does not train"),
+        (llama(), {"quant_method": "fp8"}, TargetCard(on_host=True), "only on a GPU"),
+        (llama(), {"quant_method": "fp8", "activation_scheme": "none"}, TargetCard(), "does not suit LlamaForCausalLM"),
+        (llama(), {"quant_method": "mxfp4"}, TargetCard(), "gpt-oss alone"),
+        (gpt_oss(), {"quant_method": "mxfp4"}, TargetCard(trains=True), r"Mxfp4Config\(dequantize=True\)"),
+        (llama(), LAYOUTS["torchao int4"][0], TargetCard(trains=True), "peft does not train"),
+        (llama(), LAYOUTS["torchao int4"][0], TargetCard((7, 5)), "capability 8.0"),
+        (llama(), {"quant_method": "torchao", "quant_type": "int4_weight_only"}, TargetCard(), "quant_type is"),
+        (llama(), {"quant_method": "torchao", "quant_type": {"_type": "Other"}}, TargetCard(), "Other cannot"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(
+    config: PreTrainedConfig, quantization: object, card: TargetCard, message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        quantized_meta_model(config, quantization, card=card, dtype=torch.bfloat16)
