@@ -71,18 +71,32 @@ def _read_tensor(descriptor: int, header: Header, info: TensorInfo) -> torch.Ten
 
 
 def rename_keys(
-    facts: AdapterFacts, tensors: Mapping[str, torch.Tensor], *, prompt_learning: bool, own_module: bool
+    facts: AdapterFacts,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    prompt_learning: bool,
+    own_module: bool,
+    key_mapping: Mapping[str, str] | None = None,
 ) -> RenamedTensors:
     """Return the tensors by the keys that peft writes; the arguments are those of ``key_names.canonical_key``."""
-    changed, collisions = renames(tensors, prompt_learning=prompt_learning, own_module=own_module)
+    changed, collisions = renames(
+        tensors, prompt_learning=prompt_learning, own_module=own_module, key_mapping=key_mapping
+    )
     if collisions:
         raise AdapterError(f"{facts.weights} contains the same tensor under two names:", collisions)
     renamed = _without_copies({changed.get(key, key): tensor for key, tensor in tensors.items()})
     if not changed:
         return RenamedTensors(renamed, changed, [])
-    message = f"saved through a wrapper: {summarize(changed)}"
+    mapped = bool(key_mapping) and not prompt_learning
+    message = f"{'mapped by patterns, or ' if mapped else ''}saved through a wrapper: {summarize(changed)}"
     fix = "none needed here; peft's own load would ignore these keys"
     return RenamedTensors(renamed, changed, [note("info", "adapter-keys-renamed", facts.weights, message, fix)])
+
+
+def key_mapping_for(asked: Mapping[str, str] | None, base: torch.nn.Module) -> Mapping[str, str]:
+    """Return the patterns for the keys of an adapter: those asked for, else those of the base's class, as peft does."""
+    own = getattr(base, "_checkpoint_conversion_mapping", None)
+    return asked if asked is not None else own if isinstance(own, Mapping) else {}
 
 
 def _without_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 
@@ -20,7 +20,7 @@ from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading.errors import AdapterError, ArgumentError, SafeLoadingError
 
 from .adapter_facts import AdapterFacts
-from .adapter_values import read_tensors, rename_keys, value_findings
+from .adapter_values import key_mapping_for, read_tensors, rename_keys, value_findings
 from .fill_slots import fill_slots, overwrite_base
 from .match import Match, match_tensors
 from .peft_config import build_config, refuse_costly_patterns
@@ -49,6 +49,7 @@ class Adapter:
     config: PeftConfig
     tensors: dict[str, torch.Tensor]  # on the host, by their key on disk
     findings: tuple[Finding, ...]  # what is wrong or noteworthy about it, whatever the model
+    key_mapping: Mapping[str, str] | None = None  # patterns and replacements for its keys; None takes the base's own
 
     @property
     def file(self) -> str:
@@ -88,7 +89,9 @@ class Injection:
     changed: list[torch.Tensor] = dataclasses.field(default_factory=list)  # the base's weights that the start changed
 
 
-def prepare(name: str, facts: AdapterFacts, *, is_trainable: bool) -> Adapter:
+def prepare(
+    name: str, facts: AdapterFacts, *, is_trainable: bool, key_mapping: Mapping[str, str] | None = None
+) -> Adapter:
     """Read an adapter's config and tensors and check the values."""
     config, findings = build_config(facts, is_trainable=is_trainable)
     if is_trainable and holds_finished_prompt(config):
@@ -98,7 +101,7 @@ def prepare(name: str, facts: AdapterFacts, *, is_trainable: bool) -> Adapter:
             f"it, or train a new one with peft.get_peft_model."
         )
     tensors = read_tensors(facts)
-    return Adapter(name, facts, config, tensors, (*findings, *value_findings(facts, tensors)))
+    return Adapter(name, facts, config, tensors, (*findings, *value_findings(facts, tensors)), key_mapping)
 
 
 def check_adapter_name(name: str) -> None:
@@ -241,6 +244,7 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
         adapter.tensors,
         prompt_learning=config.is_prompt_learning,
         own_module=any(name == "module" for name, _ in base.named_children()),
+        key_mapping=key_mapping_for(adapter.key_mapping, base),
     )
     before = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     with quiet():

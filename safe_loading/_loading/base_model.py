@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -20,10 +21,11 @@ from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.meta_model import build_on_meta, class_in_config, weights_dtype
 from safe_loading._model.model_config import CONFIG, read_config
-from safe_loading.errors import AdapterError, ArgumentError, CheckpointError, SafeLoadingError
+from safe_loading.errors import AdapterError, CheckpointError, SafeLoadingError
 
 from .adapter_facts import AdapterFacts
 from .attach import Adapter
+from .base_arguments import for_constructor, refuse_unknown, takes_config
 
 _AUTO_CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -37,34 +39,6 @@ _HEADS = ("SEQ_CLS", "TOKEN_CLS")
 
 LoadingInfo = Mapping[str, Iterable[object]]
 """What ``from_pretrained(output_loading_info=True)`` tells: ``missing_keys``, ``mismatched_keys``, ..."""
-
-# Arguments of from_pretrained that the verbs set themselves, and what to use instead.
-_RESERVED = {
-    "device_map": "use device=",
-    "max_memory": "use device= (one device takes everything)",
-    "dtype": "use dtype=",
-    "torch_dtype": "use dtype=",
-    "revision": "use base_revision=",
-    "subfolder": "use base_subfolder=",
-    "low_cpu_mem_usage": "leave it out: it is always on",
-    "output_loading_info": "leave it out: the report has it",
-}
-
-
-def check_base_kwargs(base_kwargs: EngineKwargs) -> None:
-    """Refuse keyword arguments that the verbs set themselves, each with the argument to use instead."""
-    problems = [f"base_kwargs[{name!r}]: {instead}" for name, instead in _RESERVED.items() if name in base_kwargs]
-    if problems:
-        raise ArgumentError("base_kwargs has arguments that this call sets itself:", problems)
-
-
-def check_dtypes(dtype: object, adapter_dtype: object) -> None:
-    """Refuse what is no floating-point dtype, nor "auto" for the base or None for the adapter."""
-    for name, value, other in (("dtype", dtype, "auto"), ("adapter_dtype", adapter_dtype, None)):
-        if value != other and not (isinstance(value, torch.dtype) and value.is_floating_point):
-            raise ArgumentError(
-                f"{name}={value!r}; pass a floating-point torch.dtype such as torch.bfloat16, or {other!r}."
-            )
 
 
 def base_config(folder: Path, base_kwargs: EngineKwargs, document: JsonObject | None = None) -> PreTrainedConfig:
@@ -97,6 +71,8 @@ def auto_class_for(facts: AdapterFacts, config: PreTrainedConfig, base_kwargs: E
     of_transformers = str(mapping.get("parent_library", "")).split(".")[0] == "transformers"
     name = str(mapping.get("base_model_class")) if of_transformers else ""
     model_class: ModelClass | None = getattr(transformers, name, None)
+    if model_class is not None and not takes_config(model_class, config):
+        model_class = None  # of another type of base, which the keys of the adapter will show
     trusted = bool(base_kwargs.get("trust_remote_code", False))
     model_class = model_class or class_in_config(config, trust_remote_code=trusted)
     if model_class is not None:
@@ -117,23 +93,37 @@ def base_on_meta(
     try:
         with quiet():
             # With the options, because some are fields of the config (num_labels), which decide shapes.
-            config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **options)
-        return build_on_meta(auto_class, config, weights_dtype(dtype, config, folder), trust_remote_code=trusted)
+            read: Any = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
+            config, unused = read
+    except Exception:  # remote code may do anything
+        return None
+    arguments = for_constructor(unused)
+    if arguments and not base_kwargs.get("gguf_file"):
+        refuse_unknown(arguments, config, auto_class)
+    try:
+        own = weights_dtype(dtype, config, folder)
+        return build_on_meta(auto_class, config, own, trust_remote_code=trusted, arguments=arguments)
     except Exception:  # remote code may do anything on meta; the check then happens when the adapter is attached
         return None
 
 
 def check_fit(
-    model: torch.nn.Module, checkpoint: Checkpoint, adapters: Sequence[Adapter], layout: CheckpointLayout | None = None
+    model: torch.nn.Module,
+    checkpoint: Checkpoint,
+    adapters: Sequence[Adapter],
+    layout: CheckpointLayout | None = None,
+    *,
+    key_mapping: Mapping[str, str] | None = None,
 ) -> None:
     """Refuse a base whose headers do not fill the model on meta, before a weight is read.
 
-    Quantized bases are left to transformers: their modules are made by the quantizer during the load.
+    ``key_mapping`` is that argument of ``from_pretrained``. Quantized bases are left to transformers: their modules are
+    made by the quantizer during the load.
     """
     if not isinstance(model, PreTrainedModel) or getattr(model.config, "quantization_config", None) is not None:
         return
     replaced = replaced_modules(adapters)
-    layout = layout or read_layout(model, checkpoint.tensors)
+    layout = layout or read_layout(model, checkpoint.tensors, key_mapping=key_mapping)
     problems = misfits(model, checkpoint, layout, lambda name: not replaced.isdisjoint(name.split(".")))
     if problems:
         raise CheckpointError(

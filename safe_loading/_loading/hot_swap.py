@@ -16,7 +16,7 @@ from safe_loading._core.report import Finding
 from safe_loading.errors import AdapterError
 
 from .adapter_facts import factors_of_other_rank
-from .adapter_values import rename_keys
+from .adapter_values import key_mapping_for, rename_keys
 from .attach import Adapter, Attached, refusal
 from .slots import AdapterSlot, adapter_slots, route
 from .starts import starts_on_base
@@ -50,7 +50,8 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
         ) from error
     if not isinstance(config, LoraConfig):
         raise AdapterError(f"{adapter.facts.source!r} is {config.peft_type}; peft can hot-swap LoRA only.")
-    file = rename_keys(adapter.facts, adapter.tensors, prompt_learning=False, own_module=False)
+    mapping = key_mapping_for(adapter.key_mapping, model.get_base_model())
+    file = rename_keys(adapter.facts, adapter.tensors, prompt_learning=False, own_module=False, key_mapping=mapping)
     # Both go through peft's mapping, so that their keys can be compared.
     with quiet():
         old = route(model, name, get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))

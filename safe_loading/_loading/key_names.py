@@ -42,20 +42,38 @@ def _strip_ddp(key: str) -> str:
 
 
 def renames(
-    keys: Iterable[str], *, prompt_learning: bool = False, own_module: bool = False
+    keys: Iterable[str],
+    *,
+    prompt_learning: bool = False,
+    own_module: bool = False,
+    key_mapping: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, str], list[str]]:
-    """Return ``{key on disk: canonical key}`` where they differ, and a problem for each two that mean one tensor."""
+    """Return ``{key on disk: canonical key}`` where they differ, and a problem for each two that mean one tensor.
+
+    ``key_mapping`` holds regular expressions and replacements for keys without peft's prefix.
+    """
     seen: dict[str, str] = {}
     changed: dict[str, str] = {}
     problems = []
     for key in keys:
         name = canonical_key(key, prompt_learning=prompt_learning, own_module=own_module)
+        if key_mapping and name.startswith(PEFT_PREFIX) and not prompt_learning:
+            name = PEFT_PREFIX + _mapped(without_peft_prefix(name), key_mapping)
         if name in seen:
             problems.append(f"{seen[name]!r} and {key!r} both mean {name!r}; keep one of them")
         seen[name] = key
         if name != key:
             changed[key] = name
     return changed, problems
+
+
+def _mapped(key: str, key_mapping: Mapping[str, str]) -> str:
+    """Return a key after the first pattern that matches it (peft ``load_peft_weights``)."""
+    for pattern, replacement in key_mapping.items():
+        mapped, count = re.subn(pattern, replacement, key)
+        if count:
+            return mapped
+    return key
 
 
 def layer_indices(keys: Iterable[str]) -> set[int]:

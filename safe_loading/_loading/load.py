@@ -24,6 +24,7 @@ from safe_loading._ranks.device_guard import one_device
 from safe_loading.errors import AdapterError
 
 from .attach import Adapter, Attached, attach, check_on_meta
+from .base_arguments import check_class
 from .base_model import (
     auto_class_for,
     base_config,
@@ -77,7 +78,11 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
             f"base without being asked. Move the adapter's files to a folder of their own."
         )
     config = base_config(folder, options.base_kwargs)
-    auto_class = options.auto_class or auto_class_for(adapters[0].facts, config, options.base_kwargs)
+    auto_class = options.auto_class
+    if auto_class is None:
+        auto_class = auto_class_for(adapters[0].facts, config, options.base_kwargs)
+    else:
+        check_class(auto_class, config)
     # Pickles and GGUF files have no safetensors header to check; transformers reads them if it is told to.
     checkpoint = None
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
@@ -85,7 +90,7 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
     meta_model = base_on_meta(auto_class, folder, options.dtype, options.base_kwargs)
     if meta_model is not None and options.strict:
         if checkpoint is not None:
-            check_fit(meta_model, checkpoint, adapters)
+            check_fit(meta_model, checkpoint, adapters, key_mapping=options.base_kwargs.get("key_mapping"))
         check_on_meta(meta_model, adapters)
     return BaseOnDisk(base, auto_class, checkpoint)
 

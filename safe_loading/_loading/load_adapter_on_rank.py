@@ -25,7 +25,7 @@ from safe_loading._ranks.launcher import local_rank
 from safe_loading.errors import AdapterError, AdapterExists, ArgumentError, DeviceError
 
 from .attach import Adapter, Attached, attach, check_adapter_name, prepare
-from .base_model import check_dtypes
+from .base_arguments import as_dtype
 from .hot_swap import StagedSwap, commit_swap, stage_swap
 from .load import adapter_part, current_device_findings, restored_on_error, warn_of_errors
 from .report import LoadReport
@@ -38,7 +38,7 @@ def load_adapter_on_rank(
     adapter_name: str,
     *,
     device: torch.device | str | int | None = None,
-    adapter_dtype: torch.dtype | None = None,
+    adapter_dtype: torch.dtype | str | None = None,
     is_trainable: bool = False,
     hotswap: bool = False,
     adapter_revision: str | None = None,
@@ -48,6 +48,7 @@ def load_adapter_on_rank(
     ranks: Literal["all", "self"] | Sequence[int] = "all",
     timeout: float = 1800.0,
     hub_kwargs: Mapping[str, Any] | None = None,
+    key_mapping: Mapping[str, str] | None = None,
 ) -> LoadReport:
     """Load one more adapter into a model, on the device that the model is on and on no other.
 
@@ -59,7 +60,7 @@ def load_adapter_on_rank(
         adapter: A folder or hub id.
         adapter_name: The name that it gets; with ``hotswap`` the name of the adapter that it replaces.
         device: The device that the model is on, which is the only one accepted. None takes it from the model.
-        adapter_dtype: Dtype of the adapter; None leaves each tensor exactly as it is on disk.
+        adapter_dtype: Dtype of the adapter, or its name; None leaves each tensor exactly as it is on disk.
         is_trainable: Whether its parameters require grad. False puts the whole model in eval mode, as peft's
             ``load_adapter`` does.
         hotswap: Whether the adapter's values overwrite those of the adapter ``adapter_name`` in place. Tensors,
@@ -72,6 +73,7 @@ def load_adapter_on_rank(
         ranks: Which ranks load together, as for :func:`load_peft_on_rank`.
         timeout: Longest wait for the other ranks, in seconds.
         hub_kwargs: ``token``, ``cache_dir`` and ``local_files_only`` for an adapter on the hub.
+        key_mapping: Regular expressions and replacements for the adapter's keys, as for :func:`load_peft_on_rank`.
 
     Returns:
         What was loaded where, in which dtype and time.
@@ -86,7 +88,7 @@ def load_adapter_on_rank(
     group = Ranks.resolve(ranks)
     with group.together("check the arguments", timeout=timeout):
         check_adapter_name(adapter_name)
-        check_dtypes("auto", adapter_dtype)
+        own_dtype = as_dtype(adapter_dtype, "adapter_dtype", None)
         _check_name(model, adapter_name, hotswap=hotswap)
         if hotswap and (is_trainable or not strict):
             raise ArgumentError("A hot swap is always strict and leaves requires_grad alone; leave both arguments out.")
@@ -107,12 +109,12 @@ def load_adapter_on_rank(
         facts = find_sources(request, group, timeout=timeout).adapters[adapter_name]
         start = time.perf_counter()
         with restored_on_error(model) as undo, group.together("load the adapter", timeout=timeout):
-            prepared = prepare(adapter_name, facts, is_trainable=is_trainable)
+            prepared = prepare(adapter_name, facts, is_trainable=is_trainable, key_mapping=key_mapping)
             outcome: StagedSwap | Attached
             if hotswap:
-                outcome = stage_swap(model, prepared, dtype=adapter_dtype)
+                outcome = stage_swap(model, prepared, dtype=own_dtype)
             else:
-                outcome = attach(model, prepared, target, undo=undo, keep_base=True, dtype=adapter_dtype, strict=strict)
+                outcome = attach(model, prepared, target, undo=undo, keep_base=True, dtype=own_dtype, strict=strict)
                 _set_training(model, prepared, is_trainable=is_trainable)
             check_devices(model, target)
             check_contexts(contexts_before, target)

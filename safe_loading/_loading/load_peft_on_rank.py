@@ -30,7 +30,7 @@ from safe_loading._ranks.machine import host_identity
 from safe_loading.errors import AdapterError, ArgumentError, DeviceError
 
 from .attach import check_adapter_name, prepare
-from .base_model import check_base_kwargs, check_dtypes
+from .base_arguments import as_dtype, as_model_class, check_base_kwargs, with_quantization_config
 from .load import (
     BaseOnDisk,
     LoadOptions,
@@ -49,8 +49,8 @@ def load_peft_on_rank(
     base_model: str | os.PathLike[str] | PreTrainedModel | None = None,
     *,
     device: torch.device | str | int | None = None,
-    dtype: torch.dtype | Literal["auto"] = "auto",
-    adapter_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str = "auto",
+    adapter_dtype: torch.dtype | str | None = None,
     is_trainable: bool = False,
     auto_class: Any = None,
     active: str | None = None,
@@ -63,6 +63,7 @@ def load_peft_on_rank(
     ranks: Literal["all", "self"] | Sequence[int] = "all",
     timeout: float = 1800.0,
     base_kwargs: Mapping[str, Any] | None = None,
+    key_mapping: Mapping[str, str] | None = None,
 ) -> PeftModel:
     """Load a base model and its adapter(s) onto this rank's device, and onto no other.
 
@@ -77,11 +78,12 @@ def load_peft_on_rank(
             None takes ``base_model_name_or_path`` of the (first) adapter's config.
         device: Where everything goes: a device, its name, or an index of the accelerator. None, or an accelerator
             without an index, takes :func:`device_for_rank`.
-        dtype: Dtype of the base; "auto" leaves it as it is in the checkpoint.
-        adapter_dtype: Dtype of the adapter; None leaves each tensor exactly as it is on disk.
+        dtype: Dtype of the base, or its name; "auto" leaves it as it is in the checkpoint.
+        adapter_dtype: Dtype of the adapter, or its name; None leaves each tensor exactly as it is on disk.
         is_trainable: Whether the active adapter's parameters require grad (those of the base never do). A model that
             was passed as the base keeps its train or eval mode then.
-        auto_class: The class whose ``from_pretrained`` loads the base. None takes it from the adapter's task type.
+        auto_class: The class whose ``from_pretrained`` loads the base, or its name in transformers. None takes it from
+            the adapter's task type.
         active: The name of the adapter that is active afterwards. None takes the first.
         adapter_revision: Branch, tag or commit of adapters on the hub; never used for the base.
         adapter_subfolder: Folder inside the adapter's repository; never used for the base.
@@ -95,8 +97,11 @@ def load_peft_on_rank(
             this one alone, without any communication.
         timeout: Longest wait for the other ranks, in seconds.
         base_kwargs: More arguments of the base's ``from_pretrained``, such as ``attn_implementation``,
-            ``quantization_config`` or ``trust_remote_code``. ``token``, ``cache_dir`` and ``local_files_only`` are
-            used for the adapters too.
+            ``quantization_config`` or ``trust_remote_code``, and of the model's constructor. ``token``, ``cache_dir``
+            and ``local_files_only`` are used for the adapters too.
+        key_mapping: Regular expressions and their replacements, for the keys of the adapters without peft's prefix
+            ``base_model.model.``; the first that matches a key is used, as in peft. None takes the base's own
+            ``_checkpoint_conversion_mapping``, if its class has one.
 
     Returns:
         The model, of peft's class for the task, in eval mode (with ``is_trainable`` the adapter is in train mode).
@@ -114,7 +119,9 @@ def load_peft_on_rank(
     with group.together("check the arguments", timeout=timeout) as phase:
         base_kwargs = dict(base_kwargs or {})
         check_base_kwargs(base_kwargs)
-        check_dtypes(dtype, adapter_dtype)
+        base_kwargs = with_quantization_config(base_kwargs)
+        base_dtype: torch.dtype | Literal["auto"] = as_dtype(dtype, "dtype", "auto") or "auto"
+        own_dtype, model_class = as_dtype(adapter_dtype, "adapter_dtype", None), as_model_class(auto_class)
         adapters = _by_name(adapter, active)
         target = own_device(device)
         if device is None and target.type != "cpu":
@@ -126,10 +133,10 @@ def load_peft_on_rank(
     request = LoadRequest(adapters, base_request, adapter_revision, adapter_subfolder, allow_pickle, base_kwargs)
     options = LoadOptions(
         device=target,
-        dtype=dtype,
-        adapter_dtype=adapter_dtype,
+        dtype=base_dtype,
+        adapter_dtype=own_dtype,
         is_trainable=is_trainable,
-        auto_class=auto_class,
+        auto_class=model_class,
         active=active or next(iter(adapters)),
         strict=strict,
         base_kwargs=base_kwargs,
@@ -139,7 +146,10 @@ def load_peft_on_rank(
     with guarded(target), _progress.engine_bars(local_rank()):
         sources = find_sources(request, group, timeout=timeout)
         with group.together("check the adapter against its base", timeout=timeout):
-            prepared = [prepare(name, facts, is_trainable=is_trainable) for name, facts in sources.adapters.items()]
+            prepared = [
+                prepare(name, facts, is_trainable=is_trainable, key_mapping=key_mapping)
+                for name, facts in sources.adapters.items()
+            ]
             base: BaseOnDisk | PreTrainedModel | None = loaded_base
             if base is None:
                 base = check_before_load(sources.require_base(), prepared, options)
@@ -166,6 +176,11 @@ def _by_name(adapter: Source | Mapping[str, Source], active: str | None) -> dict
                 f"The first argument is the adapter, the second the base. The adapter must be a folder or hub id, or "
                 f"a mapping of names to them; got {source!r:.80}."
             )
+    if isinstance(active, (list, tuple)):
+        raise ArgumentError(
+            f"active={active!r}: one adapter is active after a load. Pass its name; for several at a time call "
+            f"model.base_model.set_adapter({list(active)!r}) on the loaded model."
+        )
     if active is not None and active not in adapters:
         raise ArgumentError(f"active={active!r} is none of the adapters {sorted(adapters)}.")
     return adapters

@@ -95,7 +95,7 @@ def _resolve_base(asked: BaseRequest, adapter: AdapterFacts, choose: Chooser, hu
     if not source:
         raise AdapterError(f"{adapter.folder / ADAPTER_CONFIG} names no base model. Pass base_model=.")
     revision = asked.revision
-    if revision is None and asked.source is None and not is_there(Path(source)):
+    if revision is None and asked.source is None and not is_there(Path(source).expanduser()):
         # "revision" in an adapter's config is that of its base: peft's AutoPeftModel passes it to the base's
         # from_pretrained. A base that the caller chose, or a folder, has nothing to do with it.
         revision = adapter.config.get("revision")

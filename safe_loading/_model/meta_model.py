@@ -97,13 +97,14 @@ def build_on_meta(
     *,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    arguments: Mapping[str, object] | None = None,
 ) -> torch.nn.Module:
     """Return a model on meta, in eval mode and with the dtypes that ``from_pretrained(dtype=...)`` would give it.
 
     The class is a model class or an auto class of transformers; or any class that takes a config, and is cast whole.
-    The model keeps the config, in which ``dtype`` is set as by ``from_pretrained``.
+    The model keeps the config, in which ``dtype`` is set as by ``from_pretrained``. The constructor gets ``arguments``.
     """
-    options: dict[str, object] = {"dtype": dtype}
+    options: dict[str, object] = {"dtype": dtype, **(arguments or {})}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with torch.random.fork_rng(devices=[]), torch.device("meta"), quiet():

@@ -64,7 +64,9 @@ class MetaStandIns:
     ) -> None:
         """Put every tensor back in its place."""
         for tensors, name, tensor in self._replaced:
-            stand_in = self._stand_ins[id(tensor)]
+            # Of what stands there now: peft's MultiheadAttention registers its weights again, as new objects.
+            current = tensors.get(name)
+            stand_in = self._stand_ins[id(tensor)] if current is None else current
             if tensor.requires_grad != stand_in.requires_grad:
                 tensor.requires_grad_(stand_in.requires_grad)
             tensors[name] = tensor

@@ -212,3 +212,33 @@ def test_another_replication_of_layers_is_refused(bench: Bench, tmp_path: Path, 
             load_adapter_on_rank(model, other, "other")
         assert state(model) == before
         assert torch.equal(logits(model), outputs)
+
+
+class _Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.attention(tokens, tokens, tokens)[0]
+
+
+def test_the_base_weights_of_an_attention_module_stay_frozen(tmp_path: Path) -> None:
+    config = peft.LoraConfig(target_modules=["attention"], init_lora_weights=False)
+    base = _Attention()
+    peft.get_peft_model(_copy_of(base), config).save_pretrained(tmp_path / "adapter")
+    ours = load_peft_on_rank(tmp_path / "adapter", _copy_of(base), is_trainable=True)
+    plain = peft.PeftModel.from_pretrained(_copy_of(base), tmp_path / "adapter", is_trainable=True)
+
+    def trained(model: torch.nn.Module) -> set[str]:
+        return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    assert trained(ours) == trained(plain) != set()
+    tokens = torch.randn(1, 3, 8)
+    assert torch.equal(ours(tokens), plain(tokens))
+
+
+def _copy_of(base: _Attention) -> _Attention:
+    copied = _Attention()
+    copied.load_state_dict(base.state_dict())
+    return copied

@@ -12,7 +12,7 @@ from safe_loading._checkpoint.weight_files import PICKLE_SUFFIXES
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import EngineKwargs
 from safe_loading._loading.adapter_facts import AdapterFacts, digest
-from safe_loading._loading.base_model import check_base_kwargs
+from safe_loading._loading.base_arguments import check_base_kwargs
 from safe_loading._loading.sources import BaseRequest, LoadRequest, Source, resolve_all
 from safe_loading._model.layout.tensor_contents import REPORT
 from safe_loading.errors import ArgumentError

@@ -63,14 +63,20 @@ class CheckpointLayout:
 
 
 def read_layout(
-    model: torch.nn.Module, tensors: Mapping[str, TensorInfo], state: State | None = None
+    model: torch.nn.Module,
+    tensors: Mapping[str, TensorInfo],
+    state: State | None = None,
+    *,
+    key_mapping: Mapping[str, str] | None = None,
 ) -> CheckpointLayout:
     """Follow each tensor of a checkpoint to its place in ``model`` (on meta), as transformers' loader would.
 
     The model has no adapter. It may be wrapped if ``state`` is passed, which is otherwise its ``state_dict()``.
+    ``key_mapping`` is that argument of ``from_pretrained``.
     """
     state = model.state_dict() if state is None else state
-    rules = get_model_conversion_mapping(model)  # type: ignore[arg-type]  # a PreTrainedModel, by the auto classes
+    renames = dict(key_mapping) if key_mapping else None
+    rules = get_model_conversion_mapping(model, renames)  # type: ignore[arg-type]  # a PreTrainedModel
     renamings = [rule for rule in rules if isinstance(rule, loader.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loader.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}

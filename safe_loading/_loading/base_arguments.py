@@ -1,0 +1,142 @@
+"""The arguments of a load as people write them, brought into one form or refused by name before anything is read."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+
+from safe_loading._core.protocols import EngineKwargs, ModelClass
+from safe_loading.errors import ArgumentError
+
+# Arguments of from_pretrained that the verbs set themselves, and what to use instead.
+_RESERVED = {
+    "device_map": "use device=",
+    "max_memory": "use device= (one device takes everything)",
+    "dtype": "use dtype=",
+    "torch_dtype": "use dtype=",
+    "revision": "use base_revision=",
+    "subfolder": "use base_subfolder=",
+    "low_cpu_mem_usage": "leave it out: it is always on",
+    "output_loading_info": "leave it out: the report has it",
+}
+_BITS = ("load_in_4bit", "load_in_8bit")
+
+
+def check_base_kwargs(base_kwargs: EngineKwargs) -> None:
+    """Refuse keyword arguments that the verbs set themselves, each with the argument to use instead."""
+    problems = [f"base_kwargs[{name!r}]: {instead}" for name, instead in _RESERVED.items() if name in base_kwargs]
+    if problems:
+        raise ArgumentError("base_kwargs has arguments that this call sets itself:", problems)
+
+
+def with_quantization_config(base_kwargs: EngineKwargs) -> dict[str, object]:
+    """Put ``load_in_4bit`` and ``load_in_8bit``, which transformers 5 does not take, into a quantization config."""
+    bits = {name: base_kwargs[name] for name in _BITS if name in base_kwargs}
+    others: dict[str, object] = {name: value for name, value in base_kwargs.items() if name not in bits}
+    if not any(bits.values()):
+        return others
+    if others.get("quantization_config") is not None:
+        raise ArgumentError(f"base_kwargs has quantization_config and {sorted(bits)}; leave {sorted(bits)} out.")
+    # By name, because BitsAndBytesConfig is made only where it is asked for.
+    config = transformers.BitsAndBytesConfig(**bits)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    return {**others, "quantization_config": config}
+
+
+def as_dtype(value: object, argument: str, other: str | None) -> torch.dtype | None:
+    """Return a floating-point dtype, passed itself or by its name; None for ``other``, which means "as on disk"."""
+    if value == other:
+        return None
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError(
+            f"{argument}={value!r}; pass a floating-point torch.dtype such as torch.bfloat16, its name, or {other!r}."
+        )
+    return dtype
+
+
+def as_model_class(auto_class: object) -> ModelClass | None:
+    """Return the class that loads the base, which may be passed by its name in transformers; None if none was."""
+    if auto_class is None:
+        return None
+    found: Any = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
+    if not hasattr(found, "from_pretrained"):
+        raise ArgumentError(
+            f"auto_class={auto_class!r} is not a class with from_pretrained; pass for example "
+            f"transformers.AutoModelForCausalLM, or its name."
+        )
+    model_class: ModelClass = found
+    return model_class
+
+
+def check_class(model_class: ModelClass, config: PreTrainedConfig) -> None:
+    """Refuse a model class for another type of config: transformers would build it in the sizes of its defaults."""
+    if not takes_config(model_class, config):
+        raise ArgumentError(
+            f"auto_class={model_class.__name__} is for a {config_class_of(model_class)}, and the base's config.json "
+            f"is a {type(config).__name__}. Pass the class of the base, or an auto class such as "
+            f"transformers.AutoModelForCausalLM."
+        )
+
+
+def takes_config(model_class: ModelClass, config: PreTrainedConfig) -> bool:
+    """Return whether a class is an auto class, or a model class for configs of this type."""
+    own = getattr(model_class, "config_class", None)
+    return not isinstance(own, type) or isinstance(config, own)
+
+
+def config_class_of(model_class: ModelClass) -> str:
+    """Return the name of the config class of a model class."""
+    return getattr(getattr(model_class, "config_class", None), "__name__", "config of its own")
+
+
+def for_constructor(unused: EngineKwargs) -> dict[str, object]:
+    """Return what ``from_pretrained`` hands on to the model's constructor, of the arguments that no config takes."""
+    return {name: value for name, value in unused.items() if name not in _taken_by_from_pretrained()}
+
+
+def refuse_unknown(names: Iterable[str], config: PreTrainedConfig, model_class: ModelClass) -> None:
+    """Refuse arguments that neither the config, nor ``from_pretrained``, nor the model's constructor knows."""
+    built: object = model_class
+    mapping: Mapping[type, object] = getattr(model_class, "_model_mapping", {})
+    if type(config) in mapping:
+        classes = mapping[type(config)]
+        built = classes[0] if isinstance(classes, (tuple, list)) else classes
+    if not isinstance(built, type) or not issubclass(built, PreTrainedModel):
+        return  # code of a repository: its constructor says so itself
+    parameters = inspect.signature(built.__init__).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    known = {*parameters, *vars(config), *_taken_by_from_pretrained()} - {"self", "config"}
+    problems = []
+    for name in sorted(set(names) - known):
+        nearest = difflib.get_close_matches(name, [other for other in known if not other.startswith("_")], n=3)
+        meant = f" (nearest: {', '.join(nearest)})" if nearest else ""
+        problems.append(f"base_kwargs[{name!r}]: no argument of that name{meant}")
+    if problems:
+        raise ArgumentError(
+            f"base_kwargs has arguments that are neither fields of {type(config).__name__}, nor arguments of "
+            f"{built.__name__} or its from_pretrained; correct or leave out:",
+            problems,
+        )
+
+
+def _taken_by_from_pretrained() -> set[str]:
+    """Return a superset of the keyword arguments that ``from_pretrained`` itself takes.
+
+    It pops most of them out of ``**kwargs``, so they are in no signature; but as texts they are among the constants of
+    its code, whatever the release.
+    """
+    names: set[str] = set()
+    for owner in (PreTrainedModel, AutoModel):
+        function: Any = inspect.unwrap(owner.from_pretrained)
+        names |= set(inspect.signature(function).parameters)
+        for constant in function.__code__.co_consts:
+            items = constant if isinstance(constant, tuple) else (constant,)
+            names |= {item for item in items if isinstance(item, str) and item.isidentifier()}
+    return names

@@ -1,0 +1,177 @@
+"""The arguments of a load as people write them: taken, or refused by name before anything is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from faults import adapters as faults
+from loaded_models import TOKENS, logits, two_steps
+from models import Made, save_adapter
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+from safe_loading import AdapterError, ArgumentError, load_adapter_on_rank, load_peft_on_rank
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A BERT without its pooler, and an adapter for it."""
+    folder = tmp_path_factory.mktemp("bert")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        BertModel(BertConfig(**sizes, vocab_size=99), add_pooling_layer=False).save_pretrained(folder / "base")
+        base = BertModel.from_pretrained(folder / "base", add_pooling_layer=False)
+        config = peft.LoraConfig(task_type="FEATURE_EXTRACTION", target_modules=["query"], init_lora_weights=False)
+        peft.get_peft_model(base, config).save_pretrained(folder / "adapter")
+    return folder / "base", folder / "adapter"
+
+
+def test_an_argument_of_the_constructor_is_known_to_the_check_before_the_load(bert: tuple[Path, Path]) -> None:
+    base, adapter = bert
+    model = load_peft_on_rank(adapter, base, base_kwargs={"add_pooling_layer": False})
+    assert model.load_report.ok
+    plain = peft.PeftModel.from_pretrained(BertModel.from_pretrained(base, add_pooling_layer=False), adapter)
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).last_hidden_state, plain(TOKENS).last_hidden_state)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("add_poling_layer", "add_pooling_layer"), ("attn_implementatoin", "attn")]
+)
+def test_a_typo_is_named_with_what_is_near(bert: tuple[Path, Path], name: str, nearest: str) -> None:
+    base, adapter = bert
+    with pytest.raises(ArgumentError, match=f"base_kwargs.*{name}.*nearest: {nearest}"):
+        load_peft_on_rank(adapter, base, base_kwargs={name: False})
+
+
+@pytest.mark.parametrize("name", ["num_labels", "attn_implementation", "ignore_mismatched_sizes", "weights_only"])
+def test_what_transformers_takes_is_taken(tiny_llama: Path, tiny_adapter: Path, name: str) -> None:
+    value = {"num_labels": 3, "attn_implementation": "eager"}.get(name, True)
+    assert load_peft_on_rank(tiny_adapter, tiny_llama, base_kwargs={name: value}).load_report.ok
+
+
+def test_dtypes_and_classes_by_name(tiny_llama: Path, tiny_adapter: Path) -> None:
+    by_name = load_peft_on_rank(
+        tiny_adapter, tiny_llama, dtype="bfloat16", adapter_dtype="torch.float16", auto_class="LlamaForCausalLM"
+    )
+    by_value = load_peft_on_rank(
+        tiny_adapter, tiny_llama, dtype=torch.bfloat16, adapter_dtype=torch.float16, auto_class=LlamaForCausalLM
+    )
+    assert {key: tensor.dtype for key, tensor in by_name.state_dict().items()} == {
+        key: tensor.dtype for key, tensor in by_value.state_dict().items()
+    }
+    load_adapter_on_rank(by_name, tiny_adapter, "second", adapter_dtype="bfloat16")
+    assert by_name.load_report.parts[0].dtypes == {"bfloat16": 18}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"auto_class": "LlamaForCausal"}, "not a class"),
+        ({"auto_class": GPT2LMHeadModel}, "GPT2Config.*LlamaConfig"),
+        ({"dtype": "bfloat61"}, "floating-point"),
+        ({"dtype": "int8"}, "floating-point"),
+        ({"adapter_dtype": "auto"}, "floating-point"),
+        ({"active": ["default"]}, "base_model.set_adapter"),
+        ({"base_kwargs": {"load_in_4bit": True, "quantization_config": {}}}, "leave .*load_in_4bit"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(
+    tiny_llama: Path, tiny_adapter: Path, arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        load_peft_on_rank(tiny_adapter, tiny_llama, **arguments)
+
+
+def test_several_active_adapters_as_the_refusal_says(tiny_llama: Path, tiny_adapter: Path) -> None:
+    model = load_peft_on_rank({"a": tiny_adapter, "b": tiny_adapter}, tiny_llama)
+    one = logits(model)
+    model.base_model.set_adapter(["a", "b"])
+    assert model.active_adapters == ["a", "b"]
+    assert not torch.equal(logits(model), one)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_number_of_bits_as_an_argument(made: Made, bits: int) -> None:
+    pytest.importorskip("bitsandbytes")
+    base = made.llama(torch.bfloat16, hidden_size=64, intermediate_size=128)
+    adapter = made.adapter(base)
+    from transformers import BitsAndBytesConfig
+
+    short = load_peft_on_rank(adapter, base, base_kwargs={f"load_in_{bits}bit": True})
+    config = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    assert torch.equal(
+        logits(short), logits(load_peft_on_rank(adapter, base, base_kwargs={"quantization_config": config}))
+    )
+    assert load_peft_on_rank(adapter, base, base_kwargs={f"load_in_{bits}bit": False}).load_report.ok
+
+
+def test_a_folder_under_the_home(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(tiny_llama, tmp_path / "base")
+
+    def named(config: dict[str, Any]) -> None:
+        config.update(base_model_name_or_path="~/base", revision="main")
+
+    faults.edited(tiny_adapter, tmp_path / "adapter", config=named)
+    assert load_peft_on_rank("~/adapter").load_report.ok
+    assert load_peft_on_rank("~/adapter", "~/base").load_report.ok
+
+
+def test_a_mapping_for_another_type_of_base_is_not_built(tmp_path: Path, tiny_llama: Path) -> None:
+    """Of LlamaForCausalLM, transformers would make a model in the default sizes, of 7 billion parameters."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 101, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", tiny_llama, task_type=None)
+    mapping = json.loads((adapter / "adapter_config.json").read_text())["auto_mapping"]
+    assert mapping["base_model_class"] == "LlamaForCausalLM"
+    with pytest.raises(AdapterError, match="GPT2LMHeadModel"):
+        load_peft_on_rank(adapter, tmp_path / "base")
+
+
+def test_keys_of_the_base_are_mapped_as_asked(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    shutil.copytree(tiny_llama, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors: dict[str, torch.Tensor] = {}
+    for path in tiny_llama.glob("*.safetensors"):
+        tensors |= load_file(path)
+    renamed = {key.replace("model.layers.", "blocks."): tensor for key, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    mapping = {"^blocks\\.": "model.layers."}
+    model = load_peft_on_rank(tiny_adapter, tmp_path / "base", base_kwargs={"key_mapping": mapping})
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", key_mapping=mapping)
+    assert torch.equal(logits(model.get_base_model()), logits(peft.PeftModel.from_pretrained(plain, tiny_adapter)))
+    assert torch.equal(logits(model), logits(two_steps(tiny_adapter, tiny_llama)))
+
+
+def test_keys_of_the_adapter_are_mapped_as_asked(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    def rename(tensors: faults.Tensors) -> None:
+        for key in list(tensors):
+            tensors[key.replace("base_model.model.model.layers", "base_model.model.decoder.blocks")] = tensors.pop(key)
+
+    renamed = faults.edited(tiny_adapter, tmp_path / "renamed", tensors=rename)
+    truth = logits(two_steps(tiny_adapter, tiny_llama))
+    with pytest.raises(AdapterError, match="decoder"):
+        load_peft_on_rank(renamed, tiny_llama)
+    mapping = {r"^decoder\.blocks": "model.layers"}
+    model = load_peft_on_rank(renamed, tiny_llama, key_mapping=mapping)
+    assert torch.equal(logits(model), truth)
+    assert len(model.load_report.parts[1].renamed) == 18
+    load_adapter_on_rank(model, renamed, "second", key_mapping=mapping)
+    load_adapter_on_rank(model, renamed, "default", hotswap=True, key_mapping=mapping)
+    model.set_adapter("second")
+    assert torch.equal(logits(model), truth)
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    base._checkpoint_conversion_mapping = mapping  # as a class of remote code may have it
+    model = load_peft_on_rank(renamed, base)
+    load_adapter_on_rank(model, renamed, "second")
+    assert torch.equal(logits(model), truth)
