@@ -18,13 +18,45 @@ from typing import Any
 
 from torchrun import OUT, environment_of_ranks, reports_of, run_ranks, script_folder
 
-# Ahead of every script: what tests ask of CUDA. `contexts` makes none.
+# Ahead of every script: what tests ask of CUDA. `contexts` makes none. `case` runs a function in a process of its own,
+# for contexts last as long as their process, and reports what it returns. On simulated devices that is a fork, so that
+# the engines are imported once for all cases; on real ones the script runs again, for this case alone. Outside of its
+# cases such a script must not use a device.
 CUDA_PRELUDE = """
-import json, os, sys, torch
+import ctypes, json, os, subprocess, sys, torch, traceback
 def contexts():
     if not torch.cuda.is_initialized():
         return []
     return [i for i in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(i)]
+def case(function, name=None):
+    name = name or function.__name__
+    if "CUDA_CASE" in os.environ:
+        if os.environ["CUDA_CASE"] == name:
+            report(**{name: function()})
+        return function
+    if not hasattr(ctypes.CDLL("libcudart.so.13"), "sim_used"):
+        command = [sys.executable, *sys.argv]
+        found = subprocess.run(command, env={**os.environ, "CUDA_CASE": name}, capture_output=True, text=True)
+        if found.returncode:
+            report(**{name: {"error": found.stderr}})
+        return function
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        torch.cuda._is_in_bad_fork = lambda: False  # no device was used before the fork
+        try:
+            result = function()
+        except BaseException:
+            result = {"error": traceback.format_exc()}
+        with os.fdopen(writer, "w") as results:
+            json.dump(result, results)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as results:
+        text = results.read()
+    status = os.waitpid(pid, 0)[1]
+    report(**{name: json.loads(text) if text else {"error": f"ended with {status}"}})
+    return function
 """
 
 

@@ -20,7 +20,7 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding
 from safe_loading._model.snapshot import Snapshot
-from safe_loading._ranks.device_guard import one_device
+from safe_loading._ranks.device_guard import make_current, one_device
 from safe_loading.errors import AdapterError
 
 from .attach import Adapter, Attached, attach, check_on_meta
@@ -210,14 +210,17 @@ def _base_part(
     return LoadedPart("base", source, commit, str(device), dtypes, len(tensors), size, seconds)
 
 
-def current_device_findings(device: torch.device) -> list[Finding]:
-    """Return a finding when the process's current device is another one: ``.to("cuda")`` goes there."""
-    if device.type in ("cpu", "mps") or torch.accelerator.current_device_index() == device.index:
+def current_device_findings(device: torch.device, given: torch.device | str | int | None) -> list[Finding]:
+    """Make the device of a rank the current one (`make_current`); return a finding where another one stays current."""
+    if make_current(device, given):
         return []
     current = f"{device.type}:{torch.accelerator.current_device_index()}"
-    message = f"the current device of this process is {current}, so inputs sent to {device.type!r} without an index"
-    fix = f"call torch.accelerator.set_device_index({device.index}), or send inputs to model.device"
-    return [note("info", "current-device", device, f"{message} go there", fix)]
+    message = (
+        f"the current device of this process is {current}: inputs sent to {device.type!r} without an index go there, "
+        f"and the step of most of torch's optimizers makes a context on it"
+    )
+    fix = f"call torch.accelerator.set_device_index({device.index}), and send inputs to model.device"
+    return [note("info", "current-device", device, message, fix)]
 
 
 def warn_of_errors(findings: Sequence[Finding]) -> None:

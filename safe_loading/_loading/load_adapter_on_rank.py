@@ -96,7 +96,7 @@ def load_adapter_on_rank(
             raise ArgumentError(f"hub_kwargs has {unknown}; it takes {sorted(HUB_OPTIONS)}.")
         target = _device_of(model, device)
     contexts_before = contexts()
-    notes = current_device_findings(target)
+    notes = current_device_findings(target, target)
     request = LoadRequest(
         {adapter_name: adapter},
         base=None,

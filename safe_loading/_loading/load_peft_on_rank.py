@@ -77,7 +77,8 @@ def load_peft_on_rank(
         base_model: A folder, a hub id, or a model that is loaded already (moved to ``device`` if it is on the CPU).
             None takes ``base_model_name_or_path`` of the (first) adapter's config.
         device: Where everything goes: a device, its name, or an index of the accelerator. None, or an accelerator
-            without an index, takes :func:`device_for_rank`.
+            without an index, takes :func:`device_for_rank`, and makes it the current device where a launcher gave it
+            and no other was chosen: torch's optimizers use the current device.
         dtype: Dtype of the base, or its name; "auto" leaves it as it is in the checkpoint.
         adapter_dtype: Dtype of the adapter, or its name; None leaves each tensor exactly as it is on disk.
         is_trainable: Whether the active adapter's parameters require grad (those of the base never do). A model that
@@ -142,7 +143,6 @@ def load_peft_on_rank(
         base_kwargs=base_kwargs,
     )
     contexts_before = contexts()
-    notes = current_device_findings(target)
     with guarded(target), _progress.engine_bars(local_rank()):
         sources = find_sources(request, group, timeout=timeout)
         with group.together("check the adapter against its base", timeout=timeout):
@@ -159,7 +159,8 @@ def load_peft_on_rank(
             check_devices(model, target)
             check_contexts(contexts_before, target)
             warn_of_errors(findings)
-    report = LoadReport(group.index(group.rank), group.size, str(target), tuple(parts), (*findings, *notes))
+    findings = [*findings, *current_device_findings(target, device)]
+    report = LoadReport(group.index(group.rank), group.size, str(target), tuple(parts), tuple(findings))
     model.__dict__["load_report"] = report
     logger.info("%s", report)
     return model

@@ -13,7 +13,7 @@ import torch
 from safe_loading.errors import ArgumentError, DeviceError
 
 from .device_for_rank import device_for_rank
-from .launcher import read_visible_devices
+from .launcher import read_launcher, read_visible_devices
 
 
 def own_device(device: torch.device | str | int | None) -> torch.device:
@@ -47,6 +47,22 @@ def own_device(device: torch.device | str | int | None) -> torch.device:
     if ":" not in str(requested):  # .index is None then, though torch's stubs declare an int
         return device_for_rank()
     return _visible_device(requested.type, requested.index)
+
+
+def make_current(device: torch.device, given: torch.device | str | int | None) -> bool:
+    """Make the device that the launcher gave to this rank the current one; return whether it is current.
+
+    The current device is left as it is in a single process, where the caller named a device (``given``), and where it
+    is not 0, for then somebody chose it.
+    """
+    if device.type in ("cpu", "mps"):
+        return True
+    current = torch.accelerator.current_device_index()
+    is_named = given is not None and (isinstance(given, int) or ":" in str(torch.device(given)))
+    if current == 0 and not is_named and read_launcher(os.environ).local_rank is not None:
+        torch.accelerator.set_device_index(device)
+        return True
+    return current == device.index
 
 
 def _visible_device(kind: str, index: int) -> torch.device:

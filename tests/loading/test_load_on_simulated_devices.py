@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from conftest import Simulated
 
 LOADS = """
-    import sys, torch, torch_npu
+    import gc, sys, torch, torch_npu
     from transformers import AutoModelForCausalLM
     from peft import AutoPeftModelForCausalLM, PeftModel
     from safe_loading import load_adapter_on_rank, load_peft_on_rank
@@ -37,6 +37,7 @@ LOADS = """
         return [sum(t.nbytes for t in tensors), max(t.nbytes for t in tensors)]
 
     def run(name, load):
+        torch.accelerator.set_device_index(0)
         torch_npu.reset()
         model = load()
         facts = {"load": seen(), "size": size(model), "devices": sorted({str(p.device) for p in model.parameters()})}
@@ -62,6 +63,7 @@ LOADS = """
     run("type alone", lambda: load_peft_on_rank(adapter, base, device="npu"))
 
     def tried(**arguments):
+        torch.accelerator.set_device_index(0)
         torch_npu.reset()
         try:
             load_peft_on_rank(adapter, arguments.pop("base", base), **arguments)
@@ -76,12 +78,14 @@ LOADS = """
         "model.embed_tokens": 1, "model.layers": 1, "model.norm": 2, "model.rotary_emb": 1, "lm_head": 2})
     report({"spread": tried(base=spread, device=1)})
     del spread
+    gc.collect()  # a dispatched model refers to itself
     report({"ninth": tried(device=9), "cuda": tried(device="cuda:0")})
 
     torch_npu.reset()
     model = load_peft_on_rank(saved, base, device=3)
     report({"saved": {**seen(), "size": size(model)}})
     del model
+    torch.accelerator.set_device_index(0)
     torch_npu.reset()
     model = AutoPeftModelForCausalLM.from_pretrained(adapter, device_map={"": 3})
     report({"peft": seen()})
@@ -135,8 +139,8 @@ def test_the_device_holds_base_and_adapter_and_at_most_one_tensor_more(facts: di
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_current_device_is_left_alone(facts: dict[str, Any], way: str) -> None:
-    assert facts[way]["load"]["current"] == 0
+def test_only_the_device_that_a_launcher_gave_is_made_current(facts: dict[str, Any], way: str) -> None:
+    assert facts[way]["load"]["current"] == (3 if way in ("rank", "type alone") else 0)
 
 
 def test_modules_to_save_are_not_held_twice(facts: dict[str, Any]) -> None:

@@ -152,6 +152,9 @@ def _make_optimizer(
         module, _, name = (rule.source or "").partition(":")
         optimizer_class, options = getattr(importlib.import_module(module), name), dict(rule.options)
     optimizer: torch.optim.Optimizer = optimizer_class(parameters, **options)  # type: ignore[operator]  # a class
+    # Whether a CUDA graph is being captured is asked of the current GPU, which makes a context on it (torch 2.13).
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        setattr(optimizer, name, lambda: None)
     # optimizers allocate their state in the first step; only the fake gradients' shapes matter
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

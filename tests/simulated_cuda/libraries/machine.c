@@ -9,6 +9,7 @@
 #include <execinfo.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -104,6 +105,7 @@ static void read_visible(void) {
 
 static int lives(int slot) {
     if (&table->slots[slot] == own) return 1;
+    if (table_file < 0) return table->slots[slot].pid > 0 && kill(table->slots[slot].pid, 0) == 0; /* a fork of this */
     struct flock held = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = slot, .l_len = 1};
     return table_file >= 0 && fcntl(table_file, F_GETLK, &held) == 0 && held.l_type != F_UNLCK;
 }
@@ -158,6 +160,11 @@ static void enter_table(void) {
     }
 }
 
+static void after_fork(void) { /* in the new process, which has no context yet */
+    own = NULL;
+    enter_table();
+}
+
 static void start(void) {
     const char *text = getenv("SIMCUDA_GPU");
     gpu = PRESETS[0];
@@ -174,6 +181,7 @@ static void start(void) {
     read_visible();
     open_table();
     enter_table();
+    pthread_atfork(NULL, NULL, after_fork);
 }
 
 static void ready(void) { pthread_once(&once, start); }
