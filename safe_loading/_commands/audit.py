@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .answer import NOT_OK, OK, USAGE, Answer, Commands
+from .quantization import add_quantization, quantization
 from .training import add_training, refuse_unused, training
 
 _FORMATS = ("text", "json", "github", "sarif")
@@ -18,6 +19,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser("audit", help=summary, description=summary)
     parser.add_argument("model", metavar="MODEL_OR_FOLDER", help="hub id or folder of a model or an adapter")
     add_training(parser)
+    add_quantization(parser)
     parser.add_argument("--trust-remote-code", action="store_true", help="run the repository's own code")
     parser.add_argument("--format", choices=_FORMATS, default="text", help="default: %(default)s")
     parser.set_defaults(run=_run)
@@ -31,7 +33,12 @@ def _run(arguments: argparse.Namespace) -> Answer:
         if arguments.train is None:
             refuse_unused(arguments, "gradient_checkpointing", "optimizer", "adapter")
         workload = None if arguments.train is None else training(arguments)
-        report = audit_model(arguments.model, workload, trust_remote_code=arguments.trust_remote_code)
+        report = audit_model(
+            arguments.model,
+            workload,
+            trust_remote_code=arguments.trust_remote_code,
+            quantization_config=quantization(arguments),
+        )
     except SafeLoadingError as error:
         return Answer([f"safe_loading: {error}"], USAGE)
     text = str(report) if arguments.format == "text" else getattr(report, f"to_{arguments.format}")()

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from .answer import INFEASIBLE, NOT_OK, OK, Answer, Commands
+from .quantization import add_quantization, capability, quantization
 from .training import add_training, refuse_unused, training
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ def add(commands: Commands) -> None:
     declare("--batch", type=int, help="rows of a batch (default: 1)")
     declare("--context", type=int, help="tokens in the KV cache; without it only weights are counted")
     add_training(parser)
+    add_quantization(parser)
+    declare("--capability", metavar="X.Y", help="compute capability of the cards, which decides whether fp8 stays: 9.0")
     declare("--dtype", help="dtype of the weights, such as bfloat16 (default: the checkpoint's)")
     objectives = "load evenly, or use as few as possible"
     declare("--objective", choices=("balance", "fill"), default="balance", help=objectives)
@@ -45,6 +48,8 @@ def _run(arguments: argparse.Namespace) -> Answer:
             _limits(arguments.max_memory),
             workload=_workload(arguments),
             dtype=arguments.dtype,
+            quantization_config=quantization(arguments),
+            capability=capability(arguments.capability),
             objective=arguments.objective,
             offload=arguments.offload,
             overhead=arguments.overhead,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .answer import INFEASIBLE, OK, Answer, Commands
+from .quantization import add_quantization, quantization
 from .training import add_training, refuse_unused, training
 
 if TYPE_CHECKING:
@@ -24,11 +25,6 @@ _CARDS = ("l4", "l40s", "h100")
 _FIRST = {"batch": 1, "length": 512}
 _MOST_VALUES = 8
 _SHORT = {"alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
-_QUANTIZATION: dict[str, dict[str, Any]] = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-    "int8": {"load_in_8bit": True},
-}
 
 
 def add(commands: Commands) -> None:
@@ -41,7 +37,7 @@ def add(commands: Commands) -> None:
     declare("--generate", metavar="[ROWSx]TOKENS", help="a prompt of ROWS x TOKENS and one token more")
     add_training(parser)
     declare("--lora", nargs="+", metavar="FIELD=VALUE", help="train a LoRA: r=16 alpha=32 targets=q_proj,v_proj")
-    declare("--quantization", choices=sorted(_QUANTIZATION), help="load the base in 4 or 8 bits, as bitsandbytes does")
+    add_quantization(parser)
     declare("--dtype", help="dtype of the weights, such as bfloat16 (default: the checkpoint's)")
     declare("--attention", metavar="NAME", help="as attn_implementation of from_pretrained, such as eager")
     cards = f"such as h100 'rtx 4090' 24GB (default: {' '.join(_CARDS)})"
@@ -169,38 +165,20 @@ def _value(text: str) -> object:
 def _forecaster(arguments: argparse.Namespace) -> Callable[[Workload, tuple[int, int]], MemoryForecast]:
     from safe_loading._memory.predict_memory import predict_memory
 
-    source: Any = arguments.model if arguments.quantization is None else _quantized_config(arguments)
+    quantized = quantization(arguments)
 
     def forecast(workload: Workload, capability: tuple[int, int]) -> MemoryForecast:
         return predict_memory(
-            source,
+            arguments.model,
             workload,
             capability=capability,
             dtype=arguments.dtype,
             attn_implementation=arguments.attention,
+            quantization_config=quantized,
             trust_remote_code=arguments.trust_remote_code,
         )
 
     return forecast
-
-
-def _quantized_config(arguments: argparse.Namespace) -> object:
-    from transformers import BitsAndBytesConfig
-
-    from safe_loading._checkpoint.hub import resolve, small_files
-    from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
-    from safe_loading._model.model_config import read_config
-    from safe_loading.errors import ArgumentError
-
-    folder = resolve(arguments.model, small_files).folder
-    if (folder / ADAPTER_CONFIG).exists():
-        raise ArgumentError(f"{arguments.model} is an adapter: write its base for MODEL, and --adapter {folder}.")
-    config = read_config(folder, trust_remote_code=arguments.trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ArgumentError(f"{arguments.model} is quantized already; drop --quantization {arguments.quantization}.")
-    options = _QUANTIZATION[arguments.quantization]
-    config.quantization_config = BitsAndBytesConfig(**options)  # type: ignore[no-untyped-call]  # not annotated
-    return config
 
 
 def _write(path: Path, text: str) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
+from .attention_names import attention_of, scratch_is_known, without_packages
 from .meta_model import meta_model
 from .quantized.engine_formats import build_compressed, build_fbgemm, build_fp8, build_mxfp4
 from .quantized.packed_formats import pack_awq, pack_gptq, pack_hqq, pack_torchao
@@ -50,9 +51,11 @@ def quantized_meta_model(
     if on_disk is None and text is not plain:
         on_disk = vars(text).pop("quantization_config", None)
     request = read_request(on_disk, quantization_config)
-    model = meta_model(plain, **options)
+    with without_packages():
+        model = meta_model(plain, **options)
+    attention = [_of_attention(name) for name in attention_of(model) if not scratch_is_known(name)]
     if request is None:
-        return QuantizedModel(model)
+        return QuantizedModel(model, findings=attention)
     build = _BUILDERS.get(request.method)
     if build is None:
         raise ArgumentError(
@@ -60,7 +63,7 @@ def quantized_meta_model(
             f"Without quantization: take the checkpoint in 16 bits, whose plan is an upper bound."
         )
     try:
-        findings = build(model, request, card or TargetCard())
+        findings = attention + build(model, request, card or TargetCard())
     except SafeLoadingError:
         raise
     except Exception as error:
@@ -71,6 +74,12 @@ def quantized_meta_model(
     if not request.pre_quantized and request.method in _QUANTIZED_WHILE_LOADING:
         findings.append(_of_loading(request.method))
     return QuantizedModel(model, request.method, findings)
+
+
+def _of_attention(name: str) -> Finding:
+    message = f"{name} is counted as flash attention 2; what else its kernels allocate is not known."
+    fix = 'leave room for it with overhead=, or plan with attn_implementation="flash_attention_2" or "sdpa".'
+    return Finding("scratch-unknown", "info", "", message, fix)
 
 
 def _of_loading(method: str) -> Finding:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import save_llama
+from transformers import BitsAndBytesConfig, FineGrainedFP8Config
 
 from safe_loading import DeviceMapPlan, plan_device_map
 from safe_loading import __main__ as command_line
@@ -101,3 +102,31 @@ def test_what_cannot_be_read_is_told_on_stderr(
 def test_a_folder_that_is_not_there_leaves_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["plan", str(tmp_path / "none"), *LIMITS]) == USAGE
     assert "none" in capsys.readouterr().err
+
+
+def test_quantization_has_the_names_of_transformers(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    for words, options in (
+        (["int8"], {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}),
+        (["fp8"], {"quantization_config": FineGrainedFP8Config()}),
+        (["fp8", "--capability", "8.0"], {"quantization_config": FineGrainedFP8Config(), "capability": (8, 0)}),
+        ([json.dumps(fp8)], {"quantization_config": fp8}),
+    ):
+        assert command_line.main(["plan", folder, *LIMITS, "--json", "--quantization", *words]) == 0
+        plan = DeviceMapPlan.from_json(capsys.readouterr().out)
+        assert plan.devices == plan_device_map(folder, {0: "100KB", 1: "100KB"}, **options).devices
+    for words, message in (
+        (["nf5"], "nf4, fp4, int8, fp8, mxfp4"),
+        (["{"], "no JSON"),
+        (["fp8", "--capability", "9"], "such as 8.0"),
+        (["mxfp4"], "gpt-oss alone"),
+    ):
+        assert command_line.main(["plan", folder, *LIMITS, "--quantization", *words]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_an_audit_takes_it_too(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", folder, "--train", "8", "--format", "json", "--quantization"]
+    assert command_line.main([*words, "int8"]) in (0, NOT_OK)
+    assert "int8, frozen" in json.loads(capsys.readouterr().out)["dtypes"]
+    assert command_line.main([*words, "nf5"]) == USAGE

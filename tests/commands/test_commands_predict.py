@@ -127,8 +127,10 @@ def test_an_adapter_is_forecast_on_its_base(
     status, found = answer(capsys, tiny_adapter, "--train", "1x16", "--card", "24GB", "--json")
     assert status == 0
     assert found["rows"][0]["forecast"]["components"]["adapters"] > 0
-    status, text = answer(capsys, tiny_adapter, "--train", "1x16", "--quantization", "nf4")
-    assert (status, "write its base for MODEL" in text) == (1, True)
+    weights = found["rows"][0]["forecast"]["components"]["weights"]
+    status, found = answer(capsys, tiny_adapter, "--train", "1x16", "--quantization", "nf4", "--json")
+    assert status == 0
+    assert found["rows"][0]["forecast"]["components"]["weights"] < weights
 
 
 def test_names_of_cards() -> None:

@@ -105,7 +105,7 @@ class _CudaFunctions:
         head, is_float32 = query.shape[-1], query.dtype == torch.float32
         aligned = head == value.shape[-1] and head % 8 == 0
         if aligned and not is_float32 and mask is None and self._capability >= AMPERE and head <= 256:
-            return _apply_flash_attention
+            return flash_attention
         unequal = grouped and query.shape[1] != key.shape[1]  # the efficient kernel takes no grouped heads
         wants_mask_gradient = mask is not None and mask.requires_grad
         return None if unequal or wants_mask_gradient or head % 4 else _apply_efficient_attention
@@ -225,5 +225,5 @@ class _EfficientAttention(torch.autograd.Function):
 
 # torch does not type `apply`
 _apply_softmax: Callable[..., torch.Tensor] = _Softmax.apply
-_apply_flash_attention: Callable[..., torch.Tensor] = _FlashAttention.apply
+flash_attention: Callable[..., torch.Tensor] = _FlashAttention.apply
 _apply_efficient_attention: Callable[..., torch.Tensor] = _EfficientAttention.apply

@@ -26,6 +26,7 @@ from safe_loading._ranks.launcher import local_rank
 from safe_loading.errors import TraceError
 
 from .accelerate_hooks import TracePlacement, install_hooks
+from .attention_kernels import attention_stand_ins
 from .dispatch_mode import TraceDispatchMode
 from .fake_tensors import FakeTensors
 from .function_mode import TraceFunctionMode
@@ -97,7 +98,7 @@ def _run(
     ledger = mode.ledger
     functions = TraceFunctionMode(mode.content)
     # the fake mode is entered before the dispatch mode, which therefore sees each operation first and can answer it
-    with _isolated(), functions, functions.whole_lists(), fake:
+    with _isolated(), attention_stand_ins(model), functions, functions.whole_lists(), fake:
         tensors = FakeTensors(fake, ledger, where)
         tensors.replace_tensors(model)
         if workload.kind == "weights_only":
