@@ -11,7 +11,7 @@ from tiny_models import tiny_config
 from torch import nn
 from transformers import BartConfig, BertConfig, NllbMoeConfig
 
-from safe_loading import TraceError, Workload
+from safe_loading import TraceError, Workload, predict_memory
 from safe_loading._memory.trace.trace_step import trace_step
 
 PROMPT, TRAIN = Workload.generate(2, 16), Workload.train(2, 16, optimizer="none")
@@ -99,3 +99,62 @@ def test_classifiers_that_look_for_the_end_of_a_text_find_one(name: str) -> None
     config = BartConfig(**SMALL) if name.startswith("Bart") else None
     trace = trace_step(made(name, config), TRAIN)
     assert trace.assumptions == ()
+
+
+def test_whisper_gets_sounds_of_the_length_that_it_takes() -> None:
+    sizes: dict[str, Any] = {"d_model": 64, "vocab_size": 101, "pad_token_id": 0, "decoder_start_token_id": 1}
+    sizes |= {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    config = transformers.WhisperConfig(**sizes, max_source_positions=100, architectures=[WHISPER])
+    model = transformers.WhisperForConditionalGeneration(config)
+    sound = {"input_features": torch.empty(2, 80, 200, device="meta")}
+    for workload in (Workload.train(2, 8), Workload.generate(2, 8)):
+        assert trace_step(model, workload).devices == trace_step(model, workload, inputs=sound).devices
+    assert predict_memory(config, Workload.train(2, 8)).allocated_peak_bytes > 0
+
+
+WHISPER = "WhisperForConditionalGeneration"
+
+
+class Moving(torch.nn.Module):
+    """Moves its input to the accelerator itself."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.how = how
+
+    def forward(self, input_ids: Any, labels: Any = None) -> Any:
+        x = torch.ones(input_ids.shape[0], 8, device="cpu")
+        ways = {
+            "cuda": lambda: x.cuda(),
+            "cuda of an index": lambda: x.cuda(0, non_blocking=True),
+            "to a text": lambda: x.to("cuda"),
+            "to an index": lambda: x.to(0),
+            "to a device": lambda: x.to(torch.device("cuda:0"), torch.float32),
+            "to a keyword": lambda: x.to(device="cuda:0"),
+            "made there": lambda: torch.ones(input_ids.shape[0], 8, device="cuda"),
+            "made of values": lambda: torch.tensor([[1.0] * 8] * input_ids.shape[0], device="cuda"),
+            "back and there": lambda: x.cuda().cpu().to(self.linear.weight.device),
+        }
+        return self.linear(ways[self.how]())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "cuda",
+        "cuda of an index",
+        "to a text",
+        "to an index",
+        "to a device",
+        "to a keyword",
+        "made there",
+        "made of values",
+        "back and there",
+    ],
+)
+def test_a_forward_that_moves_tensors_itself(how: str) -> None:
+    trace = trace_step(Moving(how), Workload.train(2, 8, optimizer="none"))
+    assert trace.problems == ()
+    made = [a.device for a in trace.allocations if a.phase == "forward" and a.bytes == 2 * 8 * 4]
+    assert 0 in made

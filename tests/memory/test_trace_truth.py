@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
-from allocator_truth import above_start, generation, training
+from allocator_truth import above_start, generation, peak_above_start, tokens, training
 
 from safe_loading import Workload
 from safe_loading._memory.trace.trace_step import trace_step
@@ -192,3 +193,51 @@ def test_peaks_are_those_of_the_allocator(name: str, attention: str) -> None:
             mine[f"train {on}"] = above_start(step, "forward", "backward")
             real[f"train {on}"] = training(model, ROWS, columns, inputs, checkpointing=on)["train"]
     assert mine == real
+
+
+PROJECTIONS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+METHODS: dict[str, dict[str, Any]] = {
+    "Lora": {**PROJECTIONS, "r": 4, "use_dora": True},
+    "IA3": {"task_type": "CAUSAL_LM"},
+    "BOFT": {**PROJECTIONS, "boft_block_size": 4},
+    "OFT": {**PROJECTIONS, "oft_block_size": 8},
+    "LoHa": {**PROJECTIONS, "r": 4},
+    "LoKr": {**PROJECTIONS, "r": 4},
+    "AdaLora": {**PROJECTIONS, "init_r": 4, "target_r": 2, "total_step": 10},
+    "Vera": {**PROJECTIONS, "r": 4},
+    "FourierFT": {**PROJECTIONS, "n_frequency": 16},
+    "HRA": {**PROJECTIONS, "r": 4},
+    "VBLoRA": {**PROJECTIONS, "r": 4, "num_vectors": 16, "vector_length": 16},
+    "LNTuning": {"task_type": "CAUSAL_LM"},
+    "PromptTuning": {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"},
+    "PrefixTuning": {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"},
+    "PromptEncoder": {"num_virtual_tokens": 4, "encoder_hidden_size": 32, "task_type": "CAUSAL_LM"},
+    "Miss": {**PROJECTIONS, "r": 4},
+    "RandLora": {**PROJECTIONS, "r": 4},
+    "C3A": {**PROJECTIONS, "block_size": 8},
+    "Road": {**PROJECTIONS, "group_size": 8},
+    "TrainableTokens": {"token_indices": [1, 2], "task_type": "CAUSAL_LM"},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_peaks_of_every_method_of_peft(method: str) -> None:
+    """The adapter is attached from its config alone, and compared with the one that peft attaches for real."""
+    config = getattr(peft, f"{method}Config")(**METHODS[method])
+    model = model_of("Llama", "sdpa").to(torch.bfloat16)
+    before = {name: id(module) for name, module in model.named_modules()}
+    mine = above_start(trace_step(model, Workload.train(ROWS, COLUMNS, adapter=config, optimizer="none")), *PHASES)
+    assert {name: id(module) for name, module in model.named_modules()} == before
+    adapted = peft.get_peft_model(model, config).train()
+
+    def step() -> None:
+        batch = tokens(model, ROWS, COLUMNS)
+        batch["labels"] = torch.full((ROWS, COLUMNS), 5)
+        loss = adapted(**batch, use_cache=False).loss
+        del batch
+        loss.backward()
+
+    assert mine == peak_above_start(step)
+
+
+PHASES = ("forward", "backward")

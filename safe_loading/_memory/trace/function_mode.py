@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from .ledger import device_key
 
 _FROM_PYTHON_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda})
 _TO_ARRAY: frozenset[object] = frozenset((torch.Tensor.numpy, torch.Tensor.__array__))
 _TO_TEXT: frozenset[object] = frozenset({torch.Tensor.__format__})
 
@@ -21,20 +22,28 @@ _TO_TEXT: frozenset[object] = frozenset({torch.Tensor.__format__})
 class TraceFunctionMode(TorchFunctionMode):
     """Makes tensors of Python values on the right fake device, and arrays and texts of fake tensors.
 
+    An accelerator that the model's own code names, as ``x.cuda()`` and ``device="cuda:1"`` do, is the fake device that
+    stands for it; without an index the one on which the inputs are.
+
     ``torch.tensor(values, device="cpu:1")`` fills host memory and drops the index of the device, which no other
     function does. Arrays and texts need content, which fake tensors do not have: `content` returns a real tensor with
     it.
     """
 
-    def __init__(self, content: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, content: Callable[[torch.Tensor], torch.Tensor], main: torch.device) -> None:
         super().__init__()
         self._content = content
+        self._main = main
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         """Run one call."""
         kwargs = kwargs or {}
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": self._fake(kwargs["device"])}
+        if func in _MOVES:
+            func, args = torch.Tensor.to, self._moved_to(func, args, kwargs)
         if func in _FROM_PYTHON_VALUES and kwargs.get("device") is not None:
             device = kwargs.pop("device")
             requires_grad = kwargs.pop("requires_grad", False)
@@ -46,6 +55,26 @@ class TraceFunctionMode(TorchFunctionMode):
         if of_fake and func in _TO_TEXT and not args[0].dim():
             return format(args[0].item(), args[1])
         return func(*args, **kwargs)
+
+    def _fake(self, device: object) -> object:
+        """Return the fake device for an accelerator, as a number, a text or a device; anything else as it is."""
+        if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+            return device
+        if isinstance(device, int):
+            return torch.device("cpu", device)
+        try:
+            named = torch.device(device)
+        except RuntimeError:  # torch's own error names the devices that there are
+            return device
+        if named.type in ("cpu", "meta"):
+            return device
+        return self._main if named.index is None else torch.device("cpu", named.index)
+
+    def _moved_to(self, func: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if func is torch.Tensor.cuda:
+            kwargs.pop("memory_format", None)
+            return (args[0], *([] if "device" in kwargs else [self._fake(args[1]) if args[1:] else self._main]))
+        return (args[0], *map(self._fake, args[1:2]), *args[2:])
 
     def _to_array(self, func: Callable[..., object], tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
         # what torch checks for a real tensor; its own words would name the fake device

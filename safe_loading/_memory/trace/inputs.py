@@ -126,6 +126,8 @@ class StepInputs:
         takes_images = "input_ids" not in self.names or self.names.get("pixel_values")
         if "pixel_values" in self.names and takes_images and "pixel_values" not in batch:
             batch["pixel_values"] = self._images(rows)
+        if "input_features" in self.names and "input_ids" not in self.names and "input_features" not in batch:
+            batch["input_features"] = self._sound(rows)
         return batch
 
     def labels(self, rows: int, columns: int) -> torch.Tensor:
@@ -158,6 +160,16 @@ class StepInputs:
         reads_end = self._is_encoder_decoder and self._class_name.endswith(_ONE_LABEL_PER_ROW)
         if reads_end and eos is not None and "input_ids" not in self._user_inputs:
             self._values.set_last(tokens, eos)
+
+    def _sound(self, rows: int) -> torch.Tensor:
+        """Return spectrograms of the one length that Whisper takes: two frames for each position of its encoder."""
+        bands, positions = (getattr(self._config, name, None) for name in ("num_mel_bins", "max_source_positions"))
+        if not isinstance(bands, int) or not isinstance(positions, int):
+            raise TraceError(
+                f"The config of {self._class_name} does not say how long its sounds are. Pass them, for example "
+                f"inputs={{'input_features': torch.empty({rows}, frames, bands, device='meta')}}."
+            )
+        return torch.empty((rows, bands, 2 * positions), device=self._device)
 
     def _images(self, rows: int) -> torch.Tensor:
         inner_configs = (getattr(self._config, name, None) for name in _VISION_CONFIGS)

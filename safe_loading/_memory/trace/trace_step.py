@@ -96,7 +96,7 @@ def _run(
     fake: FakeTensorMode,
 ) -> None:
     ledger = mode.ledger
-    functions = TraceFunctionMode(mode.content)
+    functions = TraceFunctionMode(mode.content, fake_device(where.main))
     # the fake mode is entered before the dispatch mode, which therefore sees each operation first and can answer it
     with _isolated(), attention_stand_ins(model), functions, functions.whole_lists(), fake:
         tensors = FakeTensors(fake, ledger, where)
@@ -134,7 +134,7 @@ def _with_adapter(
         return
     from peft import LoraConfig, get_peft_model
 
-    from safe_loading._loading.peft_config import injecting, read_peft_config, refuse_costly_patterns
+    from safe_loading._loading.peft_config import injecting, is_lora, read_peft_config, refuse_costly_patterns
 
     config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter
     if config is not adapter:
@@ -142,8 +142,13 @@ def _with_adapter(
     if lora_layers() and isinstance(config, LoraConfig):
         config = copy.copy(config)
         config._custom_modules = {**(config._custom_modules or {}), **lora_layers()}
-    with MetaStandIns(model), NoInit(), torch.device("meta"), injecting(adapter, model):
-        wrapped = get_peft_model(model, config, low_cpu_mem_usage=True)
+    # Only LoRA's modules are the same when they are made on meta. Other methods compute with what they make, such as
+    # BOFT its permutations, and peft moves and casts it (AdaLoRA's ranks become trainable): made on the host, a layer
+    # at a time, and moved to the stand-ins' device.
+    on_meta = is_lora(config)
+    uninitialized = NoInit() if on_meta else contextlib.nullcontext()
+    with MetaStandIns(model), uninitialized, torch.device("meta" if on_meta else "cpu"), injecting(adapter, model):
+        wrapped = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
     # a saved config has inference_mode=True, with which nothing would be trained
     if isinstance(adapter, (str, os.PathLike)):
         prefix = str(wrapped.base_model.prefix)
