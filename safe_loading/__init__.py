@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ._model.meta_model import meta_model
     from ._ranks.device_for_rank import device_for_rank
     from ._sharding.assert_optimizer_sharded import assert_optimizer_sharded
+    from ._sharding.load_at_prepare import load_at_prepare
     from ._sharding.report import FsdpReport
     from ._sharding.wrap_fsdp_meta_safe import wrap_fsdp_meta_safe
     from ._wrapping.attach_head import attach_head
@@ -88,6 +89,7 @@ _HOME = {
     "meta_model": "_model.meta_model",
     "device_for_rank": "_ranks.device_for_rank",
     "assert_optimizer_sharded": "_sharding.assert_optimizer_sharded",
+    "load_at_prepare": "_sharding.load_at_prepare",
     "FsdpReport": "_sharding.report",
     "wrap_fsdp_meta_safe": "_sharding.wrap_fsdp_meta_safe",
     "attach_head": "_wrapping.attach_head",
@@ -137,6 +139,7 @@ __all__ = [
     "largest_workload",
     "limit_device_memory",
     "load_adapter_on_rank",
+    "load_at_prepare",
     "load_peft_on_rank",
     "merge_lora_checkpoint",
     "merge_lora_inplace",

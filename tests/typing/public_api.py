@@ -24,6 +24,7 @@ from safe_loading import (
     device_for_rank,
     largest_micro_batch,
     load_adapter_on_rank,
+    load_at_prepare,
     load_peft_on_rank,
     merge_lora_checkpoint,
     merge_lora_inplace,
@@ -56,6 +57,8 @@ assert_type(merged, torch.nn.Module)
 wrapped = wrap_fsdp_meta_safe(model, "folder", version=2, mesh=(2, 2), wrap=["layers.*"])
 assert_type(wrapped, torch.nn.Module)
 assert_type(meta_model("folder", dtype=torch.bfloat16), torch.nn.Module)
+with load_at_prepare(verify="bytes", timeout=60) as nothing:
+    assert_type(nothing, None)
 written = merge_lora_checkpoint("base", ["one", "two"], "output", dtype=torch.bfloat16, max_shard_size="5GB")
 assert_type(written.bytes_written, int)
 assert_type(written.tensors[0].max_delta, float | None)

@@ -1,0 +1,64 @@
+"""What accelerate was told about FSDP, in the words of ``wrap_fsdp_meta_safe``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from safe_loading.errors import ArgumentError
+
+
+def wrap_options(accelerator: Any, model: nn.Module) -> dict[str, Any]:
+    """Return the arguments of ``wrap_fsdp_meta_safe`` by which the model is wrapped as accelerate would wrap it."""
+    plugin = accelerator.state.fsdp_plugin
+    parallel: Any = getattr(accelerator, "parallelism_config", None)
+    if parallel is not None and (parallel.tp_enabled or getattr(parallel, "cp_enabled", False)):
+        raise ArgumentError(
+            "load_at_prepare() shards over data-parallel ranks alone, and accelerate's parallelism_config asks for "
+            "tensor or context parallelism: load this model outside of it."
+        )
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    if mesh is not None and parallel is not None:
+        mesh = mesh[tuple(parallel.fsdp_dim_names)]
+    return {
+        "version": plugin.fsdp_version,
+        "mesh": mesh,
+        "mixed_precision": plugin.mixed_precision_policy,
+        "cpu_offload": plugin.cpu_offload if plugin.cpu_offload is not None else False,
+        "ignored": _ignored(plugin.ignored_modules, model),
+        "reshard_after_forward": _reshards(plugin),
+        "wrap": _units(plugin, model),
+        "device": accelerator.device,
+    }
+
+
+def _reshards(plugin: Any) -> bool:
+    strategy = plugin.sharding_strategy or plugin.reshard_after_forward
+    if isinstance(strategy, bool):
+        return strategy
+    if strategy not in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        raise ArgumentError(
+            f"load_at_prepare() with FSDP1 takes FULL_SHARD and SHARD_GRAD_OP, and accelerate was told {strategy}. Use "
+            f"FSDP2 with parallelism_config=ParallelismConfig(dp_replicate_size=, dp_shard_size=) for replicas."
+        )
+    return strategy is ShardingStrategy.FULL_SHARD
+
+
+def _ignored(modules: str | Collection[nn.Module] | None, model: nn.Module) -> list[nn.Module]:
+    if isinstance(modules, str):
+        return [module for name, module in model.named_modules() if re.fullmatch(modules, name)]
+    return list(modules or ())
+
+
+def _units(plugin: Any, model: nn.Module) -> list[str] | Callable[[nn.Module], bool] | None:
+    """Return what the caller chose as units; None where accelerate's are the model's own hints, as ours are."""
+    names = plugin.transformer_cls_names_to_wrap
+    if names and set(names) != set(getattr(model, "_no_split_modules", None) or ()):
+        return list(names)
+    if smallest := plugin.min_num_params:
+        return lambda module: sum(parameter.numel() for parameter in module.parameters()) > smallest
+    return None

@@ -1,0 +1,131 @@
+"""``Accelerator.prepare`` for models that have no weights yet: sharded and loaded before accelerate sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac
+from torch import nn
+
+from safe_loading.errors import ArgumentError
+
+from .accelerate_settings import wrap_options
+from .parameters import parameters_of
+from .weightless import LaterWeights, computed_from_nothing, later_weights_of, move_to_meta
+from .wrap_fsdp_meta_safe import wrap_fsdp_meta_safe
+
+_REPLACED = "_true_prepare_of_safe_loading"
+
+
+def shard_at_prepare(**options: Any) -> None:
+    """Let ``Accelerator.prepare`` load models without weights; to all others it does what it did."""
+    true_prepare: Callable[..., Any] = getattr(Accelerator.prepare, _REPLACED, Accelerator.prepare)
+
+    @functools.wraps(true_prepare)
+    def prepare(self: Accelerator, *args: Any, **keywords: Any) -> Any:
+        models = [arg for arg in args if isinstance(arg, nn.Module) and later_weights_of(arg) is not None]
+        if not models:
+            return true_prepare(self, *args, **keywords)
+        if len(models) > 1:
+            raise ArgumentError("accelerate prepares one sharded model a call; load the others outside of the block.")
+        (model,) = models
+        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+        with _prepared(self, model, optimizers, options) as wrapped:
+            return true_prepare(self, *[wrapped if arg is model else arg for arg in args], **keywords)
+
+    vars(prepare)[_REPLACED] = true_prepare
+    setattr(Accelerator, "prepare", prepare)  # noqa: B010  # mypy refuses to assign to a method
+
+
+@contextlib.contextmanager
+def _prepared(
+    accelerator: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: dict[str, Any]
+) -> Iterator[nn.Module]:
+    """Shard and load a model, and give the optimizers that have its parameters the new ones."""
+    later = later_weights_of(model)
+    if later is None or accelerator.distributed_type != DistributedType.FSDP:
+        raise ArgumentError(
+            f"The weights of this {type(model).__name__} are not read yet, because from_pretrained was called in "
+            f"load_at_prepare(), and accelerate runs {accelerator.distributed_type}, not FSDP: launch with `accelerate "
+            f"launch --use_fsdp`, pass fsdp=True to TrainingArguments, or load without load_at_prepare()."
+        )
+    held = _held_parameters(model, optimizers)
+    plugin = accelerator.state.fsdp_plugin
+    plugin.set_auto_wrap_policy(model)
+    checkpoints = plugin.activation_checkpointing and plugin.fsdp_version == 2
+    wrapped = _shard(accelerator, model, *later, checkpoints=checkpoints, options=options)
+    _give_parameters(wrapped, held)
+    plugin.activation_checkpointing = plugin.activation_checkpointing and not checkpoints
+    try:
+        yield wrapped
+    finally:
+        plugin.activation_checkpointing = plugin.activation_checkpointing or checkpoints
+    # Again: accelerate tells parameters by their addresses, and a rank that owns nothing of a tensor has none for it.
+    _give_parameters(wrapped, held)
+
+
+def _shard(
+    accelerator: Any,
+    model: nn.Module,
+    inner: nn.Module,
+    later: LaterWeights,
+    *,
+    checkpoints: bool,
+    options: dict[str, Any],
+) -> nn.Module:
+    if wrong := computed_from_nothing(model):
+        raise ArgumentError(
+            "These parameters were computed from weights that are not read yet. Attach an adapter whose values come "
+            "from the base (PiSSA, OLoRA, DoRA) to a model that was loaded outside of load_at_prepare():",
+            wrong,
+        )
+    upcast = accelerator.mixed_precision != "no" and accelerator.is_fsdp2
+    move_to_meta(model, inner, later, trained_dtype=torch.float32 if upcast else None)
+    if checkpoints:
+        if accelerator.state.fsdp_plugin.auto_wrap_policy is None:
+            raise ArgumentError(
+                "activation_checkpointing of accelerate needs to know the layers: use its auto_wrap_policy "
+                "TRANSFORMER_BASED_WRAP, which is the default of Trainer."
+            )
+        model = fsdp2_apply_ac(accelerator, model)
+    # a new head was initialized by from_pretrained; a head of the folder that the model does not have is left there
+    return wrap_fsdp_meta_safe(model, later.folder, init_new=_nothing, **wrap_options(accelerator, model), **options)
+
+
+def _nothing(module: nn.Module) -> None:
+    """Initialize nothing: whatever is new has its values already."""
+
+
+Held = list[tuple[dict[str, Any], list["str | nn.Parameter"]]]
+
+
+def _held_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Held:
+    """Take the model's parameters out of optimizers; return each group with their names, and what else it has."""
+    names = {id(parameter.tensor): parameter.name for parameter in parameters_of(model)}
+    held: Held = []
+    for optimizer in optimizers:
+        if any(id(parameter) in names for parameter in optimizer.state):
+            raise ArgumentError(f"The {type(optimizer).__name__} has taken steps with weights that were not read yet.")
+        for group in optimizer.param_groups:
+            members = [_name_or_parameter(each, names) for each in group["params"]]
+            held.append((group, members))
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in names]
+    return held
+
+
+def _name_or_parameter(parameter: nn.Parameter, names: Mapping[int, str]) -> str | nn.Parameter:
+    name = names.get(id(parameter))
+    return parameter if name is None else name
+
+
+def _give_parameters(model: nn.Module, held: Held) -> None:
+    """Put the parameters that a model has now where an optimizer had those of the same names."""
+    tensors = {parameter.name: parameter.tensor for parameter in parameters_of(model)}
+    for group, members in held:
+        group["params"] = [tensors[member] if isinstance(member, str) else member for member in members]

@@ -1,0 +1,172 @@
+"""Models of ``from_pretrained`` without the weights: what is to be read stands there without memory, the rest is real.
+
+A parameter without its weight is one NaN on the host, expanded to the shape. So peft makes its adapters on the host,
+with the values and draws of one process; on meta it would lose them. What computes with it gets NaN, and what writes
+into it an error of torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Set
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from safe_loading._checkpoint.hub import base_files, resolve
+from safe_loading._model.tensors import walk_modules
+from safe_loading.errors import ArgumentError
+
+from .parameters import parameters_of
+
+_RECORD = "_weights_of_safe_loading"
+_FLAG = "_is_hf_initialized"  # by which transformers knows what it need not initialize
+# What from_pretrained would do with the weights, or where it would put them: not known to the later load.
+_UNKNOWN = (
+    *("state_dict", "gguf_file", "quantization_config", "device_map", "tp_plan", "distributed_config", "key_mapping"),
+    *("variant", "max_memory", "offload_folder"),
+)
+
+
+class WeightlessParameter(nn.Parameter):
+    """A parameter whose values are to be read later; a copy of it has none either."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> WeightlessParameter:
+        """Return a parameter without memory too: a plain copy would have memory for the whole."""
+        if id(self) not in memo:
+            memo[id(self)] = weightless(self)
+        copied = memo[id(self)]
+        assert isinstance(copied, WeightlessParameter)
+        return copied
+
+
+@dataclasses.dataclass(frozen=True)
+class LaterWeights:
+    """Where the weights of a model are, kept with it until they are read."""
+
+    folder: Path
+    guard: RemovableHandle | None = None  # a hook that refuses to compute without them
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LaterWeights:
+        """Return the same without the handle of a hook, which is not the copy's."""
+        return LaterWeights(self.folder)
+
+
+def weightless(like: torch.Tensor) -> WeightlessParameter:
+    """Return a parameter of the same shape and dtype without memory."""
+    one = torch.full((), torch.nan if like.is_floating_point() else 0, dtype=like.dtype, device="cpu")
+    return WeightlessParameter(one.expand(like.shape), requires_grad=like.requires_grad)
+
+
+def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any, **options: Any) -> Any:
+    """Return what ``from_pretrained`` returns, without reading a weight.
+
+    ``load`` is the function of that classmethod. It makes the model on meta itself, so that configs, code and warnings
+    are its own.
+    """
+    options |= dict(zip(list(inspect.signature(load).parameters)[1:], args, strict=False))
+    given = sorted(name for name in _UNKNOWN if options.get(name) not in (None, {}))
+    name = options.get("pretrained_model_name_or_path")
+    if given or name is None:
+        raise ArgumentError(
+            f"from_pretrained({str(name)!r:.200}) in load_at_prepare() has options that the later load does not know: "
+            f"{', '.join(given) or 'no name'}. Leave them out, or make this call outside of load_at_prepare()."
+        )
+    options.pop("device_map", None)
+    with_info = bool(options.pop("output_loading_info", False))
+    model, info = load(kind, **options, device_map="meta", output_loading_info=True)
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
+        raise ArgumentError(
+            f"{name} is quantized, or the folder of an adapter: load_at_prepare() is for models whose weights are "
+            f"read as they are. Make this call outside of it."
+        )
+    hub = {key: options[key] for key in ("token", "cache_dir", "local_files_only") if options.get(key) is not None}
+    resolved = resolve(
+        name,
+        base_files({}),
+        revision=options.get("revision") if options.get("revision") != "main" else None,
+        subfolder=options.get("subfolder") or None,
+        hub=hub,
+    )
+    _take_weights_away(model, set(info["missing_keys"]))
+    model.__dict__[_RECORD] = LaterWeights(resolved.folder, model.register_forward_pre_hook(_refuse))
+    return (model, info) if with_info else model
+
+
+def later_weights_of(model: nn.Module) -> tuple[nn.Module, LaterWeights] | None:
+    """Return the model inside, and where its weights are; None where no weights are missing."""
+    found = [(module, vars(module)[_RECORD]) for _, module in walk_modules(model) if _RECORD in vars(module)]
+    if len(found) > 1:
+        names = [f"{type(module).__name__}: {weights.folder}" for module, weights in found]
+        raise ArgumentError("Several models of load_at_prepare() are in one; load them outside of it:", names)
+    return found[0] if found else None
+
+
+def move_to_meta(model: nn.Module, inner: nn.Module, later: LaterWeights, *, trained_dtype: torch.dtype | None) -> None:
+    """Put parameters on meta in place of those without weights, from where they are read.
+
+    Trained parameters get ``trained_dtype``, where it is given; real ones are cast.
+    """
+    for each in parameters_of(model):
+        tensor = each.tensor
+        dtype = trained_dtype if trained_dtype is not None and tensor.requires_grad else tensor.dtype
+        if isinstance(tensor, WeightlessParameter):
+            empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
+            each.put(nn.Parameter(empty, requires_grad=tensor.requires_grad))
+        elif tensor.dtype != dtype:
+            tensor.data = tensor.data.to(dtype)
+    if later.guard is not None:
+        later.guard.remove()
+    del vars(inner)[_RECORD]
+
+
+def computed_from_nothing(model: nn.Module) -> list[str]:
+    """Return the parameters that something computed from weights which are not there."""
+    return [
+        each.name
+        for each in parameters_of(model)
+        if not isinstance(each.tensor, WeightlessParameter)
+        and each.tensor.is_floating_point()
+        and not each.is_meta
+        and bool(each.tensor.isnan().any())
+    ]
+
+
+def _take_weights_away(model: PreTrainedModel, missing: Set[str]) -> None:
+    new = []
+    for each in parameters_of(model):
+        if missing.isdisjoint(each.names):
+            each.put(weightless(each.tensor))
+        else:
+            empty = torch.empty(each.tensor.shape, dtype=each.tensor.dtype, device="cpu")
+            new.append(nn.Parameter(empty, requires_grad=each.tensor.requires_grad))
+            each.put(new[-1])
+    if new:
+        _initialize(model, new)
+
+
+@torch.no_grad()
+def _initialize(model: PreTrainedModel, new: Iterable[nn.Parameter]) -> None:
+    """Let transformers initialize parameters that no file has, as it does after it has loaded the others."""
+    made = {id(parameter) for parameter in new}
+    for module in model.modules():
+        vars(module).pop(_FLAG, None)
+    for parameter in model.parameters():
+        setattr(parameter, _FLAG, id(parameter) not in made)
+    for buffer in model.buffers():
+        setattr(buffer, _FLAG, True)
+    initialize: Callable[[], object] = model.initialize_weights  # transformers annotates nothing here
+    initialize()
+
+
+def _refuse(module: nn.Module, args: object) -> NoReturn:
+    raise ArgumentError(
+        f"This {type(module).__name__} has no weights yet: from_pretrained in load_at_prepare() leaves them to "
+        f"accelerator.prepare, which Trainer calls when it trains. Where the model is used without it (a reference "
+        f"model, generate before the training), load it outside of load_at_prepare()."
+    )

@@ -1,0 +1,263 @@
+"""load_at_prepare: scripts with one line more, under Trainer, TRL and accelerate, equal to their plain runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_server import RankServer
+from trainer_matrix import CASES, OTHER_NORMS, table
+
+PRELUDE = """
+import pathlib, sys, warnings
+import torch, torch.distributed as dist
+warnings.simplefilter("ignore")
+import datasets
+from transformers import logging as transformers_logging
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+datasets.disable_progress_bars()
+from trainer_matrix import *
+tell_accelerate()
+dist.init_process_group("gloo")
+rank, folder = dist.get_rank(), pathlib.Path(sys.argv[1])
+base = folder / "base"
+if rank == 0:
+    save_base(base)
+dist.barrier()
+"""
+MATRIX = """
+for case in CASES:
+    if str(case) in sys.argv[2].split(","):
+        report(**{str(case): outcome(case, base, folder / str(case))})
+dist.barrier()
+dist.destroy_process_group()
+"""
+SCRIPT = """
+import os
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM,
+    LlamaForSequenceClassification, PreTrainedModel,
+)
+from torch.distributed.tensor import DTensor
+from safe_loading import SafeLoadingError, load_at_prepare
+from safe_loading._sharding.peak_memory import Peak
+
+# all that a run can be told at once
+settings = Case("Trainer", True, "FULL")
+options = dict(
+    bf16=True, gradient_accumulation_steps=2, max_grad_norm=0.3,
+    fsdp_config={"activation_checkpointing": True, "cpu_ram_efficient_loading": True, "reshard_after_forward": False},
+)
+plain_run = run_trainer(settings, base, folder / "plain", lean=False, **options)
+lean_run = run_trainer(settings, base, folder / "lean", lean=True, **options)
+model = lean_run.model
+report(settings=[
+    history(plain_run) == history(lean_run), differing(weights(plain_run.model), weights(model)),
+    sorted({str(p.dtype) for p in model.parameters() if p.requires_grad}),
+    type(model.base_model.model.model.layers[0]).__name__,
+    model.fsdp_report.bytes_sent if rank else 0,
+    [finding.code for finding in model.fsdp_report.findings],
+])
+os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
+
+# evaluation with generate, the best model at the end, and the final save
+best = Case("Seq2SeqTrainer", False, "FULL")
+options = dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True)
+plain_run = run_trainer(best, base, folder / "best plain", lean=False, **options)
+lean_run = run_trainer(best, base, folder / "best", lean=True, **options)
+lean_run.save_model(str(folder / "best" / "saved"))
+dist.barrier()
+saved = AutoModelForCausalLM.from_pretrained(folder / "best" / "saved", attn_implementation="eager")
+evaluated = [[entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+    for run in (plain_run, lean_run)]
+report(best=[
+    history(plain_run) == history(lean_run), evaluated[0] == evaluated[1], len(evaluated[0]),
+    differing(weights(lean_run.model), weights(saved)), differing(weights(plain_run.model), weights(saved)),
+])
+
+# a new head with a single row, of which the second rank owns nothing
+def classifier(lean):
+    torch.manual_seed(5)
+    with load_at_prepare() if lean else contextlib.nullcontext():
+        return AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, attn_implementation="eager")
+
+def trained_classifier(lean):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate_with_fsdp(Case("accelerate", False, "none"))
+    model = classifier(lean).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(2):
+        batch = torch.arange(2, 34).reshape(2, 16)
+        accelerator.backward(model(input_ids=batch, labels=torch.tensor([0.5, 2.0])).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return weights(model), torch.get_rng_state(), len(held), {id(parameter) for parameter in held} == own
+plain_run, lean_run = trained_classifier(False), trained_classifier(True)
+report(head=[differing(plain_run[0], lean_run[0]), torch.equal(plain_run[1], lean_run[1]), lean_run[2:]])
+
+# memory, from from_pretrained to the first step
+if rank == 0:
+    sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=8)
+    large = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=8000)).save_pretrained(folder / "large")
+dist.barrier()
+AcceleratorState._reset_state(reset_partial_state=True)
+accelerator = accelerate_with_fsdp(Case("accelerate", False, "none"))
+with Peak(torch.device("cpu")) as peak:
+    with load_at_prepare():
+        model = AutoModelForCausalLM.from_pretrained(folder / "large")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+report(memory=[peak.bytes, sum(p._local_tensor.nbytes for p in model.parameters()), model.fsdp_report.model_bytes])
+
+def error_of(call):
+    try:
+        call()
+    except SafeLoadingError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+def lean(kind=AutoModelForCausalLM, path=base, **options):
+    with load_at_prepare():
+        return kind.from_pretrained(path, **options)
+
+def prepared(model):
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+class Both(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = lean(), lean()
+
+stepped = lean()
+early = torch.optim.SGD(stepped.parameters(), lr=0.1, momentum=0.9)
+early.state[next(stepped.parameters())] = {"momentum_buffer": torch.zeros(1)}
+quantized = BitsAndBytesConfig(load_in_4bit=True)
+accelerator.state.distributed_type, true_type = "MULTI_GPU", accelerator.state.distributed_type
+refused = {"no FSDP": error_of(lambda: prepared(lean()))}
+accelerator.state.distributed_type = true_type
+before = PreTrainedModel.__dict__["from_pretrained"]
+report(refused=refused | {
+    "forward": error_of(lambda: lean()(input_ids=torch.ones(1, 4, dtype=torch.long))),
+    "copy": error_of(lambda: __import__("copy").deepcopy(lean())(input_ids=torch.ones(1, 4, dtype=torch.long))),
+    "options": error_of(lambda: lean(device_map="auto", quantization_config=quantized)),
+    "dora": error_of(lambda: prepared(get_peft_model(lean(), LoraConfig(use_dora=True, target_modules=["q_proj"])))),
+    "two": error_of(lambda: prepared(Both())),
+    "two models": error_of(lambda: accelerator.prepare(lean(), lean(), early)),
+    "stepped": error_of(lambda: accelerator.prepare(stepped, early)),
+    "verify": error_of(lambda: load_at_prepare(verify="all").__enter__()),
+})
+report(plain=[
+    PreTrainedModel.__dict__["from_pretrained"] is before,
+    differing(weights(LlamaForCausalLM.from_pretrained(base)), weights(AutoModelForCausalLM.from_pretrained(base))),
+    lean(output_loading_info=True)[1]["missing_keys"] == set(),
+])
+with load_at_prepare():  # what is around the base, and a copy of a module of it, takes no memory
+    copied = get_peft_model(lean(), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+report(empty=sum(parameter.untyped_storage().nbytes() for name, parameter in copied.named_parameters()
+    if "lora_" not in name))
+dist.barrier()
+dist.destroy_process_group()
+"""
+SAMPLE = ["SFTTrainer LoRA SHARDED 2", "accelerate full none 1"]
+
+
+def check(found: list[dict[str, Any]], cases: list[str]) -> None:
+    for case in cases:
+        for facts in found:
+            each = dict(facts[case])
+            assert each.pop("steps") == 4
+            if case in OTHER_NORMS:
+                assert each["largest"] < 1e-6
+                continue
+            each.pop("largest")
+            assert each in (
+                {"log": True, "weights": []},
+                {"log": True, "weights": [], "resumed log": True, "resumed": []},
+            )
+
+
+@pytest.fixture(scope="module")
+def found(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return rank_server.run(PRELUDE + SCRIPT, 2, args=[tmp_path_factory.mktemp("prepare")], timeout=240).found
+
+
+def test_a_sample_of_trainers_equals_its_plain_runs(rank_server: RankServer, tmp_path: Path) -> None:
+    check(rank_server.run(PRELUDE + MATRIX, 2, args=[tmp_path, ",".join(SAMPLE)], timeout=240).found, SAMPLE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", sorted({case.trainer for case in CASES}))
+def test_every_trainer_equals_its_plain_runs(rank_server: RankServer, tmp_path: Path, trainer: str) -> None:
+    cases = [str(case) for case in CASES if case.trainer == trainer]
+    check(rank_server.run(PRELUDE + MATRIX, 2, args=[tmp_path, ",".join(cases)], timeout=600).found, cases)
+
+
+def test_the_table_in_the_documentation_is_that_of_the_tests() -> None:
+    assert table() in (Path(__file__).parents[2] / "docs" / "fsdp.md").read_text(encoding="utf-8")
+
+
+def test_all_that_accelerate_was_told_holds(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        logs, differing, dtypes, layer, sent, codes = facts["settings"]
+        assert logs
+        assert differing == []
+        assert dtypes == ["torch.float32"]
+        assert layer == "CheckpointWrapper"
+        assert sent == 0
+        assert codes == []
+
+
+def test_evaluation_the_best_model_and_its_save_are_those_of_a_plain_run(found: list[dict[str, Any]]) -> None:
+    assert [facts["best"] for facts in found] == [[True, True, 2, [], []]] * 2
+
+
+def test_a_new_head_is_drawn_as_ever_and_a_rank_may_own_nothing_of_it(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        differing, same_draws, (held, own) = facts["head"]
+        assert differing == []
+        assert same_draws
+        assert held > 0
+        assert own
+
+
+def test_no_rank_holds_more_than_its_shard_and_64_mib(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        peak, shard, model = facts["memory"]
+        assert shard < 0.51 * model
+        assert peak < shard + (64 << 20) < model
+
+
+REFUSED = {
+    "no FSDP": ["accelerate runs MULTI_GPU, not FSDP", "fsdp=True", "--use_fsdp"],
+    "forward": ["has no weights yet", "outside of load_at_prepare()"],
+    "copy": ["has no weights yet"],
+    "options": ["device_map, quantization_config", "outside of load_at_prepare()"],
+    "dora": ["lora_magnitude_vector", "computed from weights that are not read yet"],
+    "two": ["Several models", "LlamaForCausalLM"],
+    "two models": ["one sharded model a call"],
+    "stepped": ["SGD has taken steps"],
+    "verify": ["verify='all'"],
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_go_wrong_is_refused(found: list[dict[str, Any]], case: str) -> None:
+    for facts in found:
+        for word in REFUSED[case]:
+            assert word in facts["refused"][case]
+
+
+def test_after_the_block_from_pretrained_is_as_before(found: list[dict[str, Any]]) -> None:
+    assert [facts["plain"] for facts in found] == [[True, [], True]] * 2
+
+
+def test_weights_that_are_read_later_and_copies_of_them_take_no_memory(found: list[dict[str, Any]]) -> None:
+    assert all(facts["empty"] < 1000 for facts in found)
