@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__, _commands
-from ._commands.answer import NOT_OK, OK, USAGE, Run
+from ._commands.answer import INTERRUPTED, NOT_OK, OK, USAGE, Run
 from .errors import CheckpointNotFound, SafeLoadingError
 
 
@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments, without the program's name; by default those of the process.
 
     Returns:
-        The exit status: 0 when all is well, 1 when it is not, 2 for wrong usage or a path that is not there.
+        The exit status: 0 when all is well, 1 when it is not, 2 for wrong usage or a path that is not there, 130 after
+        Ctrl-C.
     """
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:
@@ -47,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, such as `| head`, has closed the pipe. Python would report that a second time at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOT_OK
+    except KeyboardInterrupt as stop:
+        print(f"safe_loading: {stop or 'interrupted'}", file=sys.stderr)
+        return INTERRUPTED
     except SafeLoadingError as error:
         print(f"safe_loading: {error}", file=sys.stderr)
         return USAGE if isinstance(error, CheckpointNotFound) else NOT_OK

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 OK, NOT_OK, USAGE, INFEASIBLE = 0, 1, 2, 3
+INTERRUPTED = 130  # what a shell shows for a process that Ctrl-C ended
 
 
 class Answer(NamedTuple):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from safe_loading.errors import OutputError
 
 from .answer import Answer, Commands
 
@@ -12,7 +16,8 @@ def add(commands: Commands) -> None:
     summary = "merge LoRA adapters into their base from disk to disk, whole or not at all"
     parser = commands.add_parser("merge", help=summary, description=summary)
     parser.add_argument("base", metavar="BASE", help="folder or hub id of the base model")
-    parser.add_argument("adapter", metavar="ADAPTER", nargs="+", help="folder or hub id; several adapters are added up")
+    several = "folder or hub id; several adapters are added up, each times its weight where one follows (ADAPTER=0.7)"
+    parser.add_argument("adapter", metavar="ADAPTER", nargs="+", help=several)
     parser.add_argument("output", metavar="OUTPUT", help="the folder to write; must be new without --overwrite")
     parser.add_argument("--device", default="cpu", help="the device that computes the merged blocks (default: cpu)")
     parser.add_argument("--max-shard-size", metavar="SIZE", help="such as 5GB (default: split as the base is)")
@@ -25,6 +30,13 @@ def add(commands: Commands) -> None:
     for what in ("base", "adapter"):
         parser.add_argument(f"--{what}-revision", metavar="REV", help=f"branch, tag or commit of the {what} on the hub")
         parser.add_argument(f"--{what}-subfolder", metavar="DIR", help=f"folder inside the {what}'s repository")
+    whose = "whose tokenizer and chat template to take (default: the adapter's where it differs)"
+    parser.add_argument("--tokenizer", choices=("adapter", "base"), help=whose)
+    parser.add_argument("--auto-class", metavar="CLASS", help="class of transformers that loads the base")
+    parser.add_argument("--allow-pickle", action="store_true", help="read adapters that were saved as .bin")
+    hub = "upload the output to this repository of the hub, which is made where it does not exist"
+    parser.add_argument("--push-to-hub", metavar="REPO", help=hub)
+    parser.add_argument("--private", action="store_true", help="make the repository of --push-to-hub a private one")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the base's own code to build it on meta")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=_run)
@@ -34,9 +46,10 @@ def _run(arguments: argparse.Namespace) -> Answer:
     from safe_loading._merging.merge_lora_checkpoint import merge_lora_checkpoint
 
     size = arguments.max_shard_size
+    adapters, weights = zip(*map(_adapter_and_weight, arguments.adapter), strict=True)
     report = merge_lora_checkpoint(
         arguments.base,
-        arguments.adapter,
+        adapters,
         arguments.output,
         device=arguments.device,
         max_shard_size=int(size) if size and size.isdigit() else size,
@@ -51,5 +64,39 @@ def _run(arguments: argparse.Namespace) -> Answer:
         base_revision=arguments.base_revision,
         base_subfolder=arguments.base_subfolder,
         base_kwargs={"trust_remote_code": True} if arguments.trust_remote_code else None,
+        adapter_weights=weights,
+        tokenizer=arguments.tokenizer,
+        auto_class=arguments.auto_class,
+        allow_pickle=arguments.allow_pickle,
     )
-    return Answer([report.to_json() if arguments.json else str(report)])
+    texts = [report.to_json() if arguments.json else str(report)]
+    return Answer(_then_uploaded(texts, report.output, arguments) if arguments.push_to_hub else texts)
+
+
+def _adapter_and_weight(word: str) -> tuple[str, float]:
+    """Return the adapter and the weight of ``ADAPTER=0.7``; a folder whose own name ends so has the weight 1."""
+    source, _, number = word.rpartition("=")
+    if not source or Path(word).exists():
+        return word, 1.0
+    try:
+        return source, float(number)
+    except ValueError:
+        return word, 1.0
+
+
+def _then_uploaded(texts: Iterable[str], folder: str, arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the report first: an upload may fail, and the output is on the disk already."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    yield from texts
+    hub, repo = HfApi(), arguments.push_to_hub
+    try:
+        hub.create_repo(repo, private=arguments.private or None, exist_ok=True)
+        commit = hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload the merged model")
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise OutputError(
+            f"{folder!r} is whole, but its upload to {repo!r} failed: {error}. To try again: hf upload {repo} {folder}"
+        ) from error
+    if not arguments.json:
+        yield f"uploaded: {commit.commit_url}"

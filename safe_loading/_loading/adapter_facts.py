@@ -117,6 +117,4 @@ def _advice(folder: Path) -> str:
         raise CheckpointError(f"{folder} cannot be read: {error}.") from error
     if subfolders:
         return f" Its subfolders {subfolders} are: pass adapter_subfolder=."
-    return (
-        " Pass the folder that save_pretrained of a PeftModel wrote; the first argument is the adapter, not the base."
-    )
+    return " Pass the folder that save_pretrained of a PeftModel wrote as the adapter; the base is another argument."

@@ -22,6 +22,8 @@ _RESERVED = {
     "torch_dtype": "use dtype=",
     "revision": "use base_revision=",
     "subfolder": "use base_subfolder=",
+    "auto_class": "use auto_class=",
+    "allow_pickle": "use allow_pickle=",
     "low_cpu_mem_usage": "leave it out: it is always on",
     "output_loading_info": "leave it out: the report has it",
 }

@@ -7,11 +7,12 @@ finds which tensors on disk change, and by what; ``disk/output_plan.py`` plans e
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +21,7 @@ from safe_loading._core import progress as _progress
 from safe_loading._core.arguments import whole_number
 from safe_loading._core.log import logger
 from safe_loading._core.parse_size import parse_size
+from safe_loading._loading.base_arguments import as_model_class
 from safe_loading._loading.sources import BaseRequest, Source
 from safe_loading._model.layout.tensor_contents import REPORT
 from safe_loading._output.output_folder import check_apart, output_path
@@ -33,7 +35,7 @@ from .disk.output_plan import FilePlan, plan_files
 from .disk.record import Outcome, is_complete, job_of, make_report, report_file
 from .disk.report import MergeReport
 from .disk.small_files import small_files
-from .disk.sources import merge_request, open_sources
+from .disk.sources import checked_weights, merge_request, open_sources
 from .disk.write_files import WriteJob, WrittenFile, from_journal, one_torch_thread, to_journal, write_files
 
 
@@ -56,6 +58,10 @@ def merge_lora_checkpoint(
     base_subfolder: str | None = None,
     base_kwargs: Mapping[str, Any] | None = None,
     dequantize: bool = False,
+    adapter_weights: Sequence[float] | None = None,
+    tokenizer: Literal["adapter", "base"] | None = None,
+    auto_class: object = None,
+    allow_pickle: bool = False,
 ) -> MergeReport:
     """Write the base with the adapter merged into it, never holding more than a few blocks of a weight in memory.
 
@@ -71,7 +77,7 @@ def merge_lora_checkpoint(
             ``save_pretrained`` names them. None keeps the base's files.
         dtype: The dtype of all float tensors of the output, rounded once from the exact sum. None keeps the base's.
         overwrite: Whether an existing folder is replaced, as a whole.
-        resume: Whether to go on with what an interrupted call (``kill -9``, a power cut, Ctrl-C) left.
+        resume: Whether to go on with what an interrupted call (``kill -9``, a power cut, Ctrl-C, SIGTERM) left.
         verify: Whether to hash every tensor on the way. The hashes go to ``merge_report.json``. Without them a second
             call writes again what an interrupted call left.
         threads: How many threads read, compute and write; by default one for each core, four at the most.
@@ -84,6 +90,13 @@ def merge_lora_checkpoint(
             ``variant``. ``token``, ``cache_dir`` and ``local_files_only`` are used for the adapters too.
         dequantize: Whether a quantized base (bitsandbytes in 4 or 8 bits, fp8 with ``weight_scale_inv``) is written as
             a plain one, in the dtype of its config, each element rounded once. Otherwise it is refused.
+        adapter_weights: A factor for what each adapter adds, in their order, as peft's ``set_scale`` takes it. Only
+            for adapters that add to weights: not for DoRA, saved modules, trained biases or tokens.
+        tokenizer: Whose tokenizer and chat template the output has. By default the last adapter's that brings one,
+            where it differs from the base's in more than where it lay.
+        auto_class: The class that loads the base, such as ``transformers.AutoModelForCausalLM``, or its name; by
+            default the one of the adapter's task.
+        allow_pickle: Whether adapters that were saved as ``adapter_model.bin`` are read, with ``weights_only=True``.
 
     Returns:
         What was done with each tensor.
@@ -104,20 +117,27 @@ def merge_lora_checkpoint(
     own = own_device(device)
     if base_kwargs is not None and not isinstance(base_kwargs, Mapping):
         raise ArgumentError(f"base_kwargs={base_kwargs!r:.80}: pass a dict of arguments of from_pretrained.")
+    if tokenizer not in (None, "adapter", "base"):
+        raise ArgumentError(f'tokenizer={tokenizer!r}: pass "adapter", "base", or None for the one that differs.')
     target = output_path(output)
     asked_base, kwargs = BaseRequest(base_model, base_revision, base_subfolder), dict(base_kwargs or {})
     request = merge_request(adapter, asked_base, adapter_revision, adapter_subfolder, kwargs)
+    request = dataclasses.replace(request, allow_pickle=allow_pickle)
+    weights = checked_weights(adapter_weights, request)
+    model_class = as_model_class(auto_class)
     with one_torch_thread(), guarded(own), _progress.engine_bars(0):
-        sources = open_sources(request, dequantize=dequantize)
+        sources = open_sources(request, weights, dtype=output_dtype, dequantize=dequantize)
         check_apart(target, sources.folders)
-        changes, dtypes = find_changes(sources, output_dtype)
+        changes, dtypes = find_changes(sources, output_dtype, model_class)
     base = sources.base
     plans = plan_files(base, changes, dtypes, shard_bytes)
-    small, findings = small_files(sources, changes, plans, resharded=shard_bytes is not None)
+    small, findings = small_files(sources, changes, plans, resharded=shard_bytes is not None, tokenizer=tokenizer)
     # merge_report.json, which is not written yet, takes less than 512 bytes for each tensor.
     needed = sum(plan.nbytes for plan in plans) + sum(map(len, small.values())) + 512 * len(base.checkpoint.tensors)
     options = {"verify": verify, "dtype": str(output_dtype), "max_shard_size": shard_bytes, "device": own.type}
-    with Stage(target, job_of(sources, options), needed=needed, overwrite=overwrite, resume=resume) as stage:
+    options |= {"tokenizer": tokenizer, "class": getattr(model_class, "__name__", None)}
+    stage = Stage(target, job_of(sources, options), needed=needed, overwrite=overwrite, resume=resume, keep=verify)
+    with stage:
         if stage.finished is None:
             job = WriteJob(stage, own, threads or min(4, _cores()), hashes=verify)
             written, resumed = _write_weights(plans, job, progress)

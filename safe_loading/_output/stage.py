@@ -29,6 +29,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
+from safe_loading._core.log import logger
 from safe_loading._core.protocols import JsonObject
 from safe_loading.errors import OutputError, SafeLoadingError
 
@@ -50,14 +51,21 @@ class Terminated(SystemExit):
 class Stage:
     """Context manager: a place to prepare an output, and the one step that gives it its name.
 
-    Leaving the block without :meth:`commit` deletes the stage, and so does SIGTERM, with which a launcher ends its
-    ranks. Only an interruption by hand (``KeyboardInterrupt``, ``SystemExit``) leaves the stage for the next call, as
-    ``kill -9`` does. That call uses the finished files if ``job``, which determines the content, is the same.
-    ``needed`` is the size of all files in bytes.
+    Leaving the block without :meth:`commit` deletes the stage. Only an interruption (Ctrl-C, ``SystemExit``, SIGTERM,
+    with which a scheduler preempts a job) leaves what is finished for the next call, as ``kill -9`` does, and says so.
+    That call uses the finished files if ``job``, which determines the content, is the same. ``needed`` is the size of
+    all files in bytes. With ``keep=False`` an interruption leaves nothing: no second call could verify the files.
     """
 
     def __init__(
-        self, output: Path, job: JsonObject, *, needed: int = 0, overwrite: bool = False, resume: bool = True
+        self,
+        output: Path,
+        job: JsonObject,
+        *,
+        needed: int = 0,
+        overwrite: bool = False,
+        resume: bool = True,
+        keep: bool = True,
     ) -> None:
         self.output = output
         self.root = stage_of(output)
@@ -66,13 +74,14 @@ class Stage:
         self.finished: JsonObject | None = None
         self._replaced = self.root / "before"
         self._job, self._needed = dict(job), needed
-        self._overwrite, self._resume = overwrite, resume
+        self._overwrite, self._resume, self._keep = overwrite, resume, keep
         self._recorded: dict[str, JsonObject] = {}
         self._made_parents: list[Path] = []
         self._lock: int | None = None
         self._journal: journals.Journal | None = None
         self._journal_lock = threading.Lock()
         self._committed = False
+        self._inode: list[int] = []  # of what becomes the output, once a commit has begun
         self._sigterm = _SigtermRaises()
 
     def __enter__(self) -> Stage:
@@ -102,12 +111,21 @@ class Stage:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Delete what was not committed, unless the next call may continue it."""
-        interrupted = kind is not None and not issubclass(kind, (Exception, Terminated))
-        if self._committed or (interrupted and self._resume):
+        interrupted = kind is not None and not issubclass(kind, Exception)
+        kept = interrupted and self._resume and self._keep and bool(self._recorded) and not self._is_renamed()
+        if self._committed or kept:
             self._release()
         else:
             self._discard()
         self._sigterm.end()
+        if kept:
+            text = (
+                f"interrupted: {len(self._recorded)} finished file(s) of {str(self.output)!r} are kept in "
+                f"{self.root.name}; the same call again goes on from there"
+            )
+            if isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt(text) from error
+            logger.warning("%s", text)
         if isinstance(error, OSError) and not isinstance(error, SafeLoadingError):
             raise self._system_error(error) from error
 
@@ -131,6 +149,7 @@ class Stage:
         os.fsync(descriptor)
         with self._journal_lock:
             self._append({"event": "file", "name": name, "facts": dict(facts)})
+            self._recorded[name] = dict(facts)
 
     def write(self, name: str, data: bytes, facts: JsonObject | None = None) -> None:
         """Write and sync a small file. With facts it is recorded for a second call; without, it is written again."""
@@ -156,7 +175,8 @@ class Stage:
         for folder in (*(path for path in self.files.rglob("*") if path.is_dir()), self.files):
             _sync_folder(folder)
         facts = self.files.stat()
-        self._append({"event": "commit", "inode": [facts.st_dev, facts.st_ino], "summary": dict(summary or {})})
+        self._inode = [facts.st_dev, facts.st_ino]
+        self._append({"event": "commit", "inode": self._inode, "summary": dict(summary or {})})
         if self.output.exists() and any(self.output.iterdir()):
             if not exchange(self.files, self.output):
                 self.output.rename(self._replaced)
@@ -190,6 +210,14 @@ class Stage:
         self._journal = journals.Journal(self.root / "journal")
         if not events:
             self._append({"event": "job", "job": self._job})
+
+    def _is_renamed(self) -> bool:
+        """Return whether the output has its name already, also where a signal arrived right after that step."""
+        try:
+            facts = self.output.stat()
+        except OSError:
+            return False
+        return self._inode == [facts.st_dev, facts.st_ino]
 
     def _system_error(self, error: OSError) -> OutputError:
         """Return what the system refused, as an error that names the output and tells its state now."""
@@ -281,7 +309,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class _SigtermRaises:
-    """Makes SIGTERM raise :class:`Terminated` between :meth:`begin` and :meth:`end`, so that the stage is deleted.
+    """Makes SIGTERM raise :class:`Terminated` between :meth:`begin` and :meth:`end`.
 
     Only in the main thread, where Python runs signal handlers, and only where nothing else handles the signal: a
     trainer that saves on SIGTERM keeps its handler.

@@ -103,7 +103,7 @@ def test_ctrl_c_is_continued_and_a_damaged_file_is_written_again(
 
     original = writing.Stage.record
     monkeypatch.setattr(writing.Stage, "record", stop("record"))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"4 finished file\(s\) of .* the same call again goes on from there"):
         merge_lora_checkpoint(*pair, tmp_path / "out", threads=1)
     monkeypatch.setattr(writing.Stage, "record", original)
     staged = tmp_path / ".out.staged" / "files"
@@ -223,7 +223,7 @@ merge_lora_checkpoint(base, adapter, output, threads=1, overwrite=True)
 """
 
 
-def test_sigterm_to_torchrun_in_the_middle_of_a_merge_leaves_what_was_there_and_no_stage(
+def test_sigterm_to_torchrun_in_the_middle_of_a_merge_leaves_what_was_there_and_what_is_finished(
     tmp_path: Path, pair: tuple[Path, Path]
 ) -> None:
     (tmp_path / "script.py").write_text(SLOW_MERGE)
@@ -247,8 +247,9 @@ def test_sigterm_to_torchrun_in_the_middle_of_a_merge_leaves_what_was_there_and_
         with contextlib.suppress(ProcessLookupError):
             os.killpg(agent.pid, signal.SIGKILL)
         agent.wait()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "begun", "out", "script.py"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["old.txt"]
+    assert merge_lora_checkpoint(*pair, tmp_path / "out", overwrite=True).resumed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "begun", "out", "script.py"]
 
 
 def test_a_base_that_is_written_again_while_it_is_read_is_an_error(tmp_path: Path, pair: tuple[Path, Path]) -> None:

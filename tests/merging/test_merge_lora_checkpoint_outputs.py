@@ -406,19 +406,19 @@ def test_a_head_that_nobody_has_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- tokenizer, template
 
 
-def test_a_template_comes_along_when_the_base_has_none(tmp_path: Path) -> None:
+def test_the_base_s_tokenizer_is_kept_as_it_is(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", base)
     for name, data in {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "chat_template.jinja": "{{ 1 }}"}.items():
         (adapter / name).write_text(data)
     (base / "tokenizer.json").write_text('{"other": 1}')
     (base / "tokenizer_config.json").write_text("{}")
-    report = merge_lora_checkpoint(base, adapter, tmp_path / "out")
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ 1 }}"
+    report = merge_lora_checkpoint(base, adapter, tmp_path / "out", tokenizer="base")
+    assert not (tmp_path / "out" / "chat_template.jinja").exists()
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"other": 1}'
-    assert [finding.code for finding in report.findings] == ["tokenizer-of-adapter", "tokenizer-of-base"]
+    assert [finding.code for finding in report.findings] == ["tokenizer-of-base"]
     (base / "chat_template.jinja").write_text("{{ 2 }}")
-    merge_lora_checkpoint(base, adapter, tmp_path / "second")
+    merge_lora_checkpoint(base, adapter, tmp_path / "second", tokenizer="base")
     assert (tmp_path / "second" / "chat_template.jinja").read_text() == "{{ 2 }}"
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (base / name).unlink()

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -564,8 +565,8 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["while it writes", "after the rename"])
-def test_sigterm_takes_the_stage_away_and_gives_the_signal_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+def test_sigterm_keeps_what_is_finished_says_so_and_gives_the_signal_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
 ) -> None:
     folder = fill(tmp_path / "out", OLD)
 
@@ -583,8 +584,34 @@ def test_sigterm_takes_the_stage_away_and_gives_the_signal_back(
         save(folder, overwrite=True)
     assert caught.value.code == 128 + signal.SIGTERM
     assert held(folder) == (OLD if when == "while it writes" else FILES)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if when == "after the rename":
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        return
+    assert re.search(
+        r"1 finished file\(s\) of '.*out' are kept in \.out\.staged; the same call again goes on", caplog.text
+    )
+    monkeypatch.undo()
+    assert save(folder, overwrite=True)[0] == 2  # files that were written anew
+    assert held(folder) == FILES
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("options", [{"keep": False}, {"resume": False}])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interruption_leaves_nothing_that_a_second_call_could_not_use(
+    tmp_path: Path, options: dict[str, Any], error: type[BaseException]
+) -> None:
+    def write(name: str | None, **given: Any) -> None:
+        with Stage(tmp_path / "out", JOB, **given) as stage:
+            if name is not None:
+                stage.write(name, FILES[name], {"sha256": ""})
+            raise error
+
+    for name, given in (("one.bin", options), (None, {})):
+        with pytest.raises(error):
+            write(name, **given)
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_handler_of_somebody_else_keeps_sigterm(tmp_path: Path) -> None:

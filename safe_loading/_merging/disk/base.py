@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from safe_loading._checkpoint.hub import Resolved
@@ -40,6 +41,7 @@ class MergeBase:
     checkpoint: Checkpoint  # of a quantized base, the plain tensors that its codes stand for
     quantized: Mapping[str, QuantizedTensor]  # what those are on disk
     stale_headers: frozenset[str]  # the files whose headers do not describe ``checkpoint``
+    dtype: torch.dtype | None = None  # of the output; None for that of the config
 
     @functools.cached_property
     def model_config(self) -> PreTrainedConfig:
@@ -57,18 +59,21 @@ class MergeBase:
         return config  # type: ignore[no-any-return]  # a PreTrainedConfig
 
     def on_meta(self, model_class: Any, *, num_labels: int | None = None) -> PreTrainedModel:
-        """Return the base on meta, in the dtype of its config; its class may raise anything."""
+        """Return the base on meta, in the wider dtype of its config and the output; its class may raise anything."""
         config = copy.deepcopy(self._changed_config)  # the model keeps it, and whoever builds may change it
         if num_labels is not None:
             config.num_labels = num_labels
         trusted = bool(self.kwargs.get("trust_remote_code", False))
-        model = build_on_meta(model_class, config, weights_dtype("auto", config, None), trust_remote_code=trusted)
+        dtype = weights_dtype("auto", config, None)
+        if self.dtype is not None and torch.promote_types(dtype, self.dtype) == self.dtype:  # it holds more
+            dtype = self.dtype
+        model = build_on_meta(model_class, config, dtype, trust_remote_code=trusted)
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"{type(model).__name__} is not a PreTrainedModel")
         return model
 
 
-def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dequantize: bool) -> MergeBase:
+def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dtype: torch.dtype | None, dequantize: bool) -> MergeBase:
     """Read the config and the headers of a base; with ``dequantize`` a quantized one is taken as the plain one."""
     checkpoint = read_checkpoint(resolved.folder, variant=kwargs.get("variant"), kind="model")
     path = resolved.folder / CONFIG
@@ -81,4 +86,4 @@ def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dequantize: bool) -> 
             f"base that it was made from, and quantize the result; or pass dequantize=True, which writes a plain one."
         )
     plain = read_as_plain(checkpoint, config) if quantization else PlainCheckpoint(checkpoint, {}, frozenset())
-    return MergeBase(resolved.source, resolved.folder, resolved.commit, kwargs, config, *plain)
+    return MergeBase(resolved.source, resolved.folder, resolved.commit, kwargs, config, *plain, dtype)

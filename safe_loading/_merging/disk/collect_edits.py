@@ -32,13 +32,16 @@ from .changes import IN_MEMORY, Edit, WeightChange
 _CPU = torch.device("cpu")
 
 
-def collect_edits(base: torch.nn.Module, adapters: Sequence[Adapter]) -> tuple[list[Edit], list[str]]:
+def collect_edits(
+    base: torch.nn.Module, adapters: Sequence[Adapter], weights: Mapping[str, float]
+) -> tuple[list[Edit], list[str]]:
     """Attach the adapters to their base on meta; return an edit for each parameter they change, and all problems.
 
     Raises AdapterError when an adapter does not fit the base.
     """
     collector = _Collector(base)  # before peft puts its wrappers into the base, which rename the parameters
     model = _attach_all(base, adapters)
+    _scale(model, weights)
     collector.collect_base_weights(model, adapters)
     collector.collect_modules(model, adapters)
     edits = [collector.finish(record) for record in collector.records.values()]
@@ -302,6 +305,14 @@ def _attach_all(base: torch.nn.Module, adapters: Iterable[Adapter]) -> PeftModel
     if not isinstance(model, PeftModel):
         raise ValueError("a merge has at least one adapter")
     return model
+
+
+def _scale(model: PeftModel, weights: Mapping[str, float]) -> None:
+    """Multiply what each adapter adds by its weight, as ``set_scale`` of peft's layers does."""
+    for module in model.modules():
+        if is_lora_layer(module):
+            for name in weights.keys() & module.scaling.keys():
+                module.scaling[name] *= weights[name]
 
 
 def _as_plain_lora(adapter: Adapter) -> Adapter:

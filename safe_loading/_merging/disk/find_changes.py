@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from safe_loading._core.protocols import ModelClass
 from safe_loading._loading.attach import Adapter, prepare
 from safe_loading._loading.peft_config import can_build_on_meta, changes_base, is_lora
 from safe_loading.errors import MergeError
@@ -16,8 +17,12 @@ from .place_edits import place_edits
 from .sources import MergeSources
 
 
-def find_changes(sources: MergeSources, dtype: torch.dtype | None) -> tuple[Changes, dict[str, str]]:
+def find_changes(
+    sources: MergeSources, dtype: torch.dtype | None, model_class: ModelClass | None
+) -> tuple[Changes, dict[str, str]]:
     """Return what changes on disk, and the new dtype of each tensor that gets one; a ``dtype`` of None keeps all.
+
+    Without a class, the base is of the class of the first adapter's task.
 
     Raises AdapterError or CheckpointError when adapter, base and config do not fit one another, and MergeError with
     every reason when they fit and cannot be merged.
@@ -25,11 +30,12 @@ def find_changes(sources: MergeSources, dtype: torch.dtype | None) -> tuple[Chan
     base = sources.base
     adapters = [prepare(name, facts, is_trainable=False) for name, facts in sources.adapters.items()]
     refusals = [problem for adapter in adapters for problem in _refusals(adapter)]
+    refusals += [problem for adapter in adapters for problem in _not_scalable(adapter, sources.weights[adapter.name])]
     if refusals:
         raise MergeError("These adapters cannot be merged on disk; nothing was written:", refusals)
     # The layout is read before the adapters are attached: transformers' tables know the names without peft's.
-    output = build_output_model(base, adapters)
-    edits, problems = collect_edits(output.model, adapters)
+    output = build_output_model(base, adapters, model_class)
+    edits, problems = collect_edits(output.model, adapters, sources.weights)
     changes = place_edits(
         edits, output.layout, base.checkpoint.tensors, keeps_tie_flag=decides_more_by_tie_flag(output.model, base)
     )
@@ -38,6 +44,27 @@ def find_changes(sources: MergeSources, dtype: torch.dtype | None) -> tuple[Chan
     if problems:
         raise MergeError(f"The adapters cannot be merged into {str(base.folder)!r}; nothing was written:", problems)
     return changes, {} if dtype is None else cast_dtypes(changes, output, base, dtype)
+
+
+def _not_scalable(adapter: Adapter, weight: float) -> list[str]:
+    """Return why what an adapter does cannot be multiplied by its weight."""
+    if weight == 1:
+        return []
+    config = adapter.config
+    kinds = {
+        "DoRA": getattr(config, "use_dora", False),
+        "modules_to_save": getattr(config, "modules_to_save", None),
+        "trained biases": getattr(config, "bias", "none") != "none",
+        "trainable tokens": getattr(config, "trainable_token_indices", None),
+        f"init_lora_weights={init_kind(config)!r}": changes_base(config),
+    }
+    found = [kind for kind, is_there in kinds.items() if is_there]
+    if not found:
+        return []
+    return [
+        f"{adapter.facts.folder}: its weight is {weight:g}, and {', '.join(found)} cannot be multiplied: they replace "
+        f"values of the base, or depend on its norm. Give it the weight 1, or train it without them"
+    ]
 
 
 def _refusals(adapter: Adapter) -> list[str]:

@@ -21,7 +21,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from safe_loading._core.names import without_peft_prefix
-from safe_loading._core.protocols import JsonObject
+from safe_loading._core.protocols import JsonObject, ModelClass
 from safe_loading._core.report import Finding
 from safe_loading._loading.attach import Adapter
 from safe_loading._loading.base_model import auto_class_for, check_fit
@@ -53,9 +53,12 @@ class OutputModel:
     ties: Mapping[str, tuple[str, ...]]  # all names of each parameter, by each of them
 
 
-def build_output_model(base: MergeBase, adapters: Sequence[Adapter]) -> OutputModel:
-    """Build the base on meta as the adapters need it, and check that its checkpoint fits."""
-    model_class = auto_class_for(adapters[0].facts, base.model_config, base.kwargs)
+def build_output_model(base: MergeBase, adapters: Sequence[Adapter], model_class: ModelClass | None) -> OutputModel:
+    """Build the base on meta as the adapters need it, and check that its checkpoint fits.
+
+    Without a class, it is the one of the first adapter's task.
+    """
+    model_class = model_class or auto_class_for(adapters[0].facts, base.model_config, base.kwargs)
     model, num_labels = _with_head(base, model_class, adapters)
     layout = read_layout(model, base.checkpoint.tensors)
     check_fit(model, base.checkpoint, adapters, layout)

@@ -46,6 +46,7 @@ def job_of(sources: MergeSources, options: Mapping[str, object]) -> JsonObject:
         "base": str(sources.base.folder.resolve()),
         "files": files,
         "adapters": dict(sources.digests),
+        "weights": dict(sources.weights),
         "options": dict(options),
     }
 
@@ -84,7 +85,7 @@ def report_file(sources: MergeSources, plans: Sequence[FilePlan], written: Mappi
             tensors[tensor.target.name] = entry
     document = {
         "base": {"source": sources.base.source, "commit": sources.base.commit},
-        "adapters": _adapters(sources),
+        "adapters": [{**entry, "weight": w} for entry, w in zip(_adapters(sources), _weights(sources), strict=True)],
         "versions": _versions(),
         "tensors": tensors,
     }
@@ -127,7 +128,12 @@ def make_report(output: Path, outcome: Outcome, seconds: float) -> MergeReport:
         resumed=tuple(outcome.resumed),
         seconds=seconds,
         findings=tuple(outcome.findings),
+        weights=_weights(sources),
     )
+
+
+def _weights(sources: MergeSources) -> tuple[float, ...]:
+    return tuple(sources.weights[name] for name in sources.adapters)
 
 
 def _adapters(sources: MergeSources) -> list[dict[str, str | None]]:

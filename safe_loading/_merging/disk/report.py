@@ -55,6 +55,7 @@ class MergeReport(Verdict):
         resumed: The weight files that an interrupted call had written, and that were verified and kept.
         seconds: The time that the call took.
         findings: What is worth knowing.
+        weights: The factor of what each adapter adds, in their order.
     """
 
     output: str
@@ -69,6 +70,7 @@ class MergeReport(Verdict):
     resumed: tuple[str, ...]
     seconds: float
     findings: tuple[Finding, ...] = ()
+    weights: tuple[float, ...] = ()
 
     def of(self, action: str) -> tuple[MergedTensor, ...]:
         """Return the tensors that something was done to, as ``"merged"`` or ``"copied"``."""

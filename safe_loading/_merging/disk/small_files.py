@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.strict_json import read_json_object
@@ -13,21 +14,29 @@ from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 from safe_loading._loading.adapter_facts import AdapterFacts
 from safe_loading._model.model_config import CONFIG
+from safe_loading.errors import ArgumentError, CheckpointError
 
 from .base import MergeBase
 from .changes import Changes
 from .output_model import config_bytes
 from .output_plan import FilePlan
-from .sources import MergeSources, is_template, is_tokenizer
+from .sources import MergeSources, is_template, is_tokenizer, is_vocabulary
 
 _INDEX = "model.safetensors.index.json"
+# What tokenizer_config.json holds that says where it came from, and nothing of what it does.
+_OF_THE_PLACE = frozenset({"is_local", "local_files_only", "name_or_path", "tokenizer_file", "transformers_version"})
 
 
 def small_files(
-    sources: MergeSources, changes: Changes, plans: Sequence[FilePlan], *, resharded: bool
+    sources: MergeSources,
+    changes: Changes,
+    plans: Sequence[FilePlan],
+    *,
+    resharded: bool,
+    tokenizer: Literal["adapter", "base"] | None,
 ) -> tuple[dict[str, bytes], list[Finding]]:
     """Return the files by their name in the output, and whose tokenizer they are when there was a choice."""
-    chosen, findings = _choose_tokenizer(sources, changes)
+    chosen, findings = _choose_tokenizer(sources, changes, tokenizer)
     files = {
         name: config_bytes(sources.base.config, changes.config) if name == CONFIG and changes.config else _content(path)
         for name, path in chosen.items()
@@ -63,12 +72,13 @@ def _index_of(base: MergeBase, plans: Sequence[FilePlan], *, resharded: bool) ->
     return {name: json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"}
 
 
-def _choose_tokenizer(sources: MergeSources, changes: Changes) -> tuple[dict[str, Path], list[Finding]]:
+def _choose_tokenizer(
+    sources: MergeSources, changes: Changes, choice: Literal["adapter", "base"] | None
+) -> tuple[dict[str, Path], list[Finding]]:
     """Choose between the base's tokenizer and an adapter's; return all files of the output but weights and index.
 
-    An adapter's is taken whole when the adapter resized the vocabulary or the base has none; a chat template of the
-    base stays when the adapter has none. Otherwise the base's stays, and only a chat template comes along, if the base
-    has no template at all. Of several adapters the last one with a tokenizer counts.
+    By default an adapter's is taken where it differs, because the adapter was trained with it. What it lacks (its
+    vocabulary, or a chat template) stays that of the base. Of several adapters the last one with a tokenizer counts.
     """
     ours = dict(sources.carried)
     theirs, adapter = {}, None
@@ -77,30 +87,53 @@ def _choose_tokenizer(sources: MergeSources, changes: Changes) -> tuple[dict[str
         if tokenizer:
             theirs, adapter = tokenizer, facts
     if adapter is None:
+        if choice == "adapter":
+            raise ArgumentError('tokenizer="adapter": no adapter brings a tokenizer or a chat template.')
         return ours, []
-    resized = any(name.rpartition(".")[2] == "vocab_size" for name in changes.config)
-    whole = "tokenizer_config.json" in theirs or "tokenizer.json" in theirs
-    if whole and (resized or not any(is_tokenizer(name) and not is_template(name) for name in ours)):
-        why = "the vocabulary is the adapter's" if resized else "the base has none"
-        has_template = _has_template(theirs)
-        kept = {n: path for n, path in ours.items() if not is_tokenizer(n) or (is_template(n) and not has_template)}
-        return {**kept, **theirs}, [_taken(adapter, theirs, why)]
-    templates = {name: path for name, path in theirs.items() if is_template(name)}
-    findings = []
-    if templates and not _has_template(ours):
-        ours |= templates
-        findings.append(_taken(adapter, templates, "the base has no chat template"))
-    differ = [n for n, path in theirs.items() if n not in ours or _content(ours[n]) != _content(path)]
-    if differ:
-        why = f"its {', '.join(sorted(differ))} differ; the vocabulary is the base's, so the base's stay."
-        fix = "copy the adapter's into the output if the model was trained with them."
-        findings.append(Finding("tokenizer-of-base", "info", str(adapter.folder), why, fix))
-    return ours, findings
+    differ = sorted(name for name, path in theirs.items() if name not in ours or _differs(ours[name], path))
+    if choice == "base" or not differ:
+        return ours, [_left(adapter, differ)] if differ else []
+    why = "they differ from the base's, and the adapter was trained with them"
+    if not any(is_tokenizer(name) for name in ours):
+        why = "the base has none"
+    elif any(name.rpartition(".")[2] == "vocab_size" for name in changes.config):
+        why = "the vocabulary is the adapter's"
+    kept = dict(ours)
+    if any(not is_template(name) for name in theirs):
+        own_template, own_words = _has_template(theirs), any(map(is_vocabulary, theirs))
+        kept = {
+            name: path
+            for name, path in ours.items()
+            if not is_tokenizer(name)
+            or (is_template(name) and not own_template)
+            or (is_vocabulary(name) and not own_words)
+        }
+    return {**kept, **theirs}, [_taken(adapter, differ, why)]
+
+
+def _differs(one: Path, other: Path) -> bool:
+    """Return whether two files of a tokenizer differ in more than where they were read from."""
+    before, after = _content(one), _content(other)
+    if before == after:
+        return False
+    try:
+        documents = [read_json_object(path) for path in (one, other)]
+    except CheckpointError:  # no JSON
+        return True
+    first, second = ({k: v for k, v in document.items() if k not in _OF_THE_PLACE} for document in documents)
+    return first != second
+
+
+def _left(adapter: AdapterFacts, names: Iterable[str]) -> Finding:
+    why = f"its {', '.join(names)} differ from the base's, which stay as tokenizer='base' asks."
+    fix = "none; tokenizer='adapter' takes the adapter's."
+    return Finding("tokenizer-of-base", "info", str(adapter.folder), why, fix)
 
 
 def _taken(adapter: AdapterFacts, names: Iterable[str], why: str) -> Finding:
     message = f"{', '.join(sorted(names))} are the adapter's: {why}."
-    return Finding("tokenizer-of-adapter", "info", str(adapter.folder), message, "none.")
+    fix = "none; tokenizer='base' keeps the base's."
+    return Finding("tokenizer-of-adapter", "info", str(adapter.folder), message, fix)
 
 
 def _tokenizer_of(adapter: AdapterFacts) -> dict[str, Path]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from safe_loading._checkpoint.hub import adapter_files, base_files
 from safe_loading._checkpoint.index import Checkpoint
-from safe_loading._checkpoint.weight_files import PICKLE_SUFFIXES
+from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import EngineKwargs
 from safe_loading._loading.adapter_facts import AdapterFacts, digest
 from safe_loading._loading.base_arguments import check_base_kwargs
 from safe_loading._loading.sources import BaseRequest, LoadRequest, Source, resolve_all
 from safe_loading._model.layout.tensor_contents import REPORT
+from safe_loading._model.model_config import CONFIG
 from safe_loading.errors import ArgumentError
 
 from .base import MergeBase, open_base
@@ -35,6 +40,7 @@ class MergeSources:
 
     base: MergeBase
     adapters: Mapping[str, AdapterFacts]
+    weights: Mapping[str, float]  # the factor of what each adapter adds
     digests: Mapping[str, str]  # the SHA-256 of each adapter
     carried: Mapping[str, Path]  # the other files of the base that belong to the output, by their name there
     left_out: tuple[str, ...]  # the names of its files that do not
@@ -66,8 +72,30 @@ def merge_request(
     return LoadRequest(named, base, adapter_revision, adapter_subfolder, base_kwargs=base_kwargs)
 
 
-def open_sources(request: LoadRequest, *, dequantize: bool = False) -> MergeSources:
-    """Find base and adapters, and read everything of them but tensors."""
+def checked_weights(weights: Sequence[float] | None, request: LoadRequest) -> dict[str, float]:
+    """Return the factor of each adapter by its name; 1 by default."""
+    names = list(request.adapters)
+    if weights is None:
+        return dict.fromkeys(names, 1.0)
+    if isinstance(weights, (str, bytes)) or not isinstance(weights, Sequence) or len(weights) != len(names):
+        raise ArgumentError(
+            f"adapter_weights={weights!r:.80}: pass a list of one number for each of {len(names)} adapters."
+        )
+    wrong = [w for w in weights if isinstance(w, bool) or not isinstance(w, (int, float)) or not math.isfinite(w)]
+    if wrong:
+        raise ArgumentError(f"adapter_weights={list(weights)}: {wrong} are no finite numbers.")
+    return dict(zip(names, map(float, weights), strict=True))
+
+
+def open_sources(
+    request: LoadRequest,
+    weights: Mapping[str, float],
+    *,
+    dtype: torch.dtype | None = None,
+    dequantize: bool = False,
+) -> MergeSources:
+    """Find base and adapters, and read everything of them but tensors; ``dtype`` is that of the output."""
+    _refuse_swapped(request)
     choose = base_files({"variant": request.base_kwargs.get("variant")})
 
     def with_all_that_belongs(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
@@ -75,14 +103,46 @@ def open_sources(request: LoadRequest, *, dequantize: bool = False) -> MergeSour
         return [*weights, *sorted(name for name in names if name not in weights and _belongs(name))]
 
     resolved = resolve_all(request, choose_adapter=_with_tokenizer, choose_base=with_all_that_belongs)
-    base = open_base(resolved.require_base(), request.base_kwargs, dequantize=dequantize)
+    base = open_base(resolved.require_base(), request.base_kwargs, dtype=dtype, dequantize=dequantize)
     digests = {name: digest(facts) for name, facts in resolved.adapters.items()}
-    return MergeSources(base, resolved.adapters, digests, *_other_files(base.checkpoint))
+    _refuse_twice(resolved.adapters, digests)
+    return MergeSources(base, resolved.adapters, weights, digests, *_other_files(base.checkpoint))
+
+
+def _refuse_swapped(request: LoadRequest) -> None:
+    """Refuse a base in the place of an adapter and an adapter in that of the base, where the folders tell."""
+    base = None if request.base is None else request.base.source
+    swapped = [s for s in request.adapters.values() if _holds(s, CONFIG) and not _holds(s, ADAPTER_CONFIG)]
+    facts = [f"the adapter, {os.fspath(source)!r}, holds a model and no {ADAPTER_CONFIG}" for source in swapped]
+    if base is not None and _holds(base, ADAPTER_CONFIG) and not _holds(base, CONFIG):
+        facts.insert(0, f"the base, {os.fspath(base)!r}, holds an adapter and no {CONFIG}")
+    if facts:
+        raise ArgumentError("The order is base, adapter, output; these folders are something else:", facts)
+
+
+def _holds(source: Source, name: str) -> bool:
+    return os.path.lexists(Path(source, name))
+
+
+def _refuse_twice(adapters: Mapping[str, AdapterFacts], digests: Mapping[str, str]) -> None:
+    first: dict[str, str] = {}
+    for name, sha256 in digests.items():
+        known = first.setdefault(sha256, name)
+        if known != name:
+            raise ArgumentError(
+                f"{adapters[known].source!r} and {adapters[name].source!r} are the same adapter, which would be added "
+                f"twice. Name it once; adapter_weights=[2.0] (ADAPTER=2 on the command line) doubles what it adds."
+            )
 
 
 def is_tokenizer(name: str) -> bool:
     """Return whether a file belongs to a tokenizer, its chat templates included."""
     return name in _TOKENIZER or name in _VOCABULARIES or is_template(name)
+
+
+def is_vocabulary(name: str) -> bool:
+    """Return whether a file holds the words of a tokenizer."""
+    return name in _VOCABULARIES or name in ("tokenizer.json", "tekken.json")
 
 
 def is_template(name: str) -> bool:
