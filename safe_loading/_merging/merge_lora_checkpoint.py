@@ -88,8 +88,8 @@ def merge_lora_checkpoint(
         base_subfolder: Folder inside the base's repository.
         base_kwargs: More arguments of the base's ``from_pretrained``, such as ``trust_remote_code``, ``num_labels`` or
             ``variant``. ``token``, ``cache_dir`` and ``local_files_only`` are used for the adapters too.
-        dequantize: Whether a quantized base (bitsandbytes in 4 or 8 bits, fp8 with ``weight_scale_inv``) is written as
-            a plain one, in the dtype of its config, each element rounded once. Otherwise it is refused.
+        dequantize: Whether a quantized base (bitsandbytes in 4 or 8 bits, fp8 with ``weight_scale_inv``, MXFP4) is
+            written as a plain one, in the dtype of its config, each element rounded once. Otherwise it is refused.
         adapter_weights: A factor for what each adapter adds, in their order, as peft's ``set_scale`` takes it. Only
             for adapters that add to weights: not for DoRA, saved modules, trained biases or tokens.
         tokenizer: Whose tokenizer and chat template the output has. By default the last adapter's that brings one,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from models import save_adapter, save_llama
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_lora_update import nearest
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GptOssConfig
 
 from safe_loading import MergeError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
 
@@ -135,3 +137,100 @@ def test_other_codes_are_refused_with_the_road_to_take(tmp_path: Path) -> None:
     with pytest.raises(MergeError, match=r"merge_lora_inplace\(dequantize=True\)"):
         merge_lora_checkpoint(base, adapter_of(tmp_path), tmp_path / "out", dequantize=True)
     assert not (tmp_path / "out").exists()
+
+
+def gpt_oss(folder: Path) -> tuple[Path, Path]:
+    """A gpt-oss with the experts in MXFP4, as OpenAI publishes it, and the plain one that transformers makes of it."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = GptOssConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        vocab_size=128,
+        dtype="bfloat16",
+        architectures=["GptOssForCausalLM"],
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    codes = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, columns, rows = parameter.shape
+            blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(110, 127, (experts, rows, columns // 32), dtype=torch.uint8)
+            codes[name] = {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            parameter.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    model.save_pretrained(folder / "plain")
+    packed = folder / "packed"
+    packed.mkdir()
+    tensors = on_disk(folder / "plain")
+    for name, both in codes.items():
+        del tensors[name]
+        tensors |= both
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    config_json = json.loads((folder / "plain" / "config.json").read_text())
+    config_json["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (packed / "config.json").write_text(json.dumps(config_json))
+    return packed, folder / "plain"
+
+
+def test_mxfp4_becomes_what_a_merge_into_the_plain_weights_makes(tmp_path: Path) -> None:
+    """Adapters on attention, which is not quantized, and on the experts' own parameters."""
+    packed, plain = gpt_oss(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters, init_lora_weights=False)
+    get_peft_model(model, adapter).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(MergeError, match=r"mxfp4.*dequantize=True"):
+        merge_lora_checkpoint(packed, tmp_path / "adapter", tmp_path / "out")
+    merge_lora_checkpoint(packed, tmp_path / "adapter", tmp_path / "out", dequantize=True)
+    merge_lora_checkpoint(plain, tmp_path / "adapter", tmp_path / "expected")
+    found, expected, before = (on_disk(folder) for folder in (tmp_path / "out", tmp_path / "expected", plain))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+    assert sum(not torch.equal(tensor, before[name]) for name, tensor in found.items()) == 2 * 3
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
+def test_scales_of_mxfp4_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    packed, plain = gpt_oss(tmp_path)
+    tensors = on_disk(packed)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    tensors[name] = tensors[name][:, :, :1].contiguous()
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(plain), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(MergeError, match=r"down_proj_scales has the shape \[3, 64, 1\]"):
+        merge_lora_checkpoint(packed, tmp_path / "adapter", tmp_path / "out", dequantize=True)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "hqq"])
+def test_codes_that_nobody_merges_into_have_one_road(tmp_path: Path, method: str) -> None:
+    """The message names no verb that refuses it too, and its road is taken."""
+    base, adapter = save_llama(tmp_path / "base", torch.bfloat16), adapter_of(tmp_path)
+    coded = tmp_path / "coded"
+    shutil.copytree(base, coded)
+    for file in coded.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            tensors[name] = torch.zeros(tensors[name].shape, dtype=torch.int32)
+        save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((coded / "config.json").read_text())
+    (coded / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    with pytest.raises(MergeError, match=rf"\({method}\).*merge_lora_checkpoint\(that_base") as refused:
+        merge_lora_checkpoint(coded, adapter, tmp_path / "out", dequantize=True)
+    assert "merge_lora_inplace" not in str(refused.value)
+    merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    merged = merge_lora_inplace(load_peft_on_rank(adapter, base, device="cpu"))
+    for name, tensor in on_disk(tmp_path / "out").items():
+        assert torch.equal(tensor, merged.state_dict()[name]), name

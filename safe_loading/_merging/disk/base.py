@@ -23,7 +23,13 @@ from safe_loading._model.meta_model import build_on_meta, weights_dtype
 from safe_loading._model.model_config import CONFIG
 from safe_loading.errors import MergeError
 
-from .quantized_base import PlainCheckpoint, QuantizedTensor, read_as_plain
+from .quantized_base import (
+    MERGE_BEFORE_QUANTIZED,
+    READ_FROM_DISK,
+    PlainCheckpoint,
+    QuantizedTensor,
+    read_as_plain,
+)
 
 # Arguments of from_pretrained that say where files are, and not what model is built.
 _NOT_OF_THE_CONFIG = HUB_OPTIONS | {"variant", "trust_remote_code"}
@@ -81,9 +87,13 @@ def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dtype: torch.dtype | 
     quantization = config.get("quantization_config")
     if quantization and not dequantize:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        road = (
+            "Merge into the base that it was made from, and quantize the result; or pass dequantize=True, which writes "
+            "a plain one."
+        )
         raise MergeError(
-            f"{path} says that the base is quantized ({method}); adding to its codes would be wrong. Merge into the "
-            f"base that it was made from, and quantize the result; or pass dequantize=True, which writes a plain one."
+            f"{path} says that the base is quantized ({method}); adding to its codes would be wrong. "
+            f"{road if method in READ_FROM_DISK else MERGE_BEFORE_QUANTIZED}"
         )
     plain = read_as_plain(checkpoint, config) if quantization else PlainCheckpoint(checkpoint, {}, frozenset())
     return MergeBase(resolved.source, resolved.folder, resolved.commit, kwargs, config, *plain, dtype)

@@ -89,7 +89,7 @@ def _plan_tensor(
         raise ValueError(f"{name} has neither a source nor a value")
     target = TensorInfo(name, dtype, shape, 0, math.prod(shape) * BITS[dtype] // 8)
     quantized = base.quantized.get(source_name) if value is None and source_name is not None else None
-    rows, columns = changes.merges.get(name, ((), 1 if quantized is None else quantized.shape[1]))
+    rows, columns = changes.merges.get(name, ((), 1 if quantized is None else quantized.shape[-1]))
     # In this order: a tensor that is added, re-tied or replaced may have rows that change, too.
     action: Action = "merged" if rows else "copied"
     if name in changes.added:

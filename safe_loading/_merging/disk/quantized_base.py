@@ -17,22 +17,38 @@ from safe_loading._checkpoint.header import BITS, TensorInfo
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.protocols import JsonObject
 from safe_loading._model.dtypes import DTYPES
-from safe_loading._model.quantized.decode import decode_four_bits, decode_fp8, decode_nested_scales
+from safe_loading._model.quantized.decode import decode_four_bits, decode_fp8, decode_mxfp4, decode_nested_scales
 from safe_loading.errors import MergeError
 
 from .changes import FLOATS
 
 _STATE = ".quant_state.bitsandbytes__"  # and the kind of code: transformers' name for bitsandbytes' own description
+_MX_BLOCK = 32  # elements that share a scale in MXFP4
 _INT8 = 7.874015718698502e-3  # 1 / 127, as bitsandbytes writes it in int8_vectorwise_dequant
+_MX_CODES = "_blocks"  # what the names of gpt-oss's codes end with
+MERGE_BEFORE_QUANTIZED = (
+    "Merge into the base that it was made from, whose weights are not quantized: merge_lora_checkpoint(that_base, "
+    "adapter, output); then quantize the output as before."
+)
+READ_FROM_DISK = ("bitsandbytes", "fp8", "mxfp8", "mxfp4")  # transformers' names of the methods
+_ROADS = {
+    **dict.fromkeys(
+        ("bitsandbytes", "fp8", "mxfp8", "torchao"),
+        "Load it, call merge_lora_inplace(dequantize=True), and save it; or merge into the base that it was made from.",
+    ),
+    "compressed-tensors": (
+        "Load it with quantization_config=CompressedTensorsConfig(dequantize=True), save it, and merge into that."
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """A weight that the disk holds as codes; ``shape`` is that of the weight they stand for."""
 
-    kind: str  # "fp8", "4 bits" or "8 bits"
+    kind: str  # "fp8", "mxfp4", "4 bits" or "8 bits"
     info: TensorInfo  # the codes
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     scales: Mapping[str, tuple[Path, TensorInfo]]  # all that decodes them, with its file, by its role
     facts: JsonObject  # what bitsandbytes wrote of its 4-bit code; for fp8 the ``block`` of a scale
 
@@ -50,6 +66,7 @@ class Decoder:
 
     def __init__(self, weight: QuantizedTensor, source: int) -> None:
         self._weight, self._source = weight, source
+        self._expert: tuple[int, torch.Tensor] | None = None  # the one whose MXFP4 codes are in memory
         self._tensors = {role: _read_tensor(path, info) for role, (path, info) in weight.scales.items()}
         if "nested_absmax" in self._tensors:  # the scales are codes themselves
             self._tensors["absmax"] = decode_nested_scales(
@@ -62,7 +79,9 @@ class Decoder:
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Return what some rows stand for, in float64: the product of code and scale, not rounded to a dtype."""
-        weight, tensors, columns = self._weight, self._tensors, self._weight.shape[1]
+        weight, tensors, columns = self._weight, self._tensors, self._weight.shape[-1]
+        if weight.kind == "mxfp4":
+            return self._rows_of_experts(start, stop)
         first, last = start * columns, stop * columns
         if weight.kind == "4 bits":
             # A byte holds two codes; where the number of columns is odd, a row may begin within a byte.
@@ -74,6 +93,25 @@ class Decoder:
             return (codes.float() * tensors["SCB"].float().view(-1, 1)[start:stop] * _INT8).double()
         return decode_fp8(codes, tensors["scales"], weight.facts["block"], start)
 
+    def _rows_of_experts(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows of weights in MXFP4, counted through all experts; the disk has each expert transposed."""
+        experts, rows, _ = self._weight.shape
+        parts = []
+        for expert in range(start // rows, min(-(-stop // rows), experts)):
+            first, last = max(start - expert * rows, 0), min(stop - expert * rows, rows)
+            exponents = self._tensors["scales"][expert].repeat_interleave(_MX_BLOCK, 1)[:, first:last]
+            parts.append(decode_mxfp4(self._codes_of(expert)[:, first:last], exponents).t())
+        return torch.cat(parts)
+
+    def _codes_of(self, expert: int) -> torch.Tensor:
+        """Return the codes of one expert, a byte for each, as the disk has them: (output rows, input columns)."""
+        if self._expert is None or self._expert[0] != expert:
+            size = self._weight.info.nbytes // self._weight.shape[0]
+            packed = self._bytes(expert * size, (expert + 1) * size).view(self._weight.shape[2], -1)
+            # the lower half of a byte comes first
+            self._expert = expert, torch.stack([packed & 15, packed >> 4], -1).view(self._weight.shape[2], -1)
+        return self._expert[1]
+
     def _bytes(self, start: int, stop: int) -> torch.Tensor:
         data = bytearray(stop - start)
         read_into(self._source, memoryview(data), self._weight.info.start + start)
@@ -81,34 +119,39 @@ class Decoder:
 
 
 def read_as_plain(checkpoint: Checkpoint, config: JsonObject) -> PlainCheckpoint:
-    """Describe a checkpoint quantized by bitsandbytes, or in fp8 with ``weight_scale_inv``, as a plain one."""
+    """Describe a checkpoint quantized by bitsandbytes, in fp8 with ``weight_scale_inv`` or in MXFP4 as a plain one."""
     dtype = _plain_dtype(config)
-    quantized = {
+    found = {
         name: weight for name in checkpoint.tensors if (weight := _quantized(name, checkpoint, config)) is not None
     }
+    plain_name = {name: name.removesuffix(_MX_CODES) if found[name].kind == "mxfp4" else name for name in found}
+    quantized = {plain_name[name]: weight for name, weight in found.items()}
     descriptions = {info.name for weight in quantized.values() for _, info in weight.scales.values()}
     suffixes = (".weight_format", f"{_STATE}nf4", f"{_STATE}fp4")
     descriptions |= {name for name in checkpoint.tensors if name.endswith(suffixes)}
     weights = {name: info for name, info in checkpoint.tensors.items() if name not in descriptions}
-    unknown = [n for n, info in weights.items() if n not in quantized and info.dtype not in FLOATS]
+    unknown = [n for n, info in weights.items() if n not in found and info.dtype not in FLOATS]
     if unknown or not quantized:
         method = config.get("quantization_config", {}).get("quant_method")
         raise MergeError(
             f"{checkpoint.folder} is quantized ({method}) in a way that is not read here; known are bitsandbytes in 4 "
-            f"and 8 bits, and fp8 with weight_scale_inv. Load it, call merge_lora_inplace(dequantize=True), save it; "
-            f"or merge into the base that it was made from. Not known:",
+            f"and 8 bits, fp8 with weight_scale_inv, and MXFP4. {_ROADS.get(method, MERGE_BEFORE_QUANTIZED)} "
+            "Not known:",
             unknown[:8],
         )
-    plain = dict(weights)
+    plain = {name: info for name, info in weights.items() if name not in found}
+    file_of = {**checkpoint.file_of, **{plain_name[name]: checkpoint.file_of[name] for name in found}}
     for name, weight in quantized.items():
         plain[name] = TensorInfo(name, dtype, weight.shape, 0, math.prod(weight.shape) * BITS[dtype] // 8)
     headers, stale = {}, set()
     for file, header in checkpoint.headers.items():
-        tensors = {name: plain[name] for name in header.tensors if name in plain}
+        names = [plain_name.get(name, name) for name in header.tensors]
+        tensors = {name: plain[name] for name in names if name in plain}
         headers[file] = dataclasses.replace(header, tensors=tensors)
         if tensors.keys() != header.tensors.keys() or quantized.keys() & tensors.keys():
             stale.add(file)
-    return PlainCheckpoint(dataclasses.replace(checkpoint, headers=headers, tensors=plain), quantized, frozenset(stale))
+    described = dataclasses.replace(checkpoint, headers=headers, tensors=plain, file_of=file_of)
+    return PlainCheckpoint(described, quantized, frozenset(stale))
 
 
 def _quantized(name: str, checkpoint: Checkpoint, config: JsonObject) -> QuantizedTensor | None:
@@ -132,6 +175,15 @@ def _quantized(name: str, checkpoint: Checkpoint, config: JsonObject) -> Quantiz
     row_scales = tensors.get(f"{name.removesuffix('weight')}SCB")
     if info.dtype == "I8" and row_scales is not None and len(info.shape) == 2:
         return QuantizedTensor("8 bits", info, (info.shape[0], info.shape[1]), with_files({"SCB": row_scales}), {})
+    exponents = tensors.get(f"{name.removesuffix(_MX_CODES)}_scales") if name.endswith(_MX_CODES) else None
+    if info.dtype == "U8" and exponents is not None and len(info.shape) == 4:
+        experts, rows, blocks, size = info.shape
+        if exponents.shape != (experts, rows, blocks) or size * 2 != _MX_BLOCK:
+            raise MergeError(
+                f"{exponents.name} has the shape {list(exponents.shape)}, which does not fit the shape "
+                f"{list(info.shape)} of {name}: a scale for each block of {_MX_BLOCK} elements, two of them a byte."
+            )
+        return QuantizedTensor("mxfp4", info, (experts, blocks * size * 2, rows), with_files({"scales": exponents}), {})
     state = tensors.get(f"{name}{_STATE}nf4") or tensors.get(f"{name}{_STATE}fp4")
     if info.dtype == "U8" and state is not None:
         facts = json.loads(bytes(_read_tensor(checkpoint.file_of[state.name], state).tolist()))

@@ -92,6 +92,16 @@ def decode_nested_scales(
     return table.float()[codes.view(-1).long()] * outer + offset
 
 
+def decode_mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Return the values of MXFP4 codes in float64, exactly: a number of 4 bits (e2m1) times a power of two.
+
+    One code a byte; ``exponents`` are the bytes of the scales (e8m0, biased by 127), of a shape that broadcasts.
+    """
+    positive = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    table = torch.tensor([*positive, *(-value for value in positive)], dtype=torch.float64, device=codes.device)
+    return torch.ldexp(table[codes.long()], exponents.long() - 127)
+
+
 def undo_cpu_packing(module: torch.nn.Module) -> None:
     """Undo the order into which bitsandbytes puts 4-bit weights at the first forward on a CPU with AVX-512.
 
