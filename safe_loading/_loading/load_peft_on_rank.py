@@ -27,6 +27,7 @@ from safe_loading._ranks.device_guard import (
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.machine import host_identity
+from safe_loading._ranks.same_arguments import check_same_arguments
 from safe_loading.errors import AdapterError, ArgumentError, DeviceError
 
 from .attach import check_adapter_name, prepare
@@ -112,7 +113,7 @@ def load_peft_on_rank(
         CheckpointError: A folder or file is incomplete, damaged or not safe to read (:class:`CheckpointNotFound`,
             :class:`PickleRefused`).
         DeviceError: There is no device for this rank, or something landed on another one.
-        RankError: Another rank failed, or the ranks read different files.
+        RankError: Another rank failed, or the ranks read different files or were called with different arguments.
         ArgumentError: Arguments contradict each other.
     """
     group = Ranks.resolve(ranks)
@@ -125,11 +126,22 @@ def load_peft_on_rank(
         own_dtype, model_class = as_dtype(adapter_dtype, "adapter_dtype", None), as_model_class(auto_class)
         adapters = _by_name(adapter, active)
         target = own_device(device)
-        if device is None and target.type != "cpu":
-            phase.payload = [host_identity(), *device_identity(target)]
+        owned = [host_identity(), *device_identity(target)] if device is None and target.type != "cpu" else None
+        phase.payload = [
+            owned,
+            {
+                "adapter": str(list(adapters)),
+                "dtype": str(base_dtype),
+                "adapter_dtype": str(own_dtype),
+                "strict": str(strict),
+                "is_trainable": str(is_trainable),
+                "active": str(active or next(iter(adapters))),
+            },
+        ]
         of_base = {"auto_class": auto_class, "base_revision": base_revision, "base_subfolder": base_subfolder}
         _check_base(base_model, target, {**of_base, "dtype": None if dtype == "auto" else dtype, **base_kwargs})
-    check_not_shared(group.ranks, phase.results)
+    check_not_shared(group.ranks, [device_of_rank for device_of_rank, _ in phase.results])
+    check_same_arguments("load_peft_on_rank", group.ranks, [arguments for _, arguments in phase.results])
     base_request = BaseRequest(source, base_revision, base_subfolder) if loaded_base is None else None
     request = LoadRequest(adapters, base_request, adapter_revision, adapter_subfolder, allow_pickle, base_kwargs)
     options = LoadOptions(

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from safe_loading._core.log import logger
 from safe_loading._core.protocols import JsonObject
 from safe_loading.errors import RankError, RankTimeout
 
@@ -40,7 +41,9 @@ class RankStore(Protocol):
 
 
 MAX_BYTES = 4 << 20  # TCPStore drops a connection that sends it more than 8 MiB at once
-_LINGER_SECONDS = 0.5
+_LINGER_SECONDS = 0.5  # after a failure, of which not all may learn
+_LEAVE_SECONDS = 5.0  # after a success, which all read as soon as they look
+_SILENT_SECONDS = 30.0  # of waiting, before the log says for whom
 _GRACE_SECONDS = 5.0
 _LIVENESS_SECONDS = 0.4  # between two checks whether the processes of the missing ranks are still alive
 _ENDED_BECAUSE = "it was killed, ran out of memory, or failed with an error that is in its own log."
@@ -146,9 +149,12 @@ class StoreExchange:
             if not self._arrived:
                 self._arrive("null")
             if published:
-                self._linger()
+                self._linger(_LINGER_SECONDS)
 
     def _share(self, payload: str, timeout: float) -> JsonObject:
+        while self._was_left_out():
+            self._opened, turn = self._take_turn()
+            self._key, self._previous_key = f"{self._opened}/{turn}", f"{self._opened}/{turn - 1}"
         if self._arrive(payload):
             self._publish(self._collect)
         if not self._wait(timeout):
@@ -157,9 +163,20 @@ class StoreExchange:
                 text = f"Waited {timeout:g} s to {self._label}; a rank died while it published the result."
                 return {"text": text, "timeout": True}
         result: JsonObject = json.loads(self._store.get(f"{self._key}/result"))
-        if "text" in result:
-            self._linger()
+        self._linger(_LINGER_SECONDS if "text" in result else _LEAVE_SECONDS)
         return result
+
+    def _was_left_out(self) -> bool:
+        """Whether the others waited for this rank in vain, and are in their next call of the same name by now.
+
+        Then this rank never made the call that they gave up, and its own is the one that they are in.
+        """
+        result, later = f"{self._key}/result", self._key.rpartition("/")
+        if not self._store.check([result]) or not json.loads(self._store.get(result)).get("timeout"):
+            return False
+        key = f"{later[0]}/{int(later[2]) + 1}"
+        posted = [rank for rank in self._members if rank != self._rank and self._store.check([f"{key}/{rank}"])]
+        return bool(posted) and json.loads(self._store.get(f"{key}/{posted[0]}"))[0] == self._label
 
     def _take_turn(self) -> tuple[str, int]:
         name = _members_key(self._members)
@@ -239,6 +256,7 @@ class StoreExchange:
         longest_pause = max(0.02, 1e-4 * len(self._members))
         now = time.monotonic()
         end, next_look, pause = now + timeout, now + _LIVENESS_SECONDS, 0.0005
+        next_word = now + _SILENT_SECONDS
         while not self._store.check([f"{self._key}/result"]):
             now = time.monotonic()
             if now >= end:
@@ -246,9 +264,25 @@ class StoreExchange:
             if now >= next_look:
                 self._publish_ended_ranks()
                 next_look = now + _LIVENESS_SECONDS
+            if now >= next_word:
+                self._say_who_is_missing(end - now)
+                next_word = now + 2 * _SILENT_SECONDS
             time.sleep(min(pause, end - now))
             pause = min(2 * pause, longest_pause)
         return True
+
+    def _say_who_is_missing(self, left: float) -> None:
+        """Log for whom this rank waits: a rank that failed before the call, and lives on, says nothing itself."""
+        missing = [rank for rank in self._members if not self._store.check([f"{self._key}/{rank}"])]
+        if missing:
+            logger.warning(
+                "Rank %d waits for %s to %s, for %.0f s more at most. See their logs: they may be slow, or have failed "
+                "before this call.",
+                self._rank,
+                rank_list(missing),
+                self._label,
+                left,
+            )
 
     def _publish_ended_ranks(self) -> None:
         """Publish which ranks ended before they arrived; where a rank ended after it posted, the rest can go on."""
@@ -261,16 +295,23 @@ class StoreExchange:
             )
             self._publish(lambda: {"text": text, "timeout": False})
 
-    def _linger(self) -> None:
-        """Count this rank as one that has read the failure, and give the others time to read it too."""
-        self._store.add(f"{self._key}/read", 1)
-        # Rank 0 holds the store in its own process unless torchrun does: if it ended now, nobody could read why.
-        if self._rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    def _linger(self, seconds: float) -> None:
+        """Count this rank as one that has read the result; where it holds the store, give the others time to read it.
+
+        Rank 0 holds the store in its own process unless torchrun does: if it ended now, nobody could read the result.
+        """
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
-        end = time.monotonic() + _LINGER_SECONDS
+        self._store.add(f"{self._key}/read", 1)
+        if self._rank != 0:
+            return
+        now = time.monotonic()
+        end, next_look, ended = now + seconds, now + _LIVENESS_SECONDS, 0
         arrived = self._store.add(f"{self._key}/count", 0)
-        while self._store.add(f"{self._key}/read", 0) < arrived and time.monotonic() < end:
-            time.sleep(0.005)
+        while self._store.add(f"{self._key}/read", 0) + ended < arrived and (now := time.monotonic()) < end:
+            if now >= next_look:
+                ended, next_look = len(_ended_ranks(self._store, self._opened, self._members)), now + _LIVENESS_SECONDS
+            time.sleep(0.002)
 
     def _delete(self, key: str) -> None:
         # A store that cannot delete keeps a few bytes; one that is gone raises at the next call.

@@ -68,7 +68,10 @@ def check(parameters: Sequence[ModelTensor]) -> list[str]:
         elif not tensor.is_contiguous():
             problems.append(f"{name} is not contiguous (strides {list(tensor.stride())}): call .contiguous()")
         elif isinstance(tensor, DTensor):
-            problems.append(f"{name} is a DTensor already: wrap the plain model")
+            problems.append(
+                f"{name} is a DTensor already: wrap the plain model. For tensor parallelism with FSDP over the other "
+                f"dimension, load with from_pretrained(distributed_config=DistributedConfig(tp_size=, fsdp_size=))"
+            )
     return problems
 
 

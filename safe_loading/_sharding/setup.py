@@ -20,7 +20,7 @@ from safe_loading._ranks.device_guard import own_device
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.store_exchange import rank_list
 from safe_loading._ranks.waiting import Waiting
-from safe_loading.errors import ArgumentError, CheckpointNotFound
+from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound
 
 from . import fsdp1, fsdp2
 from .added_after_wrap import Wrapped, attached
@@ -244,7 +244,15 @@ def resolve_options(
 
 def has_folder(values: ValueOrigin) -> bool:
     """Whether the source is a folder of this machine; one that is not may be a hub id."""
-    return values.folder is not None and Path(values.folder).is_dir()
+    if values.folder is None or not Path(values.folder).is_dir():
+        return False
+    if Path(values.folder, ".metadata").exists():
+        raise CheckpointError(
+            f"{values.folder} is a checkpoint of torch.distributed.checkpoint, which is pickled in part. Wrap with the "
+            f"base's folder, and load this one into the sharded model with torch.distributed.checkpoint.load; or make "
+            f"a folder of safetensors of it with `accelerate merge-weights FOLDER OUTPUT`."
+        )
+    return True
 
 
 def check_folder_of_all(ranks: Ranks, values: ValueOrigin, found: Sequence[bool]) -> None:

@@ -75,6 +75,8 @@ SCRIPT = """
     exchange.host_identity = lambda: f"node-{rank}"
     report({"copies differ": tried(lambda: load_peft_on_rank(other if rank == 1 else adapter, base))})
     report({"copies equal": tried(lambda: load_peft_on_rank(adapter, base))})
+    options = {"dtype": torch.bfloat16, "strict": False} if rank == 1 else {}
+    report({"other arguments": tried(lambda: load_peft_on_rank(adapter, base, **options))})
     report({"one late": tried(lambda: load_peft_on_rank(adapter, base, timeout=1)) if rank != 2 else {}})
     dist.barrier()
     dist.destroy_process_group()
@@ -172,6 +174,14 @@ def test_one_device_for_all_ranks_is_refused_unless_it_is_named(results: dict[st
         assert facts["error"] == "DeviceError"
         assert "ranks [0, 1, 2] own npu:0" in facts["text"]
     assert all(facts["contexts"] == [0] for facts in each(results, "shared by name"))
+
+
+def test_ranks_that_ask_for_other_models_all_raise(results: dict[str, Any]) -> None:
+    for facts in each(results, "other arguments"):
+        assert facts["error"] == "RanksDisagree"
+        assert "ranks 0, 2: dtype=auto; rank 1: dtype=torch.bfloat16" in facts["text"]
+        assert "ranks 0, 2: strict=True; rank 1: strict=False" in facts["text"]
+        assert "ranks='self'" in facts["text"]
 
 
 def test_a_rank_that_does_not_come_is_named(results: dict[str, Any]) -> None:

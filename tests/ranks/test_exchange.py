@@ -70,6 +70,49 @@ def each(ranks: list[Ranks], do: Callable[[Ranks], Any]) -> list[Any]:
     return outcomes
 
 
+def test_a_rank_that_never_made_a_call_joins_the_next(stores: Callable[[int], list[Any]]):
+    first, second, third = group(stores(3))
+    again = threading.Event()
+
+    def calls(ranks: Ranks) -> list[Any]:
+        if ranks is third:  # it raised before its call, which the others gave up
+            again.wait(LONG)
+            time.sleep(0.3)
+            return [ranks.exchange("load", 2, timeout=LONG), ranks.exchange("read", 5, timeout=LONG)]
+        with pytest.raises(RankTimeout, match="for rank 2"):
+            ranks.exchange("load", timeout=0.5)
+        again.set()
+        return [ranks.exchange("load", ranks.rank, timeout=LONG), ranks.exchange("read", 5, timeout=LONG)]
+
+    assert each([first, second, third], calls) == [[[0, 1, 2], [5, 5, 5]]] * 3
+
+
+def test_a_rank_that_was_late_in_a_call_hears_of_it_and_is_in_step_again(stores: Callable[[int], list[Any]]):
+    first, second = group(stores(2))
+
+    def calls(ranks: Ranks) -> list[Any]:
+        if ranks is second:
+            time.sleep(1.0)
+        with pytest.raises(RankTimeout, match="for rank 1"):
+            ranks.exchange("end", timeout=0.5)
+        return ranks.exchange("begin", ranks.rank, timeout=LONG)
+
+    assert each([first, second], calls) == [[0, 1]] * 2
+
+
+def test_a_long_wait_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(store_exchange, "_SILENT_SECONDS", 0.1)
+    first, second = group(tcp_stores(2))
+
+    def calls(ranks: Ranks) -> list[Any]:
+        time.sleep(0.5 * ranks.rank)
+        return ranks.exchange("load", timeout=LONG)
+
+    with caplog.at_level("WARNING", logger="safe_loading"):
+        each([first, second], calls)
+    assert "Rank 0 waits for rank 1 to load" in caplog.text
+
+
 def test_all_get_all_payloads_in_rank_order(stores: Callable[[int], list[Any]]):
     ranks = group(stores(3))
     payloads: list[Any] = [{"a": [1, None]}, "ü", None]
@@ -428,6 +471,22 @@ OWN_STORE = (
     os._exit(0)
 """
 )
+
+
+def test_a_rank_that_holds_the_store_leaves_after_the_others_have_read():
+    begin, end = OWN_STORE.split("    def load():")[0], "    os._exit(0)\n"
+    slow = """
+    from safe_loading._ranks import store_exchange
+    wait = store_exchange.StoreExchange._wait
+    def late(self, timeout):
+        there = wait(self, timeout)
+        time.sleep(0.2 * rank)
+        return there
+    store_exchange.StoreExchange._wait = late
+    ranks.exchange("end", timeout=30)
+    report(done=True)
+"""
+    assert [found["done"] for found in spawn_ranks(begin + slow + end, 3).found] == [True] * 3
 
 
 def test_the_cause_outlives_the_rank_that_holds_the_store():

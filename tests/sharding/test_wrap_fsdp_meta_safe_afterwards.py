@@ -18,6 +18,8 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.fsdp import is_fsdp_managed_module
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
+import torch.distributed.checkpoint as dist_checkpoint
+from torch.distributed.fsdp import fully_shard
 from accelerate.utils.dataclasses import get_module_class_from_name
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -133,6 +135,21 @@ for adapter in (True, False):
         for how in ("saved", "given")]
     report(**{f"saved {adapter}": [type(model.config.distributed_config).__name__, *files]})
 
+# a checkpoint of shards is refused as a source, and the road that the error names is right
+model = wrapped(2, False)
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.add_(1.0)
+dist_checkpoint.save(model.state_dict(), checkpoint_id=f"{folder}/shards")
+other = wrapped(2, False)
+state = other.state_dict()
+dist_checkpoint.load(state, checkpoint_id=f"{folder}/shards")
+report(shards=[
+    error_of(lambda: wrap_fsdp_meta_safe(skeleton(), f"{folder}/shards")),
+    all(torch.equal(whole(p), whole(q)) for p, q in zip(model.parameters(), other.parameters(), strict=True)),
+    error_of(lambda: wrap_fsdp_meta_safe(fully_shard(torch.nn.Sequential(torch.nn.Linear(4, 4)))[0])),
+])
+
 # classes keep their names
 model = wrapped(2)
 layer = get_module_class_from_name(model, "LlamaDecoderLayer")
@@ -226,6 +243,15 @@ def test_classes_keep_the_names_by_which_engines_look_them_up(found: list[dict[s
 
 def test_a_rank_that_has_generated_all_waits_for_the_others(found: list[dict[str, Any]]) -> None:
     assert [facts["waits"] for facts in found] == [5, 10]
+
+
+def test_a_checkpoint_of_shards_is_no_source_and_the_road_is_right(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        refused, equal, dtensor = facts["shards"]
+        assert "a checkpoint of torch.distributed.checkpoint" in refused
+        assert "torch.distributed.checkpoint.load" in refused
+        assert equal
+        assert "distributed_config=DistributedConfig(tp_size=, fsdp_size=)" in dtensor
 
 
 @pytest.mark.parametrize("reshard", [True, False])
