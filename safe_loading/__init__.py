@@ -18,6 +18,7 @@ from .errors import (
     CheckpointNotFound,
     DeviceError,
     DeviceMapInfeasible,
+    EngineError,
     MergeError,
     OutputError,
     PickleRefused,
@@ -100,6 +101,9 @@ _HOME = {
     "wrap_transparent": "_wrapping.wrap_transparent",
 }
 
+# These read files and import no engine, so they work beside any.
+_TORCH_FREE = ("CheckpointReport", "check_checkpoint")
+
 __all__ = [
     "AdapterError",
     "AdapterExists",
@@ -111,6 +115,7 @@ __all__ = [
     "DeviceError",
     "DeviceMapInfeasible",
     "DeviceMapPlan",
+    "EngineError",
     "Finding",
     "FsdpReport",
     "InplaceMergeReport",
@@ -158,6 +163,9 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _TORCH_FREE:
+        # Here, because a plain import reads no metadata of packages.
+        importlib.import_module("._core.engines", __name__).require_engines()
     value: object = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     globals()[name] = value
     return value

@@ -4,6 +4,7 @@
 
     SafeLoadingError
     ├── ArgumentError           (ValueError)         arguments that contradict each other or the call
+    ├── EngineError             (ImportError)        an engine (torch, transformers, ...) is missing or too old
     ├── CheckpointError         (ValueError)         a folder or file is not whole, or not safe to read
     │   ├── CheckpointNotFound  (FileNotFoundError)  there is nothing of the kind where it was looked for
     │   └── PickleRefused                            the weights are a pickle, and nobody asked for one
@@ -49,6 +50,10 @@ class SafeLoadingError(Exception):
 
 class ArgumentError(SafeLoadingError, ValueError):
     """Arguments that contradict each other, or that this call cannot honor."""
+
+
+class EngineError(SafeLoadingError, ImportError):
+    """A package that this one calls is missing, or too old for the call."""
 
 
 class CheckpointError(SafeLoadingError, ValueError):

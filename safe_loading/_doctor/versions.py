@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from importlib import metadata
 
-from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from safe_loading._core.engines import declared_engines, installed_version
 from safe_loading._core.report import Finding
 
 # constraints.txt says the same; tests/commands/test_doctor.py compares.
@@ -67,8 +66,10 @@ _KNOWN_PROBLEMS = (
 
 def read_engines() -> tuple[Engine, ...]:
     """Return the engines with their installed, required and tested versions."""
-    declared = _declared()
-    return tuple(Engine(name, _installed(name), declared.get(name, ""), tested) for name, tested in TESTED.items())
+    declared = declared_engines()
+    return tuple(
+        Engine(name, installed_version(name), declared.get(name, ""), tested) for name, tested in TESTED.items()
+    )
 
 
 def judge_engines(engines: tuple[Engine, ...]) -> list[Finding]:
@@ -95,24 +96,6 @@ def _findings(engine: Engine) -> list[Finding]:
         for problem in _KNOWN_PROBLEMS
         if problem.engine == name and SpecifierSet(problem.versions).contains(installed)
     ]
-
-
-def _declared() -> dict[str, str]:
-    """Return the version specifier of each dependency, from this package's own metadata."""
-    try:
-        lines = metadata.requires("safe-loading") or []
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return {}
-    requirements = [Requirement(line) for line in lines]
-    # Requirements with a marker belong to the extras.
-    return {each.name.replace("-", "_"): str(each.specifier) for each in requirements if each.marker is None}
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def python_version() -> str:

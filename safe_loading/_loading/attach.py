@@ -12,6 +12,7 @@ import torch
 from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel
 
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
+from safe_loading._core.engines import trainable_as_before, without_autocast
 from safe_loading._core.log import quiet
 from safe_loading._core.report import Finding
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
@@ -282,7 +283,8 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
     # autocast_adapter_dtype would cast 16-bit factors to float32; here each keeps the dtype that it has on disk.
     try:
         if isinstance(model, PeftModel):
-            model.add_adapter(name, config, autocast_adapter_dtype=False)
+            with trainable_as_before(model):
+                model.add_adapter(name, config, **without_autocast(model.add_adapter))
             return model
         peft_class = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(str(config.task_type), PeftModel)
         return peft_class(model, config, adapter_name=name, autocast_adapter_dtype=False)

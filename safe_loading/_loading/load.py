@@ -17,6 +17,7 @@ from safe_loading._checkpoint.faults import note
 from safe_loading._checkpoint.hub import Resolved
 from safe_loading._checkpoint.index import Checkpoint, read_checkpoint, require_unchanged
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
+from safe_loading._core.engines import set_adapter
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding
 from safe_loading._model.snapshot import Snapshot
@@ -105,7 +106,7 @@ def load(
         loaded = _attach_and_move(base, adapters, options, undo)
     # With one adapter peft has done this. set_adapter also decides which adapter's parameters require grad.
     if len(adapters) > 1:
-        loaded.model.set_adapter(options.active, inference_mode=not options.is_trainable)
+        set_adapter(loaded.model, options.active, trainable=options.is_trainable)
     if not options.is_trainable:
         loaded.model.eval()
     return loaded

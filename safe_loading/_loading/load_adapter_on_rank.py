@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 
 from safe_loading._core import progress as _progress
+from safe_loading._core.engines import require_for
 from safe_loading._core.log import logger
 from safe_loading._ranks.device_guard import (
     check_contexts,
@@ -90,6 +91,9 @@ def load_adapter_on_rank(
         check_adapter_name(adapter_name)
         own_dtype = as_dtype(adapter_dtype, "adapter_dtype", None)
         _check_name(model, adapter_name, hotswap=hotswap)
+        if hotswap:
+            # before, peft exchanged the tensors instead of overwriting their values
+            require_for("A hot swap", "peft", "0.20")
         if hotswap and (is_trainable or not strict):
             raise ArgumentError("A hot swap is always strict and leaves requires_grad alone; leave both arguments out.")
         if unknown := sorted((hub_kwargs or {}).keys() - HUB_OPTIONS):

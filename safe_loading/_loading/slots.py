@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel, set_peft_model_state_dict
 from peft.utils import AuxiliaryTrainingWrapper
 
+from safe_loading._core.engines import engines_that_fit
 from safe_loading._model.tensors import tensor_places
 
 from .key_names import canonical_key
@@ -108,7 +109,8 @@ def route(model: PeftModel, adapter_name: str, tensors: Mapping[str, torch.Tenso
     # In the instance's __dict__, which comes before the class, and from which it is deleted again.
     model.__dict__["load_state_dict"] = record
     try:
-        set_peft_model_state_dict(model, state_dict, adapter_name=adapter_name)
+        with engines_that_fit("peft", "transformers"):
+            set_peft_model_state_dict(model, state_dict, adapter_name=adapter_name)
     finally:
         del model.__dict__["load_state_dict"]
     _undo_lossy_renames(model, adapter_name, tensors, routed)
@@ -121,16 +123,19 @@ def _undo_lossy_renames(
     """Use a tensor's name in the file where peft's renaming of it leads to no parameter.
 
     peft renames keys as transformers renames those of older checkpoints, even keys that have the new name already.
-    With Laguna, Mistral Large 4, Inkling 2 and PI0 it so loses tensors of adapters that it saved itself.
+    With Laguna, Mistral Large 4, Inkling 2 and PI0 it so loses tensors of adapters that it saved itself, and before
+    0.21 the projections of VeRA and PVeRA, which it then draws anew.
     """
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    lost = {id(value): name for name, value in routed.items() if name not in parameters}
+    places = {place.name for place in tensor_places(model) if place.persistent}
+    lost = {id(value): name for name, value in routed.items() if name not in places}
     if not lost:
         return
-    by_file_key = {canonical_key(name): name for name in parameters if f".{adapter_name}" in name}
+    by_file_key = {canonical_key(name): name for name in places if f".{adapter_name}" in name}
     for key, value in tensors.items():
         # DoRA's magnitudes are saved without the ".weight" that their parameter has.
         name = by_file_key.get(key) or by_file_key.get(f"{key}.weight")
+        if name is None and f"{key}.{adapter_name}" in places:
+            name = f"{key}.{adapter_name}"
         if id(value) in lost and name is not None and name not in routed:
             routed[name] = routed.pop(lost[id(value)])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -16,6 +16,7 @@ from transformers import core_model_loading as loader
 from safe_loading._checkpoint.hub import resolve, small_files
 from safe_loading._checkpoint.index import inspect_checkpoint
 from safe_loading._checkpoint.strict_json import read_json_object
+from safe_loading._core.engines import dtype_plan, set_config_dtype, tie_on_meta
 from safe_loading._core.log import quiet
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import ModelClass
@@ -109,6 +110,8 @@ def build_on_meta(
         options["attn_implementation"] = attn_implementation
     with torch.random.fork_rng(devices=[]), torch.device("meta"), quiet():
         model: torch.nn.Module
+        if hasattr(model_class, "_from_config") or hasattr(model_class, "from_config"):
+            set_config_dtype(config, dtype)
         if hasattr(model_class, "from_config"):
             model = model_class.from_config(config, trust_remote_code=trust_remote_code, **options)
         elif hasattr(model_class, "_from_config"):
@@ -116,6 +119,7 @@ def build_on_meta(
         else:
             # Not a class of transformers, so nothing says what it keeps in float32.
             model = model_class(config).to(dtype)
+    tie_on_meta(model)
     _keep_in_float32(model, dtype)
     return model.eval()
 
@@ -224,8 +228,7 @@ def dtype_on_disk(folder: Path | None) -> torch.dtype | None:
 
 def _keep_in_float32(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast what the class keeps in float32, which ``from_pretrained`` does as it loads each weight."""
-    plan_for: Callable[[torch.dtype], Mapping[str, torch.dtype]] | None = getattr(model, "_get_dtype_plan", None)
-    plan = plan_for(dtype) if plan_for is not None else {}
+    plan: Mapping[str, torch.dtype] = dtype_plan(model, dtype)
     if not plan:
         return
     # transformers' own matcher (core_model_loading): in its patterns "*" is anything, and they match parts of names

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from safe_loading._core.engines import require_for
 from safe_loading._core.names import ancestors, canonical
 from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import ArgumentError
@@ -100,6 +101,7 @@ def _check_shapes(model: nn.Module) -> None:
             if None not in (own, of_base) and own != of_base:
                 problems.append(f"{canonical(name)}: the adapter has {size}={own}, the layer {of_base}")
     if problems:
+        require_for("An adapter that is attached after FSDP2 has wrapped the model", "peft", "0.21")
         raise ArgumentError(
             "peft made adapters for shards of their layers: it takes only a mesh of one dimension named 'fsdp' for "
             "FSDP2, and any other for tensor parallelism. Attach the adapter first, then wrap:",

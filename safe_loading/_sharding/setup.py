@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from safe_loading._core.engines import require_for
 from safe_loading._core.paths import path_text
 from safe_loading._model.tensors import ModelTensor, walk_modules
 from safe_loading._ranks.device_guard import own_device
@@ -149,6 +151,9 @@ def check_kinds(model: object, source: object, version: object, init_new: object
     """Refuse arguments of a wrong kind, and a model that FSDP1 wrapped."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a {type(model).__name__}: pass a torch.nn.Module; meta_model makes one.")
+    if isinstance(model, PeftModel):
+        # Before, `BaseTuner.forward` called the forward of the base model past its hooks, which gather the weights.
+        require_for("FSDP of a PeftModel", "peft", "0.21")
     if source is not None and not isinstance(source, (str, os.PathLike, Mapping)):
         raise ArgumentError(f"source is a {type(source).__name__}: pass a folder, a hub id, a state dict or None.")
     if version not in (1, 2):

@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from engines import needs
 
 from safe_loading import __main__ as command_line
 from safe_loading._core.gpus import parse_rows
@@ -37,7 +38,9 @@ def engine(name="torch", installed="2.13.0", declared=">=2.11", tested="2.13.0")
 def test_the_tested_versions_are_those_of_the_constraints():
     if not (ROOT / "constraints.txt").is_file():
         pytest.skip("the tests run on an installed wheel, without the project's files")
-    pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.M))
+    # Those for Python 3.10, which the newest engines no longer support, are not the tested ones.
+    line = r"""^([\w-]+)==([\w.]+)(?!.*python_version < )"""
+    pinned = dict(re.findall(line, (ROOT / "constraints.txt").read_text(), re.M))
     assert {name: pinned[name] for name in versions.TESTED} == versions.TESTED
 
 
@@ -65,6 +68,7 @@ def test_versions_are_judged(changed, expected):
     assert codes(versions.judge_engines((engine(**changed),))) == expected
 
 
+@needs("safetensors", "0.8")
 def test_safetensors_really_writes_for_its_owner_only(tmp_path):
     # The finding about it goes when this does.
     import torch

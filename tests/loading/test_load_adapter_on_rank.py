@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import needs
 from faults import adapters as faults
 from loaded_models import TOKENS, adapter_tensors, logits, state, two_steps
 from models import save_adapter, save_llama
@@ -93,6 +94,7 @@ def test_the_model_decides_the_device(model: PeftModel, other: Path, tiny_llama:
 # ---------------------------------------------------------------------------------------------------------- hot swap
 
 
+@needs("peft", "0.20")
 def test_a_swap_keeps_the_tensors_and_takes_values_and_scaling(model: PeftModel, other: Path, tiny_llama: Path) -> None:
     pointers = {key: p.data_ptr() for key, p in model.named_parameters()}
     report = load_adapter_on_rank(model, other, "default", hotswap=True)
@@ -102,6 +104,7 @@ def test_a_swap_keeps_the_tensors_and_takes_values_and_scaling(model: PeftModel,
     assert report.parts[0].source == str(other)
 
 
+@needs("peft", "0.20")
 @pytest.mark.parametrize("kind", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"use_rslora": True}])
 def test_swaps_of_every_kind(tmp_path: Path, tiny_llama: Path, kind: dict[str, Any]) -> None:
     one = save_adapter(tmp_path / "one", tiny_llama, seed=1, **kind)
@@ -111,6 +114,7 @@ def test_swaps_of_every_kind(tmp_path: Path, tiny_llama: Path, kind: dict[str, A
     assert torch.equal(logits(model), logits(two_steps(two, tiny_llama)))
 
 
+@needs("peft", "0.20")
 def test_a_swap_of_an_embedding_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
     one, two = (
         save_adapter(tmp_path / str(seed), tiny_llama, seed=seed, target_modules=["embed_tokens"]) for seed in (1, 2)
@@ -122,6 +126,7 @@ def test_a_swap_of_an_embedding_is_refused(tmp_path: Path, tiny_llama: Path) -> 
     assert torch.equal(logits(model), before)
 
 
+@needs("peft", "0.20")
 @pytest.mark.parametrize("rslora", [False, True])
 def test_a_smaller_rank_is_swapped_in_and_can_be_saved(tmp_path: Path, tiny_llama: Path, rslora: bool) -> None:
     model = load_peft_on_rank(save_adapter(tmp_path / "large", tiny_llama, use_rslora=rslora), tiny_llama)
@@ -132,6 +137,7 @@ def test_a_smaller_rank_is_swapped_in_and_can_be_saved(tmp_path: Path, tiny_llam
     assert torch.allclose(logits(load_peft_on_rank(tmp_path / "saved", tiny_llama)), logits(model), atol=1e-6)
 
 
+@needs("peft", "0.20")
 def test_an_interrupted_swap_is_undone(model: PeftModel, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safe_loading._loading import hot_swap as swap
 
@@ -149,6 +155,7 @@ def test_an_interrupted_swap_is_undone(model: PeftModel, other: Path, monkeypatc
     assert torch.equal(logits(model), expected)
 
 
+@needs("peft", "0.20")
 def test_a_merged_adapter_is_not_swapped(model: PeftModel, other: Path) -> None:
     model.merge_adapter()
     with pytest.raises(AdapterError, match="unmerge_adapter"):
@@ -164,6 +171,7 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(tmp_path: Path, m
     assert state(model) == before
 
 
+@needs("peft", "0.20")
 @pytest.mark.parametrize(
     ("changed", "word"),
     [
@@ -185,6 +193,7 @@ def test_a_swap_that_does_not_fit_changes_nothing(
     assert torch.equal(logits(model), expected)
 
 
+@needs("peft", "0.20")
 @pytest.mark.parametrize("argument", [{"strict": False}, {"is_trainable": True}, {"hub_kwargs": {"proxy": "x"}}])
 def test_arguments_without_effect_are_refused(model: PeftModel, other: Path, argument: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError):
@@ -196,6 +205,7 @@ def test_a_swap_needs_an_adapter_of_that_name(model: PeftModel, other: Path) -> 
         load_adapter_on_rank(model, other, "nobody", hotswap=True)
 
 
+@needs("peft", "0.20")
 def test_a_compiled_forward_sees_the_swap_without_compiling_again(
     tmp_path: Path, model: PeftModel, other: Path
 ) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from engines import needs
 from faults import adapters as faults
 from faults.folders import CONTENTS
 from loaded_models import TOKENS, adapter_tensors, logits, state, two_steps
 from models import KINDS, Made, save_adapter, save_llama
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
-from tiny_models import saved
+from tiny_models import saved, skip_unless_buildable
 from transformers import AutoModelForCausalLM
 
 from safe_loading import (
@@ -35,6 +36,7 @@ from safe_loading import (
     merge_lora_checkpoint,
     merge_lora_inplace,
 )
+from safe_loading._core.engines import is_older
 from safe_loading._loading import adapter_values as values
 from safe_loading._loading import load as steps
 
@@ -157,6 +159,7 @@ def test_adapters_tied_to_one_another_stay_tied(made: Made, tmp_path: Path, kind
         assert torch.equal(logits(load_peft_on_rank(once, base)), logits(plain))
 
 
+@needs("peft", "0.19")
 def test_adapters_that_were_tied_and_trained_apart_keep_their_values(tmp_path: Path) -> None:
     """peft ties two factors, then casts those of a base in 16 bits to float32 one by one, which ends the tie."""
     base = save_llama(tmp_path / "base", torch.bfloat16, tie_word_embeddings=True)
@@ -178,6 +181,8 @@ def test_adapters_that_were_tied_and_trained_apart_keep_their_values(tmp_path: P
     assert torch.equal(logits(load_peft_on_rank(apart, base)), logits(plain))
 
 
+@needs("peft", "0.20")
+@needs("transformers", "5.10")
 @pytest.mark.parametrize("layout", ["per expert", "fused"])
 def test_experts_of_transformers_4_on_a_fused_model(tmp_path: Path, layout: str) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -819,7 +824,15 @@ def test_a_base_that_is_written_again_while_it_is_loaded_is_an_error(
     load_peft_on_rank(tiny_adapter, base)
 
 
-@pytest.mark.parametrize("verb", ["load_peft_on_rank", "load_adapter_on_rank", "hot swap", "merge_lora_checkpoint"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "load_peft_on_rank",
+        "load_adapter_on_rank",
+        pytest.param("hot swap", marks=needs("peft", "0.20")),
+        "merge_lora_checkpoint",
+    ],
+)
 def test_an_adapter_that_is_cut_or_written_again_while_it_is_read_is_an_error_and_no_bus_error(
     tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
@@ -890,8 +903,9 @@ def test_keys_that_peft_renames_to_nothing_are_loaded(tmp_path: Path, name: str,
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         theirs = get_peft_model_state_dict(PeftModel.from_pretrained(kind.from_pretrained(tmp_path / "base"), adapter))
-    assert any("missing adapter keys" in str(warning.message) for warning in caught)  # else this can go
-    assert not all(torch.equal(theirs[key], value) for key, value in on_file.items())
+    if not is_older("peft", "0.20"):  # which does not rename
+        assert any("missing adapter keys" in str(warning.message) for warning in caught)  # else this can go
+        assert not all(torch.equal(theirs[key], value) for key, value in on_file.items())
     ours = get_peft_model_state_dict(load_peft_on_rank(adapter, tmp_path / "base", auto_class=kind))
     assert ours.keys() == on_file.keys()
     assert all(torch.equal(ours[key], value) for key, value in on_file.items())
@@ -899,6 +913,7 @@ def test_keys_that_peft_renames_to_nothing_are_loaded(tmp_path: Path, name: str,
 
 @pytest.mark.parametrize("name", ["CpmAntForCausalLM", "Qwen3VLMoeForConditionalGeneration"])
 def test_a_class_that_does_not_tie_is_not_said_to_be_tied(tmp_path: Path, name: str) -> None:
+    skip_unless_buildable(name)
     kind = getattr(transformers, name)
     saved(name, tmp_path / "base")
     assert kind.from_pretrained(tmp_path / "base").config.get_text_config().tie_word_embeddings  # a default

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from allocator_truth import bytes_kept_by
+from engines import needs
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
@@ -59,6 +60,7 @@ MEASURED = [
 ]
 
 
+@needs("transformers", "5.10")
 @pytest.mark.parametrize(("quantized", "attention", "rows", "length", "allocated", "reserved"), MEASURED)
 def test_what_a_gpu_measured(
     quantized: str, attention: str, rows: int, length: int, allocated: float, reserved: float
@@ -120,6 +122,7 @@ def test_a_run_is_loaded_as_the_engines_do_and_each_thread_takes_its_scratch_at_
     assert said[15:21] == [300, 301, 8, 302, 9, 303]
 
 
+@needs("transformers", "5.10")
 def test_the_order_of_a_checkpoint_is_the_engines() -> None:
     names = ["lm_head.weight", "model.layers.10.mlp.up.weight", "model.layers.9.mlp.up.weight", "model.norm2.weight"]
     names += ["model.norm10.weight", "model.norm.weight", "model.embed_tokens.weight", "model.layers.9.a1.b.weight"]

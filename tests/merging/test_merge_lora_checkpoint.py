@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import needs
 from faults import adapters as faults
 from models import KINDS, Made, save_adapter, save_llama
 from safetensors.torch import load_file, save_file
@@ -204,6 +205,8 @@ def test_a_delta_of_fused_experts_goes_to_the_experts_on_disk(tmp_path: Path, ki
     assert experts <= {tensor.name for tensor in report.of("merged")}
 
 
+@needs("peft", "0.20")
+@needs("transformers", "5.10")
 def test_an_adapter_of_single_experts_goes_to_the_experts_on_disk(tmp_path: Path) -> None:
     base = mixture(tmp_path / "base", "Mixtral")
     plain = save_adapter(tmp_path / "plain", base, target_modules=["q_proj"])

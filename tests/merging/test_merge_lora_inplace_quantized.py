@@ -16,6 +16,7 @@ import torch
 from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
+from engines import needs
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer, variants
 from peft.tuners.lora.awq import AwqLoraLinear
@@ -365,6 +366,7 @@ def fill(module: Any) -> None:
                 parameter.copy_((torch.randn(parameter.shape) * 20).to(parameter.dtype))
 
 
+@needs("transformers", "5.10")
 @pytest.mark.parametrize("case", [("dynamic", [16, 16]), ("static", [128, 128]), ("dynamic", None)])
 def test_fp8_linear_of_transformers_is_merged_under_its_scales(case: Any) -> None:
     model = adapted(transformers_fp8(*case), target_modules=["q_proj", "down_proj"], lora_alpha=8)
@@ -377,6 +379,7 @@ def test_fp8_linear_of_transformers_is_merged_under_its_scales(case: Any) -> Non
     assert torch.equal(merged.weight.view(torch.uint8), codes.view(torch.uint8))
 
 
+@needs("transformers", "5.10")
 def test_fp8_embedding_of_transformers_is_merged_under_its_scale() -> None:
     from transformers.integrations.finegrained_fp8 import FP8Embedding
 
@@ -416,6 +419,7 @@ def scaled_otherwise() -> Any:
     return module
 
 
+@needs("transformers", "5.10")
 @pytest.mark.parametrize("dequantize", [False, True])
 @pytest.mark.parametrize(
     ("make", "config", "plain", "wide"),
@@ -438,6 +442,7 @@ def test_fp8_that_is_not_known_is_refused(make: Any, config: Any, plain: str, wi
     assert bits(model) == before
 
 
+@needs("transformers", "5.10")
 def test_what_stays_quantized_beside_the_layers_with_adapters_is_refused() -> None:
     model = adapted(nn.ModuleDict({"0": nn.Linear(32, 32), "1": experts()}), target_modules=["0"])
     with pytest.raises(MergeError, match="1: its quantized FP8Experts is not a Linear"):

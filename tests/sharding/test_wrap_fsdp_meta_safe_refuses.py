@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from engines import needs
 from fsdp_cases import NOTHING
 from rank_server import RankServer
 
@@ -265,7 +266,13 @@ REFUSED |= {
 }
 
 
-@pytest.mark.parametrize("label", REFUSED)
+# Before 5.1 transformers ties no weights on meta, so there is no tie to break.
+TIES = ("ties", "two values of a tie")
+
+
+@pytest.mark.parametrize(
+    "label", [pytest.param(label, marks=needs("transformers", "5.1") if label in TIES else ()) for label in REFUSED]
+)
 def test_every_rank_refuses_soon_and_leaves_the_model_as_it_was(found: list[dict[str, Any]], label: str) -> None:
     kinds, words = REFUSED[label]
     for facts in found:

@@ -20,6 +20,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from safe_loading._core.engines import dtype_plan
 from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.protocols import JsonObject, ModelClass
 from safe_loading._core.report import Finding
@@ -231,7 +232,7 @@ def cast_dtypes(changes: Changes, output: OutputModel, base: MergeBase, dtype: t
 
     What transformers would keep in float32 for this class is left as it is.
     """
-    plan: Mapping[str, torch.dtype] = output.model._get_dtype_plan(dtype)
+    plan: Mapping[str, torch.dtype] = dtype_plan(output.model, dtype)
     kept = {
         block.tensor
         for name, whole in output.layout.of.items()

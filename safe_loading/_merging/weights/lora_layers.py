@@ -11,6 +11,7 @@ from peft.tuners.lora import layer as lora
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from safe_loading._core.engines import splits_vocabulary, swaps_features
 from safe_loading._model.peft_layers import LoraModule
 from safe_loading._model.quantized.decode import Fp8Matrix, fp8_matrix_of
 
@@ -136,7 +137,7 @@ def _linear(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
 
 
 def _embedding(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
-    if layer.input_fns or layer.output_fns:
+    if splits_vocabulary(layer):
         raise CannotMergeError(
             "its vocabulary is split over ranks (tensor parallel). Merge before the model is sharded"
         )
@@ -213,7 +214,7 @@ def _parameter(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
             # peft lays the ranks of the experts one after another in lora_A, and interleaves them in lora_B
             a = a.reshape(wrapper.num_experts, -1, a.shape[-1])[expert]
             b = b.reshape(b.shape[0], -1, wrapper.num_experts)[:, :, expert]
-            left, right = (b, a) if wrapper._did_swap_in_out_features else (a.T, b.T)
+            left, right = (b, a) if swaps_features(wrapper) else (a.T, b.T)
             terms.append(Term(left, right, layer.scaling[name], name=name))
         experts.append(MatrixUpdate(weight[expert], Update((weight.shape[1], weight.shape[2]), tuple(terms))))
     return [MergeTarget(base, attribute, weight, tuple(experts))]

@@ -8,6 +8,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.other import ModulesToSaveWrapper
 
+from safe_loading._core.engines import forget_adapters
 from safe_loading._core.report import Finding
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 
@@ -30,6 +31,7 @@ def unload_adapters(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[torc
             # peft's unload() keeps the active copy. set_adapter() would change requires_grad as well.
             vars(module)["_active_adapter"] = chosen[0] if chosen else []
     base: torch.nn.Module = tuner.unload()
+    forget_adapters(base)
     if not wants_tie(base):
         return base, []
     modules = embeddings_and_head_of(base)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from peft.tuners.lora import variants
 
+from safe_loading._core.engines import classes_named
 from safe_loading._model.peft_layers import LoraModule
 
 # Their delta is scaling * B @ A, as without a variant.
-_PLAIN = (variants.MiCALinearVariant, variants.MiCAEmbeddingVariant, variants.VeloraLinearVariant)
+_PLAIN = classes_named(variants.__name__, "MiCALinearVariant", "MiCAEmbeddingVariant", "VeloraLinearVariant")
 _DORA = (variants.DoraLinearVariant, variants.DoraEmbeddingVariant, variants._DoraConvNdVariant)
 _IMPOSSIBLE: dict[type, str] = {
     variants.ALoraLinearVariant: "aLoRA applies its delta only after the invocation tokens, which no weight can do",

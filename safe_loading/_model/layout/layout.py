@@ -16,6 +16,7 @@ from transformers import core_model_loading as loader
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from safe_loading._checkpoint.header import TensorInfo
+from safe_loading._core.engines import renaming_scope
 
 from .disk_blocks import CannotFollow, Moved, Whole, concatenate, on_disk, split, stack, transpose
 
@@ -76,7 +77,9 @@ def read_layout(
     """
     state = model.state_dict() if state is None else state
     renames = dict(key_mapping) if key_mapping else None
-    rules = get_model_conversion_mapping(model, renames)  # type: ignore[arg-type]  # a PreTrainedModel
+    # Before 5.10, get_model_conversion_mapping asks for the config of any module; without one there are no rules.
+    has_rules = hasattr(model, "config") or renames is not None
+    rules = get_model_conversion_mapping(model, renames) if has_rules else []  # type: ignore[arg-type]  # PreTrainedModel
     renamings = [rule for rule in rules if isinstance(rule, loader.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loader.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
@@ -133,7 +136,7 @@ def _renamer(
     """
     known = dict(state)
     rules = [*renamings, *converters]
-    scoped = any(rule.scope_prefix is not None for rule in rules)
+    scoped = any(renaming_scope(rule) is not None for rule in rules)
     searches = [rule.compiled_sources.search for rule in rules]
     plain_prefix = prefix if prefix and re.escape(prefix) == prefix else None
     cut = len(prefix or "") + 1

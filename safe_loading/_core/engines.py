@@ -1,0 +1,189 @@
+"""Where supported versions of the engines differ, and what to say when one is missing or too old. Imports none of them.
+
+Every difference between supported versions is bridged by one function here, named with the version that brought the
+newer behavior: when the lower bound in pyproject.toml reaches it, the function goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from importlib import import_module, metadata
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from safe_loading.errors import EngineError
+
+
+def declared_engines() -> dict[str, str]:
+    """Return the version specifier of each dependency, from this package's own metadata; empty in a bare checkout."""
+    try:
+        lines = metadata.requires("safe-loading") or []
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return {}
+    requirements = [Requirement(line) for line in lines]
+    # Requirements with a marker belong to the extras.
+    return {each.name.replace("-", "_"): str(each.specifier) for each in requirements if each.marker is None}
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache  # versions do not change in a process, and every verb asks
+def require_engines() -> None:
+    """Refuse engines that are missing or older than declared, before one of them fails in the middle of a call.
+
+    Raises:
+        EngineError: With each such engine, its installed and its required version, and the line for pip.
+    """
+    problems, wanted = [], []
+    for name, specifier in declared_engines().items():
+        installed = installed_version(name)
+        if installed is None:
+            problems.append(f"{name}{specifier} is required, and {name} is not installed")
+        elif not SpecifierSet(specifier).contains(Version(installed), prereleases=True):
+            problems.append(f"{name}{specifier} is required, and {name} {installed} is installed")
+        else:
+            continue
+        wanted.append(f"'{name}{specifier}'")
+    if problems:
+        raise EngineError(
+            f"safe_loading cannot run beside the installed engines. Run: pip install {' '.join(wanted)}", problems
+        )
+
+
+def require_for(feature: str, engine: str, version: str) -> None:
+    """Refuse a feature that the installed version of an engine does not have yet.
+
+    Raises:
+        EngineError: With the feature, both versions and the line for pip.
+    """
+    if is_older(engine, version):
+        raise EngineError(
+            f"{feature} needs {engine} >= {version}; {installed_version(engine)} is installed. "
+            f"Run: pip install '{engine}>={version}'"
+        )
+
+
+@contextlib.contextmanager
+def engines_that_fit(*engines: str) -> Iterator[None]:
+    """Explain the TypeError that one engine gets when it calls another of a version that it was not made for.
+
+    peft 0.19 to 0.21 convert the keys of experts by functions of transformers whose arguments change between versions.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        versions = " and ".join(f"{name} {installed_version(name)}" for name in engines)
+        raise EngineError(
+            f"{versions} do not fit each other: {error}. Run: pip install --upgrade {' '.join(engines)}"
+        ) from error
+
+
+@functools.cache
+def is_older(engine: str, version: str) -> bool:
+    """Return whether the installed version of an engine is older than another one."""
+    installed = installed_version(engine)
+    return installed is not None and Version(installed) < Version(version)
+
+
+def classes_named(module: str, *names: str) -> tuple[type, ...]:
+    """Return those classes of a module that the installed engine has.
+
+    peft 0.20 brought MiCA and VeLoRA (`peft.tuners.lora.variants`): no layer can be one where the class is not there.
+    """
+    classes = (getattr(import_module(module), name, None) for name in names)
+    return tuple(each for each in classes if isinstance(each, type))
+
+
+def renaming_scope(rule: object) -> object:
+    """Return the prefix that a conversion rule of transformers is limited to (since 5.9), or None."""
+    return getattr(rule, "scope_prefix", None)
+
+
+def splits_vocabulary(layer: object) -> bool:
+    """Return whether a LoRA embedding's vocabulary is split over ranks (since peft 0.19)."""
+    return bool(getattr(layer, "input_fns", None) or getattr(layer, "output_fns", None))
+
+
+def without_autocast(call: Callable[..., object]) -> dict[str, bool]:
+    """Return the option that keeps adapters in their dtype, for a call that has it.
+
+    `PeftModel.add_adapter` has it since peft 0.19; before, it never cast.
+    """
+    name = "autocast_adapter_dtype"
+    return {name: False} if name in inspect.signature(call).parameters else {}
+
+
+def tie_on_meta(model: Any) -> None:
+    """Tie the weights of a new model on meta, as `PreTrainedModel.init_weights` does itself since transformers 5.1."""
+    if is_older("transformers", "5.1") and hasattr(model, "all_tied_weights_keys"):
+        model.tie_weights(recompute_mapping=False)
+
+
+def set_config_dtype(config: Any, dtype: object) -> None:
+    """Write a dtype into a config and its parts, as `PreTrainedModel._from_config` does itself since transformers 5.6.
+
+    `from_pretrained` does it in every version.
+    """
+    config.dtype = dtype
+    for name in getattr(config, "sub_configs", {}):
+        if (part := getattr(config, name, None)) is not None:
+            part.dtype = dtype
+
+
+def dtype_plan(model: object, dtype: object) -> dict[str, Any]:
+    """Return the patterns of names whose weights `from_pretrained` keeps in another dtype than the one asked for.
+
+    A method of `PreTrainedModel` since transformers 5.1; an attribute before. Other models have no such names.
+    """
+    plan_for = getattr(model, "_get_dtype_plan", None)
+    return dict(plan_for(dtype) if plan_for is not None else getattr(model, "dtype_plan", None) or {})
+
+
+def set_adapter(model: Any, name: str, *, trainable: bool) -> None:
+    """Make one adapter of a PeftModel the active one, and it alone trainable if asked.
+
+    `PeftModel.set_adapter` has `inference_mode` since peft 0.19; before, it always made the adapter trainable.
+    """
+    if "inference_mode" in inspect.signature(model.set_adapter).parameters:
+        model.set_adapter(name, inference_mode=not trainable)
+        return
+    model.set_adapter(name)
+    if not trainable:
+        model.set_requires_grad(name, False)
+
+
+@contextlib.contextmanager
+def trainable_as_before(model: Any) -> Iterator[None]:
+    """Restore which of a PeftModel's parameters are trained.
+
+    Before peft 0.21, `add_adapter` also lets the active adapter be trained if the new one's config is for training
+    (the `set_adapter` of `BaseTuner.inject_adapter`).
+    """
+    trained = [(each, each.requires_grad) for each in model.parameters()] if is_older("peft", "0.21") else []
+    yield
+    for parameter, was_trained in trained:
+        parameter.requires_grad_(was_trained)
+
+
+def swaps_features(wrapper: object) -> bool:
+    """Return whether peft swapped the inputs and outputs of a parameter's LoRA, which it may do since 0.19."""
+    return bool(getattr(wrapper, "_did_swap_in_out_features", False))
+
+
+def forget_adapters(model: object) -> None:
+    """Remove the configs of adapters from an unloaded model, as `BaseTuner.unload` does since peft 0.20."""
+    vars(model).pop("peft_config", None)
