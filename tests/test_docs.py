@@ -35,6 +35,7 @@ PAGE_OF = {  # the page whose tables list a file's findings; the longest start o
     "_checkpoint/": "checkpoints.md",
     "_loading/check_checkpoint.py": "checkpoints.md",
     "_loading/folder_findings.py": "checkpoints.md",
+    "_loading/layer_findings.py": "checkpoints.md",
     "_model/layout/": "checkpoints.md",
     "_merging/": "merging.md",
     "_merging/disk/": "merge_checkpoint.md",

@@ -1,128 +1,139 @@
 """What an ``adapter_config.json`` may make peft do: match, open, import and allocate. Judged before peft sees it.
 
-Everything here holds for the file alone, so that ``check_checkpoint`` and the verbs say the same. How much its patterns
-cost on the modules of one model is asked again when there is a model (:func:`pattern_problems`). Imports no torch.
+Everything here holds for the folder alone, so that ``check_checkpoint`` and the verbs say the same. Imports no torch.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from safe_loading._core.report import Finding
 
+from .adapter_patterns import costly_patterns
 from .faults import fault
-from .pattern_cost import find_costly, shapes_of
 
-MOST_STEPS = 100_000  # of matching one name: a few milliseconds; patterns of published adapters take about 1 000
-_MOST_PATTERNS = 1_000  # of a field
-_MOST_CHARACTERS = 128 * 1024  # of all patterns of a field
-_KEPT_COMPILED = 400  # re keeps 512 patterns; of more, it compiles each again for each module
-_MOST_NAMES = 10_000  # of a list: peft compares each with each
-_MOST_NAME_CHARACTERS = 500
-_MODULES_TRIED = 200  # shapes of names in the adapter's file
-_PLAIN = re.compile(r"(?:\w|\\?\.|[-^$])*", re.ASCII)  # a pattern that is a name
-
-# How peft writes the entries of these fields into the pattern that it matches (peft 0.21: tuners_utils.py, other.py,
-# osf/model.py). Lists of targets are names, which are compared and not matched; of the objects whose names end with
-# "_pattern" the keys are patterns.
-_WHOLE = "{}"
-_LAYERS = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
-_SAVED = r"(^|.*\.){}($|\..*)"
-_KEY = r"(?s:.*?)({})$"
-_MATCHED = {
-    "target_modules": _WHOLE,
-    "exclude_modules": _WHOLE,
-    "feedforward_modules": _WHOLE,
-    "layers_pattern": _LAYERS,
-    "modules_to_save": _SAVED,
-}
-# Modules of the architectures that adapters are made for. An adapter's file names only the modules that it changes, and
-# peft matches its patterns with all modules of the base.
-_USUAL_MODULES = (
-    "model.language_model.layers.00.self_attn.q_proj",
-    "model.layers.00.mlp.experts.000.down_proj",
-    "model.vision_tower.vision_model.encoder.layers.00.self_attn.out_proj",
-    "model.layers.00.post_attention_layernorm",
-    "model.decoder.layers.00.encoder_attn.k_proj",
-    "encoder.block.00.layer.0.SelfAttention.q",
-    "bert.encoder.layer.00.attention.output.LayerNorm",
-    "transformer.h.00.attn.c_attn",
-    "transformer_blocks.00.attn.to_out.0",
-    "backbone.layers.00.mixer.in_proj",
-    "model.embed_tokens",
-    "lm_head",
-)
+# Fields that say how large or how many tensors peft makes, of all methods of peft 0.21. Seeds, steps and factors are no
+# sizes. tests/checkpoint/test_adapter_config.py asks for each field of the installed peft which of the two it is.
+SIZES = frozenset(
+    {
+        "adapter_layers", "adapter_len", "asa_target_subspaces", "block_size", "boft_block_num",
+        "boft_block_size", "boft_n_butterfly_factor", "decompose_factor", "depth", "effective_rank",
+        "encoder_hidden_size", "encoder_num_layers", "gralora_k", "group_size", "hidden_size", "hybrid_r",
+        "init_r", "mini_r", "n_frequency", "n_skills", "n_splits", "n_tasks", "num_attention_heads", "num_B",
+        "num_cayley_neumann_terms", "num_frozen_tokens", "num_layers", "num_ranks", "num_subspaces",
+        "num_tasks", "num_transformer_submodules", "num_vectors", "num_virtual_tokens", "oft_block_size",
+        "qalora_group_size", "r", "shadow_hidden_size", "shadow_intermediate_size",
+        "shadow_num_attention_heads", "shadow_num_hidden_layers", "stride_A", "subspace_rank", "target_r",
+        "theta_d_length", "token_dim", "top_k_lora", "topk", "u", "update_hidden_size", "vector_length",
+        "xlora_depth", "xlora_size",
+    }
+)  # fmt: skip
+_PATTERNS_OF_SIZES = frozenset({"rank", "block_size", "n_frequency"})
+_PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
+# An adapter may be smaller on disk than in memory: what training has pruned, what is drawn again from a seed.
+_SIZE_ALLOWED = 16_384
+_TIMES_ON_DISK = 16
+_ELEMENTS_ALLOWED = 1 << 20
+_MOST_REPLICATED = 1_000  # layers; the deepest published models have less than 200
+_MOST_LAYERS = 10_000
+_LONGEST_LIST = 10_000
 
 
-def adapter_config_faults(path: Path, config: Mapping[str, object], tensors: Iterable[str]) -> list[Finding]:
-    """Return what the config of an adapter must not make peft do; ``tensors`` are the keys of its file."""
-    own = shapes_of(sorted({_module_of(key)[:_MOST_NAME_CHARACTERS] for key in tensors}))
-    fix = "name the modules in a list, or write the pattern with fewer wildcards"
-    problems = pattern_problems(config, [*_USUAL_MODULES, *own[:_MODULES_TRIED]])
-    return [fault("config-pattern", path, problem, fix) for problem in problems]
+def adapter_config_faults(
+    path: Path, config: Mapping[str, object], shapes: Mapping[str, Sequence[int]] | None
+) -> list[Finding]:
+    """Return what the config of an adapter must not do; ``shapes`` are those of its tensors, if it has a header."""
+    simpler = "name the modules in a list, or write the pattern with fewer wildcards"
+    findings = [fault("config-pattern", path, problem, simpler) for problem in costly_patterns(config, shapes or ())]
+    with_peft = "load this adapter with peft itself, once you trust what it names"
+    findings += [fault("config-path", path, problem, with_peft) for problem in _other_sources(config)]
+    usual = 'set megatron_core to "megatron.core", or megatron_config to null'
+    findings += [fault("config-code", path, problem, usual) for problem in _code(config)]
+    correct = "correct the number, or save the adapter again with `save_pretrained` of peft"
+    wrong = [*_sizes(config, shapes), *_lists(config, shapes)]
+    return [*findings, *(fault("config-size", path, problem, correct) for problem in wrong)]
 
 
-def pattern_problems(config: Mapping[str, object], names: Iterable[str]) -> list[str]:
-    """Return which fields peft could not match with modules of these names in a short time, and why.
-
-    The config is the content of the file, or the attributes of peft's object.
-    """
-    shapes = shapes_of(names)
-    found = (
-        (field, _problem_of(field, value, shapes)) for field, value in config.items() if not _is_unused(config, field)
-    )
-    return [f"{field} {problem}" for field, problem in found if problem is not None]
+def _method(config: Mapping[str, object]) -> str:
+    return str(config.get("peft_type")).upper()
 
 
-def _problem_of(field: str, value: object, shapes: Sequence[str]) -> str | None:
-    template = _template(field, value)
-    entries = _entries(field, value)
-    characters = sum(map(len, entries))
-    if template is None:
-        longest = max(map(len, entries), default=0) if field in _MATCHED else 0
-        if longest <= _MOST_NAME_CHARACTERS and (field not in _MATCHED or len(entries) <= _MOST_NAMES):
-            return None
-        limits = f"at most {_MOST_NAMES} of {_MOST_NAME_CHARACTERS} are compared"
-        return f"holds {len(entries)} names of up to {longest} characters, and {limits}"
-    most = _MOST_CHARACTERS if len(entries) <= _KEPT_COMPILED else _MOST_CHARACTERS // 4
-    if len(entries) > _MOST_PATTERNS or characters > most:
-        limits = f"at most {_MOST_PATTERNS} of {most} characters are matched"
-        return f"holds {len(entries)} patterns of {characters} characters together, and {limits}"
-    # Keys of layers that differ in their numbers only take the same steps on the shape of a name.
-    alike = Counter(shapes_of([entry])[0] if _PLAIN.fullmatch(entry) else entry for entry in entries)
-    written = {template.replace("{}", entry): entry for entry in alike}
-    counted = {pattern: alike[entry] for pattern, entry in written.items()}
-    costly = find_costly(counted, shapes, most=MOST_STEPS)
-    return None if costly is None else f"holds the pattern {written[costly.pattern]!r:.120}, which {costly.why}"
+def _other_sources(config: Mapping[str, object]) -> list[str]:
+    """Return the fields that make peft load from elsewhere what the adapter's own file does not hold."""
+    problems = []
+    if _method(config) == "XLORA" and config.get("adapters"):
+        problems.append(f"adapters names other adapters, by a path or a hub id: {config['adapters']!r:.200}")
+    shadow = config.get("shadow_model", "mirror")
+    if _method(config) == "SHADOW" and shadow != "mirror":
+        problems.append(f"shadow_model names another model, by a path or a hub id: {shadow!r:.200}")
+    return problems
 
 
-def _template(field: str, value: object) -> str | None:
-    """Return how peft writes the entries of a field into patterns; None where it matches none."""
-    if field.endswith("_pattern") and isinstance(value, Mapping):
-        return _KEY
-    template = _MATCHED.get(field)
-    return template if template != _WHOLE or isinstance(value, str) else None
+def _code(config: Mapping[str, object]) -> list[str]:
+    module = config.get("megatron_core")
+    if not config.get("megatron_config") or module == "megatron.core":
+        return []
+    return [f"megatron_core is {module!r:.200}, a Python module that peft would import"]
 
 
-def _entries(field: str, value: object) -> list[str]:
-    if isinstance(value, str) and field == "modules_to_save":
-        return list(value)  # LNTuning takes text, through which peft goes character by character
-    if isinstance(value, (list, tuple, set, frozenset, Mapping)):
-        return [entry for entry in value if isinstance(entry, str)]
-    return [value] if isinstance(value, str) else []
+def _sizes(config: Mapping[str, object], shapes: Mapping[str, Sequence[int]] | None) -> list[str]:
+    every = list((shapes or {}).values())
+    largest = max((length for shape in every for length in shape), default=0)
+    most = max(_SIZE_ALLOWED, _TIMES_ON_DISK * largest)
+    problems = [
+        f"{field} is {_shown(value)}, which peft would build; the longest side of a tensor of the file is {largest}"
+        for field, value in _sized(config)
+        if _number(value) > (_MOST_LAYERS if "layers" in field else most)
+    ]
+    if _method(config) in _PROMPTS and not problems:
+        elements = _prompt_elements(config)
+        on_disk = sum(math.prod(shape) for shape in every)
+        if elements > max(_ELEMENTS_ALLOWED, _TIMES_ON_DISK * on_disk):
+            problems.append(f"describes a prompt of {_shown(elements)} values, and the file holds {on_disk}")
+    replicated = config.get("layer_replication")
+    if isinstance(replicated, list):
+        spans = [pair for pair in replicated if isinstance(pair, list) and len(pair) == 2]
+        layers = sum(max(0, _number(end) - _number(start)) for start, end in spans)
+        if layers > _MOST_REPLICATED:
+            problems.append(f"layer_replication makes {_shown(layers)} layers, and at most {_MOST_REPLICATED} are made")
+    return problems
 
 
-def _is_unused(config: Mapping[str, object], field: str) -> bool:
-    """Return whether a field holds results of training, by the name of a tensor, and not patterns: AdaLoRA's ranks."""
-    return (
-        field == "rank_pattern" and str(getattr(config.get("peft_type"), "value", config.get("peft_type"))) == "ADALORA"
-    )
+def _sized(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield the fields that are sizes, and the entries of those that give single modules another size."""
+    for field, value in config.items():
+        if field in SIZES:
+            yield field, value
+        elif field.removesuffix("_pattern") in _PATTERNS_OF_SIZES and isinstance(value, Mapping):
+            yield from ((f"{field}[{key!r:.80}]", entry) for key, entry in value.items())
 
 
-def _module_of(key: str) -> str:
-    """Return the module of the base that a tensor of an adapter belongs to, by its name in the file."""
-    name = key.removeprefix("base_model.model.")
-    return name.partition(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0]
+def _prompt_elements(config: Mapping[str, object]) -> int:
+    def size(field: str, otherwise: int = 1) -> int:
+        return int(_number(config.get(field))) or otherwise
+
+    layers = 2 * size("num_layers") if _method(config) in ("PREFIX_TUNING", "CARTRIDGE") else 1
+    columns = size("token_dim") * layers
+    tasks = size("num_tasks") * size("num_ranks") if _method(config) == "MULTITASK_PROMPT_TUNING" else 0
+    return size("num_virtual_tokens") * (columns + tasks) + tasks * size("token_dim")
+
+
+def _lists(config: Mapping[str, object], shapes: Mapping[str, Sequence[int]] | None) -> list[str]:
+    largest = max((length for shape in (shapes or {}).values() for length in shape), default=0)
+    most = max(_LONGEST_LIST, largest)  # tokens that were trained: a row for each
+    return [
+        f"{field} lists {len(value)} numbers, and at most {most} are read"
+        for field, value in config.items()
+        if isinstance(value, list) and len(value) > most and not any(isinstance(entry, str) for entry in value)
+    ]
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"a number of {len(text)} digits"

@@ -60,6 +60,15 @@ def shapes_of(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_NUMBER.sub("0", name) for name in names))
 
 
+def is_valid(pattern: str) -> bool:
+    """Return whether ``re`` can read a pattern; it is not compiled, which may take long."""
+    try:
+        _parser.parse(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
 def find_costly(patterns: Mapping[str, int], shapes: Sequence[str], *, most: int) -> Costly | None:
     """Return the first pattern with which matching one name against them all takes ``most`` steps or more.
 

@@ -1,12 +1,13 @@
 """JSON objects, read strictly, because these files decide what is loaded. Imports no torch.
 
-Python's own parser keeps the last of two equal keys, accepts ``NaN`` and reads half a surrogate pair. Each of these
-lets two programs read the same file differently, so each is refused here.
+Python's own parser keeps the last of two equal keys, accepts ``NaN`` and ``1e400``, and reads half a surrogate pair.
+Each of these lets two programs read the same file differently, so each is refused here.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,7 @@ from .files import is_lfs_pointer, lfs_pointer, try_open, unreadable
 
 MAX_BYTES = 64 * 1024 * 1024
 _HALF_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_LONG_NUMBER = re.compile(r"\d{309}")  # the largest double has 309 digits
 _AGAIN = "write the file again with the program that made it, or download it again"
 
 
@@ -46,11 +48,14 @@ def try_json_object(path: Path) -> JsonObject | Finding:
         return fault("json-too-large", path, f"is larger than {limit}", "check that it is the right file")
     if is_lfs_pointer(data):
         return lfs_pointer(path)
-    return try_parse(data, str(path))
+    return try_parse(data, str(path), finite=True)
 
 
-def try_parse(data: bytes, where: str) -> JsonObject | Finding:
-    """Parse one JSON object in UTF-8 without a byte order mark; ``where`` is what the finding calls the bytes."""
+def try_parse(data: bytes, where: str, *, finite: bool = False) -> JsonObject | Finding:
+    """Parse one JSON object in UTF-8 without a byte order mark; ``where`` is what the finding calls the bytes.
+
+    With ``finite``, an integer that no double can hold is refused, too: whoever computes with it overflows.
+    """
     if is_lfs_pointer(data):
         return lfs_pointer(where)
     try:
@@ -59,7 +64,7 @@ def try_parse(data: bytes, where: str) -> JsonObject | Finding:
         byte = f"byte {error.start} is 0x{data[error.start]:02x}"
         return fault("json-utf8", where, f"the JSON is not valid UTF-8: {byte} ({error.reason})", _AGAIN)
     try:
-        value, duplicates = _decode(text)
+        value, duplicates = _decode(text, finite=finite)
     except RecursionError:
         return fault("json-invalid", where, "the JSON is nested too deeply to be read", _AGAIN)
     except ValueError as error:
@@ -72,7 +77,7 @@ def try_parse(data: bytes, where: str) -> JsonObject | Finding:
     return value
 
 
-def _decode(text: str) -> tuple[object, list[str]]:
+def _decode(text: str, *, finite: bool) -> tuple[object, list[str]]:
     duplicates: list[str] = []
 
     def to_dict(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -84,13 +89,17 @@ def _decode(text: str) -> tuple[object, list[str]]:
 
     # A hook for each number takes as long as all the rest, so it is set only when the text may need it.
     parse_int = _zero_keeps_its_sign if "-0" in text else None
+    if finite and _LONG_NUMBER.search(text):
+        parse_int = _finite_integer
     if "\\" not in text:
-        value = json.loads(text, parse_constant=_no_constant, parse_int=parse_int)
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=parse_int)
         # Faster than a hook for each object: without escapes every quotation mark begins or ends a string, and a key
         # that is there twice leaves two marks more than the parsed strings have.
         if type(value) is dict and 2 * _count_strings(value) == text.count('"'):
             return value, []
-    value = json.loads(text, object_pairs_hook=to_dict, parse_constant=_no_constant, parse_int=parse_int)
+    value = json.loads(
+        text, object_pairs_hook=to_dict, parse_constant=_no_constant, parse_float=_finite, parse_int=parse_int
+    )
     if "\\u" in text and _HALF_SURROGATE.search(text):
         # Two halves that belong together have become one character; a half that is left cannot be encoded.
         _refuse_half_surrogates(value)
@@ -112,6 +121,18 @@ def _refuse_half_surrogates(value: object) -> None:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number:.40} is larger than any floating-point number")
+    return value
+
+
+def _finite_integer(digits: str) -> int | float:
+    _finite(digits)
+    return _zero_keeps_its_sign(digits)
 
 
 def _zero_keeps_its_sign(digits: str) -> int | float:

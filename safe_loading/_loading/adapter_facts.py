@@ -59,7 +59,8 @@ def read_adapter_config(resolved: Resolved) -> AdapterFacts:
     if problems:
         raise AdapterError(f"{config_file} is not a usable adapter config:", problems)
     header = read_header(weights) if os.path.lexists(weights) else None
-    faults = adapter_config_faults(config_file, config, header.tensors if header is not None else {})
+    shapes = None if header is None else {name: info.shape for name, info in header.tensors.items()}
+    faults = adapter_config_faults(config_file, config, shapes)
     if faults:
         raise AdapterError(f"{config_file} asks for what an adapter must not:", map(str, faults))
     return AdapterFacts(resolved.source, folder, resolved.commit, config, weights, header)

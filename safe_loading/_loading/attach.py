@@ -22,9 +22,10 @@ from safe_loading.errors import AdapterError, ArgumentError, SafeLoadingError
 
 from .adapter_facts import AdapterFacts
 from .adapter_values import key_mapping_for, read_tensors, rename_keys, value_findings
+from .allocation_limit import allocation_limit
 from .fill_slots import fill_slots, overwrite_base
 from .match import Match, match_tensors
-from .peft_config import build_config, refuse_costly_patterns
+from .peft_config import as_trained, build_config, refuse_costly_patterns
 from .slots import AdapterSlot, RoutedTensors, new_slots, own_tensor, route
 from .starts import (
     BaseWatch,
@@ -248,13 +249,15 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
         key_mapping=key_mapping_for(adapter.key_mapping, base),
     )
     before = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    with quiet():
+    with quiet(), as_trained(config):
         if on_meta:
             # No memory is used and no number is drawn: every value comes from the file.
             with without_start_on_base(config), MetaStandIns(model), torch.device("meta"), NoInit():
                 injected = _inject(model, config, adapter, on_meta=True)
         else:
-            with without_repeated_layers(model, config):
+            # Only here: what is built on meta allocates nothing, whatever its size.
+            limit = allocation_limit(base, adapter.tensors, adapter.facts.folder / ADAPTER_CONFIG)
+            with without_repeated_layers(model, config), limit:
                 injected = _inject(model, config, adapter, on_meta=False)
     with _in_the_model(injected, adapter.name):
         slots = new_slots(injected, before)
@@ -291,7 +294,7 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
     except (SafeLoadingError, MemoryError, torch.OutOfMemoryError):
         raise
     # What the checks of peft's methods raise, and what they run into where a check is missing: a target that does not
-    # exist, a module that the method does not support, a regular expression in target_modules that does not compile.
+    # exist, a module that the method does not support, a number that no tensor can have as its size.
     except Exception as error:
         # "Tensor.item() cannot be called on meta tensors", "Cannot copy out of meta tensor", and others like them
         if on_meta and isinstance(error, RuntimeError) and "meta" in str(error):

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from safe_loading._checkpoint.base_config import IMPLEMENTATIONS
 from safe_loading._checkpoint.faults import fault, listed, note
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.log import quiet
@@ -44,15 +45,30 @@ LoadingInfo = Mapping[str, Iterable[object]]
 def base_config(folder: Path, base_kwargs: EngineKwargs, document: JsonObject | None = None) -> PreTrainedConfig:
     """Return the base's config, from config.json or else from its GGUF file.
 
-    Of the ``base_kwargs``, only ``trust_remote_code`` and ``gguf_file`` matter here. A caller who has parsed
-    config.json already passes it as ``document``.
+    Of the ``base_kwargs``, ``trust_remote_code`` and ``gguf_file`` matter here, and those that take the place of what
+    the config says. A caller who has parsed config.json already passes it as ``document``.
     """
     # Never left open: without an explicit value transformers would ask on the terminal, and wait.
     trusted = bool(base_kwargs.get("trust_remote_code", False))
     if base_kwargs.get("gguf_file") and not (folder / CONFIG).exists():
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=base_kwargs["gguf_file"])
         return config
-    return read_config(folder, trust_remote_code=trusted, document=document)
+    return read_config(folder, trust_remote_code=trusted, document=document, asked=base_kwargs.keys())
+
+
+def changed_config(folder: Path, base_kwargs: EngineKwargs) -> tuple[PreTrainedConfig, dict[str, object]]:
+    """Return the base's config with the fields that are among the arguments of its load, and the other arguments.
+
+    ``attn_implementation`` and ``experts_implementation`` take the place of what config.json says in any form; in a
+    load of transformers, ``_attn_implementation`` there would win over the argument.
+    """
+    options = {"trust_remote_code": False, **base_kwargs}
+    quantization = options.pop("quantization_config", None)  # of the load: transformers merges it with the config's
+    read: Any = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
+    config, rest = read
+    for name in IMPLEMENTATIONS & base_kwargs.keys():
+        setattr(config, f"_{name}", base_kwargs[name])
+    return config, rest if quantization is None else {**rest, "quantization_config": quantization}
 
 
 def auto_class_for(facts: AdapterFacts, config: PreTrainedConfig, base_kwargs: EngineKwargs) -> ModelClass:
@@ -93,8 +109,7 @@ def base_on_meta(
     try:
         with quiet():
             # With the options, because some are fields of the config (num_labels), which decide shapes.
-            read: Any = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
-            config, unused = read
+            config, unused = changed_config(folder, options)
     except Exception:  # remote code may do anything
         return None
     arguments = for_constructor(unused)
@@ -139,7 +154,10 @@ def load_base(
     """Load the base onto ``device`` and nowhere else; it is in eval mode."""
     # use_safetensors: otherwise transformers falls back to a pickle where there is no safetensors file.
     arguments: dict[str, object] = {"dtype": dtype, "output_loading_info": True}
-    arguments |= {"use_safetensors": True, "trust_remote_code": False, **base_kwargs}
+    rest = dict(base_kwargs)
+    if (folder / CONFIG).exists() and not IMPLEMENTATIONS.isdisjoint(base_kwargs):
+        arguments["config"], rest = changed_config(folder, base_kwargs)
+    arguments |= {"use_safetensors": True, "trust_remote_code": base_kwargs.get("trust_remote_code", False), **rest}
     if device.type != "cpu":
         # Always with an index: transformers' loader threads do not inherit the current device and take "cuda" for 0.
         # No map for the CPU: peft's own later calls would take {"": "cpu"} for offloading, and dispatch again.

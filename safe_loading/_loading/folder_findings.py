@@ -2,29 +2,63 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from safe_loading._checkpoint.adapter_config import adapter_config_faults
-from safe_loading._checkpoint.faults import fault, listed, note
+from safe_loading._checkpoint.base_config import base_config_faults, quantization_findings
+from safe_loading._checkpoint.faults import fault, listed, note, raise_faults
 from safe_loading._checkpoint.files import size_of
 from safe_loading._checkpoint.header import TensorInfo
+from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.strict_json import try_json_object
-from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES
+from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, names_in
 from safe_loading._core.names import WRAPPER_PREFIXES
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 
 from .adapter_facts import config_problems, factors_of_other_rank
+from .layer_findings import INTEGERS, layer_findings
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_BODIES = ("model", "transformer", "bert", "roberta", "gpt_neox", "base_model")
 _SAVE_ADAPTER = "save the adapter again with `save_pretrained` of peft"
 
 
-def model_findings(folder: Path, names: Sequence[str], tensors: Collection[str]) -> list[Finding]:
-    """Return what is wrong with the config of a model and the names of its tensors; ``names`` are its files."""
-    return [*_model_config(folder, names, tensors), *_wrapper_prefix(folder, tensors)]
+def model_findings(
+    folder: Path, names: Sequence[str], tensors: Mapping[str, TensorInfo], config: JsonObject | None = None
+) -> list[Finding]:
+    """Return what is wrong with the config of a model and the names of its tensors; ``names`` are its files.
+
+    A caller who has parsed config.json already passes it.
+    """
+    of_config = _model_config(folder, names, tensors, config)
+    return [*of_config, *_wrapper_prefix(folder, tensors), *_two_names(folder, tensors)]
+
+
+def base_findings(checkpoint: Checkpoint, config: JsonObject | None = None) -> list[Finding]:
+    """Return what ``check_checkpoint`` says of a folder and does not refuse, for the reports of those that load it.
+
+    A caller who has parsed config.json already passes it.
+    """
+    names = names_in(checkpoint.folder)
+    if isinstance(names, Finding):
+        return []
+    found = [
+        *checkpoint.findings,
+        *model_findings(checkpoint.folder, names, checkpoint.tensors, config),
+        *code_findings(checkpoint.folder, names),
+    ]
+    return [finding for finding in found if finding.severity != "error"]
+
+
+def refuse_quantizer_patterns(checkpoint: Checkpoint) -> None:
+    """Refuse a base whose quantizer would match patterns with its modules that may never end."""
+    path = checkpoint.folder / "config.json"
+    config = try_json_object(path)
+    modules = {name.rpartition(".")[0] for name in checkpoint.tensors}
+    found = [] if isinstance(config, Finding) else quantization_findings(path, config, modules)
+    if errors := [finding for finding in found if finding.severity == "error"]:
+        raise_faults(path, errors)
 
 
 def adapter_findings(folder: Path, tensors: Mapping[str, TensorInfo]) -> list[Finding]:
@@ -34,12 +68,19 @@ def adapter_findings(folder: Path, tensors: Mapping[str, TensorInfo]) -> list[Fi
     if isinstance(config, Finding):
         return [config]
     problems = config_problems(config)
-    other_rank = factors_of_other_rank(config, {name: info.shape for name, info in tensors.items()})
+    shapes = {name: info.shape for name, info in tensors.items()}
+    other_rank = factors_of_other_rank(config, shapes)
     if other_rank:
         name, rank = next(iter(other_rank.items()))
         problems.append(f"r is {config['r']}, and {name!r} has rank {rank}: it would be scaled for another rank")
     findings = [fault("adapter-config", path, problem, _SAVE_ADAPTER) for problem in problems]
-    findings += adapter_config_faults(path, config, tensors)
+    findings += adapter_config_faults(path, config, shapes)
+    integers = [name for name, info in tensors.items() if ".lora_" in name and info.dtype in INTEGERS]
+    if integers:
+        message = (
+            f"{len(integers)} LoRA factors are integers, which peft would cast without a warning: {listed(integers)}"
+        )
+        findings.append(fault("adapter-dtype", folder, message, _SAVE_ADAPTER))
     if isinstance(config.get("peft_type"), str) and not isinstance(config.get("base_model_name_or_path"), str):
         message = "names no base model (base_model_name_or_path)"
         fix = "pass base_model= when you load it"
@@ -64,16 +105,19 @@ def code_findings(folder: Path, names: Sequence[str]) -> list[Finding]:
     return findings
 
 
-def _model_config(folder: Path, names: Sequence[str], tensors: Collection[str]) -> list[Finding]:
+def _model_config(
+    folder: Path, names: Sequence[str], tensors: Mapping[str, TensorInfo], parsed: JsonObject | None
+) -> list[Finding]:
     path = folder / "config.json"
     if path.name not in names:
         message = "has no 'config.json', so no model can be made for the weights"
         fix = "copy the model's config.json here, or save the model again with `save_pretrained`"
         return [fault("config-missing", folder, message, fix)]
-    config = try_json_object(path)
+    config = parsed or try_json_object(path)
     if isinstance(config, Finding):
         return [config]
-    findings = _layer_count(path, config, tensors)
+    findings = [*base_config_faults(path, config), *layer_findings(path, config, tensors)]
+    findings += quantization_findings(path, config, {name.rpartition(".")[0] for name in tensors})
     if not isinstance(config.get("model_type"), str):
         message = f"model_type is {config.get('model_type')!r}; transformers cannot tell which model this is"
         fix = 'set "model_type" to the architecture, such as "llama"'
@@ -85,25 +129,6 @@ def _model_config(folder: Path, names: Sequence[str], tensors: Collection[str]) 
     return findings
 
 
-def _layer_count(path: Path, config: JsonObject, tensors: Collection[str]) -> list[Finding]:
-    """Compare the number of layers in the config with the layer numbers in the tensors' names."""
-    # A model of text and images has the number in the config of its language model.
-    configs = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    count = next((part["num_hidden_layers"] for part in configs if type(part.get("num_hidden_layers")) is int), None)
-    # The highest number of each list of layers: an image encoder has a list of its own, which num_hidden_layers does
-    # not count, so one list that fits is enough.
-    highest: dict[str, int] = {}
-    for name in tensors:
-        if match := _LAYER.search(name):
-            layers = name[: match.start(1)]
-            highest[layers] = max(highest.get(layers, 0), int(match[1]))
-    if count is None or not highest or count - 1 in highest.values():
-        return []
-    message = f"num_hidden_layers is {count}, and the files have the layers 0 to {max(highest.values())}"
-    fix = "correct config.json, or save the model again; layers that the config does not count are not loaded"
-    return [note("warning", "layers-differ", path, message, fix)]
-
-
 def _wrapper_prefix(folder: Path, tensors: Collection[str]) -> list[Finding]:
     prefix = next((p for p in WRAPPER_PREFIXES if tensors and all(name.startswith(p) for name in tensors)), None)
     if prefix is None:
@@ -112,3 +137,18 @@ def _wrapper_prefix(folder: Path, tensors: Collection[str]) -> list[Finding]:
     message = f"all {len(tensors)} names begin with {prefix!r}, which a wrapper put there, such as {name!r}"
     fix = f"save the model that is inside the wrapper, or rename the tensors, such as to {name.removeprefix(prefix)!r}"
     return [fault("key-prefix", folder, message, fix)]
+
+
+def _two_names(folder: Path, tensors: Mapping[str, TensorInfo]) -> list[Finding]:
+    """Find tensors that are there with the name of the model's body in front, and without."""
+    both = [name for name in tensors if any(f"{body}.{name}" in tensors for body in _BODIES)]
+    same = [n for n in both if any(f"{b}.{n}" in tensors and _alike(tensors, n, f"{b}.{n}") for b in _BODIES)]
+    if not same:
+        return []
+    message = f"holds {len(same)} tensors twice, with 'model.' (or the like) in front and without: {listed(same)}"
+    fix = "delete the one that is left over; transformers would take one of the two without a word"
+    return [fault("tensor-two-names", folder, message, fix, sum(tensors[name].nbytes for name in same))]
+
+
+def _alike(tensors: Mapping[str, TensorInfo], one: str, other: str) -> bool:
+    return tensors[one].shape == tensors[other].shape

@@ -36,6 +36,7 @@ from .base_model import (
     name_base,
     untied_findings,
 )
+from .folder_findings import base_findings, refuse_quantizer_patterns
 from .report import LoadedPart
 
 
@@ -60,6 +61,7 @@ class BaseOnDisk:
     resolved: Resolved
     auto_class: ModelClass  # its from_pretrained loads the base
     checkpoint: Checkpoint | None  # its weight files; None where they are no safetensors files
+    findings: tuple[Finding, ...] = ()  # what check_checkpoint says of the folder
 
 
 class Loaded(NamedTuple):
@@ -88,12 +90,13 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
     checkpoint = None
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
         checkpoint = read_checkpoint(folder, variant=options.base_kwargs.get("variant"), kind="model")
+        refuse_quantizer_patterns(checkpoint)
     meta_model = base_on_meta(auto_class, folder, options.dtype, options.base_kwargs)
     if meta_model is not None and options.strict:
         if checkpoint is not None:
             check_fit(meta_model, checkpoint, adapters, key_mapping=options.base_kwargs.get("key_mapping"))
         check_on_meta(meta_model, adapters)
-    return BaseOnDisk(base, auto_class, checkpoint)
+    return BaseOnDisk(base, auto_class, checkpoint, () if checkpoint is None else tuple(base_findings(checkpoint)))
 
 
 def load(
@@ -126,7 +129,8 @@ def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options
         raise AdapterError(f"{source!r} does not fill {type(model).__name__}:", errors)
     part = _base_part(model, source, base.resolved.commit, options.device, time.perf_counter() - start)
     attached = _attach_all(model, adapters, options, [])
-    return Loaded(attached.model, [part, *attached.parts], [*findings, *attached.findings])
+    findings = [*base.findings, *findings, *attached.findings]
+    return Loaded(attached.model, [part, *attached.parts], findings)
 
 
 def _attach_and_move(

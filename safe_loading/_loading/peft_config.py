@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 from peft import PeftConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-from safe_loading._checkpoint.adapter_config import pattern_problems
+from safe_loading._checkpoint.adapter_patterns import pattern_problems
 from safe_loading._checkpoint.faults import note
 from safe_loading._checkpoint.hub import resolve
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
@@ -63,6 +63,24 @@ def refuse_costly_patterns(config: PeftConfig, model: torch.nn.Module, where: ob
     problems = pattern_problems(vars(config), (name for name, _ in base.named_modules()))
     if problems:
         raise AdapterError(f"{where} holds patterns that peft cannot match with {type(base).__name__}:", problems)
+
+
+@contextlib.contextmanager
+def as_trained(config: PeftConfig) -> Iterator[None]:
+    """While peft builds an adapter of this config, keep it from opening what its training began with.
+
+    A prompt may have begun with the tokens of a text, for which peft loads the tokenizer that the config names, or with
+    another prompt, for which it reads the file that the config names, a pickle too. Its values come from the adapter.
+    """
+    settings = vars(config)
+    before = settings.get("prompt_tuning_init")
+    if before is not None:
+        settings["prompt_tuning_init"] = "RANDOM"
+    try:
+        yield
+    finally:
+        if before is not None:
+            settings["prompt_tuning_init"] = before
 
 
 @contextlib.contextmanager

@@ -179,7 +179,7 @@ def _build_on_meta(
         return made.model, workload
     from peft import get_peft_model
 
-    from safe_loading._loading.peft_config import injecting, read_peft_config, refuse_costly_patterns
+    from safe_loading._loading.peft_config import as_trained, injecting, read_peft_config, refuse_costly_patterns
 
     if isinstance(adapter, (str, os.PathLike)):
         config = read_peft_config(adapter)
@@ -187,6 +187,6 @@ def _build_on_meta(
     else:
         config = copy.copy(adapter)
     config.inference_mode = False  # as it is in a saved config, with which nothing would be trained
-    with injecting(adapter, made.model):
+    with injecting(adapter, made.model), as_trained(config):
         attached = get_peft_model(made.model, config)
     return attached, None if workload is None else workload.replace(adapter=None)

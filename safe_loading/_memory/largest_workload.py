@@ -89,6 +89,7 @@ def _most(model: object, vary: str, options: Mapping[str, object]) -> int:
         return _MOST
     config = getattr(model, "config", model)
     if isinstance(model, (str, os.PathLike)):
-        config = config_of(model, bool(options.get("trust_remote_code", False)))
+        asked: Any = options.get("attn_implementation")
+        config = config_of(model, bool(options.get("trust_remote_code", False)), asked)
     text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
     return int(getattr(text, "max_position_embeddings", None) or _MOST)

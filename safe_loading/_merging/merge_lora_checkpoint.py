@@ -22,6 +22,7 @@ from safe_loading._core.arguments import whole_number
 from safe_loading._core.log import logger
 from safe_loading._core.parse_size import parse_size
 from safe_loading._loading.base_arguments import as_model_class
+from safe_loading._loading.folder_findings import base_findings
 from safe_loading._loading.sources import BaseRequest, Source
 from safe_loading._model.layout.tensor_contents import REPORT
 from safe_loading._output.output_folder import check_apart, output_path
@@ -149,7 +150,7 @@ def merge_lora_checkpoint(
         else:  # an interrupted call was killed after the last rename: the output is complete
             written = {name: from_journal(tensors) for name, tensors in stage.finished.items()}
             resumed = [plan.name for plan in plans]
-    findings = [*changes.findings, *findings]
+    findings = [*base_findings(base.checkpoint, base.config), *changes.findings, *findings]
     outcome = Outcome(sources, plans, written, resumed, list(small), list(changes.dropped), findings)
     report = make_report(target, outcome, time.perf_counter() - begin)
     logger.info("%s", report)

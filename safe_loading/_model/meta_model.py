@@ -74,7 +74,8 @@ def meta_model(
     else:
         name = path_text(config_or_id, "config_or_id")
         folder = resolve(name, small_files, revision=revision, subfolder=subfolder).folder
-        config = read_config(folder, trust_remote_code=trust_remote_code)
+        asked = () if attn_implementation is None else ("attn_implementation",)
+        config = read_config(folder, trust_remote_code=trust_remote_code, asked=asked)
     _refuse_quantized(config, name)
     model_class = _class_to_build(config, auto_class, trust_remote_code)
     with building(config, model_class, folder):

@@ -4,37 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from safe_loading._checkpoint.base_config import base_config_faults, quantization_findings
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._core.protocols import JsonObject
 from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound, SafeLoadingError
 
 CONFIG = "config.json"
-# The most that a config may ask for, by a pattern of the entry's name: far above every published model.
-_LARGEST_COUNTS = {r"layer|block|depth": 10_000, r"expert": 100_000, r"num_labels": 1_000_000}
 
 
 def read_config(
-    folder: Path, *, trust_remote_code: bool = False, document: JsonObject | None = None
+    folder: Path,
+    *,
+    trust_remote_code: bool = False,
+    document: JsonObject | None = None,
+    asked: Collection[str] = (),
 ) -> PreTrainedConfig:
     """Return the config in a folder.
 
     The file is read strictly first: of two equal keys transformers takes the last, and what is not a regular file it
     takes for a config that does not exist. The errors that it raises name neither the file nor the fix. A caller who
-    has parsed the file already passes it as ``document``.
+    has parsed the file already passes it as ``document``. ``asked`` holds the arguments of ``from_pretrained`` that he
+    passed (``attn_implementation``), which take the place of what the config says.
     """
     path = folder / CONFIG
     # lexists(), so that a broken link is read and refused, and is not taken for a file that was never there
     if not os.path.lexists(path):
         raise CheckpointNotFound(f"{folder} holds no {CONFIG}. Pass the folder of a model, or save it there again.")
     document = read_json_object(path) if document is None else document
-    _refuse_wrong_types(path, document)
-    _refuse_huge_counts(path, document)
+    refuse_bad_config(path, document, trusted=trust_remote_code, asked=asked)
     try:
         # With trust_remote_code said either way: left open, transformers would ask on the terminal, and wait.
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -52,34 +54,14 @@ def read_config(
     return config
 
 
-def _refuse_wrong_types(path: Path, document: JsonObject) -> None:
-    """Refuse entries that name the class in a form that transformers accepts here and fails on later."""
-    problems = []
-    names = document.get("architectures")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        problems.append(f"architectures is {names!r:.100}; it must be a list of names of classes")
-    remote = document.get("auto_map")
-    if remote is not None and not isinstance(remote, dict):
-        problems.append(f"auto_map is {remote!r:.100}; it must be an object")
-    if problems:
-        raise CheckpointError(f"{path} does not say which class is built; correct it:", problems)
-
-
-def _refuse_huge_counts(path: Path, document: JsonObject) -> None:
-    """Refuse counts beyond those of any model: on meta, too, each module is an object, and each label an entry.
-
-    A config of a few bytes could otherwise fill the memory of whoever inspects it.
-    """
-    parts = {"": document, **{f"{key}.": part for key, part in document.items() if isinstance(part, dict)}}
-    problems = [
-        f"{prefix}{key} is {value}, and no model has more than {most}"
-        for prefix, part in parts.items()
-        for key, value in part.items()
-        for pattern, most in _LARGEST_COUNTS.items()
-        if type(value) is int and value > most and re.search(pattern, key)
-    ]
-    if problems:
-        raise CheckpointError(f"{path} describes more than can be built; correct it:", problems)
+def refuse_bad_config(path: Path, document: JsonObject, *, trusted: bool = False, asked: Collection[str] = ()) -> None:
+    """Refuse what no model must be made from; the options are those of ``base_config_faults``."""
+    faults = base_config_faults(path, document, trusted=trusted, asked=asked)
+    faults += [found for found in quantization_findings(path, document, ()) if found.severity == "error"]
+    if faults and all(fault.code == "config-code" for fault in faults):
+        raise ArgumentError("\n".join(map(str, faults)))
+    if faults:
+        raise CheckpointError(f"{path} describes what must not be built:", map(str, faults))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from safe_loading._checkpoint.hub import base_files, resolve
 from safe_loading._checkpoint.index import require_unchanged
 from safe_loading._core.names import canonical
 from safe_loading._core.report import Finding
+from safe_loading._loading.folder_findings import base_findings
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._ranks.exchange import Ranks
 from safe_loading.errors import RanksDisagree
@@ -124,7 +125,7 @@ def open_folder(setup: Setup, path: Path | None) -> Folder:
             if inside is not None and tensor.persistent and source.stored_as(inside) is not None:
                 disk_name[tensor.name] = inside
                 break
-    findings = (*source.checkpoint.findings, *_dtype_findings(setup, source, disk_name), *_head_findings(source))
+    findings = (*base_findings(source.checkpoint), *_dtype_findings(setup, source, disk_name), *_head_findings(source))
     return Folder(source, disk_name, _digest(source), findings)
 
 

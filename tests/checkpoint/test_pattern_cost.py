@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from safe_loading._checkpoint.adapter_config import MOST_STEPS, adapter_config_faults, pattern_problems
+from safe_loading._checkpoint.adapter_config import adapter_config_faults
+from safe_loading._checkpoint.adapter_patterns import pattern_problems
 from safe_loading._checkpoint.pattern_cost import find_costly, shapes_of
+from safe_loading._checkpoint.pattern_limits import MOST_STEPS
 
 LEAVES = [
     *("self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj"),
@@ -166,16 +168,16 @@ def test_a_digit_stands_for_every_digit() -> None:
 
 def test_the_names_in_the_file_count_too(tmp_path: Path) -> None:
     config = {"target_modules": "(a+)+!"}
-    assert adapter_config_faults(tmp_path, config, ["base_model.model.layers.0.q_proj.lora_A.weight"]) == []
-    (fault,) = adapter_config_faults(tmp_path, config, [f"base_model.model.{'a' * 40}.lora_A.weight"])
+    assert adapter_config_faults(tmp_path, config, {"base_model.model.layers.0.q_proj.lora_A.weight": (4, 4)}) == []
+    (fault,) = adapter_config_faults(tmp_path, config, {f"base_model.model.{40 * chr(97)}.lora_A.weight": (4, 4)})
     assert fault.code == "config-pattern"
 
 
 def test_the_fix_that_the_fault_names_works(tmp_path: Path) -> None:
-    (fault,) = adapter_config_faults(tmp_path, {"target_modules": r"(\w+\.?)+_proj!"}, [])
+    (fault,) = adapter_config_faults(tmp_path, {"target_modules": r"(\w+\.?)+_proj!"}, {})
     assert "name the modules in a list, or write the pattern with fewer wildcards" in fault.fix
     for better in (["q_proj", "v_proj"], r".*\.\w+_proj"):
-        assert adapter_config_faults(tmp_path, {"target_modules": better}, []) == []
+        assert adapter_config_faults(tmp_path, {"target_modules": better}, {}) == []
 
 
 def test_ranks_that_adalora_found_are_no_patterns() -> None:

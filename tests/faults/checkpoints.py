@@ -185,5 +185,6 @@ def write_adapter(folder: Path, config: Any = None) -> Path:
     sound = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "base_model_name_or_path": "some/base"}
     text = config if isinstance(config, str) else json.dumps(sound if config is None else config)
     (folder / "adapter_config.json").write_text(text, encoding="utf-8")
-    (folder / "adapter_model.safetensors").write_bytes(shard({"base_model.model.q.lora_A.weight": 8}))
+    factor = {"base_model.model.q.lora_A.weight": entry("F8_E4M3", [8], 0, 8)}
+    (folder / "adapter_model.safetensors").write_bytes(safetensors(factor, bytes(8)))
     return folder

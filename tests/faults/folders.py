@@ -310,6 +310,26 @@ CONFIGS: dict[str, Fault] = {
     "config with text for its code": Fault(config(auto_map="x.Model"), ("auto_map is 'x.Model'",)),
     "config of very many layers": Fault(config(num_hidden_layers=10**9), ("num_hidden_layers", "10000")),
     "config of very many labels": Fault(config(num_labels=10**9), ("num_labels", "1000000")),
+    "config with slow patterns of a quantizer": Fault(
+        config(quantization_config={"quant_method": "fp8", "modules_to_not_convert": [r"([a-z_.0-9]+)+!"]}),
+        ("quantization_config", "100000 steps"),
+    ),
+    "config of minus one layer": Fault(config(num_hidden_layers=-1), ("num_hidden_layers is -1", "at least 0")),
+    "config of a size beyond all models": Fault(config(hidden_size=10**9), ("hidden_size is 1000000000", "1000000")),
+    "config with a number beyond all": Fault(config(rms_norm_eps=10**400), ("config.json", "floating-point number")),
+    "config with infinity": Fault(
+        lambda f: (f / "config.json").write_text(
+            (f / "config.json").read_text().replace("{", '{"initializer_range": 1e400,', 1)
+        ),
+        ("config.json", "1e400"),
+    ),
+    "config with a kernel": Fault(config(_attn_implementation="who/attn"), ("_attn_implementation", "who/attn")),
+    "config with a kernel for a part": Fault(
+        config(attn_implementation={"": "sdpa", "text_config": "who/attn@main:run"}),
+        ("attn_implementation", "who/attn"),
+    ),
+    "config with a paged kernel": Fault(config(attn_implementation="paged|who/attn"), ("who/attn", "native code")),
+    "config with kernels for experts": Fault(config(experts_implementation="who/experts"), ("experts", "who/experts")),
     "config with code": Fault(
         config(auto_map={"AutoConfig": "x.Config", "AutoModelForCausalLM": "x.Model"}, model_type="zzz"),
         ("trust_remote_code",),
@@ -333,6 +353,30 @@ ADAPTER_CONFIGS: dict[str, Fault] = {
     "adapter without lora_alpha": Fault(adapter_config(lora_alpha=...), ("adapter_config.json", "lora_alpha")),
     "adapter with r text": Fault(adapter_config(r="four"), ("adapter_config.json", "four")),
     "adapter with r negative": Fault(adapter_config(r=-4), ("adapter_config.json", "-4")),
+    "adapter with an infinite alpha": Fault(
+        lambda f: (f / "adapter_config.json").write_text(
+            (f / "adapter_config.json").read_text().replace('"lora_alpha": 8', '"lora_alpha": 1e400')
+        ),
+        ("adapter_config.json", "1e400"),
+    ),
+    "adapter with an alpha beyond all": Fault(adapter_config(lora_alpha=10**400), ("floating-point number",)),
+    "adapter with a rank beyond all": Fault(adapter_config(r=10**9), ("adapter_config.json", "1000000000")),
+    "adapter with a rank for one beyond all": Fault(
+        adapter_config(rank_pattern={"q_proj": 10**9}), ("rank_pattern", "1000000000")
+    ),
+    "adapter of very many layers": Fault(
+        adapter_config(layer_replication=[[0, 10**9]]), ("layer_replication", "1000000000")
+    ),
+    "adapter of a huge prompt": Fault(
+        adapter_config(peft_type="PROMPT_TUNING", num_virtual_tokens=8000, token_dim=8000), ("64000000 values",)
+    ),
+    "adapter with another model": Fault(adapter_config(peft_type="SHADOW", shadow_model="who/model"), ("who/model",)),
+    "adapter with other adapters": Fault(
+        adapter_config(peft_type="XLORA", adapters={"one": "/etc/one"}), ("adapters", "/etc/one")
+    ),
+    "adapter with a module to import": Fault(
+        adapter_config(megatron_config={"x": 1}, megatron_core="antigravity"), ("megatron_core", "antigravity")
+    ),
     "adapter with endless targets": Fault(adapter_config(target_modules="(.*)*x"), ("target_modules", "can be empty")),
     "adapter with slow targets": Fault(
         adapter_config(target_modules=r"([a-z_.0-9]+)+!"), ("target_modules", "100000 steps", "in a list")

@@ -40,7 +40,7 @@ def test_a_size_is_written_in_the_unit_that_fits(size, text):
 def test_layers_are_counted_apart_from_those_of_another_tower(tmp_path):
     names = [f"visual.blocks.{n}.w" for n in range(4)] + [f"model.layers.{n}.w" for n in range(2)]
     write_model(tmp_path, {ONE: dict.fromkeys(names, 1)})
-    for count, findings in ((2, {}), (3, {"layers-differ": "warning"})):
+    for count, findings in ((2, {}), (3, {"layers-differ": "error"})):
         config = {"model_type": "some", "text_config": {"num_hidden_layers": count}}
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert codes(check_checkpoint(tmp_path)) == findings

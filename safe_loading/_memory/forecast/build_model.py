@@ -108,7 +108,8 @@ def _config_of(source: str | os.PathLike[str] | PreTrainedConfig, options: Mappi
     if isinstance(source, PreTrainedConfig):
         return source
     folder = resolve(source, small_files, revision=options["revision"]).folder
-    return read_config(folder, trust_remote_code=options["trust_remote_code"])
+    asked = [name for name, value in options.items() if value is not None]
+    return read_config(folder, trust_remote_code=options["trust_remote_code"], asked=asked)
 
 
 def _cast_for_training(model: torch.nn.Module) -> dict[str, int]:

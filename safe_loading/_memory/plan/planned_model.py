@@ -45,7 +45,7 @@ def model_of(
             if value is not None:
                 raise ArgumentError(f"{name}= is for a config or a folder; this {type(source).__name__} has its own.")
         return source, []
-    config = config_of(source, trust_remote_code)
+    config = config_of(source, trust_remote_code, attn_implementation)
     try:
         made = quantized_meta_model(
             config,
@@ -67,14 +67,17 @@ def model_of(
     return made.model, list(made.findings)
 
 
-def config_of(source: str | os.PathLike[str] | PreTrainedConfig, trusted: bool) -> PreTrainedConfig:
-    """Return the config that a source has."""
+def config_of(
+    source: str | os.PathLike[str] | PreTrainedConfig, trusted: bool, attn_implementation: str | None = None
+) -> PreTrainedConfig:
+    """Return the config that a source has; ``attn_implementation`` is the one that the caller asked for, if any."""
     if isinstance(source, PreTrainedConfig):
         return source
     if not isinstance(source, (str, os.PathLike)):
         raise ArgumentError(f"model={source!r}: pass a hub id, a folder, a config of transformers, or a torch module.")
     folder = resolve(source, small_files).folder
-    config = read_config(folder, trust_remote_code=trusted)
+    asked = () if attn_implementation is None else ("attn_implementation",)
+    config = read_config(folder, trust_remote_code=trusted, asked=asked)
     if Path(os.fspath(source)).expanduser().is_dir():
         faults = [fault for fault in inspect_checkpoint(folder, kind="model")[1] if fault.severity == "error"]
         if any(fault.code not in _NO_WEIGHTS for fault in faults):

@@ -134,7 +134,14 @@ def _with_adapter(
         return
     from peft import LoraConfig, get_peft_model
 
-    from safe_loading._loading.peft_config import injecting, is_lora, read_peft_config, refuse_costly_patterns
+    from safe_loading._loading.allocation_limit import allocation_limit
+    from safe_loading._loading.peft_config import (
+        as_trained,
+        injecting,
+        is_lora,
+        read_peft_config,
+        refuse_costly_patterns,
+    )
 
     config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter
     if config is not adapter:
@@ -147,7 +154,9 @@ def _with_adapter(
     # at a time, and moved to the stand-ins' device.
     on_meta = is_lora(config)
     uninitialized = NoInit() if on_meta else contextlib.nullcontext()
-    with MetaStandIns(model), uninitialized, torch.device("meta" if on_meta else "cpu"), injecting(adapter, model):
+    limit = contextlib.nullcontext() if on_meta else allocation_limit(model, {}, adapter)
+    device = torch.device("meta" if on_meta else "cpu")
+    with MetaStandIns(model), uninitialized, device, injecting(adapter, model), as_trained(config), limit:
         wrapped = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
     # a saved config has inference_mode=True, with which nothing would be trained
     if isinstance(adapter, (str, os.PathLike)):

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from safe_loading._checkpoint.hub import Resolved
 from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._core.protocols import EngineKwargs, JsonObject
-from safe_loading._loading.base_model import base_config
+from safe_loading._loading.base_model import base_config, changed_config
 from safe_loading._loading.sources import HUB_OPTIONS
 from safe_loading._model.meta_model import build_on_meta, weights_dtype
 from safe_loading._model.model_config import CONFIG
@@ -60,9 +60,7 @@ class MergeBase:
             return self.model_config
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            options = {"trust_remote_code": False, **self.kwargs}
-            config, _ = AutoConfig.from_pretrained(self.folder, return_unused_kwargs=True, **options)
-        return config  # type: ignore[no-any-return]  # a PreTrainedConfig
+            return changed_config(self.folder, self.kwargs)[0]
 
     def on_meta(self, model_class: Any, *, num_labels: int | None = None) -> PreTrainedModel:
         """Return the base on meta, in the wider dtype of its config and the output; its class may raise anything."""

@@ -43,6 +43,12 @@ def misfits(
         for name, shape in layout.mismatched.items()
         if name in state
     ]
+    problems += [
+        f"{name}: the checkpoint has it under {len(disk)} names, of which one would be taken: {listed(disk)} "
+        f"({_files(checkpoint, disk)}). Delete the one that is left over"
+        for name, disk in layout.repeated.items()
+        if name in state
+    ]
     problems += _cast_across_kinds(checkpoint, layout, state)
     problems += missing_problems(model, checkpoint, state, {*layout.of, *layout.opaque}, all_names(model))
     return problems + _beyond_last_layer(model, checkpoint, layout)

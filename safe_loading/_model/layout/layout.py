@@ -61,6 +61,8 @@ class CheckpointLayout:
     key_of: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Of the opaque ones, those whose conversion only puts rows into another order, and that order.
     moved: Mapping[str, Moved] = dataclasses.field(default_factory=dict)
+    # The tensors on disk of those that several stand for, of which the loader would take one.
+    repeated: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
 
 def read_layout(
@@ -86,7 +88,7 @@ def read_layout(
     rename = _renamer(renamings, converters, getattr(model, "base_model_prefix", None), state)
     of: dict[str, Whole] = {}
     converted: dict[str, _Wholes] = defaultdict(lambda: defaultdict(list))
-    unknown, key_of = [], {}
+    unknown, key_of, plain = [], {}, defaultdict(list)
     # In the loader's order, because it decides which expert is which in a stack.
     for name in _in_loading_order(tensors):
         key, pattern = rename(name)
@@ -95,6 +97,7 @@ def read_layout(
             unknown.append(name)
         elif pattern is None:
             of.setdefault(key, on_disk(name, tensors[name].shape))
+            plain[key].append(name)
         else:
             converted[key][pattern].append(on_disk(name, tensors[name].shape))
     opaque: dict[str, str] = {}
@@ -117,7 +120,8 @@ def read_layout(
         opaque[key] = f"the checkpoint makes {list(shape)} of it, the model has {list(state[key].shape)}"
         del of[key]
     moved = {key: result for key, result in moved.items() if key in state and result.shape == tuple(state[key].shape)}
-    return CheckpointLayout(of, opaque, tuple(unknown), tuple(conversions), mismatched, key_of, moved)
+    repeated = {key: names for key, names in plain.items() if len(names) > 1}
+    return CheckpointLayout(of, opaque, tuple(unknown), tuple(conversions), mismatched, key_of, moved, repeated)
 
 
 def _in_loading_order(names: Iterable[str]) -> list[str]:

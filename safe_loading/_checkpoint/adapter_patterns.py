@@ -1,0 +1,90 @@
+"""The patterns of an ``adapter_config.json`` that peft matches with the names of modules, and what they cost it.
+
+They are judged before peft sees them: for the file alone, so that ``check_checkpoint`` and the verbs say the same, and
+again for the modules of a model when there is one. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from .pattern_cost import shapes_of
+from .pattern_limits import USUAL_MODULES, pattern_problem
+
+_MOST_NAMES = 10_000  # of a list: peft compares each with each
+_MOST_NAME_CHARACTERS = 500
+_MODULES_TRIED = 200  # shapes of names in the adapter's file
+
+# How peft writes the entries of these fields into the pattern that it matches (peft 0.21: tuners_utils.py, other.py,
+# osf/model.py). Lists of targets are names, which are compared and not matched; of the objects whose names end with
+# "_pattern" the keys are patterns.
+_WHOLE = "{}"
+_LAYERS = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
+_SAVED = r"(^|.*\.){}($|\..*)"
+_KEY = r"(?s:.*?)({})$"
+_MATCHED = {
+    "target_modules": _WHOLE,
+    "exclude_modules": _WHOLE,
+    "feedforward_modules": _WHOLE,
+    "layers_pattern": _LAYERS,
+    "modules_to_save": _SAVED,
+}
+
+
+def costly_patterns(config: Mapping[str, object], keys: Iterable[str]) -> list[str]:
+    """Return which fields must not be matched whatever the base is; ``keys`` are those of the adapter's file."""
+    own = shapes_of(sorted({_module_of(key)[:_MOST_NAME_CHARACTERS] for key in keys}))
+    return pattern_problems(config, [*USUAL_MODULES, *own[:_MODULES_TRIED]])
+
+
+def pattern_problems(config: Mapping[str, object], names: Iterable[str]) -> list[str]:
+    """Return which fields peft could not match with modules of these names in a short time, and why.
+
+    The config is the content of the file, or the attributes of peft's object.
+    """
+    shapes = shapes_of(names)
+    found = (
+        (field, _problem_of(field, value, shapes)) for field, value in config.items() if not _is_unused(config, field)
+    )
+    return [f"{field} {problem}" for field, problem in found if problem is not None]
+
+
+def _problem_of(field: str, value: object, shapes: Sequence[str]) -> str | None:
+    template = _template(field, value)
+    entries = _entries(field, value)
+    if template is None:
+        longest = max(map(len, entries), default=0) if field in _MATCHED else 0
+        if longest <= _MOST_NAME_CHARACTERS and (field not in _MATCHED or len(entries) <= _MOST_NAMES):
+            return None
+        limits = f"at most {_MOST_NAMES} of {_MOST_NAME_CHARACTERS} are compared"
+        return f"holds {len(entries)} names of up to {longest} characters, and {limits}"
+    return pattern_problem(entries, template, shapes)
+
+
+def _template(field: str, value: object) -> str | None:
+    """Return how peft writes the entries of a field into patterns; None where it matches none."""
+    if field.endswith("_pattern") and isinstance(value, Mapping):
+        return _KEY
+    template = _MATCHED.get(field)
+    return template if template != _WHOLE or isinstance(value, str) else None
+
+
+def _entries(field: str, value: object) -> list[str]:
+    if isinstance(value, str) and field == "modules_to_save":
+        return list(value)  # LNTuning takes text, through which peft goes character by character
+    if isinstance(value, (list, tuple, set, frozenset, Mapping)):
+        return [entry for entry in value if isinstance(entry, str)]
+    return [value] if isinstance(value, str) else []
+
+
+def _is_unused(config: Mapping[str, object], field: str) -> bool:
+    """Return whether a field holds results of training, by the name of a tensor, and not patterns: AdaLoRA's ranks."""
+    return (
+        field == "rank_pattern" and str(getattr(config.get("peft_type"), "value", config.get("peft_type"))) == "ADALORA"
+    )
+
+
+def _module_of(key: str) -> str:
+    """Return the module of the base that a tensor of an adapter belongs to, by its name in the file."""
+    name = key.removeprefix("base_model.model.")
+    return name.partition(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0]

@@ -1,0 +1,156 @@
+"""Adapters whose configs want more than their files hold: what is opened and what is allocated by a load."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from safe_loading import AdapterError, ArgumentError, SafeLoadingError, load_peft_on_rank, meta_model
+from safe_loading._loading.allocation_limit import AllocationLimit
+
+PROMPT = peft.MultitaskPromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_tasks=2)
+TEXT = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+Trained = Callable[..., Path]
+
+
+@pytest.fixture
+def trained(tmp_path: Path, tiny_llama: Path) -> Trained:
+    """Save an adapter, with fields of its config replaced."""
+
+    def save(config: peft.PeftConfig, **fields: Any) -> Path:
+        folder = tmp_path / f"adapter-{len(list(tmp_path.iterdir()))}"
+        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama), config).save_pretrained(folder)
+        document = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**document, **fields}))
+        return folder
+
+    return save
+
+
+@pytest.fixture
+def opened() -> Iterator[list[str]]:
+    """The files that are opened, and the modules that are imported, while the test runs."""
+    events: list[str] = []
+    listening = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if listening and event in ("open", "import", "socket.connect") and arguments:
+            events.append(f"{event} {arguments[0]}")
+
+    sys.addaudithook(hook)
+    yield events
+    listening = False
+
+
+class Runs:
+    """A pickle that would run code."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("exit 1",)
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize("kind", ["FIFO", "pickle", "device", "nothing"])
+def test_what_a_prompt_began_with_is_not_opened(
+    tmp_path: Path, tiny_llama: Path, trained: Trained, opened: list[str], kind: str, trainable: bool
+) -> None:
+    path = tmp_path / "began_with.bin"
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(Runs()))
+    elif kind == "device":
+        path = Path("/dev/zero")
+    began = {"prompt_tuning_init": "EXACT_SOURCE_TASK", "prompt_tuning_init_task": 0}
+    adapter = trained(PROMPT, **began, prompt_tuning_init_state_dict_path=str(path))
+    opened.clear()
+    model = load_peft_on_rank(adapter, tiny_llama, is_trainable=trainable)
+    held = load_file(adapter / "adapter_model.safetensors")
+    assert torch.equal(model.prompt_encoder["default"].embedding.weight, held["prompt_embeddings"])
+    assert not [event for event in opened if str(path) in event]
+    # the config is as it was: it is saved again with the adapter
+    assert model.peft_config["default"].prompt_tuning_init == "EXACT_SOURCE_TASK"
+    assert model.peft_config["default"].prompt_tuning_init_state_dict_path == str(path)
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_no_tokenizer_is_fetched_for_the_text_that_a_prompt_began_with(
+    tiny_llama: Path, trained: Trained, opened: list[str], trainable: bool
+) -> None:
+    began = {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "x", "tokenizer_name_or_path": "who/tokenizer"}
+    adapter = trained(TEXT, **began, tokenizer_kwargs={"trust_remote_code": True})
+    model = load_peft_on_rank(adapter, tiny_llama, is_trainable=trainable)
+    held = load_file(adapter / "adapter_model.safetensors")
+    assert torch.equal(model.prompt_encoder["default"].embedding.weight, held["prompt_embeddings"])
+    assert not [event for event in opened if "who" in event or event.startswith("socket")]
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (peft.LoHaConfig(target_modules=["q_proj"]), {"rank_pattern": {"q_proj": 16_000}, "r": 16_000}),
+        (
+            peft.VBLoRAConfig(target_modules=["q_proj"], num_vectors=8, vector_length=8),
+            {"num_vectors": 2**13, "vector_length": 2**13},
+        ),
+    ],
+    ids=["LoHa", "VBLoRA"],
+)
+def test_an_adapter_allocates_in_proportion_to_its_file_and_its_base(
+    tiny_llama: Path, trained: Trained, config: peft.PeftConfig, fields: dict[str, Any]
+) -> None:
+    load_peft_on_rank(trained(config), tiny_llama, is_trainable=True)
+    with pytest.raises(AdapterError) as caught:
+        load_peft_on_rank(trained(config, **fields), tiny_llama, is_trainable=True)
+    assert "adapter_config.json makes peft allocate more than" in str(caught.value) or "16000]" in str(caught.value)
+
+
+def test_the_limit_counts_what_is_made_of_numbers() -> None:
+    with AllocationLimit(1000, "here"):
+        torch.zeros(30, 30)
+        small = torch.arange(99)
+        torch.empty(10**12, device="meta")
+        (small[None] * small[:, None]).sum()  # computed from tensors
+        for make in (torch.nn.Linear, torch.empty, torch.randn):
+            with pytest.raises(AdapterError, match="here makes peft allocate more than 1000 values"):
+                make(10**6, 10**6)
+        with pytest.raises(AdapterError, match="more than 1000"):
+            torch.zeros(2)
+    torch.zeros(2000)
+
+
+def test_numbers_that_torch_cannot_take_are_errors_of_the_adapter(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    for number, fields in enumerate(({"r": 4.5}, {"lora_dropout": 1e300}, {"r": 10**15})):
+        folder = Path(shutil.copytree(tiny_adapter, tmp_path / str(number)))
+        document = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**document, **fields}))
+        with pytest.raises(SafeLoadingError, match=r"adapter_config\.json"):
+            load_peft_on_rank(folder, tiny_llama)
+
+
+def test_a_kernel_is_taken_from_the_caller_alone(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
+    document = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**document, "_attn_implementation": "who/attention"}))
+    with pytest.raises(ArgumentError, match="who/attention"):
+        load_peft_on_rank(tiny_adapter, base)
+    with pytest.raises(ArgumentError, match="who/attention"):
+        meta_model(base)
+    # the fix that the message names
+    model = load_peft_on_rank(tiny_adapter, base, base_kwargs={"attn_implementation": "sdpa"})
+    assert model.config._attn_implementation == "sdpa"
+    assert meta_model(base, attn_implementation="eager").config._attn_implementation == "eager"
