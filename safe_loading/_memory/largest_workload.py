@@ -16,6 +16,7 @@ from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError, DeviceMapInfeasible
 
 from .plan.planned_model import config_of
+from .plan.require_traced import require_traced
 from .plan_device_map import plan_device_map
 
 _MOST = 1 << 24
@@ -51,6 +52,7 @@ def largest_workload(
     Raises:
         DeviceMapInfeasible: Not even the smallest fits.
         ArgumentError: An argument cannot be read.
+        TraceError: The model's step cannot be traced, so that caches and activations would be missing.
     """
     start = workload or Workload.generate(1, 1)
     if start.kind == "weights_only":
@@ -67,13 +69,13 @@ def largest_workload(
 
     def fits(size: int) -> bool:
         try:
-            plan_device_map(model, max_memory, workload=sized(size), **options)
+            require_traced(plan_device_map(model, max_memory, workload=sized(size), **options))
         except DeviceMapInfeasible:
             return False
         return True
 
     # not through fits(), so that the caller learns why not even the smallest fits
-    plan_device_map(model, max_memory, workload=sized(1), **options)
+    require_traced(plan_device_map(model, max_memory, workload=sized(1), **options))
     low, high = 1, 2
     while high <= top and fits(high):
         low, high = high, high * 2

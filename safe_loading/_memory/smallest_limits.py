@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from safe_loading._core.parse_size import UNLIMITED, Device, parse_device
 from safe_loading.errors import ArgumentError, DeviceMapInfeasible
 
+from .plan.require_traced import require_traced
 from .plan_device_map import plan_device_map
 
 _MOST_ROUNDS = 30
@@ -35,6 +36,7 @@ def smallest_limits(
 
     Raises:
         ArgumentError: No device is named, or an argument cannot be read.
+        TraceError: The model's step cannot be traced, so that caches and activations would be missing.
     """
     names = _devices(devices)
     for name in ("offload", "max_memory"):
@@ -42,7 +44,7 @@ def smallest_limits(
             raise ArgumentError(f"smallest_limits takes no {name}=, since it asks what fits without it.")
     objective = options.pop("objective", "balance")
     # what one device needs for everything is the limit to begin with
-    whole = plan_device_map(model, {names[0]: UNLIMITED // 2}, **options)
+    whole = require_traced(plan_device_map(model, {names[0]: UNLIMITED // 2}, **options))
     most = max(1, *(use.used for use in whole.devices))  # a limit of 0 takes nothing, not even what has no byte
     plan = plan_device_map(model, dict.fromkeys(names, most), objective="balance", **options)
     high = max(1, *(use.used for use in plan.devices))

@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
-from safe_loading import Workload, audit_model, plan_device_map, predict_memory, smallest_limits
-from safe_loading.errors import ArgumentError
+from safe_loading import Workload, audit_model, largest_workload, plan_device_map, predict_memory, smallest_limits
+from safe_loading.errors import ArgumentError, TraceError
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -182,3 +189,47 @@ def test_bitsandbytes_need_not_be_installed() -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(steps_of_bitsandbytes())
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnly", "Int8DynamicActivationInt8Weight", "Float8WeightOnly"])
+def test_a_real_model_of_torchao_is_planned_as_its_config(kind: str) -> None:
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    model = AutoModelForCausalLM.from_config(LLAMA, dtype=torch.bfloat16)
+    chosen = getattr(torchao, f"{kind}Config")()
+    torchao.quantize_(model, chosen, lambda layer, name: type(layer) is torch.nn.Linear and name != "lm_head")
+    weights = [type(parameter) for parameter in model.parameters()]
+    _, quantization = METHODS[f"torchao {kind}"]
+    for work in (Workload.generate(2, 64), Workload.train(2, 32, adapter=lora())):
+        of_config = plan_device_map(LLAMA, {0: "1GB"}, workload=work, quantization_config=quantization)
+        assert plan_device_map(model, {0: "1GB"}, workload=work).devices == of_config.devices
+    assert [type(parameter) for parameter in model.parameters()] == weights
+
+
+class Untraceable(torch.nn.Module):
+    """Its step depends on a value that no trace knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Embedding(16, 8)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.inner(input_ids)
+        return hidden[hidden.sum(-1) > 0]
+
+
+def test_what_was_not_traced_is_not_ok_and_enters_no_search() -> None:
+    with torch.device("meta"):
+        model = Untraceable()
+    plan = plan_device_map(model, {0: "1MB"}, workload=Workload.generate(1, 4))
+    assert not plan.ok
+    assert not plan.verified
+    (finding,) = plan.findings
+    assert (finding.code, finding.severity) == ("not-traced", "error")
+    with pytest.raises(TraceError, match=r"cannot be traced.*overhead="):
+        largest_workload(model, {0: "1MB"}, most=64)
+    with pytest.raises(TraceError, match=r"cannot be traced.*overhead="):
+        smallest_limits(model, 1, workload=Workload.generate(1, 4))
+    assert (
+        plan_device_map(model, {0: "1MB"}, workload=Workload.generate(1, 4), overhead="1KB").devices[0].overhead == 1000
+    )
+    assert smallest_limits(model, 1)[0] >= 16 * 8 * 4

@@ -140,7 +140,7 @@ class Planner:
             if self.request.workload.kind != "weights_only" and "not-traced" not in counted:
                 message = "caches and activations are not counted: the step cannot be traced."
                 fix = "leave room for them in max_memory, or pass overhead=."
-                self.findings.append(Finding("not-traced", "warning", self.name, message, fix))
+                self.findings.append(Finding("not-traced", "error", self.name, message, fix))
             return None
 
     def _kernels(self) -> contextlib.AbstractContextManager[None]:

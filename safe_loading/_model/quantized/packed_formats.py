@@ -26,6 +26,7 @@ from .products import (
     by_torchao_unpacking,
     with_input_codes,
 )
+from .recognize import is_torchao
 from .request import ADA, AMPERE, QuantizationRequest, TargetCard
 
 _WORD = 32  # bits of the integers into which GPTQ and AWQ pack
@@ -109,6 +110,32 @@ def pack_torchao(model: nn.Module, request: QuantizationRequest, card: TargetCar
             "the embeddings count in their dtype."
         )
     return []
+
+
+def stand_in_of_torchao(layer: nn.Module) -> PackedLinear | None:
+    """Return the stand-in of a real linear layer whose weight is a tensor of torchao; None for any other module.
+
+    A trace would take such a weight for a plain one, of the shape and dtype that it stands for.
+    """
+    weight: Any = layer._parameters.get("weight")
+    if not isinstance(layer, nn.Linear) or weight is None or not is_torchao(weight):
+        return None
+    kind = type(weight).__name__
+    names, _ = weight.__tensor_flatten__()
+    parts = {("weight" if name == "qdata" else name): getattr(weight, name) for name in names}
+    stored: dict[str, TensorSpec] = {name: (tuple(part.shape), part.dtype) for name, part in parts.items()}
+    with_codes = getattr(weight, "act_quant_kwargs", None) is not None
+    if kind == "Int8Tensor":
+        grouped = weight.block_size[-1] < layer.in_features
+        multiply: Multiply = by_torchao_unpacking if grouped else by_torchao_int8
+        multiply = with_input_codes(torch.int8, torch.int32) if with_codes else multiply
+    elif kind == "Float8Tensor":
+        multiply = with_input_codes(torch.float8_e4m3fn) if with_codes else by_torchao_unpacking
+    elif kind.startswith("Int4"):
+        multiply = by_kernel
+    else:
+        return None
+    return PackedLinear(layer, stored, multiply).train(layer.training)
 
 
 def skipped_modules(model: Any, request: QuantizationRequest, *, default_too: bool = False) -> list[str]:

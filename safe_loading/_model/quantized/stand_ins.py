@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from .packed_formats import stand_in_of_torchao
 from .packed_linear import frozen
 from .recognize import is_bitsandbytes_linear
 
@@ -109,16 +110,21 @@ def unpacked_copies(layer: StandIn) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def with_stand_ins(model: nn.Module) -> Iterator[Mapping[str, StandIn]]:
-    """Replace bitsandbytes' own layers by stand-ins, yielded by their paths, and put all of them back at the end."""
-    originals = {
+    """Replace real layers of bitsandbytes and torchao by stand-ins, and put all of them back at the end.
+
+    Yields those for bitsandbytes by their paths.
+    """
+    originals: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
         if is_bitsandbytes_linear(module) and not isinstance(module, StandIn)
     }
     made = {name: _stand_in_of_layer(module) for name, module in originals.items()}
+    packed = {name: other for name, module in model.named_modules() if (other := stand_in_of_torchao(module))}
+    originals |= {name: model.get_submodule(name) for name in packed}
     try:
-        for name, module in made.items():
-            model.set_submodule(name, module)
+        for name, replacement in {**made, **packed}.items():
+            model.set_submodule(name, replacement)
         yield made
     finally:
         for name, module in originals.items():

@@ -1,0 +1,18 @@
+"""A search over sizes needs steps that were traced: a plan without its caches would say that anything fits."""
+
+from __future__ import annotations
+
+from safe_loading.errors import TraceError
+
+from .device_map_plan import DeviceMapPlan
+
+
+def require_traced(plan: DeviceMapPlan) -> DeviceMapPlan:
+    """Return the plan, or raise `TraceError` if its caches and activations are not counted."""
+    if any(finding.code == "not-traced" for finding in plan.findings):
+        raise TraceError(
+            f"No size can be searched for this {plan.facts.model}: its step cannot be traced, so that caches and "
+            f"activations are not counted. {plan.reason} Plan one size with plan_device_map, and leave room for them "
+            f"with overhead=."
+        )
+    return plan
