@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _accelerate_on_cpu import prepared
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -259,6 +260,21 @@ def native(folder: str) -> nn.Module:
     return model
 
 
+def prepare_ours(folder: str) -> nn.Module:
+    """A script with load_at_prepare, until accelerate has prepared it."""
+    return prepared(folder, lean=True, efficient=False)
+
+
+def prepare_plain(folder: str) -> nn.Module:
+    """The same script without it: every rank loads the whole."""
+    return prepared(folder, lean=False, efficient=False)
+
+
+def prepare_efficient(folder: str) -> nn.Module:
+    """The same script with accelerate's cpu_ram_efficient_loading: rank 0 loads and sends."""
+    return prepared(folder, lean=False, efficient=True)
+
+
 METHODS = {
     method.__name__: method
     for method in (
@@ -272,6 +288,9 @@ METHODS = {
         accelerate,
         dcp_reader,
         native,
+        prepare_ours,
+        prepare_plain,
+        prepare_efficient,
     )
 }
 

@@ -1,4 +1,4 @@
-"""Wrapping a model in FSDP: peak per rank over the floor, bytes read and sent, seconds, equality, next to six peers.
+"""Wrapping a model in FSDP: peak per rank over the floor, bytes read and sent, seconds, equality, next to eight peers.
 
 Every method loads the same checkpoint, which this script makes, on 2 and on 4 ranks over gloo on the CPU. The floor is
 the model's bytes divided by the ranks. Peaks are resident memory beyond what the process had before the load, sampled
@@ -30,6 +30,9 @@ METHODS = (
     "accelerate",
     "dcp_reader",
     "native",
+    "prepare_ours",
+    "prepare_plain",
+    "prepare_efficient",
 )
 WIDTH = {"ours_to_f32": 2}  # of the model that is made, in models of bfloat16
 NAMES = {
@@ -43,6 +46,9 @@ NAMES = {
     "accelerate": "accelerate",
     "dcp_reader": "DCP HF reader",
     "native": "transformers native",
+    "prepare_ours": "Trainer's prepare, load_at_prepare",
+    "prepare_plain": "Trainer's prepare",
+    "prepare_efficient": "Trainer's prepare, ram_efficient",
 }
 HEADER = (
     "method",

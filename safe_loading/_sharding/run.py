@@ -16,6 +16,7 @@ from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.waiting import Waiting
 
 from . import fsdp1, fsdp2
+from .accelerate_findings import accelerate_findings
 from .added_after_wrap import Wrapped
 from .buffers import compute_buffers
 from .checkpoint_folder import Folder, find_folder, open_folder
@@ -72,7 +73,12 @@ def run_wrap(setup: Setup, ranks: Ranks) -> WrapResult:
         mesh = make_mesh(setup.where, Waiting(ranks, label, setup.where.device, timeout))
     root_values, folder = _find_values(setup, ranks, mesh)
     # before the wrap replaces the parameters by which a stale optimizer is told
-    findings = (*root_values.findings, *folder.findings, *stale_optimizers(setup.tensors.parameters))
+    findings = (
+        *root_values.findings,
+        *folder.findings,
+        *stale_optimizers(setup.tensors.parameters),
+        *accelerate_findings(setup.how.version, getattr(setup.how.mixed_precision, "param_dtype", None)),
+    )
     with ranks.together("compute the buffers", timeout=timeout):
         replicated = _replicated_memory(setup, root_values, folder)
     job = WrapJob(setup, ranks, mesh, root_values, folder, replicated)
