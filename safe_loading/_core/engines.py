@@ -187,3 +187,14 @@ def swaps_features(wrapper: object) -> bool:
 def forget_adapters(model: object) -> None:
     """Remove the configs of adapters from an unloaded model, as `BaseTuner.unload` does since peft 0.20."""
     vars(model).pop("peft_config", None)
+
+
+def hash_tensor(tensor: Any) -> int:
+    """Return `torch.hash_tensor`, which torch has since 2.9; before, the sum of the bytes taken eight at a time."""
+    import torch
+
+    if not is_older("torch", "2.9"):
+        return int(torch.hash_tensor(tensor).view(torch.int64))  # it is unsigned, which int() refuses
+    octets = tensor.contiguous().flatten().view(torch.uint8)
+    whole = octets.numel() // 8 * 8
+    return int(octets[:whole].view(torch.int64).sum()) + int(octets[whole:].sum())

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 
 from safe_loading._checkpoint.faults import fault, note
+from safe_loading._core.engines import hash_tensor
 from safe_loading._core.report import Finding
 from safe_loading._model.peft_layers import LoraModule, is_lora_layer
 from safe_loading.errors import AdapterError
@@ -180,7 +181,7 @@ def _hash(tensor: torch.Tensor) -> int:
     values = tensor.detach()
     if values.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         values = values.contiguous().view(torch.uint8)
-    return int(torch.hash_tensor(values).view(torch.int64))  # it is unsigned, which int() refuses
+    return hash_tensor(values)
 
 
 def start_findings(

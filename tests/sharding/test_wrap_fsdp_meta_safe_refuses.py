@@ -288,6 +288,7 @@ def test_a_file_that_the_index_does_not_name_is_not_read(found: list[dict[str, A
     assert [facts["stray"] for facts in found] == [True, True]
 
 
+@needs("torch", "2.11")
 def test_bytes_are_verified(found: list[dict[str, Any]]) -> None:
     for facts in found:
         assert facts["verified"] == ["bytes", NOTHING, NOTHING]
@@ -326,6 +327,7 @@ def test_new_parameters_are_those_of_one_process(found: list[dict[str, Any]]) ->
     assert [facts["new"] for facts in found] == [[True, True, True]] * 2
 
 
+@needs("torch", "2.11")
 @pytest.mark.parametrize("version", [2, 1])
 def test_a_classifier_over_a_language_models_folder_equals_one_process(
     found: list[dict[str, Any]], version: int
