@@ -21,6 +21,8 @@ from .quantized.stand_ins import bitsandbytes_config, quantize_with_stand_ins
 
 _QUANTIZED_WHILE_LOADING = ("fp8", "mxfp4", "torchao", "hqq")  # bitsandbytes' loading is forecast
 
+_OF_LINEAR_LAYERS = ("bitsandbytes", "gptq", "auto-round", "awq", "torchao", "hqq")
+
 
 class QuantizedModel(NamedTuple):
     """A model on meta, and what is worth knowing about its quantization on the card that it is for."""
@@ -47,9 +49,8 @@ def quantized_meta_model(
     """
     plain = copy.deepcopy(config)
     on_disk = vars(plain).pop("quantization_config", None)
-    text = plain.get_text_config(decoder=True)
-    if on_disk is None and text is not plain:
-        on_disk = vars(text).pop("quantization_config", None)
+    if on_disk is None:
+        on_disk = _of_text_model(plain)
     request = read_request(on_disk, quantization_config)
     with without_packages():
         model = meta_model(plain, **options)
@@ -71,9 +72,34 @@ def quantized_meta_model(
             f"quantization_config ({request.method}) does not suit {type(model).__name__}: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if request.method in _OF_LINEAR_LAYERS:
+        findings += _of_experts(model, request.method)
     if not request.pre_quantized and request.method in _QUANTIZED_WHILE_LOADING:
         findings.append(_of_loading(request.method))
     return QuantizedModel(model, request.method, findings)
+
+
+def _of_text_model(config: PreTrainedConfig) -> object:
+    """Take the quantization out of the config of the language model inside, where transformers looks for it, too."""
+    try:
+        text = config.get_text_config(decoder=True)
+    except ValueError:  # several of them
+        return None
+    found: object = vars(text).pop("quantization_config", None)
+    return found
+
+
+def _of_experts(model: torch.nn.Module, method: str) -> list[Finding]:
+    """Say what stays in 16 bits because transformers holds all experts of a layer in one tensor."""
+    held = [p.nbytes for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name.split(".")]
+    if not held:
+        return []
+    message = (
+        f"transformers holds the experts of a layer in one tensor, and {method} quantizes linear layers only: they "
+        f"stay in 16 bits."
+    )
+    fix = "take a checkpoint in fp8, or MXFP4 for gpt-oss, whose experts are quantized."
+    return [Finding("experts-not-quantized", "warning", "", message, fix, sum(held))]
 
 
 def _of_attention(name: str) -> Finding:

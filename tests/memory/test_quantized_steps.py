@@ -122,6 +122,20 @@ def test_a_search_sees_the_context(name: str) -> None:
     assert sizes[1] - sizes[0] > 2 * 2 * 2 * 64 * 2 * 2000  # layers, keys and values, heads, size, bytes, tokens
 
 
+@pytest.mark.parametrize("name", ["nf4", "gptq", "hqq", "torchao Int8WeightOnly"])
+def test_experts_that_a_method_leaves_alone_are_a_finding(name: str) -> None:
+    """transformers' own quantizers replace linear layers, and experts are one parameter for all of them."""
+    plan = plan_device_map(MOE, {0: "1GB"}, quantization_config=METHODS[name][1])
+    (finding,) = [finding for finding in plan.findings if finding.code == "experts-not-quantized"]
+    assert finding.bytes == 2 * 8 * 3 * 128 * 256 * 2  # layers, experts, matrices, their sizes, bytes
+    assert plan.devices[0].weights > finding.bytes
+    whole = plan_device_map(LLAMA, {0: "1GB"}, quantization_config=METHODS[name][1])
+    assert "experts-not-quantized" not in [finding.code for finding in whole.findings]
+    in_fp8 = plan_device_map(MOE, {0: "1GB"}, quantization_config=FP8)
+    assert plan.devices[0].weights - in_fp8.devices[0].weights > finding.bytes // 4
+    assert "experts-not-quantized" not in [finding.code for finding in in_fp8.findings]
+
+
 def test_the_card_decides_and_not_the_machine_that_plans() -> None:
     work = Workload.generate(1, 16)
     on_disk = LlamaConfig(**SIZES, quantization_config=FP8)

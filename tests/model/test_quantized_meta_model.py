@@ -13,6 +13,7 @@ from transformers import (
     FineGrainedFP8Config,
     GptOssConfig,
     LlamaConfig,
+    LlavaConfig,
     Mxfp4Config,
     PreTrainedConfig,
     Qwen3MoeConfig,
@@ -228,6 +229,16 @@ def test_dequantizing_on_request_is_no_finding() -> None:
     made = quantized_meta_model(fp8, FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16)
     assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
     assert not made.findings
+
+
+def test_a_language_model_inside_may_say_that_it_is_quantized() -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = llama(quantization_config={"quant_method": "fp8"}).to_dict()
+    config = LlavaConfig(text_config=text, vision_config={"model_type": "clip_vision_model", **vision})
+    made = quantized_meta_model(config, dtype=torch.bfloat16)
+    assert made.method == "fp8"
+    assert any(parameter.dtype == torch.float8_e4m3fn for parameter in made.model.parameters())
+    assert config.text_config.quantization_config == {"quant_method": "fp8"}
 
 
 def test_two_methods_contradict_one_another() -> None:

@@ -232,7 +232,7 @@ def _sized_tensors(model: torch.nn.Module) -> list[SizedTensor]:
     tensors = []
     for key, names in names_of.items():
         tensor, is_buffer = first[key]
-        trainable = not is_buffer and tensor.is_floating_point()
+        trainable = not is_buffer and tensor.is_floating_point() and tensor.itemsize > 1  # fp8 holds codes
         tensors.append(SizedTensor(tuple(names), bytes_of(tensor), is_buffer, trainable))
     return tensors
 
