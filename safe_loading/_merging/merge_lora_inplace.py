@@ -91,7 +91,8 @@ def merge_lora_inplace(
         give_own_weights(plan.own_weights)
         try:
             by_peft = [job for job in plan.jobs if job.method == "peft" and job.names]
-            findings += merge_all_by_peft(by_peft, offloaded, check_finite=check_finite)
+            methods = {config.peft_type for config in tuner.peft_config.values()}
+            findings += merge_all_by_peft(by_peft, offloaded, methods, check_finite=check_finite)
             findings += _taken_apart(tuner.model, plan)
         except BaseException:
             take_back(plan.own_weights)

@@ -699,12 +699,12 @@ def test_a_failing_layer_of_peft_leaves_everything(monkeypatch: pytest.MonkeyPat
 def test_other_tuners_go_peft_s_own_way_and_keep_their_storage(config: Any) -> None:
     torch.manual_seed(0)
     model: Any = get_peft_model(Zoo(), config).eval()
-    theirs = copy.deepcopy(model).merge_and_unload(safe_merge=True)
+    theirs = copy.deepcopy(model).double().merge_and_unload(safe_merge=True).state_dict()
     addresses = {parameter.data_ptr() for parameter in model.parameters()}
     merged = merge_lora_inplace(model)
     assert {parameter.data_ptr() for parameter in merged.parameters()} <= addresses
-    assert all(torch.equal(merged.state_dict()[key], tensor) for key, tensor in theirs.state_dict().items())
-    assert [finding.code for finding in merged.merge_report.findings] == ["merged-by-peft"]
+    assert all(torch.equal(tensor, nearest(theirs[key], tensor.dtype)) for key, tensor in merged.state_dict().items())
+    assert [(f.code, f.severity) for f in merged.merge_report.findings] == [("merged-by-peft", "info")]
     assert {weight.road for weight in merged.merge_report.weights} == {"peft"}
 
 

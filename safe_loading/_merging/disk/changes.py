@@ -9,6 +9,7 @@ import torch
 
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._core.report import Finding
+from safe_loading._merging.weights.other_tuners import TunerMerge
 from safe_loading._merging.weights.update import Update
 from safe_loading._model.dtypes import DTYPES
 
@@ -33,6 +34,12 @@ class WeightChange:
     # Added to the matrix at each leading index: {(): ...} for a matrix, {(e,): ...} for experts of a fused parameter.
     updates: Mapping[tuple[int, ...], Update] = dataclasses.field(default_factory=dict)
     rows: Mapping[int, torch.Tensor] = dataclasses.field(default_factory=dict)  # single rows that are replaced
+    by_peft: TunerMerge | None = None  # what another method than LoRA makes of it
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing happens."""
+        return self.value is None and self.by_peft is None and not self.updates and not self.rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,6 +64,7 @@ class ChangedRows:
     first: int = 0
     value: torch.Tensor | None = None  # what replaces them; None when they are updated
     inits: tuple[BaseChangingInit, ...] = ()  # subtracted before the update; the rows are all of the weight then
+    by_peft: TunerMerge | None = None  # what another method than LoRA makes of them; they are all of the tensor then
 
 
 @dataclasses.dataclass

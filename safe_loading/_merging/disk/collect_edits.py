@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer, MultiheadAttention, ParamWrapper
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch.overrides import TorchFunctionMode
 
@@ -19,10 +20,11 @@ from safe_loading._loading.attach import Adapter, attach
 from safe_loading._loading.peft_config import changes_base
 from safe_loading._loading.slots import route
 from safe_loading._merging.weights.lora_layers import adapters_of, is_blocked, merge_targets
+from safe_loading._merging.weights.other_tuners import TunerMerge, fill_constants, tuner_merges
 from safe_loading._merging.weights.update import Update
 from safe_loading._merging.weights.variants import CannotMergeError, refuse_own_forward
 from safe_loading._merging.weights.writable_tensors import equal_updates
-from safe_loading._model.peft_layers import is_lora_layer, without_peft_levels
+from safe_loading._model.peft_layers import TunerModule, is_lora_layer, outermost_tuner_layers, without_peft_levels
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.tensors import ModelTensor, inventory
 
@@ -57,6 +59,7 @@ class _ParameterRecord:
     inits: list[BaseChangingInit] = dataclasses.field(default_factory=list)
     updates: dict[str, dict[tuple[int, ...], Update]] = dataclasses.field(default_factory=dict)
     rows: dict[str, dict[int, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    by_peft: dict[str, TunerMerge] = dataclasses.field(default_factory=dict)
     values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     # The names that modules_to_save replaces. peft copies such a module, so a tie does not carry its values on.
     saved_names: set[str] = dataclasses.field(default_factory=set)
@@ -76,11 +79,12 @@ class _ParameterRecord:
         # A module that stands in several places of the base is known under the first of its names.
         place = self.tensor.places[self.names.index(name)]
         name = self.names[self.tensor.places.index(place)]
-        return WeightChange(value, tuple(self.inits), self.updates.get(name, {}), self.rows.get(name, {}))
+        own = self.updates.get(name, {}), self.rows.get(name, {}), self.by_peft.get(name)
+        return WeightChange(value, tuple(self.inits), *own)
 
     def changed_modules(self) -> str:
         """Return the modules under which an adapter adds to it or replaces it, for a message."""
-        names = {*self.updates, *self.rows, *self.saved_names} or {*self.values}
+        names = {*self.updates, *self.rows, *self.by_peft, *self.saved_names} or {*self.values}
         return ", ".join(sorted(map(_module_of, names)))
 
 
@@ -124,6 +128,23 @@ class _Collector:
                     nested.add(id(module.get_base_layer().out_proj))
                 self._collect_updates(path, module, order)
                 self._collect_inits(path, module, adapters)
+        for path, layer in outermost_tuner_layers(model):
+            if isinstance(layer, TrainableTokensLayer):  # of the method of that name, without a wrapper
+                self._collect_token_rows(layer, layer.get_base_layer(), path, order)
+            elif not isinstance(layer, LoraLayer):
+                self._collect_by_peft(path, layer, order)
+
+    def _collect_by_peft(self, path: str, layer: TunerModule, order: Sequence[str]) -> None:
+        """Note what another method than LoRA makes of the tensors of one layer."""
+        base = layer.get_base_layer()
+        left = fill_constants(layer)
+        if left:
+            self.problems.append(f"{path}: {', '.join(left)} of its {type(layer).__name__} is in no file. {IN_MEMORY}")
+            return
+        for attribute, merge in tuner_merges(layer, tuple(order)).items():
+            name, record = self._record(base, attribute, path)
+            if record is not None:
+                record.by_peft[name] = merge
 
     def _collect_updates(self, path: str, layer: LoraLayer, order: Sequence[str]) -> None:
         updates, problems = _layer_updates(path, layer, order)
@@ -164,11 +185,16 @@ class _Collector:
                 self._replace(originals[inner], attribute, path, value, saved=True)
 
     def _collect_tokens(self, path: str, wrapper: TrainableTokensWrapper, order: Sequence[str]) -> None:
-        layer, base = wrapper.token_adapter, _innermost(wrapper.original_module)
+        base = _innermost(wrapper.original_module)
         try:
             refuse_own_forward(base, replaces_rows=True)
         except CannotMergeError as reason:
             self.problems.append(f"{_base_name(path)}: {reason}")
+        self._collect_token_rows(wrapper.token_adapter, base, path, order)
+
+    def _collect_token_rows(
+        self, layer: TrainableTokensLayer, base: torch.nn.Module, path: str, order: Sequence[str]
+    ) -> None:
         for name in order:
             if name not in layer.trainable_tokens_delta:
                 continue
@@ -209,7 +235,7 @@ class _Collector:
         value = next(reversed(record.values.values()), None)
         differ = value is not None and any(not same_tensor(other, value) for other in record.values.values())
         all_replaced = record.values.keys() == set(names)
-        updated = bool(record.updates or record.rows)
+        updated = bool(record.updates or record.rows or record.by_peft)
         alike = {name: record.change(name, value) for name in names}
         # The cases follow in the order of what is known: a saved module is the adapter's own copy, whatever the tie.
         if record.saved_names and (updated or (differ and not all_replaced)) and len(names) > 1:
@@ -225,8 +251,9 @@ class _Collector:
             return Edit(names, record.shape, {name: dataclasses.replace(alike[name], rows=rows) for name in names})
         # What a file brings of the base itself is written over the parameter, under all of its names.
         changes = alike if value is not None and not record.saved_names else _own_changes(record)
-        changed = {name: change for name, change in changes.items() if not _is_empty(change)}
-        how = "alone" if len(record.updates.keys() | record.rows.keys()) == 1 else "each in its own way"
+        changed = {name: change for name, change in changes.items() if not change.is_empty}
+        updated_names = record.updates.keys() | record.rows.keys() | record.by_peft.keys()
+        how = "alone" if len(updated_names) == 1 else "each in its own way"
         return Edit(names, record.shape, changed, f"the adapter changes {record.changed_modules()} {how}")
 
 
@@ -238,7 +265,8 @@ def _is_tie_kept(record: _ParameterRecord, changes: Mapping[str, WeightChange]) 
         return len({_module_of(name) for name in record.names}) == 1
     first, *others = changes.values()
     return all(
-        first.updates.keys() == other.updates.keys()
+        first.by_peft is other.by_peft
+        and first.updates.keys() == other.updates.keys()
         and all(equal_updates(update, other.updates[index]) for index, update in first.updates.items())
         and first.rows.keys() == other.rows.keys()
         and all(torch.equal(row, other.rows[index]) for index, row in first.rows.items())
@@ -249,11 +277,7 @@ def _is_tie_kept(record: _ParameterRecord, changes: Mapping[str, WeightChange]) 
 def _own_changes(record: _ParameterRecord) -> dict[str, WeightChange]:
     """Return what happens under each name where each changes alone."""
     changes = {name: record.change(name, record.values.get(name)) for name in record.names}
-    return {name: change for name, change in changes.items() if not _is_empty(change)}
-
-
-def _is_empty(change: WeightChange) -> bool:
-    return change.value is None and not change.updates and not change.rows
+    return {name: change for name, change in changes.items() if not change.is_empty}
 
 
 class _LayerUpdate(NamedTuple):

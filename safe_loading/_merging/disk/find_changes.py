@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from peft import PeftType
 
 from safe_loading._core.protocols import ModelClass
 from safe_loading._loading.attach import Adapter, prepare
 from safe_loading._loading.peft_config import can_build_on_meta, changes_base, is_lora
+from safe_loading._merging.weights.other_tuners import KNOWN
 from safe_loading.errors import MergeError
 
 from .base_changing_init import REPEATABLE, init_kind
@@ -51,13 +53,15 @@ def _not_scalable(adapter: Adapter, weight: float) -> list[str]:
     if weight == 1:
         return []
     config = adapter.config
-    kinds = {
+    kinds: dict[str, object] = {
         "DoRA": getattr(config, "use_dora", False),
         "modules_to_save": getattr(config, "modules_to_save", None),
         "trained biases": getattr(config, "bias", "none") != "none",
         "trainable tokens": getattr(config, "trainable_token_indices", None),
         f"init_lora_weights={init_kind(config)!r}": changes_base(config),
     }
+    if not is_lora(config):
+        kinds[str(getattr(config.peft_type, "value", config.peft_type))] = True
     found = [kind for kind, is_there in kinds.items() if is_there]
     if not found:
         return []
@@ -70,9 +74,15 @@ def _not_scalable(adapter: Adapter, weight: float) -> list[str]:
 def _refusals(adapter: Adapter) -> list[str]:
     """Return why an adapter cannot be merged, whatever the base."""
     folder, config = adapter.facts.folder, adapter.config
-    if not is_lora(config):
-        return [f"{folder}: its method is {config.peft_type}, and only LoRA is merged"]
-    if not can_build_on_meta(config):
+    method = getattr(config.peft_type, "value", config.peft_type)
+    if config.is_prompt_learning:
+        return [f"{folder}: its method, {method}, adds inputs and no weights, so it cannot be merged. Keep the adapter"]
+    if not is_lora(config) and config.peft_type not in (*KNOWN, PeftType.TRAINABLE_TOKENS):
+        return [
+            f"{folder}: its method, {method}, is not merged on disk. Load it with load_peft_on_rank, merge it with "
+            f"merge_lora_inplace and save it with save_pretrained"
+        ]
+    if is_lora(config) and not can_build_on_meta(config):
         return [
             f"{folder}: layer_replication makes layers that the base on disk does not have. Load it with "
             f"load_peft_on_rank, give each layer weights of its own (layers[i] = copy.deepcopy(layers[i])), "

@@ -164,7 +164,7 @@ class _Placer:
     def _add_rows(
         self, name: str, shape: tuple[int, ...], change: WeightChange, block: DiskBlock, info: TensorInfo
     ) -> None:
-        if not change.updates and not change.rows:
+        if change.by_peft is None and not change.updates and not change.rows:
             return
         try:
             self._rows.setdefault(block.tensor, []).extend(_changed_rows(shape, change, block, info))
@@ -183,6 +183,8 @@ def _in_disk_order(change: WeightChange, moved: Moved) -> tuple[WeightChange, Wh
         return change, moved.whole
     if moved.shape != moved.whole.shape:  # rows of other weights lie between them, so each run is a block of its own
         return change, take(moved.whole, moved.order, moved.dim)
+    if change.by_peft is not None:
+        raise _CannotPlaceError(f"its rows have another order on disk. {IN_MEMORY}")
     if change.rows and moved.dim != 0:
         raise _CannotPlaceError(f"its columns have another order on disk. {IN_MEMORY}")
     order = torch.tensor(moved.order)
@@ -213,6 +215,10 @@ def _changed_rows(
 ) -> list[ChangedRows]:
     """Return the rows of a disk tensor that a change of a parameter of that shape changes."""
     other_layout = f"{block.tensor} holds it in another layout"
+    if change.by_peft is not None:
+        if block.size != info.shape or block.dims != tuple(range(len(shape))) or block.size != shape:
+            raise _CannotPlaceError(f"{other_layout}, and the method needs the whole weight. {IN_MEMORY}")
+        return [ChangedRows(0, info.shape[0], by_peft=change.by_peft)]
     if change.rows:
         if change.updates:
             raise _CannotPlaceError("single tokens are trained and a LoRA is on the same weight")

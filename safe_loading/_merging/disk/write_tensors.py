@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from safe_loading._checkpoint.copy_bytes import ReadAhead, copy_range, read_into, write_from
+from safe_loading._merging.weights.other_tuners import TunerMerge
 from safe_loading._merging.weights.rounding import round_into
 from safe_loading._merging.weights.update import ROWS, RowMerger, Update
 from safe_loading._model.dtypes import DTYPES
@@ -107,11 +108,25 @@ class TensorWriter:
         # Whole groups of ROWS rows, which RowMerger sums alike whatever the block.
         rows = max(ROWS, BLOCK_BYTES // max(width, 1) // ROWS * ROWS)
         for begin, end, changed in _sections(plan, total):
+            if changed is not None and changed.by_peft is not None:
+                yield from self._write_by_peft(changed.by_peft, end, rows)
+                continue
             self._subtract_inits(changed)
             change = self._change_of(changed, rows)
             for start in range(begin, end, rows):
                 block = change(self._read(start, min(end, start + rows)), start)
                 yield self._write(self._buffers.bytes_of(block), start * plan.columns * self._to.itemsize)
+
+    def _write_by_peft(self, merge: TunerMerge, total: int, rows: int) -> Iterator[tuple[int, int]]:
+        """Write a whole tensor as another method than LoRA makes it, rounded once; all of it is in memory meanwhile."""
+        starts, plan = range(0, total, rows), self._plan
+        before = torch.cat([self._read(start, min(total, start + rows)).double() for start in starts])
+        after = merge.merged(before.clone().view(plan.target.shape)).reshape(-1, plan.columns)
+        for start in starts:
+            block = after[start : start + rows].contiguous()
+            self._check_change(block, before[start : start + rows], start)
+            width = plan.columns * _torch_dtype(self._to).itemsize
+            yield self._write(self._buffers.bytes_of(self._rounded(block, start)), start * width)
 
     def _subtract_inits(self, changed: ChangedRows | None) -> None:
         """Subtract from a weight what its adapters' inits subtracted; only then is a whole weight in memory."""

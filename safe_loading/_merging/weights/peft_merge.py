@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,15 +17,19 @@ from safe_loading.errors import MergeError
 
 from .layer_merge import LayerMerge
 from .offloaded import OffloadedWeights
+from .other_tuners import KNOWN, is_plain, merge_in_float64
 
 _Tensors = dict[str, Any]  # module._parameters or module._buffers, whose values have different types
 
 
-def merge_all_by_peft(jobs: list[LayerMerge], offloaded: OffloadedWeights, *, check_finite: bool) -> list[Finding]:
-    """Let peft merge the layers that are not known here, all of them or none."""
+def merge_all_by_peft(
+    jobs: list[LayerMerge], offloaded: OffloadedWeights, methods: Collection[object], *, check_finite: bool
+) -> list[Finding]:
+    """Let peft merge the layers that are not known here, all of them or none; ``methods`` are those of the adapters."""
     if not jobs:
         return []
     backup, path, errors = _Backup(), "", dict[str, float]()
+    in_float64 = [job for job in jobs if KNOWN.issuperset(methods) and is_plain(job.layer)]
     try:
         for job in jobs:
             path = job.path
@@ -33,6 +37,9 @@ def merge_all_by_peft(jobs: list[LayerMerge], offloaded: OffloadedWeights, *, ch
             undo_cpu_packing(job.layer.get_base_layer())
             backup.keep(job.layer)
             exact = _exact_values(job)
+            if job in in_float64:
+                merge_in_float64(job.layer, job.names, check_finite=check_finite)
+                continue
             job.layer.merge(safe_merge=check_finite, adapter_names=list(job.names))
             if exact is not None:
                 errors[path] = _relative_error(job, *exact)
@@ -47,12 +54,15 @@ def merge_all_by_peft(jobs: list[LayerMerge], offloaded: OffloadedWeights, *, ch
     offloaded.write_back(_base_tensors(jobs))
     kinds = sorted({type(job.layer).__name__ for job in jobs})
     where = f"{len(jobs)} layers, for example {jobs[0].path}"
+    whole = len(in_float64) == len(jobs)
+    how = "in float64, and rounded once" if whole else "which rounds more than once"
     why = (
-        f"{kinds} were merged by peft's own code, which rounds more than once; the copies for undoing it took "
-        f"{format_bytes(backup.bytes)} meanwhile."
+        f"{kinds} were merged by peft's own code, {how}; the copies for undoing it took {format_bytes(backup.bytes)} "
+        f"meanwhile."
     )
-    fix = "none needed; for quantized weights, merging into the base before it is quantized is best."
-    return [Finding("merged-by-peft", "warning", where, why, fix, backup.bytes), *_requantized(errors)]
+    fix = "none needed" + ("." if whole else "; for quantized weights, merging before the base is quantized is best.")
+    found = Finding("merged-by-peft", "info" if whole else "warning", where, why, fix, backup.bytes)
+    return [found, *_requantized(errors)]
 
 
 def _exact_values(job: LayerMerge) -> tuple[torch.Tensor, torch.Tensor] | None:

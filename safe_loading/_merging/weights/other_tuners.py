@@ -1,0 +1,103 @@
+"""What other methods than LoRA make of a weight, by peft's own merge of one layer, in float64."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import torch
+from peft import PeftType
+from peft.tuners.oft.layer import OFTRotationModule
+
+from safe_loading._model.peft_layers import TunerModule
+from safe_loading._model.tensor_values import is_finite
+
+from .rounding import DTYPES, round_into
+
+# The methods whose layers merge what a tensor of the base becomes from that tensor and the adapter alone.
+KNOWN = frozenset(
+    {
+        PeftType.IA3,
+        PeftType.LOHA,
+        PeftType.LOKR,
+        PeftType.OFT,
+        PeftType.BOFT,
+        PeftType.HRA,
+        PeftType.VERA,
+        PeftType.RANDLORA,
+        PeftType.FOURIERFT,
+        PeftType.MISS,
+        PeftType.C3A,
+        PeftType.ROAD,
+        PeftType.WAVEFT,
+        PeftType.DELORA,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TunerMerge:
+    """One tensor of the base, and the layer that says what it becomes; the layer's own base may be on meta."""
+
+    layer: TunerModule
+    names: tuple[str, ...]  # of the adapters, in order
+    attribute: str  # of the base layer: its weight or its bias
+
+    def merged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what the adapters make of a float64 tensor of the base, in float64; needs several times its size."""
+        own = copy.deepcopy(self.layer)
+        base = own.get_base_layer()
+        for name, parameter in base._parameters.items():
+            if parameter is not None:  # a bias does not depend on the weight's values, nor the weight on the bias's
+                zeros = torch.zeros(parameter.shape, dtype=torch.float64, device=tensor.device)
+                values = tensor if name == self.attribute else zeros
+                base._parameters[name] = torch.nn.Parameter(values, requires_grad=False)
+        with torch.no_grad():
+            own.double().merge(safe_merge=False, adapter_names=list(self.names))
+        merged: torch.Tensor = getattr(base, self.attribute)
+        return merged.data
+
+
+def is_plain(layer: TunerModule) -> bool:
+    """Return whether all parameters of a layer's base are float tensors in memory, of no special kind."""
+    parameters = list(layer.get_base_layer().parameters())
+    plain = (type(parameter) is torch.nn.Parameter and not parameter.is_meta for parameter in parameters)
+    return all(plain) and all(parameter.dtype in DTYPES for parameter in parameters)
+
+
+def merge_in_float64(layer: TunerModule, names: tuple[str, ...], *, check_finite: bool) -> None:
+    """Merge adapters into a layer in memory, each element rounded once, and mark them as merged.
+
+    ValueError when an element is not finite.
+    """
+    new = tuple(name for name in names if name not in layer.merged_adapters)
+    base, merged = layer.get_base_layer(), {}
+    for attribute, merge in tuner_merges(layer, new).items() if new else ():
+        merged[attribute] = merge.merged(base._parameters[attribute].double())  # type: ignore[union-attr]  # it is there
+    for attribute, values in merged.items():
+        weight: torch.Tensor = getattr(base, attribute).data
+        round_into(values.to(weight.device), weight)
+        if check_finite and not is_finite(weight):
+            raise ValueError(f"its merged {attribute} holds NaN, infinity or a number beyond {weight.dtype}")
+    layer.merged_adapters.extend(new)
+
+
+def tuner_merges(layer: TunerModule, names: tuple[str, ...]) -> dict[str, TunerMerge]:
+    """Return what a layer changes of its base, by the attribute."""
+    base = layer.get_base_layer()
+    return {
+        attribute: TunerMerge(layer, names, attribute)
+        for attribute in ("weight", "bias")
+        if base._parameters.get(attribute) is not None
+    }
+
+
+def fill_constants(layer: TunerModule) -> list[str]:
+    """Compute what peft left on meta and no file holds; return the names of what cannot be computed."""
+    for module in layer.modules():
+        if isinstance(module, OFTRotationModule):
+            rows, columns = torch.triu_indices(module.block_size, module.block_size, 1)
+            module._buffers.update(rows=rows, cols=columns)
+    inside = {id(tensor) for tensor in (*layer.get_base_layer().parameters(), *layer.get_base_layer().buffers())}
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    return [name for name, tensor in tensors if tensor.is_meta and id(tensor) not in inside]

@@ -1,0 +1,156 @@
+"""Other methods than LoRA, merged by peft's own code in float64: in memory and on disk to the same bits."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from models import save_llama
+from test_lora_update import nearest
+from test_merge_lora_checkpoint import TOKENS, loaded, on_disk
+from transformers import AutoModelForCausalLM
+
+from safe_loading import MergeError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
+from safe_loading._merging.disk import write_tensors
+
+LINEAR = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+SQUARE = {"target_modules": ["q_proj", "o_proj"]}
+METHODS: dict[str, Any] = {
+    "IA3": peft.IA3Config(**LINEAR, feedforward_modules=["down_proj"]),
+    "LoHa": peft.LoHaConfig(**LINEAR, r=4),
+    "LoKr": peft.LoKrConfig(**LINEAR, r=4),
+    "OFT": peft.OFTConfig(**LINEAR, oft_block_size=8),
+    "BOFT": peft.BOFTConfig(**LINEAR, boft_block_size=8),
+    "HRA": peft.HRAConfig(**LINEAR, r=4),
+    "VeRA": peft.VeraConfig(**SQUARE, r=4),
+    "RandLora": peft.RandLoraConfig(**SQUARE, r=4),
+    "FourierFT": peft.FourierFTConfig(**LINEAR, n_frequency=20),
+    "MiSS": peft.MissConfig(**LINEAR, r=4),
+    "C3A": peft.C3AConfig(**LINEAR, block_size=8),
+    "RoAd": peft.RoadConfig(**LINEAR, group_size=8),
+    "WaveFT": peft.WaveFTConfig(**LINEAR, n_frequency=20),
+    "DeLoRA": peft.DeloraConfig(**LINEAR, r=4),
+    "trainable tokens": peft.TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[1, 5, 7]),
+    "a saved head beside": peft.IA3Config(**LINEAR, feedforward_modules=["down_proj"], modules_to_save=["lm_head"]),
+}
+IN_MEMORY_ALONE: dict[str, Any] = {
+    "AdaLoRA": peft.AdaLoraConfig(**LINEAR, init_r=4, target_r=2, total_step=10),
+    "SHiRA": peft.ShiraConfig(**LINEAR, r=2),
+    "LN tuning": peft.LNTuningConfig(target_modules=["input_layernorm"]),
+}
+
+
+def saved(folder: Path, base: Path, config: Any) -> Path:
+    with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        model: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), config)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        model.save_pretrained(str(folder))
+    return folder
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=TOKENS).logits
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    model: Any = AutoModelForCausalLM.from_pretrained(save_llama(folder / "zeros", attention_bias=True))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_()
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype).save_pretrained(folder / str(dtype))
+    return {dtype: folder / str(dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_merge_on_disk_is_that_in_memory_to_the_bit_and_computes_what_the_adapter_does(
+    tmp_path: Path, bases: dict[torch.dtype, Path], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = saved(tmp_path / "adapter", bases[torch.float32], METHODS[method])
+    for number, (dtype, base) in enumerate(bases.items()):
+        monkeypatch.setattr(write_tensors, "BLOCK_BYTES", 999)
+        out = tmp_path / f"out{number}"
+        if method == "a saved head beside" and dtype != torch.float32:
+            continue  # a head in float32 behind a model in bfloat16 computes nothing
+        model = load_peft_on_rank(adapter, base)
+        expected = logits(model)
+        merge_lora_checkpoint(base, adapter, out)
+        merged = merge_lora_inplace(model)
+        assert merged.merge_report.ok
+        merged.save_pretrained(tmp_path / f"memory{number}")
+        found, other = on_disk(out), on_disk(tmp_path / f"memory{number}")
+        assert found.keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in found.items())
+        before = on_disk(base)
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in found.items())
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+        assert torch.allclose(logits(loaded(out)), expected, atol=tolerance)
+
+
+def test_a_delta_is_added_in_float64_and_rounded_once(tmp_path: Path, bases: dict[torch.dtype, Path]) -> None:
+    base = bases[torch.bfloat16]
+    adapter = saved(tmp_path / "adapter", bases[torch.float32], METHODS["LoHa"])
+    merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    found, before = on_disk(tmp_path / "out"), on_disk(base)
+    model: Any = load_peft_on_rank(adapter, base).double()
+    for path, module in model.named_modules():
+        if isinstance(module, peft.tuners.loha.LoHaLayer):
+            name = f"{path.removeprefix('base_model.model.')}.weight"
+            exact = before[name].double() + module.get_delta_weight("default").detach()
+            assert torch.equal(found[name], nearest(exact, torch.bfloat16))
+
+
+def test_the_bias_that_a_method_changes_is_merged_too(tmp_path: Path, bases: dict[torch.dtype, Path]) -> None:
+    base = bases[torch.float32]
+    merge_lora_checkpoint(base, saved(tmp_path / "adapter", base, METHODS["IA3"]), tmp_path / "out")
+    found, before = on_disk(tmp_path / "out"), on_disk(base)
+    assert not torch.equal(
+        found["model.layers.0.self_attn.q_proj.bias"], before["model.layers.0.self_attn.q_proj.bias"]
+    )
+
+
+@pytest.mark.parametrize("method", IN_MEMORY_ALONE)
+def test_what_is_not_merged_on_disk_is_refused_with_the_way_in_memory(
+    tmp_path: Path, bases: dict[torch.dtype, Path], method: str
+) -> None:
+    base = bases[torch.float32]
+    adapter = saved(tmp_path / "adapter", base, IN_MEMORY_ALONE[method])
+    with pytest.raises(MergeError, match=r"is not merged on disk\. Load it with load_peft_on_rank, merge it"):
+        merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    model = load_peft_on_rank(adapter, base)
+    expected = logits(model)
+    merge_lora_inplace(model).save_pretrained(tmp_path / "out")
+    assert torch.allclose(logits(loaded(tmp_path / "out")), expected, atol=1e-5)
+
+
+def test_a_prompt_cannot_be_merged_anywhere(tmp_path: Path, bases: dict[torch.dtype, Path]) -> None:
+    base = bases[torch.float32]
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(MergeError, match=r"adds inputs and no weights, so it cannot be merged\. Keep the adapter"):
+        merge_lora_checkpoint(base, saved(tmp_path / "adapter", base, config), tmp_path / "out")
+
+
+def test_a_merged_value_that_is_not_finite_leaves_everything_as_it_was(
+    tmp_path: Path, bases: dict[torch.dtype, Path]
+) -> None:
+    base = bases[torch.float32]
+    model: Any = load_peft_on_rank(saved(tmp_path / "adapter", base, METHODS["LoHa"]), base)
+    layer = model.base_model.model.model.layers[2].mlp.down_proj
+    layer.hada_w1_a["default"].data[:] = 1e30
+    layer.hada_w2_a["default"].data[:] = 1e30
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(MergeError, match=r"everything is as it was.*\n.*down_proj: its merged weight holds NaN"):
+        merge_lora_inplace(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
