@@ -39,6 +39,7 @@ def plan_device_map(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     capability: tuple[int, int] | None = None,
+    offload_buffers: bool = False,
 ) -> DeviceMapPlan:
     """Plan which module goes to which device, so that no limit is exceeded and nothing is offloaded without need.
 
@@ -59,7 +60,7 @@ def plan_device_map(
             its lists of layers; a list that is passed replaces all of this.
         objective: "balance" evens out the loads; "fill" takes the fewest devices, one after the other.
         offload: Where weights may go that no accelerator has room for: "never", "cpu", or "disk" once the host is
-            full. As few bytes as possible.
+            full. What leaves is what moves the fewest bytes per token: any blocks, and experts of mixtures.
         verify: Whether the step is run with the map, on simulated devices. Modules whose tensors meet there from two
             devices are kept together, and the plan is made again.
         overhead: Bytes to keep free on each accelerator, or by device. None keeps nothing free under explicit limits.
@@ -71,6 +72,8 @@ def plan_device_map(
             for an H100. It decides which kernels run, and whether fp8 and MXFP4 stay as they are or are dequantized.
             None takes that of this machine's GPUs where ``max_memory`` is None; otherwise kernels are those of an A100,
             and formats stay as they are.
+        offload_buffers: Whether buffers that are saved are offloaded with the weights. Pass the same to
+            ``from_pretrained`` or ``accelerate.dispatch_model``.
 
     Returns:
         The map: a ``dict`` for ``device_map=`` that has a table, a picture and ``verified``.
@@ -119,6 +122,7 @@ def plan_device_map(
         inputs=inputs,
         capability=capability,
         findings=tuple(findings),
+        offload_buffers=bool(offload_buffers),
     )
     return Planner(request).plan()
 

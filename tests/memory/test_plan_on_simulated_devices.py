@@ -14,6 +14,7 @@ import pytest
 import torch
 from models import save_llama
 from peft import LoraConfig
+from plan_truth import save_tiny
 
 from safe_loading import Workload
 
@@ -56,7 +57,7 @@ PLANS = """
     from transformers import AutoModelForCausalLM
     from safe_loading import DeviceMapInfeasible, Workload, limit_device_memory, plan_device_map, smallest_limits
 
-    untied, tied = sys.argv[1:3]
+    untied, tied, wide, mixture = sys.argv[1:5]
     tokens = torch.arange(1, 33).reshape(2, 16)
     work = Workload.generate(2, 16, decode_steps=2)
 
@@ -65,6 +66,7 @@ PLANS = """
             out = model(tokens.to(device), use_cache=True, logits_to_keep=1)
             logits, cache = [out.logits.cpu()], out.past_key_values
             for _ in range(2):
+                del out  # as generate() does before the next token
                 out = model(tokens[:, :1].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1)
                 logits.append(out.logits.cpu())
         return torch.cat(logits)
@@ -95,7 +97,7 @@ PLANS = """
             "caps": {str(n): round(share * 2**36) for n, share in caps.items()},
             "offloaded": plan.offloaded_bytes, "text": str(plan)}})
 
-    expected = {folder: steps(AutoModelForCausalLM.from_pretrained(folder)) for folder in (untied, tied)}
+    expected = {folder: steps(AutoModelForCausalLM.from_pretrained(folder)) for folder in sys.argv[1:5]}
     leasts = {folder: smallest_limits(folder, 2, workload=work) for folder in (untied, tied)}
     for name, folder in (("untied", untied), ("tied", tied)):
         least = leasts[folder]
@@ -109,6 +111,12 @@ PLANS = """
             plan = plan_device_map(folder, {**room, **hosts}, workload=work, offload=where)
             for how in ("load", "dispatch"):
                 run(f"{name} {where} {how}", folder, plan, how)
+    for name, folder, share in (("ends", wide, 0.55), ("experts", mixture, 0.8), ("experts-two", mixture, 0.7)):
+        whole = plan_device_map(folder, {0: 10**9}, workload=work).devices[0].used
+        room = {0: int(share * whole), **({3: whole // 4} if "two" in name else {})}
+        plan = plan_device_map(folder, {**room, "cpu": 10**9}, workload=work, offload="cpu")
+        for how in ("load", "dispatch"):
+            run(f"{name} cpu {how}", folder, plan, how)
     limits = smallest_limits(untied, 3, workload=work)
     run("enforced", untied, plan_device_map(untied, limits, workload=work), "load", enforce=True)
     try:
@@ -195,8 +203,12 @@ def runs(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> dict
     sizes: dict[str, Any] = {"num_hidden_layers": 6}
     untied = save_llama(folder / "untied", torch.float32, **sizes)
     tied = save_llama(folder / "tied", torch.float32, tie_word_embeddings=True, **sizes)
+    wide = save_llama(folder / "wide", torch.float32, vocab_size=1000, **sizes)
+    save_tiny("MixtralForCausalLM", folder / "mixture")
     # one process for both scripts, since each imports the engines for several seconds
-    return simulated.run(SETUP + PLANS + STEPS, count=4, timeout=300, args=[untied, tied, json.dumps(SAMPLE)])
+    return simulated.run(
+        SETUP + PLANS + STEPS, count=4, timeout=300, args=[untied, tied, wide, folder / "mixture", json.dumps(SAMPLE)]
+    )
 
 
 def plans_of(runs: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -205,7 +217,7 @@ def plans_of(runs: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_every_plan_runs_and_gives_the_same_logits(runs: dict[str, Any]) -> None:
-    assert len(plans_of(runs)) == 13
+    assert len(plans_of(runs)) == 19
     for name, facts in plans_of(runs).items():
         assert facts["equal"], name
         assert facts["verified"], (name, facts["reason"])
@@ -229,6 +241,17 @@ def test_what_is_offloaded_is_what_does_not_fit(runs: dict[str, Any]) -> None:
         away = {place for place in facts["map"].values() if place in ("cpu", "disk")}
         assert away == ({name.split()[1]} if "cpu" in name or "disk" in name else set()), name
         assert (facts["offloaded"] > 0) == bool(away), name
+
+
+def test_embeddings_and_experts_are_offloaded_by_themselves(runs: dict[str, Any]) -> None:
+    for how in ("load", "dispatch"):
+        away = {path for path, place in runs[f"ends cpu {how}"]["map"].items() if place == "cpu"}
+        assert away == {"lm_head", "model.layers"}  # and the norm between them stays
+        for name in ("experts", "experts-two"):
+            facts = runs[f"{name} cpu {how}"]
+            away = {path for path, place in facts["map"].items() if place == "cpu"}
+            assert away
+            assert all(path.endswith(".experts") for path in away), facts["map"]
 
 
 def test_tied_weights_stay_on_one_device_and_are_counted_once(runs: dict[str, Any]) -> None:

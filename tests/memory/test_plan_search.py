@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from safe_loading._memory.plan import chain as chains
 from safe_loading._memory.plan.chain import Chain, DeviceSlot, fewest_devices, reach
 from safe_loading._memory.plan.layer_groups import MOST_PINNINGS, GroupPlacement, LayerGroup, Puzzle
-from safe_loading._memory.plan.offload import Away, offload
 
 Best = tuple[tuple[Fraction, int], int]
 NOTHING = LayerGroup(0)
@@ -145,73 +144,6 @@ def test_a_device_can_be_used_whenever_there_is_a_way(hundred: int) -> None:
             if placement is not None:
                 assert device in placement.device_of
                 assert keeps(puzzle, placement), seed
-
-
-@pytest.mark.parametrize("hundred", range(3))
-def test_what_is_offloaded_is_the_run_with_the_fewest_bytes(hundred: int) -> None:
-    offloaded = 0
-    for seed in range(100 * hundred, 100 * hundred + 100):
-        draw = random.Random(f"offload {seed}")
-        blocks, together, limits = instance(seed, 6)
-        away = [
-            Away(block.resident, kept := draw.randint(0, block.resident) // 4, block.transient + kept)
-            for block in blocks
-        ]
-        hosts = draw.choice([[100], [draw.randint(0, 20), 100], [draw.randint(0, 20)]])
-        puzzle = Puzzle(blocks, together, limits)
-        if puzzle.fits():
-            continue
-        split = offload(puzzle, away, hosts, "balance")
-        assert (None if split is None else split.bytes) == fewest_away(blocks, together, limits, away, hosts), seed
-        if split is not None:
-            offloaded += 1
-            main = min(device for device in split.device_of if device < len(limits))
-            left = [n for n, device in enumerate(split.device_of) if device >= len(limits)]
-            for number, limit in enumerate([*limits, *hosts]):
-                own = [n for n, device in enumerate(split.device_of) if device == number]
-                gone = left if number == main else []
-                kept = sum(blocks[n].resident if number < len(limits) else away[n].bytes for n in own)
-                passing = max([*(blocks[n].transient for n in own), *(away[n].transient for n in gone)], default=0)
-                load = kept + sum(away[n].resident for n in gone) + (passing if number < len(limits) else 0)
-                assert load <= limit, (seed, number)
-    assert offloaded > 10
-
-
-def fewest_away(
-    blocks: Sequence[LayerGroup],
-    together: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    away: Sequence[Away],
-    hosts: Sequence[int],
-) -> int | None:
-    """Return the fewest bytes of one run of blocks, with or without the grouped ones, that can leave the devices."""
-    first, free = apart(together)
-    links = [
-        [block for block in range(len(blocks)) if first.get(block, block) == root]
-        for root in range(len(blocks))
-        if first.get(root, root) == root and root not in free
-    ]
-    runs = [[*itertools.chain(*links[a:b])] for a in range(len(links)) for b in range(a + 1, len(links) + 1)]
-    sizes = []
-    for gone in [*runs, *(sorted([*run, *free]) for run in [*runs, []] if free)]:
-        stays = [block for block in range(len(blocks)) if block not in gone]
-        place = {block: number for number, block in enumerate(stays)}
-        groups = [[place[block] for block in group if block in place] for group in together]
-        room = list(hosts)
-        for block in sorted(gone):  # one host after the other
-            while room and away[block].bytes > room[0]:
-                room.pop(0)
-            if room:
-                room[0] -= away[block].bytes
-        if not room or not stays:
-            continue
-        need = LayerGroup(sum(away[block].resident for block in gone), max(away[block].transient for block in gone))
-        for main in range(len(limits)):
-            held = [need if device == main else NOTHING for device in range(len(limits))]
-            left = [limit if device >= main else 0 for device, limit in enumerate(limits)]
-            if best_of_all([blocks[n] for n in stays], [g for g in groups if g], left, held, main) is not None:
-                sizes.append(sum(away[block].bytes for block in gone))
-    return min(sizes, default=None)
 
 
 def test_fill_takes_one_device_after_the_other() -> None:

@@ -15,7 +15,6 @@ from .device_map_plan import DeviceUse
 from .layer_groups import LayerGroup
 from .map_keys import device_of, execution_devices
 from .module_tree import ModuleTree, PlacementUnit
-from .offload import Away
 from .request import PlanRequest
 
 _RESIDENT = ("weights", "buffers", "adapters", "optimizer", "gradients", "activations")
@@ -30,23 +29,16 @@ class Cost:
     cache: int = 0  # what it leaves in the cache
     training: int = 0  # gradients, optimizer state and what it saves for the backward pass
     transient: int = 0  # while it runs: its own temporaries, and what it is handed (hidden states, masks)
-    largest_leaf: int = 0  # the most bytes of parameters that one module inside it holds itself
 
     @property
     def group(self) -> LayerGroup:
         """What it is to the solver on a device."""
         return LayerGroup(self.weights + self.buffers + self.cache + self.training, self.transient)
 
-    @property
-    def away(self) -> Away:
-        """What it is to the solver when it is offloaded."""
-        resident = self.buffers + self.cache + self.training
-        return Away(self.weights, resident, self.transient + self.largest_leaf)
-
 
 def unit_costs(units: Sequence[PlacementUnit], workload: Workload, trace: StepTrace | None) -> list[Cost]:
     """Return the cost of each unit from a step on one device; without a step tensors alone are counted."""
-    costs = [Cost(u.weights, u.buffers, largest_leaf=u.largest_leaf) for u in units]
+    costs = [Cost(unit.weights, unit.buffers) for unit in units]
     if trace is None:
         return costs
     timeline = _Timeline([unit.path for unit in units], trace)
@@ -119,22 +111,23 @@ def counted_uses(
     `extra` is what a traced step needed beyond that, by device.
     """
     main = execution_devices(device_map)[0]
-    sums = {
+    sums: dict[Device, dict[str, int]] = {
         device: dict.fromkeys(("weights", "buffers", "cache", "training", "transient", "staging"), 0)
         for device in (*request.limits, *device_map.values())  # an edited map may name one without a limit
     }
     for unit, cost in zip(tree.units, costs, strict=True):
         home = device_of(unit.path, device_map)
-        home = main if home is None else home
-        # what is offloaded runs on the main device, which also keeps all but its weights
-        offloaded = home in HOST and home != main
-        runs = sums[main if offloaded else home]
-        sums[home]["weights"] += cost.weights
-        for name in ("buffers", "cache", "training"):
+        # what is offloaded, as a whole or in part, runs on the main device, which also keeps all but its weights
+        offloaded = home is None or (home in HOST and home != main)
+        runs = sums[main if home is None or offloaded else home]
+        for name in ("weights", "buffers", "cache", "training"):
             runs[name] += getattr(cost, name)
         runs["transient"] = max(runs["transient"], cost.transient)
         if offloaded:
-            runs["staging"] = max(runs["staging"], cost.largest_leaf)
+            adapters = cost.weights - unit.weights if home is not None else 0
+            _take_away(request, unit, device_map, sums, main)
+            sums[main]["weights"] -= adapters
+            sums[main if home is None else home]["weights"] += adapters
     return [
         DeviceUse(
             device,
@@ -149,6 +142,27 @@ def counted_uses(
         )
         for device, own in sums.items()
     ]
+
+
+def _take_away(
+    request: PlanRequest,
+    unit: PlacementUnit,
+    device_map: Mapping[str, Device],
+    sums: Mapping[Device, dict[str, int]],
+    main: Device,
+) -> None:
+    """Move what a unit has on a host from the main device to it, and note what passes through at once."""
+    leaves: dict[str, int] = {}
+    for tensor in unit.tensors:
+        home = device_of(tensor.names[0], device_map)
+        stays = tensor.is_buffer and not (request.offload_buffers and tensor.persistent)
+        if home is None or home not in HOST or home == main or stays:
+            continue
+        name = "buffers" if tensor.is_buffer else "weights"
+        sums[main][name] -= tensor.bytes
+        sums[home][name] += tensor.bytes
+        leaves[tensor.owner] = leaves.get(tensor.owner, 0) + tensor.bytes
+    sums[main]["staging"] = max(sums[main]["staging"], *leaves.values(), 0)
 
 
 def traced_uses(request: PlanRequest, trace: StepTrace, uses: Sequence[DeviceUse]) -> list[DeviceUse]:

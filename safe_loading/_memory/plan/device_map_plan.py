@@ -71,6 +71,8 @@ class Facts:
     verified: bool  # whether the step was run on simulated devices with this map
     reason: str  # why it was not; empty when it was
     findings: tuple[Finding, ...]
+    moved_bytes: int = 0  # of offloaded weights that each token moves to the main device; each step when training
+    offload_buffers: bool = False  # as it has to be passed on
 
 
 class DeviceMapPlan(Verdict, dict[str, Device]):
@@ -128,6 +130,11 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
         """The weights that are not on a device that computes."""
         running = {use.device for use in self._running()}
         return sum(use.weights for use in self.devices if use.device not in running)
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes of offloaded weights that each token moves to the main device; each step when training."""
+        return self.facts.moved_bytes
 
     def verify(self) -> bool:
         """Run the step on simulated devices: everything has a device, no operation between devices, no limit exceeded.

@@ -9,10 +9,10 @@ from safe_loading._core.report import format_bytes
 from safe_loading.errors import DeviceMapInfeasible
 
 from .layer_groups import Puzzle
-from .offload import Away, offload
+from .offload import Away, OffloadPlan, offload
 from .request import PlanRequest
 
-_MOST_GROUPS = 400  # offload() tries every run of groups, so its time grows with their square
+_MOST_GROUPS = 400  # for more groups the advice would take longer than the plan
 
 
 def infeasible(
@@ -59,10 +59,24 @@ def infeasible(
 
 
 def _by_offloading(request: PlanRequest, puzzle: Puzzle, away: Sequence[Away]) -> str:
-    if request.offload != "never":
-        there = ", ".join(f"{host} {format_bytes(request.limits.get(host, 0))}" for host in request.hosts)
-        return f"Offloading to {there or 'nowhere'} does not make it fit."
-    if request.running == ["cpu"] or len(puzzle.groups) > _MOST_GROUPS:
+    if not request.explains or request.running == ["cpu"]:
         return ""
-    split = offload(puzzle, away, [UNLIMITED], request.objective, request.main_of)
-    return f"Or pass offload='cpu', which would keep {format_bytes(split.bytes)} on the host." if split else ""
+    if request.offload == "never":
+        if len(puzzle.groups) > _MOST_GROUPS:
+            return ""
+        split = offload(puzzle, away, [UNLIMITED], request.objective, request.main_of)
+        return f"Or pass offload='cpu', which would keep {format_bytes(split.bytes)} on the host." if split else ""
+    there = ", ".join(f"{host} {format_bytes(request.limits.get(host, 0))}" for host in request.hosts)
+    search = OffloadPlan(puzzle, away, [UNLIMITED], request.objective, request.main_of)
+    split = search.solve()
+    parts = "blocks, embeddings and heads" + (" and experts" if any(each.pieces for each in away) else "")
+    tried = "Every choice of" if search.complete else "Of the choices of"
+    most = "was tried" if search.complete else "the most promising were tried"
+    searched = f"{tried} {parts} to offload {most}, with each device as the one that runs them"
+    if split is not None:
+        return f"Offloading to {there} does not make it fit. {searched}: {format_bytes(split.bytes)} there would do."
+    largest = max(each.transient for each in away)
+    return (
+        f"Offloading to {there} does not make it fit. {searched}: what stays on that device and what passes through, "
+        f"up to {format_bytes(largest)} at once, are more than its limit."
+    )

@@ -15,7 +15,7 @@ from safe_loading._core.names import ancestors, nearest, without_peft_prefix
 from safe_loading._core.parse_size import Device
 from safe_loading._memory.trace.accelerate_hooks import has_tensors
 from safe_loading._model.quantized.sizes import bytes_of
-from safe_loading._model.tensors import tensor_places
+from safe_loading._model.tensors import TensorPlace, tensor_places
 
 from .map_keys import device_of
 
@@ -37,6 +37,7 @@ class SizedTensor:
     bytes: int  # on its device, with the statistics of a quantized weight
     is_buffer: bool
     trainable: bool  # whether a full fine-tuning trains it
+    persistent: bool = True  # whether ``state_dict`` has it
 
     @property
     def owner(self) -> str:
@@ -50,9 +51,17 @@ class PlacementUnit:
 
     path: str
     tensors: tuple[SizedTensor, ...]  # a tied weight stands in the first unit that has it
-    # The most bytes of parameters that one module inside it holds itself: what is on the device at once when accelerate
-    # brings them there module by module.
-    largest_leaf: int
+
+    def largest_leaf(self, *, with_buffers: bool = False) -> int:
+        """Return the most bytes that one module inside it holds itself, of parameters, and of buffers that are saved.
+
+        It is what is on the device at once when accelerate brings them there module by module.
+        """
+        sums: dict[str, int] = {}
+        for tensor in self.tensors:
+            if not tensor.is_buffer or (with_buffers and tensor.persistent):
+                sums[tensor.owner] = sums.get(tensor.owner, 0) + tensor.bytes
+        return max(sums.values(), default=0)
 
     @property
     def weights(self) -> int:
@@ -135,7 +144,7 @@ def cut_model(
         members[own[0]].append(tensor)
         if len(own) > 1:
             tied[tuple(own)] = None
-    units = (PlacementUnit(cut.path, tuple(own), _largest_leaf(own)) for cut, own in zip(cuts, members, strict=True))
+    units = (PlacementUnit(cut.path, tuple(own)) for cut, own in zip(cuts, members, strict=True))
     return ModuleTree(tuple(units), tuple(tied))
 
 
@@ -200,14 +209,6 @@ def _unit_of(name: str, place: dict[str, int]) -> int:
     return place[nearest(name, place) or ""]
 
 
-def _largest_leaf(tensors: Sequence[SizedTensor]) -> int:
-    sums: dict[str, int] = {}
-    for tensor in tensors:
-        if not tensor.is_buffer:
-            sums[tensor.owner] = sums.get(tensor.owner, 0) + tensor.bytes
-    return max(sums.values(), default=0)
-
-
 def _sized_tensors(model: torch.nn.Module) -> list[SizedTensor]:
     """Return every parameter and buffer of a model, persistent or not, each once.
 
@@ -216,13 +217,13 @@ def _sized_tensors(model: torch.nn.Module) -> list[SizedTensor]:
     """
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     names_of: dict[object, list[str]] = {}
-    first: dict[object, tuple[torch.Tensor, bool]] = {}
+    first: dict[object, TensorPlace] = {}
     key_of: dict[str, object] = {}
     # Not inventory(), which takes weights for tied only when they are one object: here the memory counts.
     for place in tensor_places(model):
         key = key_of[place.name] = _identity(place.tensor)
         names_of.setdefault(key, []).append(place.name)
-        first.setdefault(key, (place.tensor, place.is_buffer))
+        first.setdefault(key, place)
     for target, source in tied.items():
         one, other = key_of.get(source), key_of.get(target)
         if one is not None and other is not None and one != other:
@@ -231,9 +232,12 @@ def _sized_tensors(model: torch.nn.Module) -> list[SizedTensor]:
                 key_of[name] = one
     tensors = []
     for key, names in names_of.items():
-        tensor, is_buffer = first[key]
-        trainable = not is_buffer and tensor.is_floating_point() and tensor.itemsize > 1  # fp8 holds codes
-        tensors.append(SizedTensor(tuple(names), bytes_of(tensor), is_buffer, trainable))
+        place = first[key]
+        trainable = (
+            not place.is_buffer and place.tensor.is_floating_point() and place.tensor.itemsize > 1
+        )  # fp8 holds codes
+        size = bytes_of(place.tensor)
+        tensors.append(SizedTensor(tuple(names), size, place.is_buffer, trainable, place.persistent))
     return tensors
 
 

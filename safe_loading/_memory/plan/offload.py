@@ -1,44 +1,67 @@
-"""Which groups leave the accelerators when not all of them fit: the fewest bytes, one run of groups. Imports no torch.
+"""What leaves the accelerators when not all of it fits: what moves the fewest bytes per token. Imports no torch.
 
-What is offloaded runs on the main device all the same: its buffers and caches stay there, and its weights pass through,
-module by module. So taking groups away from the devices puts a little of each on the main one.
+What is offloaded runs on the main device all the same: its caches stay there, and its weights pass through, module by
+module. So taking groups away from the devices puts a little of each on the main one.
+
+Any groups of the chain may leave, wherever they stand in it, and any that are pinned. A block that the main device runs
+may leave in part: all of its experts, and in one block any of its modules. (In a block of another device they may not:
+what they return would be on the main device, where the rest of the block is not. And what goes into a block that leaves
+in part must come from the main device, since accelerate moves the inputs of its modules, and not those of the block.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import NamedTuple
 
-from .layer_groups import GroupPlacement, LayerGroup, Puzzle
+from .chain import DeviceSlot
+from .layer_groups import MOST_PINNINGS, LayerGroup, Puzzle
+from .offload_search import Choice, Effort, Link, OffloadSearch, Outcome
 from .search import Objective
 
-_MOST_TIES = 16
+MOST_STATES = 20_000
+"""Up to so many states the search is exact; beyond, it keeps the best of the most promising ways."""
+
+_MOST_PARTS = 64  # ways in which one block may leave in part; beyond, as many that are evenly spaced
+_MOST_SUMS = 10_000  # sums of sizes that are kept to fill the host before the disk
+_GONE = -1
+
+
+class Piece(NamedTuple):
+    """A module inside a block that can be offloaded by itself."""
+
+    path: str
+    bytes: int  # on the host
+    staging: int  # of these at once on the main device, while it runs
+    moved: int  # per token
+    is_expert: bool = False
 
 
 @dataclass(frozen=True)
 class Away:
-    """What an offloaded group still needs."""
+    """What a group is when it is offloaded."""
 
     bytes: int  # its weights, on the host or the disk
     resident: int  # what stays on the main device: buffers, caches
     transient: int  # on the main device while it runs: the largest module's weights, activations
+    moved: int  # bytes that go to the main device for each token
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True)
 class Split:
-    """Where each group goes, and how many bytes are offloaded."""
+    """Where each group goes, and what is offloaded."""
 
-    device_of: tuple[int, ...]  # the number of its device; ``len(limits)`` and on are the hosts
-    bytes: int
-
-
-class _Rest(NamedTuple):
-    """The groups that stay on the accelerators, and where they go."""
-
-    groups: list[int]
-    placement: GroupPlacement
+    # The number of each group's device; ``len(limits)`` and on are the hosts. A group that leaves in part is on the
+    # main device.
+    device_of: tuple[int, ...]
+    bytes: int  # that are offloaded
+    moved: int  # per token
+    crossings: int  # changes of device with the fewest devices
+    pieces: Mapping[str, int] = field(default_factory=dict)  # the hosts of single modules, by path
+    complete: bool = True  # whether every way was tried
 
 
 def offload(
@@ -48,98 +71,237 @@ def offload(
     objective: Objective,
     main_of: Callable[[Sequence[int]], int] = min,
 ) -> Split | None:
-    """Return the placement that offloads the fewest bytes; None when even that does not fit.
+    """Return the placement that moves the fewest bytes per token; None when there is none.
 
-    `away` says what each group needs when it is offloaded, `hosts` how many bytes the host's memory and the disk may
-    take, in the order in which they are filled, and `main_of` which of the accelerators that hold anything is the main
-    device.
+    `away` says what each group is when it is offloaded, `hosts` how many bytes the host's memory and the disk may take,
+    the nearest first, and `main_of` which of the accelerators that hold anything is the main device. Of placements that
+    move as few bytes, one with the fewest crossings decides what leaves; the rest is placed for the objective.
     """
-    best: tuple[int, Split] | None = None
-    ties = 0
-    for size, gone in _candidates(puzzle, away):
-        # among those with the same bytes the fewest crossings win, as long as that is a few tries
-        if best is not None and (size > best[1].bytes or ties >= _MOST_TIES):
-            break
-        homes = _onto_hosts(puzzle, gone, away, hosts)
-        if homes is None:
-            continue
-        for main in range(len(puzzle.limits)):
-            rest = _place_rest(puzzle, gone, away, main, objective, main_of)
-            if rest is None:
-                continue
-            ties += 1
-            device_of = homes | dict(zip(rest.groups, rest.placement.device_of, strict=True))
-            devices = tuple(device_of[group] for group in range(len(away)))
-            runs_on = [main if device >= len(puzzle.limits) else device for device in devices]
-            crossings = sum(a != b for a, b in pairwise(runs_on))
-            if best is None or crossings < best[0]:
-                best = crossings, Split(devices, size)
-            break
-    return best[1] if best is not None else None
+    return OffloadPlan(puzzle, away, hosts, objective, main_of).solve()
 
 
-def _candidates(puzzle: Puzzle, away: Sequence[Away]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield what could be offloaded, the fewest bytes first: a run of the chain, with or without what is pinned."""
-    pinned = tuple(member for pin in puzzle.pins for member in pin.members)
-    candidates = []
-    links = puzzle.links
-    for extra in dict.fromkeys([(), pinned]):
-        for start in range(len(links)):
-            run, size = list(extra), sum(away[group].bytes for group in extra)
-            for stop in range(start, len(links)):
-                run += links[stop]
-                size += sum(away[group].bytes for group in links[stop])
-                candidates.append((size, start, tuple(run)))
-        if extra:
-            candidates.append((sum(away[group].bytes for group in extra), 0, extra))
-    room = sum(puzzle.limits)
-    whole = sum(group.resident for group in puzzle.groups)
-    candidates.sort(key=lambda entry: (entry[0], -entry[1]))  # of equals the last run, as accelerate offloads the tail
-    for size, _, gone in candidates:
-        if whole - sum(puzzle.groups[group].resident - away[group].resident for group in gone) <= room:
-            yield size, gone
+class OffloadPlan:
+    """Tries each accelerator as the main device, and each way of placing what is pinned."""
 
+    def __init__(
+        self,
+        puzzle: Puzzle,
+        away: Sequence[Away],
+        hosts: Sequence[int],
+        objective: Objective,
+        main_of: Callable[[Sequence[int]], int] = min,
+    ) -> None:
+        self.puzzle, self.away, self.hosts, self.main_of = puzzle, away, hosts, main_of
+        self.objective: Objective = objective
+        self.links = [_link(puzzle, members, away) for members in puzzle.links]
+        self.effort = Effort(MOST_STATES)
 
-def _onto_hosts(
-    puzzle: Puzzle, gone: Sequence[int], away: Sequence[Away], hosts: Sequence[int]
-) -> dict[int, int] | None:
-    """Return the number of the host for each group that goes, one host filled after the other; None without room."""
-    homes, left = {}, list(hosts)
-    place = 0
-    for group in sorted(gone):
-        while place < len(left) and away[group].bytes > left[place]:
-            place += 1
-        if place == len(left):
+    def solve(self) -> Split | None:
+        """Return the best placement, or None."""
+        best: Split | None = None
+        # without splitting a block first: what that moves is the bound that keeps the search with it short
+        for splits in dict.fromkeys((False, any(choice.is_split for link in self.links for choice in link.parts))):
+            self.effort.left = MOST_STATES
+            for main in self._mains():
+                for pinning in islice(self._pinnings(main), MOST_PINNINGS):
+                    bound = (best.moved, best.crossings) if best is not None else None
+                    outcome = self._outcome(main, pinning, bound, splits=splits)
+                    split = None if outcome is None else self._split(main, pinning, outcome)
+                    best = split or best
+        return best
+
+    @property
+    def complete(self) -> bool:
+        """Whether every way was tried."""
+        return not self.effort.ended_early
+
+    def _mains(self) -> Iterator[int]:
+        """Yield the devices that may be main, without those that another one like them replaces."""
+        tried: list[tuple[int, list[int]]] = []
+        for main, limit in enumerate(self.puzzle.limits):
+            others = sorted(self.puzzle.limits[number] for number in self._beside(main))
+            if limit > 0 and (limit, others) not in tried:
+                if not any(limit == own and _contains(more, others) for own, more in tried):
+                    yield main
+                tried.append((limit, others))
+
+    def _beside(self, main: int) -> list[int]:
+        """Return the devices that may hold something when this one is to be main; any other would take its place."""
+        numbers = range(len(self.puzzle.limits))
+        return [number for number in numbers if self.puzzle.limits[number] > 0 and self.main_of((number, main)) == main]
+
+    def _pinnings(self, main: int, before: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+        """Yield the ways of giving each pin a device or none; of devices that are alike only the first is tried."""
+        if len(before) == len(self.puzzle.pins):
+            yield before
+            return
+        tried = set()
+        for number in self._beside(main):
+            kind = (self.puzzle.limits[number], number == main)
+            if number in before or kind not in tried:
+                if number not in before:
+                    tried.add(kind)
+                yield from self._pinnings(main, (*before, number))
+        yield from self._pinnings(main, (*before, _GONE))
+
+    def _outcome(
+        self, main: int, pinning: Sequence[int], bound: tuple[int, int] | None, *, splits: bool
+    ) -> Outcome | None:
+        """Return what is best with this main device and these pins."""
+        pins = list(zip(self.puzzle.pins, pinning, strict=True))
+        gone = [self.away[member] for pin, home in pins if home == _GONE for member in pin.members]
+        slots = {}
+        for number in self._beside(main):
+            own = [pin for pin, home in pins if home == number]
+            resident, transient = sum(pin.resident for pin in own), max([0, *(pin.transient for pin in own)])
+            if number == main:
+                resident += sum(each.resident for each in gone)
+                transient = max([transient, *(each.transient for each in gone)])
+            slots[number] = DeviceSlot(self.puzzle.limits[number], resident, transient)
+        moved, stored = sum(each.moved for each in gone), sum(each.bytes for each in gone)
+        if stored > sum(self.hosts) or (bound is not None and moved > bound[0]):
             return None
-        left[place] -= away[group].bytes
-        homes[group] = len(puzzle.limits) + place
-    return homes
+        steps: list[Link | int] = []
+        at = 0
+        for links, numbers in [*self.puzzle.pinned_at, (len(self.links), ())]:
+            steps += self.links[at:links]
+            at = links
+            steps += [main if pinning[number] == _GONE else pinning[number] for number in numbers]
+        below = None if bound is None else (bound[0] - moved, bound[1])
+        room = sum(self.hosts) - stored
+        search = OffloadSearch(steps, slots, main, room, main_is_used=main in pinning, splits=splits)
+        found = search.first_found(below)
+        outcome = search.best(below if found is None else (found.moved, found.crossings), self.effort) or found
+        return outcome and outcome._replace(moved=outcome.moved + moved, stored=outcome.stored + stored)
+
+    def _split(self, main: int, pinning: Sequence[int], outcome: Outcome) -> Split | None:
+        """Return the placement, evened out where that is asked for; None when the hosts cannot take what leaves."""
+        device_of = [0] * len(self.puzzle.groups)
+        gone: list[tuple[int, ...]] = []  # groups that share a device, and so a host: they may be one tensor
+        parts: list[Piece] = []
+        for members, home, choice in zip(self.puzzle.links, outcome.stays, outcome.choices, strict=True):
+            for member in members:
+                device_of[member] = main if home is None else home
+            gone += [members] if home is None else []
+            if choice is not None and home is not None:
+                pieces = [piece for member in members for piece in self.away[member].pieces]
+                parts += [pieces[number] for number in choice.pieces]
+        for pin, home in zip(self.puzzle.pins, pinning, strict=True):
+            gone += [pin.members] if home == _GONE else []
+            for member in pin.members:
+                device_of[member] = home
+        sizes = [sum(self.away[member].bytes for member in members) for members in gone]
+        homes = onto_hosts([*sizes, *(piece.bytes for piece in parts)], self.hosts)
+        if homes is None:
+            return None
+        if gone and not parts:
+            device_of = self._even([*chain.from_iterable(gone)], main) or device_of
+        for members, host in zip(gone, homes, strict=False):
+            for member in members:
+                device_of[member] = len(self.puzzle.limits) + host
+        numbers = [len(self.puzzle.limits) + host for host in homes[len(gone) :]]
+        single = {piece.path: number for piece, number in zip(parts, numbers, strict=True)}
+        return Split(tuple(device_of), outcome.stored, outcome.moved, outcome.crossings, single, complete=self.complete)
+
+    def _even(self, gone: Sequence[int], main: int) -> list[int] | None:
+        """Return the devices of what stays as they are best for the objective, if that keeps the main device."""
+        puzzle, lost = self.puzzle, frozenset(gone)
+        stays = [group for group in range(len(self.away)) if group not in lost]
+        number = {group: place for place, group in enumerate(stays)}
+        joined = [*puzzle.links, *(pin.members for pin in puzzle.pins)]
+        together = [[number[group] for group in members if group in number] for members in joined]
+        resident = sum(self.away[group].resident for group in gone)
+        need = LayerGroup(resident, max(self.away[group].transient for group in gone))
+        occupied = [need if device == main else LayerGroup(0) for device in range(len(puzzle.limits))]
+        beside = self._beside(main)
+        limits = [limit if device in beside else 0 for device, limit in enumerate(puzzle.limits)]
+        rest = Puzzle([puzzle.groups[group] for group in stays], [g for g in together if g], limits, occupied)
+        placement = rest.solve(self.objective)
+        if placement is not None and main not in placement.device_of:
+            placement = rest.using(main)  # the evenest layout leaves out the main device, and another one would be main
+        if placement is None or self.main_of(placement.device_of) != main:
+            return None
+        device_of = [main] * len(self.away)
+        for group, device in zip(stays, placement.device_of, strict=True):
+            device_of[group] = device
+        return device_of
 
 
-def _place_rest(
-    puzzle: Puzzle,
-    gone: Sequence[int],
-    away: Sequence[Away],
-    main: int,
-    objective: Objective,
-    main_of: Callable[[Sequence[int]], int],
-) -> _Rest | None:
-    """Place what stays, with `main` as the main device; None when it does not fit, or another one would be main."""
-    lost = frozenset(gone)
-    stays = [group for group in range(len(away)) if group not in lost]
-    if not stays:
-        return None
-    number = {group: place for place, group in enumerate(stays)}
-    joined = [*puzzle.links, *(pin.members for pin in puzzle.pins)]
-    together = [[number[group] for group in members if group in number] for members in joined]
-    need = LayerGroup(sum(away[group].resident for group in gone), max(away[group].transient for group in gone))
-    occupied = [need if device == main else LayerGroup(0) for device in range(len(puzzle.limits))]
-    # a device that would be main in place of this one must stay empty
-    limits = [limit * (main_of((device, main)) == main) for device, limit in enumerate(puzzle.limits)]
-    rest = Puzzle([puzzle.groups[group] for group in stays], [g for g in together if g], limits, occupied)
-    placement = rest.solve(objective)
-    if placement is not None and main not in placement.device_of:
-        placement = rest.using(main)  # the evenest layout leaves out the main device, which would then be another one
-    if placement is None or main_of(placement.device_of) != main:
-        return None
-    return _Rest(stays, placement)
+def _link(puzzle: Puzzle, members: Sequence[int], away: Sequence[Away]) -> Link:
+    """Return a link with the ways in which it may leave."""
+    groups, gone = [puzzle.groups[member] for member in members], [away[member] for member in members]
+    resident, transient = sum(group.resident for group in groups), max(group.transient for group in groups)
+    left = sum(each.resident for each in gone)
+    moved, stored = sum(each.moved for each in gone), sum(each.bytes for each in gone)
+    whole = Choice(moved, stored, left, max(each.transient for each in gone))
+    pieces = [piece for each in gone for piece in each.pieces]
+    atoms = [(piece.bytes, piece.moved) for piece in pieces]
+    saved = resident - left - sum(piece.bytes for piece in pieces)
+    if saved > 0:
+        atoms.append((saved, max(moved - sum(piece.moved for piece in pieces), 0)))
+    running = [group.transient for group, each in zip(groups, gone, strict=True) for _ in each.pieces]
+    parts = (_without(resident, transient, pieces, running, numbers) for numbers in _subsets(pieces, running))
+    return Link(resident, transient, whole, tuple(parts), tuple(atom for atom in atoms if atom[0] > 0))
+
+
+def _without(
+    resident: int, transient: int, pieces: Sequence[Piece], running: Sequence[int], numbers: tuple[int, ...]
+) -> Choice:
+    """Return what a link is without some pieces; ``running`` is what the group of each needs while it runs."""
+    own = [pieces[number] for number in numbers]
+    stored = sum(piece.bytes for piece in own)
+    needed = max(transient, *(running[number] + pieces[number].staging for number in numbers))
+    experts = [number for number, piece in enumerate(pieces) if piece.is_expert]
+    moved = sum(piece.moved for piece in own)
+    is_split = list(numbers) != experts
+    return Choice(moved, stored, resident - stored, needed, numbers, is_split)
+
+
+def _subsets(pieces: Sequence[Piece], running: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return which pieces may leave: all experts, and of all other sets those worth a try.
+
+    A set is not worth it when another one saves as much, moves as few bytes, and needs as little at once.
+    """
+    experts = tuple(number for number, piece in enumerate(pieces) if piece.is_expert)
+    order = sorted(range(len(pieces)), key=lambda n: (pieces[n].moved / max(pieces[n].bytes, 1), n))
+    found: dict[tuple[int, int, int], tuple[int, ...]] = {(0, 0, 0): ()}
+    for number in order:
+        piece = pieces[number]
+        for (stored, moved, needed), own in [*found.items()]:
+            key = stored + piece.bytes, moved + piece.moved, max(needed, running[number] + piece.staging)
+            found.setdefault(key, (*own, number))
+        if len(found) > _MOST_PARTS:
+            ranked = sorted(found.items())
+            found = dict(ranked[place * len(ranked) // _MOST_PARTS] for place in range(_MOST_PARTS))
+    subsets = [tuple(sorted(own)) for own in found.values() if own]
+    if experts:
+        subsets = [experts, *(own for own in subsets if own != experts)]
+    return subsets
+
+
+def onto_hosts(sizes: Sequence[int], hosts: Sequence[int]) -> list[int] | None:
+    """Return the number of the host for each size, as much as possible on the first one; None without room."""
+    if sum(sizes) <= hosts[0]:
+        return [0] * len(sizes)
+    # the largest sum of sizes that the first host can take: every sum that can be reached, and what was added last
+    reached: dict[int, tuple[int, int]] = {0: (-1, 0)}
+    for number, size in enumerate(sizes):
+        for before in [*reached]:
+            if before + size <= hosts[0] and before + size not in reached and len(reached) < _MOST_SUMS:
+                reached[before + size] = number, before
+    at = max(reached)
+    homes = [int(size > 0) for size in sizes]
+    while at:
+        number, at = reached[at]
+        homes[number] = 0
+    rest = sum(size for size, home in zip(sizes, homes, strict=True) if home)
+    return homes if len(hosts) > 1 and rest <= hosts[1] else None
+
+
+def _contains(more: Sequence[int], fewer: Sequence[int]) -> bool:
+    left = list(more)
+    for limit in fewer:
+        if limit not in left:
+            return False
+        left.remove(limit)
+    return True

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from safe_loading._core.log import logger
-from safe_loading._core.names import without_peft_prefix
+from safe_loading._core.names import nearest, without_peft_prefix
 from safe_loading._core.parse_size import HOST, Device, parse_device
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
@@ -26,7 +26,8 @@ from .infeasible import infeasible
 from .layer_groups import Puzzle
 from .map_keys import collapse, device_of, execution_devices
 from .module_tree import ModuleTree, cut_model, is_outside_stacks
-from .offload import offload
+from .offload import Away, Split, offload
+from .offloaded_units import OffloadedUnits, split_paths
 from .request import PlanRequest
 
 _MOST_ROUNDS = 12
@@ -44,8 +45,10 @@ class Planner:
         # what a traced step showed: modules and groups of units that need one device, and bytes beyond the count
         self.kept_whole: list[str] = []
         self.kept_together: list[tuple[str, ...]] = []
+        self.undivided: set[str] = set()  # units that may not be offloaded in part
         self.extra: dict[Device, int] = {}
         self.findings: list[Finding] = list(request.findings)
+        self.alone: StepTrace | None = None  # the step on one device
         self.doubted = False  # whether a model that does not fit as counted was run once with wider limits
         self.refusal: DeviceMapInfeasible | None = None  # the error for when it does not fit as it runs either
         self.reason = "" if request.verify else "verify=False"  # why the plan is not verified; empty when it is
@@ -64,7 +67,7 @@ class Planner:
 
     def _plan(self) -> DeviceMapPlan:
         request = self.request
-        alone = self._trace(None) if request.workload.kind != "weights_only" else None
+        alone = self.alone = self._trace(None) if request.workload.kind != "weights_only" else None
         rounds = 0
         while True:
             rounds += 1
@@ -114,7 +117,8 @@ class Planner:
             message = f"needs {use.used} bytes when it runs, {more} more than its limit."
             findings.append(Finding("over-limit", "error", str(use.device), message, "plan anew.", more))
         reason = "operations between devices" if trace.problems else "a limit is exceeded" if over else ""
-        facts = replace(plan.facts, devices=tuple(uses), crossings=_crossings(tree, device_map))
+        moved = OffloadedUnits(tree, request, trace).moved(device_map)
+        facts = replace(plan.facts, devices=tuple(uses), crossings=_crossings(tree, device_map), moved_bytes=moved)
         return replace(facts, verified=not reason, reason=reason, findings=tuple(findings))
 
     def _trace(self, device_map: Mapping[str, Device] | None) -> StepTrace | None:
@@ -133,6 +137,7 @@ class Planner:
                     placement={"": self.request.running[0]} if device_map is None else dict(device_map),
                     inputs=self.request.inputs,
                     cached_outputs=self._cached_outputs,
+                    offload_buffers=self.request.offload_buffers,
                 )
         except TraceError as error:
             self.reason = self.reason or str(error)
@@ -157,16 +162,20 @@ class Planner:
         puzzle = Puzzle([cost.group for cost in costs], tree.tied, limits)
         placement = puzzle.solve(request.objective)
         places = placement.device_of if placement is not None else None
-        if places is None and request.hosts:
-            hosts = [request.limits.get(host, 0) for host in request.hosts]
-            split = offload(puzzle, [cost.away for cost in costs], hosts, request.objective, request.main_of)
-            places = split.device_of if split is not None else None
+        split: Split | None = None
         if places is None:
-            places = self._place_in_doubt(puzzle, costs)
+            away = OffloadedUnits(tree, request, self.alone).away(costs, self.undivided)
+            if request.hosts:
+                hosts = [request.limits.get(host, 0) for host in request.hosts]
+                split = offload(puzzle, away, hosts, request.objective, request.main_of)
+            if split is None:
+                places = self._place_in_doubt(puzzle, away)
         devices = [*running, *request.hosts]
-        return collapse({unit.path: devices[place] for unit, place in zip(tree.units, places, strict=True)})
+        if split is not None:
+            return collapse(split_paths(tree, split, devices))
+        return collapse({unit.path: devices[place] for unit, place in zip(tree.units, places or (), strict=True)})
 
-    def _place_in_doubt(self, puzzle: Puzzle, costs: Sequence[Cost]) -> tuple[int, ...]:
+    def _place_in_doubt(self, puzzle: Puzzle, away: Sequence[Away]) -> tuple[int, ...]:
         """Return a placement for what does not fit as counted, but may fit as it runs.
 
         The parts of a step have their peaks at different moments, so that what was counted may be too much. Once, a
@@ -175,7 +184,7 @@ class Planner:
         request = self.request
         names = [module or "the whole model" for module in self.kept_whole]
         names += [" with ".join(group) for group in self.kept_together]
-        self.refusal = infeasible(request, self.name, puzzle, [cost.away for cost in costs], self.extra, names)
+        self.refusal = infeasible(request, self.name, puzzle, away, self.extra, names)
         if self.doubted or self.reason or request.workload.kind == "weights_only":
             raise self.refusal
         self.doubted, self.extra = True, {}
@@ -193,7 +202,12 @@ class Planner:
         """
         wholes: dict[str, str] = {}
         groups: dict[tuple[str, ...], tuple[str, str]] = {}
+        undivided: dict[str, str] = {}  # blocks that were to be offloaded in part
         for problem in trace.problems:
+            within = nearest(without_peft_prefix(problem.module), {unit.path for unit in tree.units})
+            if within is not None and device_of(within, device_map) is None:
+                undivided.setdefault(within, str(problem))
+                continue
             module = tree.split_around(without_peft_prefix(problem.module), device_map)
             group = tree.units_with(problem.makers)
             is_new = len(group) > 1 and group not in self.kept_together
@@ -202,7 +216,7 @@ class Planner:
             elif module not in self.kept_whole:
                 wholes.setdefault(module, str(problem))
         fix = "none needed; no_split_modules= can say beforehand what stays whole."
-        for module, problem_text in wholes.items():
+        for module, problem_text in (undivided | wholes).items():
             message = f"stays whole: {problem_text}"
             self.findings.append(Finding("merged-blocks", "info", module or self.name, message, fix))
         # what stays whole needs no groups inside
@@ -212,7 +226,8 @@ class Planner:
             self.findings.append(Finding("merged-blocks", "info", group[0], message, fix))
         self.kept_whole += wholes
         self.kept_together += groups
-        return bool(wholes or groups)
+        self.undivided |= undivided.keys()
+        return bool(wholes or groups or undivided)
 
     def _cross_device(self, trace: StepTrace) -> list[Finding]:
         fix = "put the modules that it reads on one device, or plan anew."
@@ -249,6 +264,8 @@ class Planner:
             verified=trace is not None,
             reason=self.reason,
             findings=(*self.findings, *(_moved_by_the_model(trace.crossings) if trace is not None else ())),
+            moved_bytes=OffloadedUnits(tree, request, self.alone).moved(device_map),
+            offload_buffers=request.offload_buffers,
         )
         plan = DeviceMapPlan(device_map, facts, self.check)
         logger.info("%s", plan)
@@ -259,7 +276,7 @@ def _crossings(tree: ModuleTree, device_map: Mapping[str, Device]) -> int:
     """Return how often the hidden state goes from one device to another; what is offloaded runs on the main one."""
     main = execution_devices(device_map)[0]
     runs = [device_of(unit.path, device_map) for unit in tree.units]
-    runs = [main if device in HOST and device != main else device for device in runs]
+    runs = [main if device is None or (device in HOST and device != main) else device for device in runs]
     return sum(a != b for a, b in pairwise(runs))
 
 

@@ -30,6 +30,8 @@ class PlanRequest:
     inputs: Mapping[str, torch.Tensor] | None = None
     capability: tuple[int, int] | None = None  # of the cards, as far as somebody said; (8, 0) stands for others
     findings: tuple[Finding, ...] = ()  # what the building of the model had to say
+    offload_buffers: bool = False  # whether saved buffers leave with the weights
+    explains: bool = True  # whether a refusal says what offloading would do, which is a search of its own
 
     @property
     def running(self) -> list[Device]:

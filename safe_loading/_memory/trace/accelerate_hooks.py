@@ -26,10 +26,12 @@ InHook = Callable[[], AbstractContextManager[None]]
 class TracePlacement:
     """Where every tensor is stored, and where every module runs.
 
-    The device map is one of transformers, whose ``""`` is all the rest; None puts everything on device 0.
+    The device map is one of transformers, whose ``""`` is all the rest; None puts everything on device 0. With
+    `offload_buffers`, buffers that are saved are offloaded as parameters are.
     """
 
-    def __init__(self, device_map: Mapping[str, Device] | None) -> None:
+    def __init__(self, device_map: Mapping[str, Device] | None, *, offload_buffers: bool = False) -> None:
+        self.offload_buffers = offload_buffers
         self.map: dict[str, Device] = dict(device_map) if device_map is not None else {"": 0}
         devices = set(self.map.values())
         running = devices - set(OFFLOADED)
@@ -69,8 +71,8 @@ def install_hooks(model: torch.nn.Module, placement: TracePlacement, ledger: Led
         if name and placement.entry(name) is not None and has_tensors(module):
             device = fake_device(placement.runs_on(name))
             _send_inputs(module, device, skip_keys, in_hook)
-            if placement.is_offloaded(name) and any(p is not None for p in module._parameters.values()):
-                _load_for_forward(name, module, device, ledger, in_hook)
+            if placement.is_offloaded(name):
+                _load_for_forward(name, module, device, ledger, in_hook, with_buffers=placement.offload_buffers)
         elif not name:  # io_same_device=True, which dispatch_model sets for the model as a whole
             _send_inputs(module, fake_device(placement.main), skip_keys, in_hook, outputs_back=True)
 
@@ -114,21 +116,38 @@ def _send_inputs(
 
 
 def _load_for_forward(
-    name: str, module: torch.nn.Module, device: torch.device, ledger: Ledger, in_hook: InHook
+    name: str,
+    module: torch.nn.Module,
+    device: torch.device,
+    ledger: Ledger,
+    in_hook: InHook,
+    *,
+    with_buffers: bool,
 ) -> None:
-    """Copy an offloaded module's own parameters to the device for each forward."""
-    offloaded = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+    """Copy an offloaded module's own parameters, and saved buffers if these are offloaded, there for each forward."""
+    parameters = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+    buffers = {
+        key: buffer
+        for key, buffer in module._buffers.items()
+        if with_buffers and buffer is not None and key not in module._non_persistent_buffers_set
+    }
+    if not parameters and not buffers:
+        return
 
     def before(_: object, __: object) -> None:
         with in_hook():
-            for key, parameter in offloaded.items():
+            for key, parameter in parameters.items():
                 # the copy is a weight of this module for as long as the forward runs
                 copy = parameter.detach().to(device)
                 ledger.classify(ledger.index_of(copy), "weights", module=name, op="staged")
                 module._parameters[key] = torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
+            for key, buffer in buffers.items():
+                copy = module._buffers[key] = buffer.to(device)
+                ledger.classify(ledger.index_of(copy), "weights", module=name, op="staged")
 
     def after(*_: object) -> None:
-        module._parameters.update(offloaded)
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True)

@@ -41,7 +41,8 @@ class FakeTensors:
                     parameters[name] = self._fake_of(parameter, dot + name, component, prefix)
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    module._buffers[name] = self._fake_of(buffer, dot + name, "buffers", prefix)
+                    leaves = self._placement.offload_buffers and name not in module._non_persistent_buffers_set
+                    module._buffers[name] = self._fake_of(buffer, dot + name, "buffers", prefix, leaves=leaves)
             for name, value in list(vars(module).items()):
                 if name not in ("_parameters", "_buffers", "_modules"):
                     replaced = self._replace_in(value, dot + name, prefix)
@@ -59,14 +60,16 @@ class FakeTensors:
             return {key: self._replace_in(item, name, module) for key, item in value.items()}
         return value
 
-    def _fake_of(self, tensor: torch.Tensor, name: str, component: Component, module: str) -> torch.Tensor:
+    def _fake_of(
+        self, tensor: torch.Tensor, name: str, component: Component, module: str, *, leaves: bool = False
+    ) -> torch.Tensor:
+        """Return the fake tensor; ``leaves`` says of a buffer that it is offloaded with its module."""
         if isinstance(tensor, FakeTensor):
             return tensor
         known = self._fakes.get(id(tensor))
         if known is not None:
             return known
-        # accelerate offloads parameters only: offload_buffers=False is dispatch_model's default
-        of_buffer = component == "buffers"
+        of_buffer = component == "buffers" and not leaves
         device = self._placement.runs_on(name) if of_buffer else self._placement.stored_on(name)
         fake = self._view_of_storage(tensor, fake_device(device))
         self._ledger.add(fake, name, component, module, device=device)

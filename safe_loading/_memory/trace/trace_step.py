@@ -52,6 +52,7 @@ def trace_step(
     placement: Mapping[str, int | str] | None = None,
     inputs: Mapping[str, torch.Tensor] | None = None,
     cached_outputs: CachedOutputs | None = None,
+    offload_buffers: bool = False,
 ) -> StepTrace:
     """Run one step of `model` on fake tensors, and return all the memory that it takes; or raise `TraceError`.
 
@@ -62,10 +63,11 @@ def trace_step(
     The placement is a device map, with whose devices accelerate's hooks move tensors at the boundaries of modules; None
     puts everything on device 0. Of the inputs, by argument name, shape and dtype are taken; they replace those that
     would be made. `cached_outputs` is what earlier traces of this model remembered of its operations; it grows.
+    `offload_buffers` is as for `accelerate.dispatch_model`.
     """
     with _ONE_AT_A_TIME:
         ledger, values = Ledger(), KnownValues()
-        where = TracePlacement(placement)
+        where = TracePlacement(placement, offload_buffers=offload_buffers)
         with contextlib.ExitStack() as stack:
             stack.callback(Snapshot(model).restore)
             running = stack.enter_context(_with_adapter(model, workload.adapter))
