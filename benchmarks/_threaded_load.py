@@ -12,8 +12,8 @@ import heapq
 import random
 from collections.abc import Iterator, Sequence
 
-from safe_loading._memory.forecast.timeline import _UNPACKED
 from safe_loading._memory.trace.allocator import EMPTY_CACHE
+from safe_loading._memory.trace.timeline import _UNPACKED
 
 Event = tuple[int, int]
 THREADS = 4  # GLOBAL_WORKERS

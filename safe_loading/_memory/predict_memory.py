@@ -18,9 +18,9 @@ from safe_loading.errors import ArgumentError
 from .forecast.build_model import build, loading_of_layers
 from .forecast.peak_parts import components_at_peak, modules_at_peak, peak_in_words
 from .forecast.report import MemoryForecast
-from .forecast.timeline import context_of, run_events, workspaces_of
 from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
+from .trace.timeline import context_of, run_events, workspaces_of
 from .trace.trace_step import trace_step
 
 

@@ -20,9 +20,9 @@ from transformers.core_model_loading import dot_natural_key
 
 from safe_loading import ArgumentError, Workload, largest_micro_batch, predict_memory
 from safe_loading._core.report import MiB
-from safe_loading._memory.forecast.timeline import Loading, natural_key, run_events
 from safe_loading._memory.trace.cuda_paths import cuda_paths
 from safe_loading._memory.trace.records import Allocation, Event, StepTrace
+from safe_loading._memory.trace.timeline import Loading, natural_key, run_events
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 

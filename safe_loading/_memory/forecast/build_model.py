@@ -16,13 +16,12 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.paths import path_text
 from safe_loading._core.workload import Workload
 from safe_loading._loading.peft_config import read_peft_config
+from safe_loading._memory.trace.timeline import Loading, original_name
 from safe_loading._model.model_config import read_config
 from safe_loading._model.quantized.request import AMPERE, TargetCard
 from safe_loading._model.quantized.stand_ins import StandIn, stand_ins_of, unpacked_copies
 from safe_loading._model.quantized_meta_model import quantized_meta_model
 from safe_loading.errors import ArgumentError
-
-from .timeline import Loading, original_name
 
 ForecastSource = torch.nn.Module | PreTrainedConfig | str | os.PathLike[str]
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from safe_loading._core.names import nearest, without_peft_prefix
 from safe_loading._core.parse_size import HOST, Device
 from safe_loading._core.workload import Workload
+from safe_loading._memory.trace.allocator import replay
 from safe_loading._memory.trace.records import StepTrace
+from safe_loading._memory.trace.timeline import Loading, run_events
 
 from .device_map_plan import DeviceUse
 from .layer_groups import LayerGroup
@@ -163,6 +165,18 @@ def _take_away(
         sums[home][name] += tensor.bytes
         leaves[tensor.owner] = leaves.get(tensor.owner, 0) + tensor.bytes
     sums[main]["staging"] = max(sums[main]["staging"], *leaves.values(), 0)
+
+
+def reserved_uses(request: PlanRequest, trace: StepTrace, uses: Sequence[DeviceUse]) -> list[DeviceUse]:
+    """Return the same rows with what torch's allocator reserves on each accelerator for a load and three steps."""
+    loading = Loading(warmed=True)  # as transformers does with a device map
+    rows = []
+    for use in uses:
+        if isinstance(use.device, int) and use.device in trace.devices and request.workload.kind != "weights_only":
+            run = replay(run_events(trace, use.device, loading, ()))
+            use = replace(use, reserved=run.reserved_peak_bytes)
+        rows.append(use)
+    return rows
 
 
 def traced_uses(request: PlanRequest, trace: StepTrace, uses: Sequence[DeviceUse]) -> list[DeviceUse]:

@@ -30,7 +30,9 @@ class DeviceUse:
         activations: Activations, inputs and temporary results.
         staging: The largest piece of an offloaded module, which is here while it runs.
         overhead: What is kept free on request: a context, an allocator's rounding.
-        limit: What the device may take.
+        limit: What the tensors of this model, and what is kept free, may take on the device.
+        reserved: What torch's caching allocator reserves for a load and three steps, by its own rules: blocks and
+            segments, without what cuBLAS takes from it. 0 where the step was not run.
     """
 
     device: Device
@@ -42,6 +44,7 @@ class DeviceUse:
     staging: int
     overhead: int
     limit: int
+    reserved: int = 0
 
     @property
     def used(self) -> int:
@@ -155,12 +158,14 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
     def enforce(self, overhead: object = None) -> dict[int, float]:
         """Cap this process on each accelerator of the plan, so that the plan runs and little more does.
 
-        The cap is the limit, with what the allocator may reserve beyond it added back: a segment of each of its two
-        kinds that is not full (2 MiB for small blocks, 20 MiB for larger ones; ``limit_device_memory`` names them). The
-        context needs nothing added, for torch's cap does not count it; the plan's overhead lies within its limit.
+        A limit is for tensors, and torch caps what its allocator reserves. So the cap is the limit and what is reserved
+        beyond the tensors of this plan: blocks and segments that are not full, as the allocator's rules give them for
+        the planned step; the scratch of cuBLAS (32 MiB on an H100, 8.1 MiB on most other cards, twice that in
+        training); and one more segment of each kind (22 MiB). The context needs nothing added, for torch's cap does not
+        count it; the plan's overhead lies within its limit.
 
         Args:
-            overhead: Bytes to add to each limit instead, where fragmentation needs more.
+            overhead: Bytes to add to each limit instead.
 
         Returns:
             The fraction of its memory that was set for each device.
@@ -168,10 +173,18 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
         Raises:
             DeviceError: There is no such accelerator.
         """
-        from .device_memory import ROUNDING, cap_devices
+        from .device_memory import cap_devices, unplanned
 
-        limits = {use.device: use.limit for use in self._running() if isinstance(use.device, int) and use.used}
-        return cap_devices(limits, ROUNDING if overhead is None else overhead) if limits else {}
+        training = self.facts.workload.startswith("Workload.train")
+        limits: dict[Device, int] = {}
+        for use in self._running():
+            if isinstance(use.device, int) and use.used:
+                planned = 0
+                if overhead is None:
+                    beyond_tensors = max(use.reserved - (use.used - use.overhead), 0)
+                    planned = beyond_tensors + unplanned(use.device, training=training)
+                limits[use.device] = use.limit + planned
+        return cap_devices(limits, 0 if overhead is None else overhead) if limits else {}
 
     def table(self) -> str:
         """Return what each device will hold, as an aligned table."""

@@ -12,6 +12,7 @@ import torch
 from safe_loading._core.gpus import query_nvidia_smi
 from safe_loading._core.parse_size import Device, Limits, parse_limits, parse_size
 from safe_loading._core.report import MiB
+from safe_loading._memory.trace.timeline import workspaces_of
 from safe_loading._ranks.launcher import read_visible_devices
 from safe_loading.errors import ArgumentError, DeviceError
 
@@ -105,6 +106,16 @@ def _total(kind: str, index: int) -> int | None:
         return int(properties(index).total_memory)
     except (AttributeError, RuntimeError, TypeError):
         return None
+
+
+def unplanned(index: int, *, training: bool) -> int:
+    """Return what the allocator may reserve beyond a plan's tensors: a segment of each kind, and cuBLAS's scratch.
+
+    Makes no context.
+    """
+    if accelerator() != "cuda" or torch.version.cuda is None:
+        return ROUNDING
+    return ROUNDING + sum(workspaces_of(torch.cuda.get_device_capability(index), training=training))
 
 
 def cap_devices(max_memory: Limits, overhead: object = 0) -> dict[int, float]:

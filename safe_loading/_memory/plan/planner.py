@@ -19,7 +19,7 @@ from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading.errors import DeviceMapInfeasible, TraceError
 
-from .costs import Cost, counted_uses, traced_uses, unit_costs
+from .costs import Cost, counted_uses, reserved_uses, traced_uses, unit_costs
 from .device_map_plan import DeviceMapPlan, DeviceUse, Facts
 from .device_memory import accelerator
 from .infeasible import infeasible
@@ -109,7 +109,7 @@ class Planner:
         if trace is None:
             return replace(plan.facts, verified=False, reason=self.reason)
         uses = counted_uses(request, tree, unit_costs(tree.units, request.workload, alone), device_map, {})
-        uses = traced_uses(request, trace, uses)
+        uses = reserved_uses(request, trace, traced_uses(request, trace, uses))
         findings += self._cross_device(trace)
         over = [use for use in uses if use.used > use.limit]
         for use in over:
@@ -254,6 +254,8 @@ class Planner:
     ) -> DeviceMapPlan:
         """Return the plan; ``trace`` is the step that verified it."""
         request = self.request
+        if trace is not None:
+            uses = reserved_uses(request, trace, uses)
         facts = Facts(
             model=self.name,
             workload=repr(request.workload),

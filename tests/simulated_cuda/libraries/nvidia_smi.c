@@ -28,6 +28,7 @@ static void print_field(const char *field, int card, const struct sim_process *p
     if (strcmp(field, "index") == 0) printf("%d", card);
     else if (strcmp(field, "uuid") == 0 || strcmp(field, "gpu_uuid") == 0) printf("%s", uuid);
     else if (strcmp(field, "name") == 0 || strcmp(field, "gpu_name") == 0) printf("%s", gpu->name);
+    else if (strcmp(field, "compute_cap") == 0) printf("%d.%d", gpu->major, gpu->minor);
     else if (strcmp(field, "driver_version") == 0) printf("580.00");
     else if (strcmp(field, "memory.total") == 0) printf("%lu", MIB(gpu->framebuffer));
     else if (strcmp(field, "memory.used") == 0) printf("%lu", MIB(used));

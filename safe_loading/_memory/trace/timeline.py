@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.report import KiB, MiB
-from safe_loading._memory.trace.allocator import EMPTY_CACHE
-from safe_loading._memory.trace.records import Allocation, StepTrace
+
+from .allocator import EMPTY_CACHE
+from .records import Allocation, StepTrace
 
 # Measured after a training step, by nvidia-smi less torch.cuda.memory_reserved(): context, kernels, cuBLAS's handles.
 _CONTEXTS = {(7, 5): (int(140.875 * MiB), "measured on a Tesla T4, 69 runs of torch 2.10 and 2.14")}
