@@ -22,6 +22,7 @@ from safe_loading.errors import AdapterError, ArgumentError, SafeLoadingError
 
 from .adapter_facts import AdapterFacts
 from .adapter_values import key_mapping_for, read_tensors, rename_keys, value_findings
+from .alike import find_alike, remember
 from .allocation_limit import allocation_limit
 from .fill_slots import fill_slots, overwrite_base
 from .match import Match, match_tensors
@@ -88,6 +89,8 @@ class Injection:
     match: Match
     slots: dict[str, AdapterSlot]  # the adapter's tensors in the model, by key
     renamed: dict[str, str]  # {key on disk: key used}
+    file: dict[str, torch.Tensor]  # the file's tensors, by the keys that peft writes
+    on_meta: bool  # whether nothing but the file gives it values
     changed: list[torch.Tensor] = dataclasses.field(default_factory=list)  # the base's weights that the start changed
 
 
@@ -122,6 +125,9 @@ def check_on_meta(meta_model: torch.nn.Module, adapters: Sequence[Adapter]) -> N
     problems: list[str] = []
     model = meta_model
     for adapter in adapters:
+        if find_alike(model, adapter.facts, adapter.tensors, adapter.key_mapping):
+            problems += errors_in(adapter.findings)
+            continue
         if not builds_on_meta(adapter.config):
             continue  # needs the base's values; checked when it is attached
         before = Snapshot(model)
@@ -134,7 +140,8 @@ def check_on_meta(meta_model: torch.nn.Module, adapters: Sequence[Adapter]) -> N
             problems += error.problems or [str(error)]
             continue
         model = injection.model
-        problems += _errors((*adapter.findings, *injection.match.findings, *_findings_of_start(adapter, injection)))
+        problems += errors_in((*adapter.findings, *injection.match.findings, *_findings_of_start(adapter, injection)))
+        _remember(adapter, injection)
     if problems:
         raise refusal(adapters, type(meta_model).__name__, problems)
 
@@ -179,6 +186,7 @@ def attach(
     overwritten = overwrite_base(injection.model, injection.match.base_writes, adapter.file, undo)
     now = (own_tensor(slot.owner, slot.name) for slot in injection.slots.values())
     tensors = [tensor for tensor in now if tensor is not None]
+    _remember(adapter, injection)
     findings = [*adapter.findings, *injection.match.findings, *start, *overwritten]
     return Attached.of(injection.model, findings, tensors, injection.renamed)
 
@@ -225,12 +233,19 @@ def _findings_of_start(adapter: Adapter, injection: Injection) -> list[Finding]:
 
 def _refuse(adapter: Adapter, injection: Injection, findings: Iterable[Finding], *, strict: bool) -> None:
     """Refuse an adapter with errors, and one of which nothing fits whatever ``strict`` says."""
-    errors = _errors((*adapter.findings, *findings))
+    errors = errors_in((*adapter.findings, *findings))
     if errors and (strict or not (injection.match.values or adapter.config.is_prompt_learning)):
         raise refusal([adapter], type(_base_of(injection.model)).__name__, errors)
 
 
-def _errors(findings: Iterable[Finding]) -> list[str]:
+def _remember(adapter: Adapter, injection: Injection) -> None:
+    """Keep where the tensors of an adapter went, for others that are alike."""
+    match = injection.match
+    if injection.on_meta and not (errors_in(match.findings) or match.base_writes or starts_on_base(adapter.config)):
+        remember(injection.model, adapter.name, adapter.facts, injection.file, match.values, injection.slots)
+
+
+def errors_in(findings: Iterable[Finding]) -> list[str]:
     return [str(finding) for finding in findings if finding.severity == "error"]
 
 
@@ -264,10 +279,10 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
         routed = _route(injected, adapter, file.tensors)
         if config.is_prompt_learning:
             # peft loads these straight into the prompt encoder, so no tensor goes through a state-dict key
-            return Injection(injected, Match({}, {}, file.findings), slots, file.renamed)
+            return Injection(injected, Match({}, {}, file.findings), slots, file.renamed, file.tensors, on_meta)
         match = match_tensors(injected, adapter.name, adapter.file, slots, routed, embeddings)
     match.findings[:0] = file.findings
-    return Injection(injected, match, slots, file.renamed)
+    return Injection(injected, match, slots, file.renamed, file.tensors, on_meta)
 
 
 @contextmanager

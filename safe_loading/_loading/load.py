@@ -24,7 +24,9 @@ from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.device_guard import make_current, one_device
 from safe_loading.errors import AdapterError
 
+from .alike import find_alike
 from .attach import Adapter, Attached, attach, check_on_meta
+from .attach_alike import attach_alike
 from .base_arguments import check_class
 from .base_model import (
     auto_class_for,
@@ -158,12 +160,22 @@ def restored_on_error(model: torch.nn.Module | None) -> Iterator[list[Snapshot]]
         yield []
         return
     device = one_device(model)
-    snapshot = Snapshot(model)
     try:
-        yield [snapshot]
+        with restored_by([Snapshot(model)]) as undo:
+            yield undo
     except BaseException:
-        snapshot.restore()
         model.to(device)
+        raise
+
+
+@contextmanager
+def restored_by(undo: list[Snapshot]) -> Iterator[list[Snapshot]]:
+    """If the block raises, restore the snapshots that are in the list by then; yield the list."""
+    try:
+        yield undo
+    except BaseException:
+        for snapshot in undo:
+            snapshot.restore()
         raise
 
 
@@ -177,11 +189,15 @@ def _attach_all(
         start = time.perf_counter()
         # The first adapter can be undone with the caller's snapshot. A later one needs a snapshot with the earlier
         # adapters in it, and what it overwrites of the base is kept in the caller's too.
-        snapshots = undo if undo and not parts else [Snapshot(model), *undo]
         dtype, strict = options.adapter_dtype, options.strict
-        attached = attach(
-            model, adapter, options.device, undo=snapshots, keep_base=bool(undo), dtype=dtype, strict=strict
-        )
+        alike = find_alike(model, adapter.facts, adapter.tensors, adapter.key_mapping)
+        if alike is not None and isinstance(model, PeftModel):
+            attached = attach_alike(model, adapter, alike, options.device, dtype=dtype, strict=strict)
+        else:
+            snapshots = undo if undo and not parts else [Snapshot(model), *undo]
+            attached = attach(
+                model, adapter, options.device, undo=snapshots, keep_base=bool(undo), dtype=dtype, strict=strict
+            )
         model = attached.model
         parts.append(adapter_part(adapter, attached, options.device, time.perf_counter() - start))
         findings += attached.findings

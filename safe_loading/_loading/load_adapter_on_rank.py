@@ -13,6 +13,8 @@ from peft import PeftModel
 from safe_loading._core import progress as _progress
 from safe_loading._core.engines import require_for
 from safe_loading._core.log import logger
+from safe_loading._core.walk import walk_modules
+from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.device_guard import (
     check_contexts,
     check_devices,
@@ -25,10 +27,12 @@ from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank
 from safe_loading.errors import AdapterError, AdapterExists, ArgumentError, DeviceError
 
+from .alike import find_alike
 from .attach import Adapter, Attached, attach, check_adapter_name, prepare
+from .attach_alike import attach_alike
 from .base_arguments import as_dtype
 from .hot_swap import StagedSwap, commit_swap, stage_swap
-from .load import adapter_part, current_device_findings, restored_on_error, warn_of_errors
+from .load import adapter_part, current_device_findings, restored_by, warn_of_errors
 from .report import LoadReport
 from .sources import HUB_OPTIONS, LoadRequest, find_sources
 
@@ -112,15 +116,14 @@ def load_adapter_on_rank(
     with guarded(target), _progress.engine_bars(local_rank()):
         facts = find_sources(request, group, timeout=timeout).adapters[adapter_name]
         start = time.perf_counter()
-        with restored_on_error(model) as undo, group.together("load the adapter", timeout=timeout):
+        with restored_by([]) as undo, group.together("load the adapter", timeout=timeout):
             prepared = prepare(adapter_name, facts, is_trainable=is_trainable, key_mapping=key_mapping)
             outcome: StagedSwap | Attached
             if hotswap:
                 outcome = stage_swap(model, prepared, dtype=own_dtype)
+                check_devices(model, target)
             else:
-                outcome = attach(model, prepared, target, undo=undo, keep_base=True, dtype=own_dtype, strict=strict)
-                _set_training(model, prepared, is_trainable=is_trainable)
-            check_devices(model, target)
+                outcome = _attach(model, prepared, target, undo, own_dtype, is_trainable=is_trainable, strict=strict)
             check_contexts(contexts_before, target)
             findings = [*outcome.findings, *notes]
             warn_of_errors(findings)
@@ -158,9 +161,28 @@ def _device_of(model: PeftModel, device: torch.device | str | int | None) -> tor
     return current
 
 
-def _set_training(model: PeftModel, adapter: Adapter, *, is_trainable: bool) -> None:
+def _attach(
+    model: PeftModel,
+    adapter: Adapter,
+    device: torch.device,
+    undo: list[Snapshot],
+    dtype: torch.dtype | None,
+    *,
+    is_trainable: bool,
+    strict: bool,
+) -> Attached:
+    """Attach an adapter, after a snapshot of what that changes was added to ``undo``."""
     # as PeftModel.load_adapter: what is loaded for inference puts the whole model in eval mode
+    to_eval = not is_trainable and any(module.training for module in walk_modules(model))
+    alike = find_alike(model, adapter.facts, adapter.tensors, adapter.key_mapping)
+    undo.append(Snapshot(model) if alike is None or to_eval else alike.snapshot(model))
+    if alike is not None:
+        attached = attach_alike(model, adapter, alike, device, dtype=dtype, strict=strict)
+    else:
+        attached = attach(model, adapter, device, undo=undo, keep_base=True, dtype=dtype, strict=strict)
+        check_devices(model, device)
     if is_trainable:
         model.set_requires_grad(adapter.name)
-    else:
+    elif to_eval or alike is None:
         model.eval()
+    return attached

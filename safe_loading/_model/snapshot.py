@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+
+from safe_loading._core.walk import walk_modules, walk_parameters
 
 
 class Snapshot:
@@ -13,13 +17,15 @@ class Snapshot:
     objects may refer to them.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        modules = list(model.modules())
+    def __init__(self, model: torch.nn.Module, modules: Iterable[torch.nn.Module] | None = None) -> None:
+        """Keep the attributes of ``modules`` alone, if any are given, and the ``requires_grad`` of no parameter."""
+        modules, parameters = (walk_modules(model), walk_parameters(model)) if modules is None else (modules, ())
+        modules = list(modules)
         # The configs as well, to which peft writes (pretraining_tp); several modules may share one.
         configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
         objects: list[object] = [*modules, *configs.values()]
-        self._states = [(item, _copy_one_level(vars(item))) for item in objects if hasattr(item, "__dict__")]
-        self._requires_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        self._states = [(item, _State(vars(item))) for item in objects if hasattr(item, "__dict__")]
+        self._requires_grad = [(parameter, parameter.requires_grad) for parameter in parameters]
         self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -30,12 +36,7 @@ class Snapshot:
         """Put every module back into the state in which it was."""
         for item, state in self._states:
             # Through __dict__, because setattr() and delattr() of nn.Module look into its registries first.
-            attributes = vars(item)
-            for name in [name for name in attributes if name not in state]:
-                del attributes[name]
-            for name, (value, content) in state.items():
-                attributes[name] = value
-                _refill(value, content)
+            state.restore(vars(item))
         for parameter, requires_grad in self._requires_grad:
             parameter.requires_grad_(requires_grad)
         with torch.no_grad():
@@ -44,11 +45,25 @@ class Snapshot:
                 tensor.copy_(data)
 
 
-def _copy_one_level(state: dict[str, object]) -> dict[str, tuple[object, object]]:
-    """Return each attribute, and a copy of it where it is a container."""
-    return {
-        name: (value, value.copy() if isinstance(value, (dict, list, set)) else None) for name, value in state.items()
-    }
+class _State:
+    """The attributes of one object, and the content of those that are containers."""
+
+    __slots__ = ("attributes", "contents", "empty")
+
+    def __init__(self, attributes: dict[str, object]) -> None:
+        self.attributes = attributes.copy()
+        containers = [value for value in self.attributes.values() if isinstance(value, (dict, list, set))]
+        # Most are the hooks and buffers that a module does not have, and a copy of each would be half the cost.
+        self.empty = [value for value in containers if not value]
+        self.contents = [(value, value.copy()) for value in containers if value]
+
+    def restore(self, attributes: dict[str, object]) -> None:
+        attributes.clear()
+        attributes.update(self.attributes)
+        for container in self.empty:
+            container.clear()
+        for container, content in self.contents:
+            _refill(container, content)
 
 
 def _refill(container: object, content: object) -> None:

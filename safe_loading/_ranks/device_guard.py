@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from safe_loading._core.walk import walk_parameters, walk_tensors
 from safe_loading.errors import ArgumentError, DeviceError
 
 from .device_for_rank import device_for_rank
@@ -149,7 +150,7 @@ def check_contexts(before: frozenset[int], device: torch.device) -> None:
 
 def check_devices(model: torch.nn.Module, device: torch.device) -> None:
     """Fail if a parameter or buffer is not on ``device``; name every one that is elsewhere."""
-    if all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
+    if all(tensor.device == device for tensor in walk_tensors(model)):
         return  # without listing the names, which takes longer than this check
     tensors = (*model.named_parameters(), *model.named_buffers())
     problems = [f"{name} is on {tensor.device}, not on {device}" for name, tensor in tensors if tensor.device != device]
@@ -158,7 +159,7 @@ def check_devices(model: torch.nn.Module, device: torch.device) -> None:
 
 def one_device(model: torch.nn.Module) -> torch.device:
     """Return the one device that all parameters of a model are on; fail if there are several, none, or only meta."""
-    counts = Counter(parameter.device for parameter in model.parameters())
+    counts = Counter(parameter.device for parameter in walk_parameters(model))
     if len(counts) != 1 or next(iter(counts)).type == "meta":
         spread = ", ".join(f"{count} on {device}" for device, count in counts.items()) or "none at all"
         raise DeviceError(

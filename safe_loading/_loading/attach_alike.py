@@ -1,0 +1,81 @@
+"""Attaching an adapter that is alike to one of the model's, without peft's walks over all modules."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from copy import deepcopy
+
+import torch
+from peft import LoraConfig, PeftModel
+
+from safe_loading._core.log import quiet
+from safe_loading._core.names import without_peft_prefix
+from safe_loading._core.report import Finding
+from safe_loading._model.peft_layers import LoraModule
+from safe_loading._model.stand_ins import NoInit
+from safe_loading._ranks.device_guard import check_devices
+
+from .alike import Alike, Place, only_new_modules, rank_of
+from .attach import Adapter, Attached, errors_in, refusal
+from .fill_slots import fill_slots
+from .slots import AdapterSlot
+
+
+def attach_alike(
+    model: PeftModel,
+    adapter: Adapter,
+    alike: Alike,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+) -> Attached:
+    """Attach an adapter as the one before it; ``alike.snapshot`` undoes it."""
+    name, config = adapter.name, adapter.config
+    findings: list[Finding] = [*adapter.findings, *alike.file.findings]
+    errors = errors_in(findings)
+    if errors and strict:
+        raise refusal([adapter], type(model.get_base_model()).__name__, errors)
+    # As peft has it after an injection: by the base's kind where the file named none, and as names in this release.
+    of_first = model.peft_config[alike.plan.first]
+    for field in ("target_modules", "exclude_modules"):
+        vars(config)[field] = deepcopy(getattr(of_first, field))
+    model.peft_config[name] = config
+    _build(alike.layers, adapter)
+    slots = _slots(alike.layers, alike.plan.places, name)
+    values = {slot.key: alike.file.tensors[key] for key, slot in slots.items()}
+    fill_slots({slot.key: slot for slot in slots.values()}, values, device, dtype)
+    owners = torch.nn.ModuleList(slot.owner for slot in slots.values())
+    check_devices(owners, device)
+    tensors = list(owners.requires_grad_(False).parameters())
+    return Attached.of(model, findings, tensors, alike.file.renamed)
+
+
+def _build(layers: Mapping[str, LoraModule], adapter: Adapter) -> None:
+    """Let peft's layers make the modules of the adapter, on meta."""
+    config, name = adapter.config, adapter.name
+    if not isinstance(config, LoraConfig):
+        raise TypeError(f"a plan is for LoRA, not for {config.peft_type}")
+    # A config of its own, because every value comes from the file: nothing is to be started from the base's weights.
+    unstarted = deepcopy(config)
+    vars(unstarted)["init_lora_weights"] = False
+    of_file = adapter.facts.config
+    with quiet(), warnings.catch_warnings(), torch.device("meta"), NoInit():
+        warnings.simplefilter("ignore")
+        for path, layer in layers.items():
+            own = without_peft_prefix(path)
+            alpha = rank_of({"r": config.lora_alpha, "rank_pattern": of_file.get("alpha_pattern")}, own)
+            with only_new_modules(layer):
+                layer.update_layer(name, rank_of(of_file, own), lora_alpha=alpha, target_name=own, config=unstarted)
+            for factors in (layer.lora_A, layer.lora_B, layer.lora_dropout):
+                factors[name].train(not config.inference_mode)
+
+
+def _slots(layers: dict[str, LoraModule], places: Mapping[str, Place], name: str) -> dict[str, AdapterSlot]:
+    slots = {}
+    for key, place in places.items():
+        owner = getattr(layers[place.layer], place.factor)[name]
+        path = f"{place.layer}.{place.factor}.{name}.{place.attribute}"
+        slots[key] = AdapterSlot(path, owner, place.attribute, owner._parameters[place.attribute])
+    return slots
