@@ -16,11 +16,11 @@ from .attention_names import attention_of, scratch_is_known, without_packages
 from .meta_model import meta_model
 from .quantized.engine_formats import build_compressed, build_fbgemm, build_fp8, build_mxfp4
 from .quantized.packed_formats import pack_awq, pack_gptq, pack_hqq, pack_torchao
+from .quantized.patterns import refuse_costly_patterns
 from .quantized.request import AMPERE, HOPPER, QuantizationRequest, TargetCard, read_request
 from .quantized.stand_ins import bitsandbytes_config, quantize_with_stand_ins
 
 _QUANTIZED_WHILE_LOADING = ("fp8", "mxfp4", "torchao", "hqq")  # bitsandbytes' loading is forecast
-
 _OF_LINEAR_LAYERS = ("bitsandbytes", "gptq", "auto-round", "awq", "torchao", "hqq")
 
 
@@ -63,6 +63,7 @@ def quantized_meta_model(
             f"quantization_config is {request.method!r}, which cannot be planned; these can: {', '.join(_BUILDERS)}. "
             f"Without quantization: take the checkpoint in 16 bits, whose plan is an upper bound."
         )
+    refuse_costly_patterns(request, (path for path, _ in model.named_modules()))
     try:
         findings = attention + build(model, request, card or TargetCard())
     except SafeLoadingError:

@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 640,
 }
+COSTLY = r"(.*.*)*(.*.*)*x"  # never ends on the name of a module
 INT8_OF_TORCHAO = {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}
 FP8_GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
 INT4_GROUP = {
@@ -241,6 +242,20 @@ def test_a_language_model_inside_may_say_that_it_is_quantized() -> None:
     assert config.text_config.quantization_config == {"quant_method": "fp8"}
 
 
+def test_usual_patterns_are_matched() -> None:
+    kept = ["re:.*self_attn.*", "lm_head"]
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {"g": FP8_GROUP}, "ignore": kept}
+    model = quantized_meta_model(llama(), {**quantization, "use_optimized_inference": True}, dtype=torch.bfloat16).model
+    assert type(model.get_submodule("model.layers.0.self_attn.q_proj")) is nn.Linear
+    assert type(model.get_submodule("model.layers.0.mlp.up_proj")) is not nn.Linear
+    many = [f"model.layers.{number}.self_attn" for number in range(400)]  # names cost little
+    fp8 = {"quant_method": "fp8", "modules_to_not_convert": [*many, "model.layers.*.mlp.gate_proj"]}
+    model = quantized_meta_model(llama(), fp8, dtype=torch.bfloat16).model
+    assert type(model.get_submodule("model.layers.0.self_attn.q_proj")) is nn.Linear
+    assert type(model.get_submodule("model.layers.0.mlp.gate_proj")) is nn.Linear
+    assert type(model.get_submodule("model.layers.0.mlp.up_proj")) is not nn.Linear
+
+
 def test_two_methods_contradict_one_another() -> None:
     with pytest.raises(ArgumentError, match=r"quantized \(fp8\).*asks for bitsandbytes"):
         read_request({"quant_method": "fp8"}, BitsAndBytesConfig(load_in_4bit=True))
@@ -256,6 +271,14 @@ def test_two_methods_contradict_one_another() -> None:
     [
         (llama(), {"quant_method": "aqlm"}, TargetCard(), "aqlm.*cannot be planned.*fp8.*gptq"),
         (llama(), {"quant_method": "made-up"}, TargetCard(), "made-up"),
+        (llama(), {"quant_method": "fp8", "modules_to_not_convert": [COSTLY]}, TargetCard(), "modules_to_not_convert"),
+        (llama(), {"load_in_8bit": True, "llm_int8_skip_modules": [COSTLY]}, TargetCard(), "llm_int8_skip_modules"),
+        (
+            llama(),
+            {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": [f"re:{COSTLY}"]},
+            TargetCard(),
+            "ignore holds the pattern",
+        ),
         (llama(), {"bits": 4}, TargetCard(), "no quant_method"),
         (llama(), 4, TargetCard(), "pass a config of transformers"),
         (llama(), {"quant_method": "awq", "version": "gemv"}, TargetCard(), "only 'gemm'"),

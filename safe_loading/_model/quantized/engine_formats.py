@@ -43,11 +43,10 @@ def build_fp8(model: nn.Module, request: QuantizationRequest, card: TargetCard) 
         )
     config = FineGrainedFP8Config(**{**request.options, "dequantize": not stays})
     quantizer = FineGrainedFP8HfQuantizer(config, pre_quantized=request.pre_quantized)
-    findings = [] if stays else [dequantized(request, card, "8.9")] if not asked else []
     plain = _bytes(model)
     _put_layers_in(model, quantizer)
     if not stays:
-        return [_with_bytes(finding, plain) for finding in findings]
+        return [] if asked else [_with_bytes(dequantized(request, card, "8.9"), plain)]
     _freeze_codes(model)
     message = f"computes with kernels of the hub, which need the package kernels{_at_least(card, '8.9')}."
     return [Finding("kernels-needed", "info", "", message, _KERNELS)]
@@ -133,6 +132,9 @@ def build_compressed(model: nn.Module, request: QuantizationRequest, card: Targe
         "transformers leaves this format compressed while it loads, and decompresses all of it at the first forward "
         "pass; counted as it is then."
     )
+    groups: Mapping[str, Mapping[str, Any]] = request.options.get("config_groups") or {}
+    if any(group.get("input_activations") for group in groups.values()):
+        message += " What it takes to round the layers' inputs to codes and back is not counted."
     fix = "for fp8, quantization_config with use_optimized_inference=True keeps it, on a card of capability 8.9."
     return [_with_bytes(Finding("dequantized", "warning", "", message, fix), before)]
 
