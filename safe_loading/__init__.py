@@ -31,6 +31,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from ._core.spread import Spread
     from ._loading.check_checkpoint import CheckpointReport, check_checkpoint
     from ._loading.load_adapter_on_rank import load_adapter_on_rank
     from ._loading.load_peft_on_rank import load_peft_on_rank
@@ -67,6 +68,7 @@ __version__ = "0.1.0"
 # The module of each name that is imported when it is asked for. Type checkers read the imports above in its place;
 # tests/test_import.py holds the two against each other and against `__all__`.
 _HOME = {
+    "Spread": "_core.spread",
     "CheckpointReport": "_loading.check_checkpoint",
     "check_checkpoint": "_loading.check_checkpoint",
     "load_adapter_on_rank": "_loading.load_adapter_on_rank",
@@ -130,6 +132,7 @@ __all__ = [
     "RankTimeout",
     "RanksDisagree",
     "SafeLoadingError",
+    "Spread",
     "TraceError",
     "Transparent",
     "Workload",

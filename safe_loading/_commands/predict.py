@@ -40,6 +40,7 @@ def add(commands: Commands) -> None:
     add_quantization(parser)
     declare("--dtype", help="dtype of the weights, such as bfloat16 (default: the checkpoint's)")
     declare("--attention", metavar="NAME", help="as attn_implementation of from_pretrained, such as eager")
+    declare("--gpus", type=int, metavar="N", help="shard over N GPUs with FSDP2; --train is what each runs")
     cards = f"such as h100 'rtx 4090' 24GB (default: {' '.join(_CARDS)})"
     declare("--card", nargs="+", metavar="NAME|SIZE", help=cards)
     declare("--sweep", choices=("batch", "length"), help="forecast several sizes, until none of the cards takes it")
@@ -163,9 +164,12 @@ def _value(text: str) -> object:
 
 
 def _forecaster(arguments: argparse.Namespace) -> Callable[[Workload, tuple[int, int]], MemoryForecast]:
+    from safe_loading._core.spread import Spread
     from safe_loading._memory.predict_memory import predict_memory
 
     quantized = quantization(arguments)
+
+    spread = None if arguments.gpus in (None, 1) else Spread.fsdp2(arguments.gpus)
 
     def forecast(workload: Workload, capability: tuple[int, int]) -> MemoryForecast:
         return predict_memory(
@@ -176,6 +180,7 @@ def _forecaster(arguments: argparse.Namespace) -> Callable[[Workload, tuple[int,
             attn_implementation=arguments.attention,
             quantization_config=quantized,
             trust_remote_code=arguments.trust_remote_code,
+            spread=spread,
         )
 
     return forecast

@@ -7,9 +7,11 @@ import os
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from safe_loading._core.arguments import compute_capability, model_source, whole_number
+from safe_loading._core.spread import Spread
 from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.request import TargetCard
 from safe_loading._model.quantized.stand_ins import with_stand_ins
@@ -20,6 +22,7 @@ from .forecast.peak_parts import components_at_peak, modules_at_peak, peak_in_wo
 from .forecast.report import MemoryForecast
 from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
+from .trace.records import StepTrace
 from .trace.timeline import context_of, run_events, workspaces_of
 from .trace.trace_step import trace_step
 
@@ -40,6 +43,7 @@ def predict_memory(
     trust_remote_code: bool = False,
     revision: str | None = None,
     quantization_config: object = None,
+    spread: Spread | None = None,
 ) -> MemoryForecast:
     """Return what a step takes of one GPU, without the GPU, the weights or the memory.
 
@@ -70,6 +74,8 @@ def predict_memory(
         revision: Branch, tag or commit of a hub id.
         quantization_config: As for ``from_pretrained``, for a config or folder that is not quantized yet, or the dict
             that a config.json has.
+        spread: How the job is spread over ranks: ``Spread.fsdp2(ranks=8)``. The forecast is then that of one rank, the
+            one that takes the most, and `MemoryForecast.ranks` has the others'; the workload is that of each rank.
 
     Raises:
         ArgumentError: No model can be built from the source, or the workload does not suit it.
@@ -94,7 +100,8 @@ def predict_memory(
     capability = capability or made.capability
     with with_stand_ins(made.model) as stand_ins, cuda_paths(capability), _kept_outputs(made.model, keep_outputs):
         loading = loading_of_layers(made.model, stand_ins) if stand_ins else made.loading
-        trace = trace_step(made.model, made.workload, inputs=inputs)
+        traces = _traces(made.model, made.workload, inputs, spread)
+    trace = max(traces.values(), key=lambda of_rank: of_rank.devices[0].peak_bytes if 0 in of_rank.devices else 0)
     # accelerators come first; the host follows where the model's own code makes tensors on it
     device = next(iter(trace.devices))
     workspaces = workspaces_of(capability, training=workload.kind == "train")
@@ -111,10 +118,36 @@ def predict_memory(
         components=components_at_peak(trace, device, sum(workspaces), run.allocated_peak_bytes),
         modules=modules_at_peak(trace, device),
         peak_at=peak_in_words(trace, device),
-        notes=(f"Context: {source}.", *made.notes, *trace.assumptions),
+        notes=(f"Context: {source}.", *_spread_notes(spread), *made.notes, *trace.assumptions),
         events=events,
         expandable_segments=expandable_segments,
+        ranks={rank: of_rank.devices[device].peak_bytes for rank, of_rank in traces.items()} if spread else {},
     )
+
+
+def _traces(
+    model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None, spread: Spread | None
+) -> dict[int, StepTrace]:
+    """Return the step of each kind of rank under its number: the first rank and, where shards are uneven, the last."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ArgumentError(
+            "The model is sharded already. Pass it as it is before fully_shard, or its config, with "
+            "spread=Spread.fsdp2(ranks)."
+        )
+    if spread is None:
+        return {0: trace_step(model, workload, inputs=inputs)}
+    if not isinstance(spread, Spread):
+        raise ArgumentError(f"spread={spread!r:.80}: pass a Spread, for example Spread.fsdp2(ranks=8).")
+    if workload.kind == "weights_only":
+        raise ArgumentError("spread= needs a step, because units are gathered in it: Workload.train(...) or generate.")
+    rows = [parameter.shape[0] for parameter in model.parameters() if parameter.dim()]
+    uneven = workload.adapter is not None or any(count % spread.ranks for count in rows)
+    ranks = [0, spread.ranks - 1] if uneven and spread.ranks > 1 else [0]
+    return {rank: trace_step(model, workload, inputs=inputs, spread=spread, rank=rank) for rank in ranks}
+
+
+def _spread_notes(spread: Spread | None) -> tuple[str, ...]:
+    return () if spread is None else (f"One of {spread.cards} ranks: {spread}. NCCL's own buffers are not counted.",)
 
 
 def _workload_text(workload: Workload) -> str:

@@ -101,6 +101,7 @@ assert_type(safe_loading.limit_device_memory({0: "20GiB"}), dict[int, float])
 safe_loading.plan_device_map("base", unknown=1)  # expect-error: every option is named
 forecast = predict_memory("folder", Workload.train(4, 1024), inputs={"pixel_values": torch.empty(1)})
 assert_type(forecast, MemoryForecast)
+predict_memory("folder", Workload.train(4, 1024), spread=safe_loading.Spread.fsdp2(8, param_dtype="bfloat16"))
 assert_type(forecast.allocated_peak_bytes, int)
 assert_type(forecast.fits(1), bool)
 assert_type(largest_micro_batch("folder", Workload.train(1, 8), 1 << 30), MemoryForecast)

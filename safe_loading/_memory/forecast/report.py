@@ -62,6 +62,8 @@ class MemoryForecast(Report):
         modules: The top of the module tree, children included.
         peak_at: When the peak is reached: the phase, and the module that is running.
         notes: What was assumed, in sentences.
+        ranks: For a job over several ranks, the most bytes that are alive on each kind of rank, by its number: on the
+            first and, where parameters cannot be cut evenly, on the last. The forecast is that of the larger.
     """
 
     model: str
@@ -75,6 +77,7 @@ class MemoryForecast(Report):
     notes: tuple[str, ...] = ()
     events: tuple[tuple[int, int], ...] = field(default=(), repr=False, compare=False)
     expandable_segments: bool = False
+    ranks: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:

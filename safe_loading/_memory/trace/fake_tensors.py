@@ -37,7 +37,7 @@ class FakeTensors:
             parameters: dict[str, Any] = module._parameters  # a fake Parameter or, for what is none, a fake tensor
             for name, parameter in list(parameters.items()):
                 if parameter is not None:
-                    component: Component = "adapters" if _is_adapter(dot + name) else "weights"
+                    component: Component = "adapters" if is_adapter(dot + name) else "weights"
                     parameters[name] = self._fake_of(parameter, dot + name, component, prefix)
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
@@ -100,6 +100,11 @@ class FakeTensors:
             whole = base.as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0)
             return whole.view(tensor.dtype).as_strided(shape, stride, tensor.storage_offset())
 
+    def forget(self) -> None:
+        """Refer to the fake tensors no longer, so that those which nothing else needs are freed."""
+        self._fakes.clear()
+        self._storages.clear()
+
     def trainable(self) -> Iterator[torch.nn.Parameter]:
         """Yield the fake parameters that will have gradients, each once."""
         for fake in self._fakes.values():
@@ -107,5 +112,6 @@ class FakeTensors:
                 yield fake
 
 
-def _is_adapter(name: str) -> bool:
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of this name belongs to an adapter."""
     return any(part.startswith(_ADAPTER_PARTS) for part in name.split("."))

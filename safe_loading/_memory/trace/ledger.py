@@ -22,6 +22,12 @@ def fake_device(key: int | str) -> torch.device:
     return torch.device("cpu") if key in ("cpu", "disk") else torch.device("cpu", int(key))
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the shard in a ``DTensor``, which has itself a storage of the whole tensor's size that holds nothing."""
+    shard = getattr(tensor, "_local_tensor", None)
+    return tensor if shard is None else shard
+
+
 class Ledger:
     """Records each storage when it is made and when it is freed.
 
@@ -63,6 +69,7 @@ class Ledger:
         device: int | str | None = None,
     ) -> int:
         """Record the tensor's storage if it is new, and return its index; -1 for tensors on meta."""
+        tensor = local(tensor)
         if tensor.device.type == "meta":
             return -1
         # by the address of the storage's C++ object: views and in-place operations return a known storage
@@ -97,6 +104,15 @@ class Ledger:
         if index is not None and self._open:
             self.events.append(Event(index, freed=True))
 
+    def release(self, tensor: torch.Tensor) -> None:
+        """Note that a storage gives its memory back, although it lives on, empty."""
+        self._free(tensor.untyped_storage()._cdata)
+
+    def reallocate(self, tensor: torch.Tensor, op: str) -> None:
+        """Note that a storage that was released takes memory again."""
+        self.release(tensor)
+        self.add(tensor, op)
+
     def reuse_storage(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Note that `new` takes the memory of `old`, although fake tensors gave it a storage of its own."""
         index = self.live.pop(old.untyped_storage()._cdata, None)
@@ -107,7 +123,7 @@ class Ledger:
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
         """Return the index of the tensor's allocation."""
-        return self.live.get(tensor.untyped_storage()._cdata)
+        return self.live.get(local(tensor).untyped_storage()._cdata)
 
     def classify(
         self, index: int | None, component: Component, *, module: str | None = None, op: str | None = None

@@ -14,6 +14,7 @@ from safe_loading._core.workload import OptimizerRule, Workload
 
 from .inputs import StepInputs, engine_model
 from .ledger import Ledger
+from .sharded_step import TrainedParameters
 
 _CACHES = ("past_key_values", "cache_params", "state", "past_buckets_states")
 _DEEPEST_CACHE = 6  # containers and objects inside one another
@@ -94,9 +95,10 @@ def run_training(
     workload: Workload,
     inputs: StepInputs,
     ledger: Ledger,
-    parameters: Sequence[torch.nn.Parameter],
+    trained: TrainedParameters,
 ) -> None:
     """Run one training step in its steady state, with the optimizer's state already allocated."""
+    parameters = trained.parameters
     optimizer = _make_optimizer(workload, parameters, ledger)
     ledger.make_resident()
     for parameter in parameters:
@@ -120,11 +122,11 @@ def run_training(
         ledger.phase = "backward"
         loss.backward()  # type: ignore[no-untyped-call]  # of torch
         del loss
+        trained.bring_gradients(ledger)
     ledger.phase = "optimizer"
     if optimizer is not None:
         optimizer.step()
-    for parameter in parameters:
-        parameter.grad = None
+    trained.drop_gradients()
 
 
 def _loss_of(output: object) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from safe_loading._core import progress
+from safe_loading._core.spread import Spread
 from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.kernels import kernel_stand_ins
 from safe_loading._model.quantized.stand_ins import lora_layers
@@ -36,10 +37,12 @@ from .ledger import Ledger, device_traces, fake_device
 from .operation_cache import CachedOutputs, OperationCache
 from .records import StepTrace
 from .run_step import run_generation, run_training
+from .sharded_step import ShardedParameters, TrainedParameters, fake_ranks, sharded
 from .trace_error import trace_error
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from torch.distributed.device_mesh import DeviceMesh
 
 # the model's attributes and torch's modes are replaced for a while, and the modes are the process's
 _ONE_AT_A_TIME = threading.RLock()
@@ -53,6 +56,8 @@ def trace_step(
     inputs: Mapping[str, torch.Tensor] | None = None,
     cached_outputs: CachedOutputs | None = None,
     offload_buffers: bool = False,
+    spread: Spread | None = None,
+    rank: int = 0,
 ) -> StepTrace:
     """Run one step of `model` on fake tensors, and return all the memory that it takes; or raise `TraceError`.
 
@@ -64,17 +69,20 @@ def trace_step(
     puts everything on device 0. Of the inputs, by argument name, shape and dtype are taken; they replace those that
     would be made. `cached_outputs` is what earlier traces of this model remembered of its operations; it grows.
     `offload_buffers` is as for `accelerate.dispatch_model`.
+    With a `spread` the step is that of one of its ranks.
     """
     with _ONE_AT_A_TIME:
         ledger, values = Ledger(), KnownValues()
         where = TracePlacement(placement, offload_buffers=offload_buffers)
         with contextlib.ExitStack() as stack:
+            mesh = stack.enter_context(fake_ranks(spread, rank))
             stack.callback(Snapshot(model).restore)
             running = stack.enter_context(_with_adapter(model, workload.adapter))
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             mode = TraceDispatchMode(ledger, values, OperationCache(fake, cached_outputs), multi_device=where.hooked)
             try:
-                _run(running, workload, where, inputs, mode, fake)
+                sharding = None if spread is None or mesh is None else (spread, mesh)
+                _run(running, workload, where, inputs, mode, fake, sharding)
             except Exception as error:
                 raise trace_error(running, workload, error, inputs) from error
     return StepTrace(
@@ -96,6 +104,7 @@ def _run(
     user_inputs: Mapping[str, torch.Tensor] | None,
     mode: TraceDispatchMode,
     fake: FakeTensorMode,
+    sharding: tuple[Spread, DeviceMesh] | None,
 ) -> None:
     ledger = mode.ledger
     functions = TraceFunctionMode(mode.content, fake_device(where.main))
@@ -112,9 +121,13 @@ def _run(
             _enable_checkpointing(model)
         inputs = StepInputs(model, mode.values, fake_device(where.main), user_inputs)
         install_hooks(model, where, ledger, mode.in_hook)
-        with _progress_bar(model), mode:
+        main = fake_device(where.main)
+        around = contextlib.nullcontext() if sharding is None else sharded(model, *sharding, main, ledger)
+        with _progress_bar(model), mode, around:
+            trained = TrainedParameters(list(tensors.trainable())) if sharding is None else ShardedParameters(model)
+            tensors.forget()
             if workload.kind == "train":
-                run_training(model, workload, inputs, ledger, list(tensors.trainable()))
+                run_training(model, workload, inputs, ledger, trained)
                 cache = None
             else:
                 cache = run_generation(model, workload, inputs, ledger)

@@ -1,0 +1,168 @@
+"""FSDP2 in a traced step: torch's own hooks on fake tensors, in a process group whose collectives do nothing.
+
+What a rank allocates follows from the hooks: shards with their padding, gathered units and the next one that is
+prefetched, the buffers of reductions, the gradients. Nothing of it is a formula here. The one thing that an allocator
+would see and operations do not show is that FSDP gives the storage of gathered parameters back by resizing it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _composable_state
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+
+from safe_loading._core.spread import Spread
+from safe_loading._sharding import fsdp2
+from safe_loading._sharding.fsdp_units import plan_units
+from safe_loading.errors import ArgumentError
+
+from .fake_tensors import is_adapter
+from .ledger import Ledger
+
+
+@contextlib.contextmanager
+def fake_ranks(spread: Spread | None, rank: int = 0) -> Iterator[DeviceMesh | None]:
+    """Yield the mesh of a job of which this process is one rank, without the others; None without a spread."""
+    if spread is None:
+        yield None
+        return
+    if dist.is_initialized():
+        raise ArgumentError(
+            "spread= makes a process group for the forecast, and this process has one already. Forecast before "
+            "init_process_group, or in a process of its own."
+        )
+    # registers the backend "fake", whose collectives return at once
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=spread.cards)
+    try:
+        shape = (spread.replicas, spread.ranks) if spread.replicas > 1 else (spread.ranks,)
+        names = ("replicate", "shard") if spread.replicas > 1 else ("shard",)
+        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
+    finally:
+        dist.destroy_process_group()
+
+
+class TrainedParameters:
+    """The parameters that an optimizer gets, and how their gradients come to them."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+
+    def bring_gradients(self, ledger: Ledger) -> None:
+        """Give the optimizer's parameters their gradients after a backward pass."""
+
+    def drop_gradients(self) -> None:
+        """Do what ``zero_grad(set_to_none=True)`` does."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+class ShardedParameters(TrainedParameters):
+    """The local shards of trained parameters: an optimizer of DTensors allocates what one of their shards does."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._sharded = [p for p in model.parameters() if p.requires_grad and isinstance(p, DTensor)]
+        shards = (parameter._local_tensor.detach() for parameter in self._sharded)
+        super().__init__([torch.nn.Parameter(shard) for shard in shards])
+
+    def bring_gradients(self, ledger: Ledger) -> None:
+        """Give each shard the gradient that FSDP has reduced for it."""
+        for parameter, shard in zip(self._sharded, self.parameters, strict=True):
+            if isinstance(parameter.grad, DTensor):
+                shard.grad = parameter.grad._local_tensor
+                ledger.classify(ledger.index_of(shard.grad), "gradients")
+
+    def drop_gradients(self) -> None:
+        """Drop those of the parameters too, which are the same tensors."""
+        super().drop_gradients()
+        for parameter in self._sharded:
+            parameter.grad = None
+
+
+@contextlib.contextmanager
+def sharded(
+    model: torch.nn.Module, spread: Spread, mesh: DeviceMesh, device: torch.device, ledger: Ledger
+) -> Iterator[None]:
+    """Inside, the model is sharded by FSDP2, and the ledger sees what FSDP allocates and frees by itself.
+
+    The attributes of the modules are the caller's to restore; the classes are restored here.
+    """
+    classes = [(module, type(module)) for module in model.modules()]
+    dtypes = {name: getattr(torch, name) for name in (spread.param_dtype, spread.reduce_dtype) if name is not None}
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtypes.get(spread.param_dtype or ""), reduce_dtype=dtypes.get(spread.reduce_dtype or "")
+    )
+    with _storages_seen(ledger), mock.patch.object(_fully_shard, "_get_device_from_mesh", return_value=device):
+        try:
+            fsdp2.wrap(model, plan_units(model), mesh, policy, OffloadPolicy(), (), spread.reshard_after_forward)
+            _classify_shards(model, ledger)
+            yield
+        finally:
+            for module, cls in classes:
+                module.__class__ = cls
+                _composable_state._module_state_mapping.pop(module, None)
+
+
+def _classify_shards(model: torch.nn.Module, ledger: Ledger) -> None:
+    paths = {id(module): path for path, module in model.named_modules()}
+    for module in model.modules():
+        for group in _groups_of(module) if isinstance(module, FSDPModule) else ():
+            for parameter in group.fsdp_params:
+                path = paths[id(parameter._module_info.module)]
+                name = f"{path}.{parameter._module_info.param_name}" if path else parameter._module_info.param_name
+                component = "adapters" if is_adapter(name) else "weights"
+                index = ledger.index_of(parameter._sharded_param_data)
+                ledger.classify(index, component, module=path, op=name)  # type: ignore[arg-type]  # one of the two
+
+
+def _groups_of(module: FSDPModule) -> list[_fsdp_param_group.FSDPParamGroup]:
+    """Return the groups of parameters of a unit; before torch 2.13 there was one at most."""
+    state = module._get_fsdp_state()
+    one = [state._fsdp_param_group] if not hasattr(state, "_fsdp_param_groups") else state._fsdp_param_groups
+    return [group for group in one if group is not None]
+
+
+@contextlib.contextmanager
+def _storages_seen(ledger: Ledger) -> Iterator[None]:
+    """Tell the ledger when FSDP resizes a storage, and that what is gathered are weights."""
+    allocate, free, gathered = _fsdp_param.alloc_storage, _fsdp_param.free_storage, FSDPParam.init_unsharded_param
+
+    def alloc_storage(tensor: torch.Tensor) -> None:
+        was_empty = not tensor.untyped_storage().size()
+        allocate(tensor)
+        if was_empty and tensor.untyped_storage().size():
+            ledger.reallocate(tensor, "fsdp.all_gather")
+            ledger.classify(ledger.index_of(tensor), "weights")
+
+    def free_storage(tensor: torch.Tensor) -> None:
+        ledger.release(tensor)
+        free(tensor)
+
+    def init_unsharded_param(self: FSDPParam) -> None:
+        for tensor in self.all_gather_outputs:
+            ledger.classify(ledger.index_of(tensor), "weights")
+        gathered(self)  # type: ignore[no-untyped-call]  # of torch
+
+    with (
+        mock.patch.object(_fsdp_param, "alloc_storage", alloc_storage),
+        mock.patch.object(_fsdp_param_group, "alloc_storage", alloc_storage),
+        mock.patch.object(_fsdp_param, "free_storage", free_storage),
+        mock.patch.object(FSDPParam, "init_unsharded_param", init_unsharded_param),
+        # pads uneven shards again unless their data has not moved, which it asks of addresses that fakes do not have
+        mock.patch.object(FSDPParam, "reset_sharded_param", _do_nothing),
+    ):
+        yield
+
+
+def _do_nothing(_: FSDPParam) -> None:
+    """A function, because a `Mock` keeps its arguments alive."""
