@@ -51,6 +51,15 @@ def base_findings(checkpoint: Checkpoint, config: JsonObject | None = None) -> l
     return [finding for finding in found if finding.severity != "error"]
 
 
+def refuse_index_without_metadata(checkpoint: Checkpoint) -> None:
+    """Refuse an index that transformers cannot read; a merge and a wrapped model need no metadata."""
+    metadata = [finding for finding in checkpoint.findings if finding.code == "index-metadata"]
+    if checkpoint.index is not None and checkpoint.index.total_size is None and metadata:
+        document = try_json_object(checkpoint.index.path)
+        if not isinstance(document, Finding) and not isinstance(document.get("metadata"), dict):
+            raise_faults(checkpoint.folder, metadata)
+
+
 def refuse_quantizer_patterns(checkpoint: Checkpoint) -> None:
     """Refuse a base whose quantizer would match patterns with its modules that may never end."""
     path = checkpoint.folder / "config.json"
@@ -122,6 +131,9 @@ def _model_config(
         message = f"model_type is {config.get('model_type')!r}; transformers cannot tell which model this is"
         fix = 'set "model_type" to the architecture, such as "llama"'
         findings.append(note("warning", "config-model-type", path, message, fix))
+    generation = folder / "generation_config.json"
+    if generation.name in names and isinstance(damaged := try_json_object(generation), Finding):
+        findings.append(damaged)
     if ADAPTER_CONFIG in names:
         message = f"has a model and {ADAPTER_CONFIG!r}; transformers loads that adapter into the model without asking"
         fix = "keep the adapter in a folder of its own"

@@ -20,6 +20,7 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.engines import set_adapter
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding
+from safe_loading._model.model_config import read_generation_config
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.device_guard import make_current, one_device
 from safe_loading.errors import AdapterError
@@ -38,7 +39,7 @@ from .base_model import (
     name_base,
     untied_findings,
 )
-from .folder_findings import base_findings, refuse_quantizer_patterns
+from .folder_findings import base_findings, refuse_index_without_metadata, refuse_quantizer_patterns
 from .report import LoadedPart
 
 
@@ -93,6 +94,8 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
         checkpoint = read_checkpoint(folder, variant=options.base_kwargs.get("variant"), kind="model")
         refuse_quantizer_patterns(checkpoint)
+        refuse_index_without_metadata(checkpoint)
+    read_generation_config(folder)
     meta_model = base_on_meta(auto_class, folder, options.dtype, options.base_kwargs)
     if meta_model is not None and options.strict:
         if checkpoint is not None:

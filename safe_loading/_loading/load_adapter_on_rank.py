@@ -113,10 +113,12 @@ def load_adapter_on_rank(
         allow_pickle=allow_pickle,
         base_kwargs=hub_kwargs or {},
     )
-    with guarded(target), _progress.engine_bars(local_rank()):
+    # Outermost, and the report is made inside, so that Ctrl-C in the last line is undone as well. A swap is staged
+    # beside the model, and undoes itself.
+    with restored_by([]) as undo, guarded(target), _progress.engine_bars(local_rank()):
         facts = find_sources(request, group, timeout=timeout).adapters[adapter_name]
         start = time.perf_counter()
-        with restored_by([]) as undo, group.together("load the adapter", timeout=timeout):
+        with group.together("load the adapter", timeout=timeout):
             prepared = prepare(adapter_name, facts, is_trainable=is_trainable, key_mapping=key_mapping)
             outcome: StagedSwap | Attached
             if hotswap:
@@ -129,11 +131,11 @@ def load_adapter_on_rank(
             warn_of_errors(findings)
         # A swap overwrites values, and this rank could not undo that on the others: it waits until all ranks can.
         attached = commit_swap(model, outcome) if isinstance(outcome, StagedSwap) else outcome
-    part = adapter_part(prepared, attached, target, time.perf_counter() - start)
-    report = LoadReport(group.index(group.rank), group.size, str(target), (part,), tuple(findings))
-    model.__dict__["load_report"] = report
-    logger.info("%s", report)
-    return report
+        part = adapter_part(prepared, attached, target, time.perf_counter() - start)
+        report = LoadReport(group.index(group.rank), group.size, str(target), (part,), tuple(findings))
+        model.__dict__["load_report"] = report
+        logger.info("%s", report)
+        return report
 
 
 def _check_name(model: PeftModel, name: str, *, hotswap: bool) -> None:

@@ -155,7 +155,9 @@ def load_peft_on_rank(
         base_kwargs=base_kwargs,
     )
     contexts_before = contexts()
-    with guarded(target), _progress.engine_bars(local_rank()):
+    # The snapshot is outermost and the report is made inside: a failure of another rank, which arrives when the ranks
+    # meet, is undone as well, and so is Ctrl-C in the last line.
+    with restored_on_error(loaded_base) as undo, guarded(target), _progress.engine_bars(local_rank()):
         sources = find_sources(request, group, timeout=timeout)
         with group.together("check the adapter against its base", timeout=timeout):
             prepared = [
@@ -165,17 +167,16 @@ def load_peft_on_rank(
             base: BaseOnDisk | PreTrainedModel | None = loaded_base
             if base is None:
                 base = check_before_load(sources.require_base(), prepared, options)
-        # The snapshot is outermost: a failure of another rank, which arrives when the ranks meet, is undone as well.
-        with restored_on_error(loaded_base) as undo, group.together("load", timeout=timeout):
+        with group.together("load", timeout=timeout):
             model, parts, findings = load(base, prepared, options, undo)
             check_devices(model, target)
             check_contexts(contexts_before, target)
             warn_of_errors(findings)
-    findings = [*findings, *current_device_findings(target, device)]
-    report = LoadReport(group.index(group.rank), group.size, str(target), tuple(parts), tuple(findings))
-    model.__dict__["load_report"] = report
-    logger.info("%s", report)
-    return model
+        findings = [*findings, *current_device_findings(target, device)]
+        report = LoadReport(group.index(group.rank), group.size, str(target), tuple(parts), tuple(findings))
+        model.__dict__["load_report"] = report
+        logger.info("%s", report)
+        return model
 
 
 def _by_name(adapter: Source | Mapping[str, Source], active: str | None) -> dict[str, Source]:

@@ -10,12 +10,11 @@ from typing import Any, TypeGuard
 
 import torch
 import transformers
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers import core_model_loading as loader
 
 from safe_loading._checkpoint.hub import resolve, small_files
 from safe_loading._checkpoint.index import inspect_checkpoint
-from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._core.engines import dtype_plan, set_config_dtype, tie_on_meta
 from safe_loading._core.log import quiet
 from safe_loading._core.paths import path_text
@@ -23,7 +22,7 @@ from safe_loading._core.protocols import ModelClass
 from safe_loading.errors import ArgumentError
 
 from .dtypes import DTYPES
-from .model_config import building, read_config
+from .model_config import building, read_config, read_generation_config
 from .tensors import tensor_places
 
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
@@ -137,10 +136,8 @@ def _name_after(source: str, model: torch.nn.Module, config: PreTrainedConfig) -
 
 
 def _read_generation_config(model: torch.nn.Module, folder: Path) -> None:
-    path = folder / "generation_config.json"
-    if os.path.lexists(path) and hasattr(model, "generation_config"):
-        read_json_object(path)  # transformers would take the last of two equal keys, and ignore a damaged file
-        model.__dict__["generation_config"] = GenerationConfig.from_pretrained(folder)
+    if hasattr(model, "generation_config") and (config := read_generation_config(folder)) is not None:
+        model.__dict__["generation_config"] = config
 
 
 def _refuse_quantized(config: PreTrainedConfig, name: str) -> None:
@@ -169,6 +166,12 @@ def _class_to_build(config: PreTrainedConfig, auto_class: object, trust_remote_c
             candidate: ModelClass = getattr(transformers, name)
             if type(config) in getattr(candidate, "_model_mapping", ()):
                 return candidate
+    if config.__dict__.get("auto_map"):
+        raise ArgumentError(
+            f"The config's architectures are {config.architectures}, which transformers does not have; its auto_map "
+            f"names code of the repository, {dict(config.auto_map)}. Read it and pass trust_remote_code=True, or pass "
+            f"auto_class=, for example transformers.AutoModelForCausalLM."
+        )
     raise ArgumentError(
         f"Nothing says which class to build: the config's architectures are {config.architectures or []}, and none of "
         f"them is a class of transformers. Pass auto_class=, for example transformers.AutoModelForCausalLM."

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from safe_loading._checkpoint.base_config import base_config_faults, quantization_findings
 from safe_loading._checkpoint.strict_json import read_json_object
@@ -52,6 +52,24 @@ def read_config(
             ) from error
         raise CheckpointError(f"{path}: transformers refuses this config: {_one_line(error)}") from error
     return config
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """Return the generation config in a folder, if there is one; a damaged one, or one of wrong values, is refused.
+
+    transformers ignores a damaged one, and blames no file for wrong values.
+    """
+    path = folder / "generation_config.json"
+    if not os.path.lexists(path):
+        return None
+    read_json_object(path)
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # its checks, and what they run into where a value is of another type
+        raise CheckpointError(
+            f"{path}: transformers refuses it: {_one_line(error)}. Correct it, or delete it: the model's defaults are "
+            f"taken then."
+        ) from error
 
 
 def refuse_bad_config(path: Path, document: JsonObject, *, trusted: bool = False, asked: Collection[str] = ()) -> None:

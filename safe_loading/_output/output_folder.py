@@ -10,13 +10,21 @@ from safe_loading._core.paths import path_text
 from safe_loading._core.report import format_bytes
 from safe_loading.errors import ArgumentError, OutputError
 
+_LONGEST_NAME = 240  # in bytes
+
 
 def output_path(output: str | os.PathLike[str]) -> Path:
     """Return the folder to write with links resolved, so that a link to a folder stays a link."""
     text = path_text(output, "output")
     if "\0" in text:
         raise ArgumentError(f"output={text!r:.80}: a path cannot hold a NUL.")
-    return Path(text).expanduser().resolve()
+    path = Path(text).expanduser().resolve()
+    if len(os.fsencode(path.name)) > _LONGEST_NAME:
+        raise ArgumentError(
+            f"output={text[:80]!r}...: its last part has {len(os.fsencode(path.name))} bytes. File systems take 255, "
+            f"and the stage beside it is named after it; use at most {_LONGEST_NAME}."
+        )
+    return path
 
 
 def check_apart(output: Path, sources: Mapping[str, Path]) -> None:

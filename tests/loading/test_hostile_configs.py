@@ -14,10 +14,20 @@ from typing import Any
 import peft
 import pytest
 import torch
+from faults.folders import INDEX
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from safe_loading import AdapterError, ArgumentError, SafeLoadingError, load_peft_on_rank, meta_model
+from safe_loading import (
+    AdapterError,
+    ArgumentError,
+    CheckpointError,
+    SafeLoadingError,
+    load_adapter_on_rank,
+    load_peft_on_rank,
+    merge_lora_checkpoint,
+    meta_model,
+)
 from safe_loading._loading.allocation_limit import AllocationLimit
 
 PROMPT = peft.MultitaskPromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_tasks=2)
@@ -154,3 +164,94 @@ def test_a_kernel_is_taken_from_the_caller_alone(tmp_path: Path, tiny_llama: Pat
     model = load_peft_on_rank(tiny_adapter, base, base_kwargs={"attn_implementation": "sdpa"})
     assert model.config._attn_implementation == "sdpa"
     assert meta_model(base, attn_implementation="eager").config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    "text", ['{"max_new_tokens": -5}', '{"pad_token_id": "x"}', '{"cache_implementation": "who"}', "[1]", "{"]
+)
+def test_a_bad_generation_config_is_named(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, text: str) -> None:
+    base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
+    (base / "generation_config.json").write_text(text)
+    for call in (lambda: load_peft_on_rank(tiny_adapter, base), lambda: meta_model(base)):
+        with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+            call()
+    (base / "generation_config.json").unlink()  # the fix that the message names
+    load_peft_on_rank(tiny_adapter, base)
+
+
+def test_an_index_without_metadata_is_named(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
+    document = json.loads((base / INDEX).read_text())
+    metadata = document.pop("metadata")
+    (base / INDEX).write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json: metadata is missing.*Fix: add"):
+        load_peft_on_rank(tiny_adapter, base)
+    (base / INDEX).write_text(json.dumps({**document, "metadata": metadata}))
+    load_peft_on_rank(tiny_adapter, base)
+
+
+def test_code_of_another_name_is_named(tmp_path: Path, tiny_llama: Path) -> None:
+    base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
+    document = json.loads((base / "config.json").read_text())
+    code = {"architectures": ["Own"], "auto_map": {"AutoModelForCausalLM": "own.Other"}}
+    (base / "config.json").write_text(json.dumps({**document, **code}))
+    with pytest.raises(ArgumentError, match=r"own\.Other.*trust_remote_code=True"):
+        meta_model(base)
+    assert type(meta_model(base, AutoModelForCausalLM)).__name__ == "LlamaForCausalLM"
+
+
+def test_an_output_of_a_long_name_is_refused(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"300 bytes.*at most 240"):
+        merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / ("x" * 300))
+    merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / ("x" * 240))
+
+
+def interrupted(call: Callable[[], Any], function: str, before_end: int | None) -> int:
+    """Call, with Ctrl-C so many lines before the end of a function; return how many lines it ran."""
+    lines = 0
+    total = None if before_end is None else interrupted(call, function, None)
+
+    def local(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        if event == "line":
+            lines += 1
+            if total is not None and lines == total - before_end:
+                raise KeyboardInterrupt
+        return local
+
+    sys.settrace(lambda frame, *_: local if frame.f_code.co_name == function else None)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return lines
+
+
+@pytest.mark.parametrize("before_end", range(12))
+def test_ctrl_c_in_the_last_lines_leaves_no_adapter(tiny_llama: Path, tiny_adapter: Path, before_end: int) -> None:
+    def load() -> None:
+        load_peft_on_rank(tiny_adapter, bases.pop())
+
+    bases = [AutoModelForCausalLM.from_pretrained(tiny_llama) for _ in range(2)]
+    base: Any = bases[0]  # the second call is the one that is interrupted
+    before = {name: id(parameter) for name, parameter in base.named_parameters()}
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(load, "load_peft_on_rank", before_end)
+    assert {name: id(parameter) for name, parameter in base.named_parameters()} == before
+    assert "load_report" not in vars(base)
+
+
+@pytest.mark.parametrize("before_end", range(8))
+def test_ctrl_c_in_the_last_lines_leaves_no_second_adapter(
+    tiny_llama: Path, tiny_adapter: Path, before_end: int
+) -> None:
+    def load() -> None:
+        load_adapter_on_rank(models.pop(), tiny_adapter, "second")
+
+    models = [load_peft_on_rank(tiny_adapter, tiny_llama) for _ in range(2)]
+    model: Any = models[0]
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(load, "load_adapter_on_rank", before_end)
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert list(model.peft_config) == ["default"]
