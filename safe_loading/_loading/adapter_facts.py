@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 
 from safe_loading._checkpoint.adapter_config import adapter_config_faults
 from safe_loading._checkpoint.files import open_regular
@@ -81,9 +82,19 @@ def config_problems(config: Mapping[str, object]) -> list[str]:
     method = config.get("peft_type")
     if not isinstance(method, str) or not method:
         return [f'peft_type is {method!r}; it must name the method, such as "LORA"']
+    problems = [
+        f"{name} is {value!r:.80}; it must be a list of names"
+        for name in ("modules_to_save", "target_modules", "exclude_modules", "layers_pattern")
+        if not isinstance(value := config.get(name), (list, str, NoneType))
+        or (isinstance(value, list) and not all(isinstance(entry, str) for entry in value))
+    ]
+    problems += [
+        f"{name} is {value!r:.80}; it must be an object with a value for each pattern"
+        for name, value in config.items()
+        if name.endswith("_pattern") and name != "layers_pattern" and not isinstance(value, (dict, NoneType))
+    ]
     if not _is_lora(config):
-        return []
-    problems = []
+        return problems
     for name in ("r", "lora_alpha"):
         value = config.get(name)
         if name not in config:

@@ -374,6 +374,9 @@ ADAPTER_CONFIGS: dict[str, Fault] = {
     "adapter with other adapters": Fault(
         adapter_config(peft_type="XLORA", adapters={"one": "/etc/one"}), ("adapters", "/etc/one")
     ),
+    "adapter with a number for modules": Fault(adapter_config(modules_to_save=10**9), ("modules_to_save", "a list")),
+    "adapter with a list for a module": Fault(adapter_config(modules_to_save=[[]]), ("modules_to_save", "a list")),
+    "adapter with text for its ranks": Fault(adapter_config(rank_pattern="q_proj"), ("rank_pattern", "an object")),
     "adapter with a module to import": Fault(
         adapter_config(megatron_config={"x": 1}, megatron_core="antigravity"), ("megatron_core", "antigravity")
     ),
