@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -13,13 +12,14 @@ from transformers import PreTrainedConfig
 from safe_loading._core.arguments import whole_number
 from safe_loading._core.parse_size import Limits
 from safe_loading._core.workload import Workload
-from safe_loading.errors import ArgumentError, DeviceMapInfeasible
+from safe_loading.errors import ArgumentError
 
 from .plan.planned_model import config_of
-from .plan.require_traced import require_traced
-from .plan_device_map import plan_device_map
+from .plan.size_search import SizeSearch
+from .plan_device_map import plan_request
 
 _MOST = 1 << 24
+_FIELD = {"length": "sequence_length", "batch": "batch_size"}
 
 
 def largest_workload(
@@ -33,8 +33,8 @@ def largest_workload(
 ) -> Workload:
     """Return the largest workload for which :func:`plan_device_map` finds a plan.
 
-    Every size that is tried is planned. So the answer is one that fits, and the next larger one does not, unless the
-    search ended at ``most``.
+    Few sizes are planned, each predicted from a traced step. The answer is one that was planned and fits, and the next
+    larger one was planned and does not, unless the search ended at ``most``.
 
     Args:
         model: As for :func:`plan_device_map`.
@@ -62,28 +62,9 @@ def largest_workload(
     top = most if most is not None else _most(model, vary, options)
     whole_number(top, "most", least=1)
 
-    def sized(size: int) -> Workload:
-        if vary == "batch":
-            return dataclasses.replace(start, batch_size=size)
-        return dataclasses.replace(start, sequence_length=size)
-
-    def fits(size: int) -> bool:
-        try:
-            require_traced(plan_device_map(model, max_memory, workload=sized(size), **options))
-        except DeviceMapInfeasible:
-            return False
-        return True
-
-    # not through fits(), so that the caller learns why not even the smallest fits
-    require_traced(plan_device_map(model, max_memory, workload=sized(1), **options))
-    low, high = 1, 2
-    while high <= top and fits(high):
-        low, high = high, high * 2
-    high = min(high, top + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return sized(low)
+    request = plan_request(model, max_memory, workload=start.replace(**{_FIELD[vary]: 1}), **options)
+    search = SizeSearch(request, vary, top)
+    return search.sized(search.largest())
 
 
 def _most(model: object, vary: str, options: Mapping[str, object]) -> int:

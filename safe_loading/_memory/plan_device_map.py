@@ -83,6 +83,47 @@ def plan_device_map(
         ArgumentError: A limit or another argument cannot be read, or no model can be built from the config.
         CheckpointError: The folder's checkpoint is incomplete or damaged.
     """
+    request = plan_request(
+        model,
+        max_memory,
+        workload=workload,
+        dtype=dtype,
+        quantization_config=quantization_config,
+        no_split_modules=no_split_modules,
+        objective=objective,
+        offload=offload,
+        verify=verify,
+        overhead=overhead,
+        inputs=inputs,
+        auto_class=auto_class,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        capability=capability,
+        offload_buffers=offload_buffers,
+    )
+    return Planner(request).plan()
+
+
+def plan_request(
+    model: str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module,
+    max_memory: Limits | None = None,
+    *,
+    workload: Workload | None = None,
+    dtype: torch.dtype | str | None = None,
+    quantization_config: object = None,
+    no_split_modules: Iterable[str] | None = None,
+    objective: Literal["balance", "fill"] = "balance",
+    offload: Literal["never", "cpu", "disk"] = "never",
+    verify: bool = True,
+    overhead: object = None,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    auto_class: type | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    capability: tuple[int, int] | None = None,
+    offload_buffers: bool = False,
+) -> PlanRequest:
+    """Return what :func:`plan_device_map` plans for: its arguments, checked, with the model built."""
     if objective not in ("balance", "fill"):
         raise ArgumentError(f"objective={objective!r} is neither 'balance' nor 'fill'.")
     if offload not in ("never", "cpu", "disk"):
@@ -110,7 +151,7 @@ def plan_device_map(
             trains=workload is not None and workload.kind == "train",
         ),
     )
-    request = PlanRequest(
+    return PlanRequest(
         model=planned,
         limits=_with_hosts(limits, offload),
         overhead=reserved,
@@ -124,7 +165,6 @@ def plan_device_map(
         findings=tuple(findings),
         offload_buffers=bool(offload_buffers),
     )
-    return Planner(request).plan()
 
 
 def _class_names(names: object) -> list[str]:

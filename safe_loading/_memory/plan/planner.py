@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -12,16 +11,12 @@ from safe_loading._core.names import nearest, without_peft_prefix
 from safe_loading._core.parse_size import HOST, Device, parse_device
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
-from safe_loading._memory.trace.cuda_paths import AMPERE, cuda_paths
-from safe_loading._memory.trace.operation_cache import CachedOutputs
 from safe_loading._memory.trace.records import Crossing, StepTrace
-from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading.errors import DeviceMapInfeasible, TraceError
 
 from .costs import Cost, counted_uses, reserved_uses, traced_uses, unit_costs
 from .device_map_plan import DeviceMapPlan, DeviceUse, Facts
-from .device_memory import accelerator
 from .infeasible import infeasible
 from .layer_groups import Puzzle
 from .map_keys import collapse, device_of, execution_devices
@@ -29,6 +24,7 @@ from .module_tree import ModuleTree, cut_model, is_outside_stacks
 from .offload import Away, Split, offload
 from .offloaded_units import OffloadedUnits, split_paths
 from .request import PlanRequest
+from .step_traces import StepTraces
 
 _MOST_ROUNDS = 12
 _LEAST_MOVED = 1 << 16  # bytes from which on it is worth a finding that the model moves tensors itself
@@ -39,8 +35,9 @@ _PROBE = Workload.generate(1, 8)  # enough to see every operation, for plans of 
 class Planner:
     """Makes one plan, and checks it again when it was edited."""
 
-    def __init__(self, request: PlanRequest) -> None:
+    def __init__(self, request: PlanRequest, traces: StepTraces | None = None) -> None:
         self.request = request
+        self._traces = traces or StepTraces(request)
         self.name = type(request.model).__name__
         # what a traced step showed: modules and groups of units that need one device, and bytes beyond the count
         self.kept_whole: list[str] = []
@@ -52,7 +49,6 @@ class Planner:
         self.doubted = False  # whether a model that does not fit as counted was run once with wider limits
         self.refusal: DeviceMapInfeasible | None = None  # the error for when it does not fit as it runs either
         self.reason = "" if request.verify else "verify=False"  # why the plan is not verified; empty when it is
-        self._cached_outputs: CachedOutputs = {}
 
     def plan(self) -> DeviceMapPlan:
         """Return the plan, or raise `DeviceMapInfeasible`, if there is none within the limits."""
@@ -130,15 +126,7 @@ class Planner:
             else:
                 workload = _PROBE
         try:
-            with self._kernels():
-                return trace_step(
-                    self.request.model,
-                    workload,
-                    placement={"": self.request.running[0]} if device_map is None else dict(device_map),
-                    inputs=self.request.inputs,
-                    cached_outputs=self._cached_outputs,
-                    offload_buffers=self.request.offload_buffers,
-                )
+            return self._traces.step(workload, device_map)
         except TraceError as error:
             self.reason = self.reason or str(error)
             counted = {finding.code for finding in self.findings}
@@ -147,13 +135,6 @@ class Planner:
                 fix = "leave room for them in max_memory, or pass overhead=."
                 self.findings.append(Finding("not-traced", "error", self.name, message, fix))
             return None
-
-    def _kernels(self) -> contextlib.AbstractContextManager[None]:
-        """Take the kernels of the cards, of an A100 where nobody said which they are, or of the host."""
-        if self.request.running == ["cpu"]:
-            return contextlib.nullcontext()
-        known = self.request.capability
-        return cuda_paths(known or (AMPERE if accelerator() in ("cuda", "cpu") else None))
 
     def _place(self, tree: ModuleTree, costs: Sequence[Cost]) -> dict[str, Device]:
         """Return the device map under the limits, less what is to be kept free and what a traced step needed more."""
