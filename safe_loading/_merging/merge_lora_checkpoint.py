@@ -79,8 +79,8 @@ def merge_lora_checkpoint(
         dtype: The dtype of all float tensors of the output, rounded once from the exact sum. None keeps the base's.
         overwrite: Whether an existing folder is replaced, as a whole.
         resume: Whether to go on with what an interrupted call (``kill -9``, a power cut, Ctrl-C, SIGTERM) left.
-        verify: Whether to hash every tensor on the way. The hashes go to ``merge_report.json``. Without them a second
-            call writes again what an interrupted call left.
+        verify: Whether to hash every tensor on the way (XXH3-128). The hashes go to ``merge_report.json``. Without
+            them a second call writes again what an interrupted call left.
         threads: How many threads read, compute and write; by default one for each core, four at the most.
         progress: Whether to show a bar; by default in a terminal.
         adapter_revision: Branch, tag or commit of adapters on the hub; never used for the base.
@@ -136,7 +136,8 @@ def merge_lora_checkpoint(
     # merge_report.json, which is not written yet, takes less than 512 bytes for each tensor.
     needed = sum(plan.nbytes for plan in plans) + sum(map(len, small.values())) + 512 * len(base.checkpoint.tensors)
     options = {"verify": verify, "dtype": str(output_dtype), "max_shard_size": shard_bytes, "device": own.type}
-    options |= {"tokenizer": tokenizer, "class": getattr(model_class, "__name__", None)}
+    if model_class is not None:  # absent otherwise: then a journal of an earlier release is of the same job
+        options["class"] = model_class.__name__
     stage = Stage(target, job_of(sources, options), needed=needed, overwrite=overwrite, resume=resume, keep=verify)
     with stage:
         if stage.finished is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from safe_loading._checkpoint.files import try_open
+from safe_loading._checkpoint.tensor_hash import KEY, named, new_hash
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 
@@ -46,9 +46,14 @@ def job_of(sources: MergeSources, options: Mapping[str, object]) -> JsonObject:
         "base": str(sources.base.folder.resolve()),
         "files": files,
         "adapters": dict(sources.digests),
-        "weights": dict(sources.weights),
+        **_other_weights(sources),
         "options": dict(options),
     }
+
+
+def _other_weights(sources: MergeSources) -> JsonObject:
+    """Return the weights of the adapters for a job; nothing where all are 1, as in the jobs of earlier releases."""
+    return {} if set(sources.weights.values()) == {1.0} else {"weights": dict(sources.weights)}
 
 
 def is_complete(plan: FilePlan, path: Path, entry: JsonObject) -> bool:
@@ -62,17 +67,17 @@ def is_complete(plan: FilePlan, path: Path, entry: JsonObject) -> bool:
     with file:
         if path.stat().st_size != plan.nbytes or file.read(len(plan.header)) != plan.header:
             return False
-        return all(_has_hash(file, tensor, written[tensor.target.name].sha256) for tensor in plan.tensors)
+        return all(_has_hash(file, tensor, written[tensor.target.name].digest) for tensor in plan.tensors)
 
 
-def _has_hash(file: BinaryIO, tensor: TensorPlan, sha256: str | None) -> bool:
-    digest = hashlib.sha256()
+def _has_hash(file: BinaryIO, tensor: TensorPlan, recorded: str | None) -> bool:
+    digest = new_hash(recorded)
     file.seek(tensor.target.start)
     left = tensor.target.nbytes
     while left and (data := file.read(min(left, _BLOCK_BYTES))):
         digest.update(data)
         left -= len(data)
-    return not left and digest.hexdigest() == sha256
+    return not left and digest.hexdigest() == recorded
 
 
 def report_file(sources: MergeSources, plans: Sequence[FilePlan], written: Mapping[str, WrittenFile]) -> bytes:
@@ -81,8 +86,8 @@ def report_file(sources: MergeSources, plans: Sequence[FilePlan], written: Mappi
     for plan in plans:
         for tensor in plan.tensors:
             known = written[plan.name][tensor.target.name]
-            entry = {"file": plan.name, "action": tensor.action, "max_delta": known.largest, "sha256": known.sha256}
-            tensors[tensor.target.name] = entry
+            entry = {"file": plan.name, "action": tensor.action, "max_delta": known.largest}
+            tensors[tensor.target.name] = {**entry, **named(known.digest)}
     document = {
         "base": {"source": sources.base.source, "commit": sources.base.commit},
         "adapters": [{**entry, "weight": w} for entry, w in zip(_adapters(sources), _weights(sources), strict=True)],
@@ -113,8 +118,9 @@ def make_report(output: Path, outcome: Outcome, seconds: float) -> MergeReport:
             info, known = tensor.target, outcome.written[plan.name][tensor.target.name]
             if fresh and tensor.source is not None and tensor.value is None:
                 bytes_read += tensor.source.nbytes
-            result = (info.nbytes, known.seconds, known.largest, known.sha256)
-            tensors.append(MergedTensor(info.name, plan.name, tensor.action, info.dtype, *result))
+            result, hashes = (info.nbytes, known.seconds, known.largest), named(known.digest)
+            kinds = hashes.get("sha256"), hashes.get(KEY)
+            tensors.append(MergedTensor(info.name, plan.name, tensor.action, info.dtype, *result, *kinds))
     return MergeReport(
         output=str(output),
         base={"source": sources.base.source, "commit": sources.base.commit},

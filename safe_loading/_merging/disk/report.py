@@ -25,7 +25,8 @@ class MergedTensor:
         bytes: Its size.
         seconds: The time that a thread spent on it; 0 when an interrupted call wrote it.
         max_delta: The largest absolute change of an element; None where nothing was added.
-        sha256: The hash of its bytes; None with ``verify=False``.
+        sha256: The SHA-256 of its bytes, where an interrupted call of an earlier release wrote it; None otherwise.
+        xxh3_128: The XXH3-128 of its bytes, as hexadecimal; None with ``verify=False``.
     """
 
     name: str
@@ -35,7 +36,8 @@ class MergedTensor:
     bytes: int
     seconds: float = dataclasses.field(compare=False)  # alike twice only by chance
     max_delta: float | None
-    sha256: str | None
+    sha256: str | None = None
+    xxh3_128: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ WRITE_BACK_BYTES = 16 << 20  # how much is handed to the disk at once
 class Written:
     """What is known of a tensor that was written."""
 
-    sha256: str | None  # None when no hash was taken
+    digest: str | None  # None when no hash was taken
     largest: float | None  # the largest absolute change of an element; None when nothing was added
     seconds: float = 0.0  # the time of a thread; 0 when an interrupted call wrote it
 
@@ -48,12 +48,12 @@ WrittenFile = dict[str, Written]
 
 def to_journal(written: WrittenFile) -> JsonObject:
     """Return what a second call must know of the tensors of a file, as JSON."""
-    return {name: [tensor.sha256, tensor.largest] for name, tensor in written.items()}
+    return {name: [tensor.digest, tensor.largest] for name, tensor in written.items()}
 
 
 def from_journal(tensors: JsonObject) -> WrittenFile:
     """Return what :func:`to_journal` was given, without the times."""
-    return {name: Written(sha256, largest) for name, (sha256, largest) in tensors.items()}
+    return {name: Written(digest, largest) for name, (digest, largest) in tensors.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class WriteJob:
     stage: Stage
     device: torch.device
     threads: int
-    hashes: bool  # whether the SHA-256 of each tensor is taken on the way
+    hashes: bool  # whether the hash of each tensor is taken on the way
 
 
 def write_files(plans: Sequence[FilePlan], job: WriteJob, advance: Callable[[int], None]) -> dict[str, WrittenFile]:
@@ -239,7 +239,7 @@ class _OutputFile:
                 pending = 0
         if pending:
             self._disk.begin(self._target, start, pending)
-        return Written(writer.sha256, writer.largest, time.perf_counter() - begin)
+        return Written(writer.digest, writer.largest, time.perf_counter() - begin)
 
     def _keep(self) -> None:
         """Sync the file, and note in the journal that it is complete."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from safe_loading._checkpoint.copy_bytes import ReadAhead, copy_range, read_into, write_from
+from safe_loading._checkpoint.tensor_hash import new_hash
 from safe_loading._merging.weights.other_tuners import TunerMerge
 from safe_loading._merging.weights.rounding import round_into
 from safe_loading._merging.weights.update import ROWS, RowMerger, Update
@@ -46,7 +46,7 @@ class TensorWriter:
         self._plan, self._source, self._target = plan, source, target
         self._buffers, self._device, self._cloned = buffers, device, cloned
         self._remainder: tuple[int, torch.Tensor] | None = None  # the first row, and what the inits left of them
-        self._digest = hashlib.sha256() if hashed else None
+        self._hash = new_hash() if hashed else None
         info = plan.source or plan.target
         self._ahead = ReadAhead(source, info.start, info.nbytes)
         self._from, self._to = DTYPES.get(info.dtype), DTYPES.get(plan.target.dtype)
@@ -59,9 +59,9 @@ class TensorWriter:
             self._from = plan.value.dtype
 
     @property
-    def sha256(self) -> str | None:
+    def digest(self) -> str | None:
         """The hash of what was written."""
-        return None if self._digest is None else self._digest.hexdigest()
+        return None if self._hash is None else self._hash.hexdigest()
 
     def run(self) -> Iterator[tuple[int, int]]:
         """Write the tensor; yields the place and the size of each range that was written."""
@@ -77,8 +77,8 @@ class TensorWriter:
     def _write(self, data: memoryview, at: int) -> tuple[int, int]:
         place = self._plan.target.start + at
         write_from(self._target, data, place)
-        if self._digest is not None:
-            self._digest.update(data)
+        if self._hash is not None:
+            self._hash.update(data)
         return place, len(data)
 
     def _copy(self) -> Iterator[tuple[int, int]]:
@@ -88,14 +88,19 @@ class TensorWriter:
         for at in range(0, source.nbytes, _COPY_BYTES):
             count = min(_COPY_BYTES, source.nbytes - at)
             self._ahead.reach(at + count)
-            if not self._cloned:
-                copy_range(self._source, source.start + at, self._target, target.start + at, count)
-            # The kernel copies without showing the bytes, so they are read once more for the hash.
-            if self._digest is not None:
-                for begin in range(at, at + count, _HASH_BYTES):
-                    data = self._buffers.take("in", min(_HASH_BYTES, at + count - begin))
-                    read_into(self._source, data, source.start + begin)
-                    self._digest.update(data)
+            if self._hash is None:
+                if not self._cloned:
+                    copy_range(self._source, source.start + at, self._target, target.start + at, count)
+                yield target.start + at, count
+                continue
+            # The kernel copies without showing the bytes. A block that is read for its hash is written from the same
+            # memory, which is still in the cache of the core: so each byte is fetched once.
+            for begin in range(at, at + count, _HASH_BYTES):
+                data = self._buffers.take("in", min(_HASH_BYTES, at + count - begin))
+                read_into(self._source, data, source.start + begin)
+                self._hash.update(data)
+                if not self._cloned:
+                    write_from(self._target, data, target.start + begin)
             yield target.start + at, count
 
     def _write_changed(self) -> Iterator[tuple[int, int]]:

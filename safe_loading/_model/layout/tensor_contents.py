@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -15,13 +14,14 @@ from safe_loading._checkpoint.faults import fault, note
 from safe_loading._checkpoint.files import open_regular, unreadable
 from safe_loading._checkpoint.header import Header, TensorInfo
 from safe_loading._checkpoint.strict_json import try_json_object
+from safe_loading._checkpoint.tensor_hash import new_hash, recorded_hash
 from safe_loading._core.report import Finding, MiB
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.tensor_values import as_buffer, value_range, widened
 from safe_loading.errors import CheckpointError
 
 REPORT = "merge_report.json"
-"""What merge_lora_checkpoint writes next to the weights, with a SHA-256 of each tensor."""
+"""What merge_lora_checkpoint writes next to the weights, with a hash of each tensor."""
 _BLOCK_BYTES = 4 * MiB
 
 
@@ -45,7 +45,7 @@ def check_contents(folder: Path, headers: Mapping[str, Header]) -> Iterator[Find
 
 
 def _recorded_hashes(folder: Path) -> dict[str, str] | Finding:
-    """Return the SHA-256 that a merge recorded for each tensor, or a finding when the record is damaged."""
+    """Return the hash that a merge recorded for each tensor, or a finding when the record is damaged."""
     path = folder / REPORT
     if not path.is_file():
         return {}
@@ -54,17 +54,13 @@ def _recorded_hashes(folder: Path) -> dict[str, str] | Finding:
         return document
     tensors = document.get("tensors")
     entries = tensors.items() if isinstance(tensors, dict) else ()
-    return {
-        name: facts["sha256"]
-        for name, facts in entries
-        if isinstance(facts, dict) and isinstance(facts.get("sha256"), str)
-    }
+    return {name: found for name, facts in entries if (found := recorded_hash(facts)) is not None}
 
 
 def _check_tensor(
     descriptor: int, path: Path, info: TensorInfo, recorded: str | None, buffer: torch.Tensor
 ) -> Iterator[Finding]:
-    digest, kinds = hashlib.sha256(), set[str]()
+    digest, kinds = new_hash(recorded), set[str]()
     dtype = DTYPES.get(info.dtype)
     memory = as_buffer(buffer)
     for at in range(0, info.nbytes, len(memory)):
@@ -81,7 +77,7 @@ def _check_tensor(
         fix = "none if it is a mask; otherwise save the model again"
         yield note("warning", "infinity", where, "holds infinity", fix, info.nbytes)
     if recorded is not None and digest.hexdigest() != recorded:
-        message = f"its SHA-256 is {digest.hexdigest()}, {os.fspath(path.parent / REPORT)!r} says {recorded}"
+        message = f"its hash is {digest.hexdigest()}, {os.fspath(path.parent / REPORT)!r} says {recorded}"
         yield fault("hash-differs", where, f"{message}: the file is damaged or from another save", again, info.nbytes)
 
 
