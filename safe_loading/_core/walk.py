@@ -10,27 +10,31 @@ if TYPE_CHECKING:
 
 
 def walk_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield each module of a model once, in any order.
+    """Yield the modules of a model in any order, one without children as often as it is registered.
 
     ``Module.modules()`` makes each module's name, and passes it up through one generator for each level.
     """
-    seen = {id(model)}
-    stack = [model]
+    seen: set[int] = set()
+    stack: list[torch.nn.Module | None] = [model]
     while stack:
         module = stack.pop()
+        if module is None:
+            continue
+        if module._modules:
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            stack.extend(module._modules.values())
         yield module
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                stack.append(child)
 
 
 def walk_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     """Yield the parameters of a model, one in several places several times."""
     for module in walk_modules(model):
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                yield parameter
+        if module._parameters:
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    yield parameter
 
 
 def walk_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
