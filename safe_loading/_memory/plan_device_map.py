@@ -133,6 +133,8 @@ def plan_request(
     if no_split_modules is not None:
         no_split_modules = _class_names(no_split_modules)
     limits = parse_limits(max_memory) if max_memory is not None else free_now()
+    if set(limits) == {"disk"}:
+        raise ArgumentError('max_memory names the disk alone, where nothing runs: add {0: "20GiB"} or {"cpu": "9GB"}.')
     reserved = _overhead(overhead, limits, derived=max_memory is None)
     if capability is None and max_memory is None:
         capability = capability_here()
@@ -183,7 +185,11 @@ def _overhead(overhead: object, limits: Mapping[Device, int], *, derived: bool) 
         size = CUDA_CONTEXT if derived and accelerators and accelerator() == "cuda" else 0
         return dict.fromkeys(accelerators, size)
     if isinstance(overhead, Mapping):
-        return parse_limits(overhead, "overhead") if overhead else {}
+        reserved = parse_limits(overhead, "overhead") if overhead else {}
+        unknown = [device for device in reserved if device not in limits]
+        if unknown:
+            raise ArgumentError(f"overhead names {unknown}, and the limits are for {[*limits]}; name one of these.")
+        return reserved
     return dict.fromkeys(accelerators or ["cpu"], parse_size(overhead, "overhead"))
 
 

@@ -12,7 +12,7 @@ import torch
 from test_plan_search import apart, best_of_all
 from torch import nn
 
-from safe_loading import DeviceMapInfeasible, plan_device_map, smallest_limits
+from safe_loading import ArgumentError, DeviceMapInfeasible, plan_device_map, smallest_limits
 from safe_loading._memory.plan.layer_groups import LayerGroup
 
 
@@ -153,3 +153,11 @@ def test_a_model_without_a_byte_has_a_place(model: nn.Module) -> None:
     limits = smallest_limits(model, 2)
     assert limits == {0: 1, 1: 1}
     assert plan_device_map(model, limits).verified
+
+
+def test_limits_and_overhead_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="the disk alone"):
+        plan_device_map(nn.Linear(2, 2), {"disk": "1GB"}, offload="disk")
+    assert plan_device_map(nn.Linear(2, 2), {"disk": "1GB", "cpu": "64GiB"}, offload="disk") == {"": "cpu"}
+    with pytest.raises(ArgumentError, match=r"overhead names \[3\], and the limits are for \[0, 1\]"):
+        plan_device_map(nn.Linear(2, 2), {0: 99, 1: 99}, overhead={0: 1, 3: 1})
