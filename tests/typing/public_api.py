@@ -42,7 +42,7 @@ assert_type(device_for_rank(3), torch.device)
 model = load_peft_on_rank("adapter", "base", device=0, dtype="auto")
 assert_type(model, peft.PeftModel)
 assert_type(load_peft_on_rank({"a": "one", "b": "two"}, active="b", dtype=torch.float16), peft.PeftModel)
-load_peft_on_rank("adapter", dtype="float16")  # expect-error: dtype is a torch.dtype or "auto"
+load_peft_on_rank("adapter", dtype=16)  # expect-error: dtype is a torch.dtype or its name
 load_peft_on_rank("adapter", unknown=1)  # expect-error: every option is named
 
 report = load_adapter_on_rank(model, "adapter", "name", hotswap=True)
