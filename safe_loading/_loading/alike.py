@@ -43,7 +43,7 @@ _TAKES_CONFIG = "config" in inspect.signature(LoraLayer.update_layer).parameters
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class FactorPlace:
     """Where a tensor of an adapter goes, but for the adapter's name."""
 
     layer: str  # the path of the LoRA layer
@@ -64,7 +64,7 @@ class AdapterPlan:
     """Where the tensors of adapters of one structure go, as peft found it for the first of them."""
 
     first: str  # the adapter for which it was found
-    places: Mapping[str, Place]  # by key in the file
+    places: Mapping[str, FactorPlace]  # by key in the file
 
     def layers(self, model: PeftModel) -> dict[str, LoraModule] | None:
         """Return the layers by path; None when one is no more what it was."""
@@ -129,7 +129,7 @@ def remember(
         plain = is_lora_layer(layer) and name not in layer.lora_variant
         if not plain or isinstance(layer, (MultiheadAttention, ParamWrapper)) or id(value) not in key_in_file:
             return
-        places[key_in_file[id(value)]] = Place(layer_path, factor, attribute, tuple(value.shape))
+        places[key_in_file[id(value)]] = FactorPlace(layer_path, factor, attribute, tuple(value.shape))
     model.__dict__.setdefault(_PLANS, {})[structure_of(facts)] = AdapterPlan(name, places)
 
 

@@ -16,7 +16,7 @@ from safe_loading._model.peft_layers import LoraModule
 from safe_loading._model.stand_ins import NoInit
 from safe_loading._ranks.device_guard import check_devices
 
-from .alike import Alike, Place, only_new_modules, rank_of
+from .alike import Alike, FactorPlace, only_new_modules, rank_of
 from .attach import Adapter, Attached, errors_in, refusal
 from .fill_slots import fill_slots
 from .slots import AdapterSlot
@@ -72,7 +72,7 @@ def _build(layers: Mapping[str, LoraModule], adapter: Adapter) -> None:
                 factors[name].train(not config.inference_mode)
 
 
-def _slots(layers: dict[str, LoraModule], places: Mapping[str, Place], name: str) -> dict[str, AdapterSlot]:
+def _slots(layers: dict[str, LoraModule], places: Mapping[str, FactorPlace], name: str) -> dict[str, AdapterSlot]:
     slots = {}
     for key, place in places.items():
         owner = getattr(layers[place.layer], place.factor)[name]

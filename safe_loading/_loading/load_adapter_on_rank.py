@@ -96,10 +96,7 @@ def load_adapter_on_rank(
         own_dtype = as_dtype(adapter_dtype, "adapter_dtype", None)
         _check_name(model, adapter_name, hotswap=hotswap)
         if hotswap:
-            # before, peft exchanged the tensors instead of overwriting their values
-            require_for("A hot swap", "peft", "0.20")
-        if hotswap and (is_trainable or not strict):
-            raise ArgumentError("A hot swap is always strict and leaves requires_grad alone; leave both arguments out.")
+            _check_swap(is_trainable=is_trainable, strict=strict)
         if unknown := sorted((hub_kwargs or {}).keys() - HUB_OPTIONS):
             raise ArgumentError(f"hub_kwargs has {unknown}; it takes {sorted(HUB_OPTIONS)}.")
         target = _device_of(model, device)
@@ -136,6 +133,14 @@ def load_adapter_on_rank(
         model.__dict__["load_report"] = report
         logger.info("%s", report)
         return report
+
+
+def _check_swap(*, is_trainable: bool, strict: bool) -> None:
+    """Refuse a hot swap that this peft cannot do, or with arguments that it does not have."""
+    # before, peft exchanged the tensors instead of overwriting their values
+    require_for("A hot swap", "peft", "0.20")
+    if is_trainable or not strict:
+        raise ArgumentError("A hot swap is always strict and leaves requires_grad alone; leave both arguments out.")
 
 
 def _check_name(model: PeftModel, name: str, *, hotswap: bool) -> None:

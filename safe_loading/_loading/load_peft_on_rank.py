@@ -30,7 +30,7 @@ from safe_loading._ranks.machine import host_identity
 from safe_loading._ranks.same_arguments import check_same_arguments
 from safe_loading.errors import AdapterError, ArgumentError, DeviceError
 
-from .attach import check_adapter_name, prepare
+from .attach import Adapter, check_adapter_name, prepare
 from .base_arguments import as_dtype, as_model_class, check_base_kwargs, with_quantization_config
 from .load import (
     BaseOnDisk,
@@ -42,7 +42,7 @@ from .load import (
     warn_of_errors,
 )
 from .report import LoadReport
-from .sources import HUB_OPTIONS, BaseRequest, LoadRequest, Source, find_sources
+from .sources import HUB_OPTIONS, BaseRequest, LoadRequest, LoadSources, Source, find_sources
 
 
 def load_peft_on_rank(
@@ -122,51 +122,33 @@ def load_peft_on_rank(
         base_kwargs = dict(base_kwargs or {})
         check_base_kwargs(base_kwargs)
         base_kwargs = with_quantization_config(base_kwargs)
-        base_dtype: torch.dtype | Literal["auto"] = as_dtype(dtype, "dtype", "auto") or "auto"
-        own_dtype, model_class = as_dtype(adapter_dtype, "adapter_dtype", None), as_model_class(auto_class)
         adapters = _by_name(adapter, active)
         target = own_device(device)
+        options = LoadOptions(
+            device=target,
+            dtype=as_dtype(dtype, "dtype", "auto") or "auto",
+            adapter_dtype=as_dtype(adapter_dtype, "adapter_dtype", None),
+            is_trainable=is_trainable,
+            auto_class=as_model_class(auto_class),
+            active=active or next(iter(adapters)),
+            strict=strict,
+            base_kwargs=base_kwargs,
+        )
         owned = [host_identity(), *device_identity(target)] if device is None and target.type != "cpu" else None
-        phase.payload = [
-            owned,
-            {
-                "adapter": str(list(adapters)),
-                "dtype": str(base_dtype),
-                "adapter_dtype": str(own_dtype),
-                "strict": str(strict),
-                "is_trainable": str(is_trainable),
-                "active": str(active or next(iter(adapters))),
-            },
-        ]
+        phase.payload = [owned, _same_on_all(adapters, options)]
         of_base = {"auto_class": auto_class, "base_revision": base_revision, "base_subfolder": base_subfolder}
         _check_base(base_model, target, {**of_base, "dtype": None if dtype == "auto" else dtype, **base_kwargs})
     check_not_shared(group.ranks, [device_of_rank for device_of_rank, _ in phase.results])
     check_same_arguments("load_peft_on_rank", group.ranks, [arguments for _, arguments in phase.results])
     base_request = BaseRequest(source, base_revision, base_subfolder) if loaded_base is None else None
     request = LoadRequest(adapters, base_request, adapter_revision, adapter_subfolder, allow_pickle, base_kwargs)
-    options = LoadOptions(
-        device=target,
-        dtype=base_dtype,
-        adapter_dtype=own_dtype,
-        is_trainable=is_trainable,
-        auto_class=model_class,
-        active=active or next(iter(adapters)),
-        strict=strict,
-        base_kwargs=base_kwargs,
-    )
     contexts_before = contexts()
     # The snapshot is outermost and the report is made inside: a failure of another rank, which arrives when the ranks
     # meet, is undone as well, and so is Ctrl-C in the last line.
     with restored_on_error(loaded_base) as undo, guarded(target), _progress.engine_bars(local_rank()):
         sources = find_sources(request, group, timeout=timeout)
         with group.together("check the adapter against its base", timeout=timeout):
-            prepared = [
-                prepare(name, facts, is_trainable=is_trainable, key_mapping=key_mapping)
-                for name, facts in sources.adapters.items()
-            ]
-            base: BaseOnDisk | PreTrainedModel | None = loaded_base
-            if base is None:
-                base = check_before_load(sources.require_base(), prepared, options)
+            base, prepared = _checked(sources, loaded_base, options, key_mapping)
         with group.together("load", timeout=timeout):
             model, parts, findings = load(base, prepared, options, undo)
             check_devices(model, target)
@@ -177,6 +159,27 @@ def load_peft_on_rank(
         model.__dict__["load_report"] = report
         logger.info("%s", report)
         return model
+
+
+def _same_on_all(adapters: Mapping[str, Source], options: LoadOptions) -> dict[str, str]:
+    """Return the arguments that must be the same on all ranks, as text."""
+    names = ("dtype", "adapter_dtype", "strict", "is_trainable", "active")
+    return {"adapter": str(list(adapters)), **{name: str(getattr(options, name)) for name in names}}
+
+
+def _checked(
+    sources: LoadSources,
+    loaded_base: PreTrainedModel | None,
+    options: LoadOptions,
+    key_mapping: Mapping[str, str] | None,
+) -> tuple[BaseOnDisk | PreTrainedModel, list[Adapter]]:
+    """Read the adapters and check them against the base, of which no weight is read yet."""
+    prepared = [
+        prepare(name, facts, is_trainable=options.is_trainable, key_mapping=key_mapping)
+        for name, facts in sources.adapters.items()
+    ]
+    base = check_before_load(sources.require_base(), prepared, options) if loaded_base is None else loaded_base
+    return base, prepared
 
 
 def _by_name(adapter: Source | Mapping[str, Source], active: str | None) -> dict[str, Source]:

@@ -24,7 +24,7 @@ class Snapshot:
         # The configs as well, to which peft writes (pretraining_tp); several modules may share one.
         configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
         objects: list[object] = [*modules, *configs.values()]
-        self._states = [(item, _State(vars(item))) for item in objects if hasattr(item, "__dict__")]
+        self._states = [(item, _ObjectState(vars(item))) for item in objects if hasattr(item, "__dict__")]
         self._requires_grad = [(parameter, parameter.requires_grad) for parameter in parameters]
         self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -45,7 +45,7 @@ class Snapshot:
                 tensor.copy_(data)
 
 
-class _State:
+class _ObjectState:
     """The attributes of one object, and the content of those that are containers."""
 
     __slots__ = ("attributes", "contents", "empty")

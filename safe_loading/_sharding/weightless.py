@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Set
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -40,9 +40,7 @@ class WeightlessParameter(nn.Parameter):
         """Return a parameter without memory too: a plain copy would have memory for the whole."""
         if id(self) not in memo:
             memo[id(self)] = weightless(self)
-        copied = memo[id(self)]
-        assert isinstance(copied, WeightlessParameter)
-        return copied
+        return cast(WeightlessParameter, memo[id(self)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from .chain import DeviceSlot
 from .layer_groups import MOST_PINNINGS, LayerGroup, Puzzle
-from .offload_search import Choice, Effort, Link, OffloadSearch, Outcome
+from .offload_search import Choice, Effort, Link, OffloadOutcome, OffloadSearch
 from .search import Objective
 
 MOST_STATES = 20_000
@@ -146,7 +146,7 @@ class OffloadPlan:
 
     def _outcome(
         self, main: int, pinning: Sequence[int], bound: tuple[int, int] | None, *, splits: bool
-    ) -> Outcome | None:
+    ) -> OffloadOutcome | None:
         """Return what is best with this main device and these pins."""
         pins = list(zip(self.puzzle.pins, pinning, strict=True))
         gone = [self.away[member] for pin, home in pins if home == _GONE for member in pin.members]
@@ -174,7 +174,7 @@ class OffloadPlan:
         outcome = search.best(below if found is None else (found.moved, found.crossings), self.effort) or found
         return outcome and outcome._replace(moved=outcome.moved + moved, stored=outcome.stored + stored)
 
-    def _split(self, main: int, pinning: Sequence[int], outcome: Outcome) -> Split | None:
+    def _split(self, main: int, pinning: Sequence[int], outcome: OffloadOutcome) -> Split | None:
         """Return the placement, evened out where that is asked for; None when the hosts cannot take what leaves."""
         device_of = [0] * len(self.puzzle.groups)
         gone: list[tuple[int, ...]] = []  # groups that share a device, and so a host: they may be one tensor

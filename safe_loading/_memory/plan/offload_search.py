@@ -46,7 +46,7 @@ class Link:
     atoms: tuple[tuple[int, int], ...] = ()  # bytes saved and moved, of which all its choices are sums at the least
 
 
-class _State(NamedTuple):
+class _OffloadState(NamedTuple):
     """A placement of the first links."""
 
     moved: int
@@ -59,11 +59,11 @@ class _State(NamedTuple):
     kind: int  # of the device whose stage it is; -1 before the first
     last: int  # the kind of the device that ran last; -1 before the first
     is_split: bool
-    before: _State | None
+    before: _OffloadState | None
     choice: Choice | None  # what became of the last link; None where it is all there
 
 
-class Outcome(NamedTuple):
+class OffloadOutcome(NamedTuple):
     """The best way."""
 
     moved: int
@@ -137,11 +137,11 @@ class OffloadSearch:
                 had = self.givable[at].get(ratios[saved, moved], had)
                 self.givable[at][ratios[saved, moved]] = had[0] + saved, had[1] + moved
 
-    def first_found(self, bound: Cost | None) -> Outcome | None:
+    def first_found(self, bound: Cost | None) -> OffloadOutcome | None:
         """Return a good way, found by keeping the most promising states of every step."""
         states = [self._start()] if self._pinned_fit() else []
         for _ in self.steps:
-            ranked: list[tuple[int, int, int, _State]] = []
+            ranked: list[tuple[int, int, int, _OffloadState]] = []
             beaten: dict[tuple[object, ...], list[tuple[int, ...]]] = defaultdict(list)
             for after in (after for state in states for after in self._steps(state)):
                 least = self._least(after)
@@ -156,13 +156,13 @@ class OffloadSearch:
         complete = [state for state in states if self.main_is_used or state.used[self.main]]
         return self._outcome(min(complete, key=lambda state: (state.moved, state.crossings))) if complete else None
 
-    def best(self, bound: Cost | None, effort: Effort) -> Outcome | None:
+    def best(self, bound: Cost | None, effort: Effort) -> OffloadOutcome | None:
         """Return the way that moves the fewest bytes, then has the fewest crossings; None for none below ``bound``."""
-        heap: list[tuple[int, int, int, int, _State]] = []
+        heap: list[tuple[int, int, int, int, _OffloadState]] = []
         beaten: dict[tuple[object, ...], list[tuple[int, ...]]] = defaultdict(list)
         serial = itertools.count()
 
-        def push(state: _State) -> None:
+        def push(state: _OffloadState) -> None:
             least = self._least(state)
             if least is not None and (bound is None or (least, state.crossings) < bound):
                 heapq.heappush(heap, (least, state.crossings, -state.at, next(serial), state))
@@ -185,14 +185,14 @@ class OffloadSearch:
                     push(after)
         return None
 
-    def _start(self) -> _State:
+    def _start(self) -> _OffloadState:
         main, unused = self.kinds[self.main], (0,) * len(self.kinds)
-        return _State(0, 0, 0, (main.resident, main.transient), (0, 0), 0, unused, -1, -1, False, None, None)
+        return _OffloadState(0, 0, 0, (main.resident, main.transient), (0, 0), 0, unused, -1, -1, False, None, None)
 
     def _pinned_fit(self) -> bool:
         return all(slot.pinned_load <= slot.limit for slot in self.kinds)
 
-    def _least(self, state: _State) -> int | None:
+    def _least(self, state: _OffloadState) -> int | None:
         """Return the bytes that are moved at the least; None where the rest cannot fit."""
         at = state.at
         stays, leaves = self.lowest[at]
@@ -218,7 +218,7 @@ class OffloadSearch:
             moved += costs
         return state.moved + max(moved, self.cheapest[at]) if need <= 0 else None
 
-    def _steps(self, state: _State) -> Iterator[_State]:
+    def _steps(self, state: _OffloadState) -> Iterator[_OffloadState]:
         """Yield each way to place the next step."""
         step = self.steps[state.at]
         if isinstance(step, int):
@@ -261,7 +261,7 @@ class OffloadSearch:
         gone = state._replace(at=state.at + 1, last=self.main, crossings=crossings, before=state)
         yield from self._kept(self._without(gone, step.whole))
 
-    def _homes(self, state: _State) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def _homes(self, state: _OffloadState) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield the kinds of the devices that may take the next link, and what is used then."""
         if state.kind != -1:
             yield state.kind, state.used
@@ -269,7 +269,7 @@ class OffloadSearch:
             if state.used[kind] < len(own):
                 yield kind, (*state.used[:kind], state.used[kind] + 1, *state.used[kind + 1 :])
 
-    def _without(self, state: _State, choice: Choice) -> _State:
+    def _without(self, state: _OffloadState, choice: Choice) -> _OffloadState:
         state = _on_main(state, choice.resident, choice.transient)
         return state._replace(
             moved=state.moved + choice.moved,
@@ -278,7 +278,7 @@ class OffloadSearch:
             choice=choice,
         )
 
-    def _kept(self, state: _State) -> Iterator[_State]:
+    def _kept(self, state: _OffloadState) -> Iterator[_OffloadState]:
         """Yield the state if it keeps the limits."""
         if sum(state.main) > self.kinds[self.main].limit or state.stored > self.room:
             return
@@ -286,9 +286,9 @@ class OffloadSearch:
             return
         yield state._replace(current=(0, 0)) if state.kind == self.main else state
 
-    def _outcome(self, state: _State) -> Outcome:
-        path: list[_State] = []
-        walker: _State | None = state
+    def _outcome(self, state: _OffloadState) -> OffloadOutcome:
+        path: list[_OffloadState] = []
+        walker: _OffloadState | None = state
         while walker is not None and walker.before is not None:
             path.append(walker)
             walker = walker.before
@@ -304,14 +304,14 @@ class OffloadSearch:
                 gone = after.choice is not None and not after.choice.pieces
                 stays.append(None if gone else number)
                 choices.append(after.choice)
-        return Outcome(state.moved, state.crossings, state.stored, tuple(stays), tuple(choices))
+        return OffloadOutcome(state.moved, state.crossings, state.stored, tuple(stays), tuple(choices))
 
 
-def _on_main(state: _State, resident: int, transient: int) -> _State:
+def _on_main(state: _OffloadState, resident: int, transient: int) -> _OffloadState:
     return state._replace(main=(state.main[0] + resident, max(state.main[1], transient)))
 
 
-def _is_beaten(state: _State, beaten: dict[tuple[object, ...], list[tuple[int, ...]]]) -> tuple[bool, int]:
+def _is_beaten(state: _OffloadState, beaten: dict[tuple[object, ...], list[tuple[int, ...]]]) -> tuple[bool, int]:
     """Return whether another state that continues alike is as good in everything; remember this one otherwise.
 
     Also returns with how many it was compared.
