@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -40,7 +41,9 @@ def try_json_object(path: Path) -> JsonObject | Finding:
         return file
     try:
         with file:
-            data = file.read(MAX_BYTES + 1)
+            # Not MAX_BYTES at once, for which read() would take memory whatever the file has.
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(min(size, MAX_BYTES) + 1)
     except OSError as error:
         return unreadable(path, error)
     if len(data) > MAX_BYTES:

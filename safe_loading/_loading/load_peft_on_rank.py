@@ -145,15 +145,17 @@ def load_peft_on_rank(
     contexts_before = contexts()
     # The snapshot is outermost and the report is made inside: a failure of another rank, which arrives when the ranks
     # meet, is undone as well, and so is Ctrl-C in the last line.
-    with restored_on_error(loaded_base) as undo, guarded(target), _progress.engine_bars(local_rank()):
-        sources = find_sources(request, group, timeout=timeout)
-        with group.together("check the adapter against its base", timeout=timeout):
-            base, prepared = _checked(sources, loaded_base, options, key_mapping)
-        with group.together("load", timeout=timeout):
-            model, parts, findings = load(base, prepared, options, undo)
-            check_devices(model, target)
-            check_contexts(contexts_before, target)
-            warn_of_errors(findings)
+    with restored_on_error(loaded_base) as undo:
+        with guarded(target), _progress.engine_bars(local_rank()):
+            sources = find_sources(request, group, timeout=timeout)
+            with group.together("check the adapter against its base", timeout=timeout):
+                base, prepared = _checked(sources, loaded_base, options, key_mapping)
+            with group.together("load", timeout=timeout):
+                model, parts, findings = load(base, prepared, options, undo)
+                check_devices(model, target)
+                check_contexts(contexts_before, target)
+                warn_of_errors(findings)
+        # After the guard, which puts the current device back.
         findings = [*findings, *current_device_findings(target, device)]
         report = LoadReport(group.index(group.rank), group.size, str(target), tuple(parts), tuple(findings))
         model.__dict__["load_report"] = report

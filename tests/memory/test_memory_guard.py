@@ -85,6 +85,7 @@ def test_tensors_that_are_not_what_they_seem(one_rank: None, new_objects_alone: 
     def made(make: Callable[[], Any]) -> int:
         with MemoryGuard() as guard:
             kept.append(make())
+            gc.collect()
             return guard.step().growth_bytes
 
     def ragged() -> torch.Tensor:

@@ -94,6 +94,7 @@ PLANS = """
             "equal": equal, "verified": plan.verified, "reason": plan.reason, "map": dict(plan), "peaks": peaks,
             "used": {str(use.device): use.used for use in plan.devices},
             "limits": {str(use.device): use.limit for use in plan.devices},
+            "beyond": {str(use.device): max(use.reserved - use.used, 0) for use in plan.devices},
             "caps": {str(n): round(share * 2**36) for n, share in caps.items()},
             "offloaded": plan.offloaded_bytes, "text": str(plan)}})
 
@@ -278,7 +279,7 @@ def test_an_enforced_plan_runs_under_its_limits_and_what_the_allocator_adds(runs
     facts = runs["enforced"]
     assert sorted(facts["caps"]) == ["0", "1", "2"]
     for device, cap in facts["caps"].items():
-        assert cap == facts["limits"][device] + 22 * 2**20
+        assert cap == facts["limits"][device] + facts["beyond"][device] + 22 * 2**20
 
 
 def test_without_an_accelerator_there_is_nothing_to_cap() -> None:
