@@ -5,6 +5,7 @@ Everything here holds for the folder alone, so that ``check_checkpoint`` and the
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ _ELEMENTS_ALLOWED = 1 << 20
 _MOST_REPLICATED = 1_000  # layers; the deepest published models have less than 200
 _MOST_LAYERS = 10_000
 _LONGEST_LIST = 10_000
+_MOST_ITERATIONS = 1_000  # of a start that factorizes each weight of the base; published adapters take up to 64
 
 
 def adapter_config_faults(
@@ -52,7 +54,7 @@ def adapter_config_faults(
     usual = 'set megatron_core to "megatron.core", or megatron_config to null'
     findings += [fault("config-code", path, problem, usual) for problem in _code(config)]
     correct = "correct the number, or save the adapter again with `save_pretrained` of peft"
-    wrong = [*_sizes(config, shapes), *_lists(config, shapes)]
+    wrong = [*_sizes(config, shapes), *_lists(config, shapes), *_iterations(config)]
     return [*findings, *(fault("config-size", path, problem, correct) for problem in wrong)]
 
 
@@ -127,6 +129,23 @@ def _lists(config: Mapping[str, object], shapes: Mapping[str, Sequence[int]] | N
         f"{field} lists {len(value)} numbers, and at most {most} are read"
         for field, value in config.items()
         if isinstance(value, list) and len(value) > most and not any(isinstance(entry, str) for entry in value)
+    ]
+
+
+def _iterations(config: Mapping[str, object]) -> list[str]:
+    """Return the fields by which peft would factorize each weight of the base in more steps than anybody trains with."""
+    counts = {"psoft_svd_lowrank_niter": _number(config.get("psoft_svd_lowrank_niter"))}
+    loftq = config.get("loftq_config")
+    if isinstance(loftq, Mapping):
+        counts["loftq_config.loftq_iter"] = _number(loftq.get("loftq_iter"))
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and "_niter_" in start:  # "pissa_niter_4", which peft reads with int()
+        with contextlib.suppress(ValueError):
+            counts["init_lora_weights"] = int(start.rpartition("_niter_")[2])
+    return [
+        f"{field} asks for {_shown(count)} iterations on each weight, and at most {_MOST_ITERATIONS} are made"
+        for field, count in counts.items()
+        if count > _MOST_ITERATIONS
     ]
 
 

@@ -20,9 +20,10 @@ from .pattern_limits import USUAL_MODULES, is_name, pattern_problem
 # The most that a config may ask for, by a pattern of the entry's name: far above every published model.
 _LARGEST_COUNTS = {  # the first that is found in a name counts
     r"vocab_size": 100_000_000,
-    r"layer|block|depth": 10_000,
+    r"num_(?:.*_)?layers$|^n_layers?$|depth": 2_000,  # the deepest published models have less than 200
+    r"layer|block": 10_000,
     r"expert": 100_000,
-    r"num_labels": 1_000_000,
+    r"num_labels|^id2label$|^label2id$": 100_000,
     r"hidden_size|intermediate_size|head_dim|_ffn_dim|^(?:d_model|d_ff|n_embd|n_inner)$|num_(?:.*_)?heads$": 1_000_000,
 }
 _WHOLE_NUMBERS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -37,6 +38,11 @@ _PACKAGES = {
     "deepgemm": "deep_gemm",
     "sonicmoe": "sonicmoe",
 }
+# Models that take the name of a backbone for one of timm, which is built from its name alone.
+_BACKBONES_OF_TIMM = frozenset(
+    {"conditional_detr", "dab-detr", "deformable_detr", "detr", "maskformer", "omdet-turbo", "table-transformer"}
+    | {"timm_backbone"}
+)
 # tests/checkpoint/test_base_config.py compares these with the installed transformers.
 QUANTIZERS = frozenset(
     {"aqlm", "auto-round", "awq", "bitnet", "bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit", "eetq"}
@@ -58,6 +64,8 @@ def base_config_faults(
     wrong = [*_numbers(config), *_counts(config)]
     findings += [fault("config-size", path, problem, correct) for problem in wrong]
     if not trusted:
+        inside = "write its config into backbone_config, or pass trust_remote_code=True once you trust what it names"
+        findings += [fault("config-path", path, problem, inside) for problem in _backbones(config)]
         name_it = 'pass attn_implementation="sdpa" (experts_implementation="eager"), or one that you trust'
         findings += [fault("config-code", path, problem, name_it) for problem in _kernels(config, asked)]
     return findings
@@ -131,13 +139,17 @@ def _counts(config: JsonObject) -> Iterator[str]:
     """
     for where, section in _sections(config):
         for key, value in section.items():
+            if not isinstance(value, (int, list, dict)):
+                continue
             most = next((most for pattern, most in _LARGEST_COUNTS.items() if re.search(pattern, key)), None)
             if most is None:
                 continue
-            if type(value) is int and value > most:
-                yield f"{where}{key} is {_shown(value)}, and no model has more than {most}"
-            elif isinstance(value, list) and len(value) > most:
-                yield f"{where}{key} lists {len(value)} entries, and no model has more than {most}"
+            listed = [value] if isinstance(value, int) else list(value)  # a count for each stage of the model, say
+            too_large = next((entry for entry in listed if type(entry) is int and entry > most), None)
+            if too_large is not None:
+                yield f"{where}{key} is {_shown(too_large)}, and no model has more than {most}"
+            elif len(listed) > most:
+                yield f"{where}{key} lists {len(listed)} entries, and no model has more than {most}"
 
 
 def _kernels(config: JsonObject, asked: Collection[str]) -> Iterator[str]:
@@ -158,6 +170,20 @@ def _fetched(where: str, value: object) -> Iterator[str]:
                 yield f"{where} is {name!r:.200}: native code of the hub, which transformers would fetch and run"
             elif _missing(_PACKAGES.get(kernel)) and not _missing("kernels"):
                 yield f"{where} is {name!r}, which is not installed: transformers would fetch native code of the hub"
+
+
+def _backbones(config: JsonObject) -> Iterator[str]:
+    """Refuse backbones whose config transformers, or timm, would fetch from the hub or read from another folder."""
+    for where, section in _sections(config):
+        for key in ("backbone", "architecture"):
+            name = section.get(key)
+            if not isinstance(name, str) or section.get("backbone_config"):
+                continue
+            # transformers 5.23 (backbone_utils.py) asks the hub for every other name
+            takes_timm = section.get("model_type") in _BACKBONES_OF_TIMM and section.get("use_timm_backbone", True)
+            of_timm = key == "architecture" or takes_timm
+            if "/" in name or ":" in name or not of_timm:
+                yield f"{where}{key} is {name!r:.200}: another repository or folder, whose config would be read"
 
 
 def _missing(package: str | None) -> bool:

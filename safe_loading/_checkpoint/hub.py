@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from .index import read_index
 from .weight_files import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_SINGLE
 
 _MOST_CHARACTERS = 96  # of a hub id (huggingface_hub's validate_repo_id)
+_REVISION = re.compile(r"[^\s/.\\\x00-\x1f\x7f~^:?*\[][^\s\\\x00-\x1f\x7f~^:?*\[]{0,254}")
 Chooser = Callable[[frozenset[str], Callable[[str], Path]], list[str]]
 
 
@@ -45,6 +47,10 @@ def resolve(
     ``choose`` gets the names in the subfolder and a function that downloads one of them, and returns the names needed.
     ``hub`` holds ``token``, ``cache_dir`` and ``local_files_only``, as for ``huggingface_hub.hf_hub_download``.
     """
+    if revision and not is_revision(revision):
+        raise ArgumentError(
+            f"revision={revision!r:.80} cannot be a branch, a tag or a commit of a hub id. Pass its name, or leave it out."
+        )
     text = path_text(source, "source")
     path = Path(text).expanduser()
     if is_there(path):
@@ -101,6 +107,14 @@ def base_files(options: Mapping[str, object]) -> Chooser:
         return chosen
 
     return choose
+
+
+def is_revision(value: object) -> bool:
+    """Return whether a value can be the name of a branch, a tag or a commit, which also names a file of the cache.
+
+    By the rules of ``git check-ref-format`` that matter for a path.
+    """
+    return isinstance(value, str) and bool(_REVISION.fullmatch(value)) and ".." not in value
 
 
 def small_files(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:

@@ -21,13 +21,20 @@ from .faults import fault, listed, raise_faults
 from .files import is_lfs_pointer, lfs_pointer, try_open, unreadable
 
 MAX_BYTES = 64 * 1024 * 1024
+# The engines copy and write these again and again; the largest published ones, with a name for each of 21 000 classes
+# or for each layer that stays as it is, have 2 MB.
+_LARGEST_CONFIGS = {
+    "config.json": 8 * 1024 * 1024,
+    "adapter_config.json": 8 * 1024 * 1024,
+    "generation_config.json": 1024 * 1024,
+}
 _HALF_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _LONG_NUMBER = re.compile(r"\d{309}")  # the largest double has 309 digits
 _AGAIN = "write the file again with the program that made it, or download it again"
 
 
 def read_json_object(path: Path) -> JsonObject:
-    """Read a file that holds one strict JSON object in UTF-8, of at most ``MAX_BYTES``, or raise its fault."""
+    """Read a file that holds one strict JSON object in UTF-8, of a limited size, or raise its fault."""
     value = try_json_object(path)
     if isinstance(value, Finding):
         raise_faults(path, [value])
@@ -39,15 +46,17 @@ def try_json_object(path: Path) -> JsonObject | Finding:
     file = try_open(path)
     if isinstance(file, Finding):
         return file
+    most = min(MAX_BYTES, _LARGEST_CONFIGS.get(path.name, MAX_BYTES))
     try:
         with file:
-            # Not MAX_BYTES at once, for which read() would take memory whatever the file has.
+            # Not the limit at once, for which read() would take memory whatever the file has.
             size = os.fstat(file.fileno()).st_size
-            data = file.read(min(size, MAX_BYTES) + 1)
+            data = file.read(min(size, most) + 1)
     except OSError as error:
         return unreadable(path, error)
-    if len(data) > MAX_BYTES:
-        limit = f"{format_bytes(MAX_BYTES)} ({MAX_BYTES} bytes), the limit for a JSON file of a checkpoint"
+    if len(data) > most:
+        what = path.name if path.name in _LARGEST_CONFIGS else "JSON file"
+        limit = f"{format_bytes(most)} ({most} bytes), the limit for a {what} of a checkpoint"
         return fault("json-too-large", path, f"is larger than {limit}", "check that it is the right file")
     if is_lfs_pointer(data):
         return lfs_pointer(path)

@@ -118,6 +118,8 @@ def base_on_meta(
     try:
         own = weights_dtype(dtype, config, folder)
         return build_on_meta(auto_class, config, own, trust_remote_code=trusted, arguments=arguments)
+    except CheckpointError:  # it is too large to be built at all
+        raise
     except Exception:  # remote code may do anything on meta; the check then happens when the adapter is attached
         return None
 

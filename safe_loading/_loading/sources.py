@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from safe_loading._checkpoint.hub import Chooser, Resolved, adapter_files, base_files, resolve
+from safe_loading._checkpoint.hub import Chooser, Resolved, adapter_files, base_files, is_revision, resolve
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.paths import is_there
 from safe_loading._core.protocols import EngineKwargs, JsonObject
@@ -91,21 +91,29 @@ def resolve_all(
 
 def _resolve_base(asked: BaseRequest, adapter: AdapterFacts, choose: Chooser, hub: EngineKwargs) -> Resolved:
     """Return the base that was asked for, or else the one that the adapter's config names."""
-    source = asked.source or adapter.config.get("base_model_name_or_path")
+    named, file = adapter.config.get("base_model_name_or_path"), adapter.folder / ADAPTER_CONFIG
+    source = asked.source or named
     if not source:
-        raise AdapterError(f"{adapter.folder / ADAPTER_CONFIG} names no base model. Pass base_model=.")
+        raise AdapterError(f"{file} names no base model. Pass base_model=.")
+    if asked.source is None and not isinstance(named, str):
+        raise AdapterError(f"{file}: base_model_name_or_path is {named!r:.80}, which names no model. Pass base_model=.")
     revision = asked.revision
     if revision is None and asked.source is None and not is_there(Path(source).expanduser()):
         # "revision" in an adapter's config is that of its base: peft's AutoPeftModel passes it to the base's
         # from_pretrained. A base that the caller chose, or a folder, has nothing to do with it.
-        revision = adapter.config.get("revision")
+        revision = adapter.config.get("revision") or None
+        if revision is not None and not is_revision(revision):
+            raise AdapterError(
+                f"{file}: revision is {revision!r:.80}, which cannot be a branch, a tag or a commit. Pass base_model= "
+                f"and base_revision=."
+            )
     try:
         return resolve(source, choose, revision=revision, subfolder=asked.subfolder, hub=hub)
     except CheckpointNotFound as error:
         if asked.source is not None:
             raise
         raise CheckpointNotFound(
-            f"{error} {adapter.folder / ADAPTER_CONFIG} names this base; if it lies elsewhere now, pass base_model=."
+            f"{error} {file} names this base; if it lies elsewhere now, pass base_model=."
         ) from error
 
 

@@ -19,10 +19,11 @@ from safe_loading._core.engines import dtype_plan, set_config_dtype, tie_on_meta
 from safe_loading._core.log import quiet
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import ModelClass
-from safe_loading.errors import ArgumentError
+from safe_loading.errors import ArgumentError, CheckpointError
 
 from .dtypes import DTYPES
-from .model_config import building, read_config, read_generation_config
+from .model_config import CONFIG, building, read_config, read_generation_config
+from .module_limit import module_limit
 from .tensors import tensor_places
 
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
@@ -108,7 +109,7 @@ def build_on_meta(
     options: dict[str, object] = {"dtype": dtype, **(arguments or {})}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), quiet():
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), quiet(), module_limit(type(config).__name__):
         model: torch.nn.Module
         if hasattr(model_class, "_from_config") or hasattr(model_class, "from_config"):
             set_config_dtype(config, dtype)
@@ -214,6 +215,11 @@ def weights_dtype(asked: torch.dtype | str | None, config: PreTrainedConfig, fol
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        if folder is not None and (asked is None or asked == "auto"):
+            raise CheckpointError(
+                f"{folder / CONFIG}: dtype is {config.dtype!r:.80}, which is no floating-point dtype of torch. Set it to "
+                f'the dtype of the weights, such as "bfloat16", or pass dtype=.'
+            )
         raise ArgumentError(
             f"dtype={asked!r}; pass a floating-point torch.dtype such as torch.bfloat16, its name, or 'auto'."
         )

@@ -81,6 +81,9 @@ def test_each_number_that_peft_reads_is_a_size_or_not() -> None:
         ({"peft_type": "LORA", "r": 4, "layer_replication": [[0, 60], [20, 80]]}, LORA),
         ({"peft_type": "LORA", "r": 4, "trainable_token_indices": list(range(20_000))}, {"delta": (20_000, 8)}),
         ({"peft_type": "SHADOW", "shadow_model": "mirror"}, {}),
+        ({"peft_type": "LORA", "init_lora_weights": "pissa_niter_64", "loftq_config": {"loftq_iter": 5}}, LORA),
+        ({"peft_type": "LORA", "init_lora_weights": "pissa_niter_many"}, LORA),  # peft refuses it
+        ({"peft_type": "PSOFT", "psoft_svd": "lowrank", "psoft_svd_lowrank_niter": 10}, {}),
         ({"peft_type": "LORA", "r": 4, "megatron_config": {"x": 1}, "megatron_core": "megatron.core"}, LORA),
         ({"peft_type": "LORA", "r": 4, "megatron_config": None, "megatron_core": "megatron.core"}, LORA),
     ],
@@ -105,6 +108,13 @@ def test_what_training_writes_is_fine(config: dict[str, Any], shapes: Any) -> No
         ({"peft_type": "LOKR", "rank_pattern": {"q": 10**8}}, LORA, "config-size"),
         ({"peft_type": "LORA", "layer_replication": [[0, 10**9]]}, LORA, "config-size"),
         ({"peft_type": "LORA", "layers_to_transform": list(range(20_000))}, LORA, "config-size"),
+        ({"peft_type": "LORA", "init_lora_weights": "pissa_niter_1000000000"}, LORA, "config-size"),
+        (
+            {"peft_type": "LORA", "init_lora_weights": "loftq", "loftq_config": {"loftq_iter": 10**9}},
+            LORA,
+            "config-size",
+        ),
+        ({"peft_type": "PSOFT", "psoft_svd": "lowrank", "psoft_svd_lowrank_niter": 10**9}, {}, "config-size"),
         ({"peft_type": "XLORA", "adapters": {"a": "who/else"}}, {}, "config-path"),
         ({"peft_type": "SHADOW", "shadow_model": "/etc"}, {}, "config-path"),
         ({"peft_type": "LORA", "megatron_config": {"x": 1}, "megatron_core": "this"}, LORA, "config-code"),

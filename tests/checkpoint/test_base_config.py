@@ -32,6 +32,11 @@ def test_what_published_configs_say_is_fine() -> None:
         {"vision_config": {"hidden_size": 1152, "num_hidden_layers": 27}, "max_position_embeddings": 10**7},
         {"id2label": {str(number): "x" for number in range(5000)}, "vocab_size": 10**6, "num_experts": 512},
         {"sliding_window": -1, "head_dim": 256, "rope_theta": 1e9},
+        {"depths": [3, 4, 27, 3], "backbone": None},
+        {"model_type": "detr", "backbone": "resnet50"},
+        {"model_type": "table-transformer", "backbone": "resnet18", "use_timm_backbone": True, "backbone_config": None},
+        {"model_type": "upernet", "backbone": "who/model", "backbone_config": {"model_type": "swin"}},
+        {"vision_config": {"model_type": "timm_wrapper", "architecture": "mobilenetv4_conv_small.e2400_r224_in1k"}},
     ):
         assert codes(**fields) == [], fields
 
@@ -47,6 +52,15 @@ def test_what_published_configs_say_is_fine() -> None:
         ({"text_config": {"num_attention_heads": "4"}}, "config-size"),
         ({"a": {"b": {"c": {"num_layers": 10**6}}}}, "config-size"),
         ({"layer_types": ["full_attention"] * 10_001}, "config-size"),
+        ({"num_hidden_layers": 2_001}, "config-size"),
+        ({"depths": [2, 10**9]}, "config-size"),
+        ({"id2label": {str(number): "x" for number in range(100_001)}}, "config-size"),
+        ({"backbone": "who/model"}, "config-path"),
+        ({"model_type": "upernet", "backbone": "resnet50", "use_timm_backbone": True}, "config-path"),
+        ({"model_type": "detr", "backbone": "who/model", "use_timm_backbone": True}, "config-path"),
+        ({"model_type": "detr", "backbone": "gpt2", "use_timm_backbone": False}, "config-path"),
+        ({"model_type": "timm_backbone", "backbone": "hf-hub:who/model"}, "config-path"),
+        ({"vision_config": {"model_type": "timm_wrapper", "architecture": "local-dir:/etc"}}, "config-path"),
         ({"architectures": "Llama"}, "config-class"),
         ({"auto_map": []}, "config-class"),
         ({"_attn_implementation": "who/kernel"}, "config-code"),

@@ -308,8 +308,14 @@ CONFIGS: dict[str, Fault] = {
     "config of a size beyond memory": Fault(config(hidden_size=2**62), (str(2**62),)),
     "config with a number for its classes": Fault(config(architectures=-1), ("architectures is -1",)),
     "config with text for its code": Fault(config(auto_map="x.Model"), ("auto_map is 'x.Model'",)),
-    "config of very many layers": Fault(config(num_hidden_layers=10**9), ("num_hidden_layers", "10000")),
-    "config of very many labels": Fault(config(num_labels=10**9), ("num_labels", "1000000")),
+    "config of very many layers": Fault(config(num_hidden_layers=10**9), ("num_hidden_layers", "2000")),
+    "config of very many layers in a stage": Fault(config(depths=[2, 10**9]), ("depths", "1000000000")),
+    "config with the backbone of another": Fault(
+        config(model_type="upernet", backbone="who/model", backbone_config=None), ("backbone", "who/model")
+    ),
+    "config of 9 MB": Fault(config(note="x" * (9 << 20)), ("config.json", "8.0 MiB")),
+    "config with a dtype of another library": Fault(config(dtype="numpy.float32"), ("config.json", "numpy.float32")),
+    "config of very many labels": Fault(config(num_labels=10**9), ("num_labels", "100000")),
     "config with slow patterns of a quantizer": Fault(
         config(quantization_config={"quant_method": "fp8", "modules_to_not_convert": [r"([a-z_.0-9]+)+!"]}),
         ("quantization_config", "100000 steps"),
@@ -366,6 +372,9 @@ ADAPTER_CONFIGS: dict[str, Fault] = {
     ),
     "adapter of very many layers": Fault(
         adapter_config(layer_replication=[[0, 10**9]]), ("layer_replication", "1000000000")
+    ),
+    "adapter of endless iterations": Fault(
+        adapter_config(init_lora_weights="pissa_niter_1000000000"), ("init_lora_weights", "1000000000 iterations")
     ),
     "adapter of a huge prompt": Fault(
         adapter_config(peft_type="PROMPT_TUNING", num_virtual_tokens=8000, token_dim=8000), ("64000000 values",)

@@ -26,6 +26,7 @@ ONLY_A_LOAD_KNOWS = {
     "tied by the config, not on disk": VALUES,
     "config of no known model": MODELS,
     "config with code": MODELS,
+    "config with a dtype of another library": "only torch knows its dtypes",
     "config without model_type": "transformers reads it if the name of the folder names the model; a warning",
     "adapter for modules that are not there": BASE,
     "adapter tensor missing": BASE,

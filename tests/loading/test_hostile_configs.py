@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from faults.folders import INDEX
 from safetensors.torch import load_file
+from tiny_models import tiny_config
 from transformers import AutoModelForCausalLM
 
 from safe_loading import (
@@ -23,12 +25,15 @@ from safe_loading import (
     ArgumentError,
     CheckpointError,
     SafeLoadingError,
+    Workload,
     load_adapter_on_rank,
     load_peft_on_rank,
     merge_lora_checkpoint,
     meta_model,
+    predict_memory,
 )
 from safe_loading._loading.allocation_limit import AllocationLimit
+from safe_loading._model.module_limit import MOST_REGISTERED, module_limit
 
 PROMPT = peft.MultitaskPromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_tasks=2)
 TEXT = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
@@ -167,7 +172,15 @@ def test_a_kernel_is_taken_from_the_caller_alone(tmp_path: Path, tiny_llama: Pat
 
 
 @pytest.mark.parametrize(
-    "text", ['{"max_new_tokens": -5}', '{"pad_token_id": "x"}', '{"cache_implementation": "who"}', "[1]", "{"]
+    "text",
+    [
+        '{"max_new_tokens": -5}',
+        '{"suppress_tokens": [' + "1, " * 400_000 + "1]}",
+        '{"pad_token_id": "x"}',
+        '{"cache_implementation": "who"}',
+        "[1]",
+        "{",
+    ],
 )
 def test_a_bad_generation_config_is_named(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, text: str) -> None:
     base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
@@ -177,6 +190,73 @@ def test_a_bad_generation_config_is_named(tmp_path: Path, tiny_llama: Path, tiny
             call()
     (base / "generation_config.json").unlink()  # the fix that the message names
     load_peft_on_rank(tiny_adapter, base)
+
+
+@pytest.mark.parametrize("base", [7, ["who/model"], {"a": "who/model"}, True])
+def test_a_base_that_no_text_names_is_refused(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, base: object
+) -> None:
+    folder = Path(shutil.copytree(tiny_adapter, tmp_path / "adapter"))
+    document = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**document, "base_model_name_or_path": base}))
+    with pytest.raises(AdapterError, match=r"adapter_config\.json: base_model_name_or_path is .*Pass base_model="):
+        load_peft_on_rank(folder)
+    with pytest.raises(SafeLoadingError, match="names no base model"):
+        predict_memory(folder, Workload.generate(1, 16))
+    load_peft_on_rank(folder, tiny_llama)  # the fix that the message names
+
+
+@pytest.mark.parametrize("revision", ["../../elsewhere", "/etc", "a/../../b", "a\0b", 7, ["main"]])
+def test_a_revision_in_an_adapters_config_names_no_path(
+    tmp_path: Path, tiny_adapter: Path, opened: list[str], revision: object
+) -> None:
+    folder = Path(shutil.copytree(tiny_adapter, tmp_path / "adapter"))
+    document = json.loads((folder / "adapter_config.json").read_text())
+    named = {"base_model_name_or_path": "who/model", "revision": revision}
+    (folder / "adapter_config.json").write_text(json.dumps({**document, **named}))
+    opened.clear()
+    with pytest.raises(AdapterError, match=r"adapter_config\.json: revision is .*Pass base_model= and base_revision="):
+        load_peft_on_rank(folder)
+    assert not [event for event in opened if "elsewhere" in event or event.startswith("socket")]
+
+
+def test_a_model_of_more_modules_than_any_has_is_refused(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MOST_REGISTERED >= 200_000  # those of Kimi K2, with a module for each expert
+    base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
+    monkeypatch.setattr("safe_loading._model.meta_model.module_limit", lambda name: module_limit(name, most=40))
+    for call in (lambda: meta_model(base), lambda: load_peft_on_rank(tiny_adapter, base)):
+        with pytest.raises(CheckpointError, match="LlamaConfig makes more than 40 modules and parameters"):
+            call()
+    with module_limit("x", most=3):
+        torch.nn.Sequential(torch.nn.ReLU(), torch.nn.ReLU())
+        thread = threading.Thread(target=lambda: torch.nn.Sequential(*(torch.nn.ReLU() for _ in range(9))))
+        thread.start()
+        thread.join()
+        torch.nn.Sequential(torch.nn.ReLU())
+        with pytest.raises(CheckpointError):
+            torch.nn.Linear(2, 2)
+    torch.nn.Sequential(*(torch.nn.ReLU() for _ in range(9)))  # no hook is left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        ("vits", {"prior_encoder_num_flows": 10**9}),
+        ("dac", {"n_codebooks": 10**9}),
+        ("levit", {"depths": [2000] * 3, "num_attention_heads": [4] * 3}),
+        ("deepseek_v3", {"n_routed_experts": 99_999, "num_hidden_layers": 2_000}),
+    ],
+)
+def test_counts_that_become_loops_end(tmp_path: Path, model: str, fields: dict[str, Any]) -> None:
+    folder = tmp_path / model
+    tiny_config(model).save_pretrained(folder)
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**document, **fields}))
+    with pytest.raises(CheckpointError, match="modules and parameters|cannot be built"):
+        meta_model(folder)
 
 
 def test_an_index_without_metadata_is_named(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:

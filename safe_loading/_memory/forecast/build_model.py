@@ -98,8 +98,10 @@ def _quantized_loading(stand_ins: Mapping[str, StandIn], recast: Mapping[str, in
 def _adapted(folder: Path, workload: Workload) -> tuple[str, Workload]:
     """Return the base of an adapter's folder, and the workload with the adapter."""
     base = read_peft_config(folder).base_model_name_or_path
-    if not base:
-        raise ArgumentError(f"{folder} names no base model. Pass the base, and this adapter in the workload.")
+    if not base or not isinstance(base, str):
+        raise ArgumentError(
+            f"{folder} names no base model ({base!r:.80}). Pass the base, and this adapter in the workload."
+        )
     return base, workload if workload.adapter is not None else workload.replace(adapter=os.fspath(folder))
 
 
