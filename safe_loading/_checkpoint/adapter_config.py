@@ -133,7 +133,7 @@ def _lists(config: Mapping[str, object], shapes: Mapping[str, Sequence[int]] | N
 
 
 def _iterations(config: Mapping[str, object]) -> list[str]:
-    """Return the fields by which peft would factorize each weight of the base in more steps than anybody trains with."""
+    """Return the fields by which peft would factorize each weight in more steps than anybody trains with."""
     counts = {"psoft_svd_lowrank_niter": _number(config.get("psoft_svd_lowrank_niter"))}
     loftq = config.get("loftq_config")
     if isinstance(loftq, Mapping):

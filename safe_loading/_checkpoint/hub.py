@@ -49,7 +49,8 @@ def resolve(
     """
     if revision and not is_revision(revision):
         raise ArgumentError(
-            f"revision={revision!r:.80} cannot be a branch, a tag or a commit of a hub id. Pass its name, or leave it out."
+            f"revision={revision!r:.80} cannot be a branch, a tag or a commit of a hub id. Pass the name of one, or "
+            f"leave it out."
         )
     text = path_text(source, "source")
     path = Path(text).expanduser()

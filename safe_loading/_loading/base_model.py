@@ -81,7 +81,8 @@ def auto_class_for(facts: AdapterFacts, config: PreTrainedConfig, base_kwargs: E
         remote_code = getattr(config, "auto_map", None) or {}
         if type(config) in getattr(auto_class, "_model_mapping", {}) or auto_class.__name__ in remote_code:
             return auto_class
-    mapping = facts.config.get("auto_mapping") or {}
+    mapping = facts.config.get("auto_mapping")
+    mapping = mapping if isinstance(mapping, Mapping) else {}
     architectures = config.architectures or []
     # The parent library is a module path that a file names, so it is not imported: only transformers is searched.
     of_transformers = str(mapping.get("parent_library", "")).split(".")[0] == "transformers"

@@ -20,7 +20,8 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.engines import set_adapter
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding
-from safe_loading._model.model_config import read_generation_config
+from safe_loading._model.model_config import CONFIG, read_generation_config
+from safe_loading._model.size_limit import refuse_out_of_proportion
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.device_guard import make_current, one_device
 from safe_loading.errors import AdapterError
@@ -97,6 +98,9 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
         refuse_index_without_metadata(checkpoint)
     read_generation_config(folder)
     meta_model = base_on_meta(auto_class, folder, options.dtype, options.base_kwargs)
+    if meta_model is not None and checkpoint is not None:
+        on_disk = sum(info.nbytes for info in checkpoint.tensors.values())
+        refuse_out_of_proportion(meta_model, folder / CONFIG, on_disk)
     if meta_model is not None and options.strict:
         if checkpoint is not None:
             check_fit(meta_model, checkpoint, adapters, key_mapping=options.base_kwargs.get("key_mapping"))

@@ -217,8 +217,8 @@ def weights_dtype(asked: torch.dtype | str | None, config: PreTrainedConfig, fol
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         if folder is not None and (asked is None or asked == "auto"):
             raise CheckpointError(
-                f"{folder / CONFIG}: dtype is {config.dtype!r:.80}, which is no floating-point dtype of torch. Set it to "
-                f'the dtype of the weights, such as "bfloat16", or pass dtype=.'
+                f"{folder / CONFIG}: dtype is {config.dtype!r:.80}, which is no floating-point dtype of torch. Set it "
+                f'to the dtype of the weights, such as "bfloat16", or pass dtype=.'
             )
         raise ArgumentError(
             f"dtype={asked!r}; pass a floating-point torch.dtype such as torch.bfloat16, its name, or 'auto'."

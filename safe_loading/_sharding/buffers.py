@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from safe_loading._core.names import canonical
+from safe_loading._model.size_limit import refuse_large_buffers
 from safe_loading._model.stand_ins import MetaStandIns
 from safe_loading._model.tensors import TensorPlace, tensor_places
 from safe_loading.errors import CheckpointError
@@ -42,6 +43,7 @@ def compute_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
     if not lost:
         return {}
+    refuse_large_buffers(model)
     dtypes = _uncast_dtypes(model, lost)
     first, unwritten = _compute_poisoned(model, lost, dtypes, poison=0)
     # every value of a one-byte dtype may be a computed one: what changes with the poison was not written

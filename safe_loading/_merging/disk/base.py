@@ -18,6 +18,7 @@ from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._core.protocols import EngineKwargs, JsonObject
 from safe_loading._loading.base_model import base_config, changed_config
+from safe_loading._loading.folder_findings import refuse_quantizer_patterns
 from safe_loading._loading.sources import HUB_OPTIONS
 from safe_loading._model.meta_model import build_on_meta, weights_dtype
 from safe_loading._model.model_config import CONFIG
@@ -80,6 +81,7 @@ class MergeBase:
 def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dtype: torch.dtype | None, dequantize: bool) -> MergeBase:
     """Read the config and the headers of a base; with ``dequantize`` a quantized one is taken as the plain one."""
     checkpoint = read_checkpoint(resolved.folder, variant=kwargs.get("variant"), kind="model")
+    refuse_quantizer_patterns(checkpoint)
     path = resolved.folder / CONFIG
     config = read_json_object(path) if path.is_file() else {}
     quantization = config.get("quantization_config")
