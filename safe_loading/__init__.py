@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ._loading.report import LoadReport
     from ._memory.audit.report import AuditReport
     from ._memory.audit_model import audit_model
+    from ._memory.fewest_cards import fewest_cards
     from ._memory.forecast.report import MemoryForecast
     from ._memory.largest_micro_batch import largest_micro_batch
     from ._memory.largest_workload import largest_workload
@@ -76,6 +77,7 @@ _HOME = {
     "LoadReport": "_loading.report",
     "AuditReport": "_memory.audit.report",
     "audit_model": "_memory.audit_model",
+    "fewest_cards": "_memory.fewest_cards",
     "MemoryForecast": "_memory.forecast.report",
     "largest_micro_batch": "_memory.largest_micro_batch",
     "largest_workload": "_memory.largest_workload",
@@ -143,6 +145,7 @@ __all__ = [
     "audit_model",
     "check_checkpoint",
     "device_for_rank",
+    "fewest_cards",
     "largest_micro_batch",
     "largest_workload",
     "limit_device_memory",

@@ -101,6 +101,7 @@ class DeviceMapInfeasible(SafeLoadingError, ValueError, MemoryError):
         missing_bytes: The least that is missing, when it is added to `device`.
         device: The device that is the least short.
         shortages: For each device the bytes that would do if they were added to it alone.
+        more_cards: How many more cards like one of the limits would do, by the first card of each kind.
     """
 
     def __init__(
@@ -111,11 +112,13 @@ class DeviceMapInfeasible(SafeLoadingError, ValueError, MemoryError):
         missing_bytes: int = 0,
         device: int | str = 0,
         shortages: Mapping[int | str, int] | None = None,
+        more_cards: Mapping[int | str, int] | None = None,
     ) -> None:
         super().__init__(message, problems)
         self.missing_bytes = missing_bytes
         self.device = device
         self.shortages: Mapping[int | str, int] = dict(shortages or {})
+        self.more_cards: Mapping[int | str, int] = dict(more_cards or {})
 
 
 class DeviceError(SafeLoadingError, RuntimeError):

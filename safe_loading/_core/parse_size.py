@@ -6,7 +6,7 @@ import contextlib
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat, SupportsIndex
 
 from safe_loading.errors import ArgumentError
@@ -59,7 +59,7 @@ def parse_limits(max_memory: Limits, name: str = "max_memory") -> dict[Device, i
     if not isinstance(max_memory, Mapping):
         raise ArgumentError(f'{name}={max_memory!r} is not a mapping; pass {{0: "20GiB", 1: "20GiB", "cpu": "64GiB"}}.')
     limits: dict[Device, int] = {}
-    problems = []
+    problems = mixed_types(max_memory, name)
     for key, value in max_memory.items():
         where = f"{name}[{key!r}]"
         try:
@@ -90,6 +90,14 @@ def parse_device(key: object, name: str = "max_memory") -> Device:
         return int(match[1])
     raise ArgumentError(
         f'{name}: {key!r} is not a device; use the index of an accelerator (0, 1, ... or "cuda:0"), "cpu" or "disk".'
+    )
+
+
+def mixed_types(keys: Iterable[object], name: str) -> list[str]:
+    """Return a problem where accelerators of several types are named, which a map of integers cannot tell apart."""
+    types = dict.fromkeys(str(key).lower().partition(":")[0] for key in keys if ":" in str(key))
+    return (
+        [f"{name} names accelerators of several types ({', '.join(types)}); name one type."] if len(types) > 1 else []
     )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from transformers import PreTrainedConfig
 
 from safe_loading._core.arguments import compute_capability
-from safe_loading._core.parse_size import HOST, UNLIMITED, Device, Limits, parse_limits, parse_size
+from safe_loading._core.parse_size import HOST, UNLIMITED, Device, Limits, parse_device, parse_limits, parse_size
 from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.request import TargetCard
 from safe_loading.errors import ArgumentError
@@ -40,6 +40,7 @@ def plan_device_map(
     trust_remote_code: bool = False,
     capability: tuple[int, int] | None = None,
     offload_buffers: bool = False,
+    nodes: Sequence[Sequence[object]] | None = None,
 ) -> DeviceMapPlan:
     """Plan which module goes to which device, so that no limit is exceeded and nothing is offloaded without need.
 
@@ -74,6 +75,9 @@ def plan_device_map(
             and formats stay as they are.
         offload_buffers: Whether buffers that are saved are offloaded with the weights. Pass the same to
             ``from_pretrained`` or ``accelerate.dispatch_model``.
+        nodes: The cards of each node, such as ``[[0, 1, 2, 3], [4, 5, 6, 7]]``, for limits of more cards than one
+            machine has. Of the placements with the least largest load, the plan is then one with the fewest crossings
+            between nodes. :meth:`DeviceMapPlan.stages` hands it to an engine that runs on several nodes.
 
     Returns:
         The map: a ``dict`` for ``device_map=`` that has a table, a picture and ``verified``.
@@ -100,6 +104,7 @@ def plan_device_map(
         trust_remote_code=trust_remote_code,
         capability=capability,
         offload_buffers=offload_buffers,
+        nodes=nodes,
     )
     return Planner(request).plan()
 
@@ -122,6 +127,7 @@ def plan_request(
     trust_remote_code: bool = False,
     capability: tuple[int, int] | None = None,
     offload_buffers: bool = False,
+    nodes: Sequence[Sequence[object]] | None = None,
 ) -> PlanRequest:
     """Return what :func:`plan_device_map` plans for: its arguments, checked, with the model built."""
     if objective not in ("balance", "fill"):
@@ -166,6 +172,7 @@ def plan_request(
         capability=capability,
         findings=tuple(findings),
         offload_buffers=bool(offload_buffers),
+        node_of=_node_of(nodes, limits, offload),
     )
 
 
@@ -191,6 +198,30 @@ def _overhead(overhead: object, limits: Mapping[Device, int], *, derived: bool) 
             raise ArgumentError(f"overhead names {unknown}, and the limits are for {[*limits]}; name one of these.")
         return reserved
     return dict.fromkeys(accelerators or ["cpu"], parse_size(overhead, "overhead"))
+
+
+def _node_of(nodes: Sequence[Sequence[object]] | None, limits: Mapping[Device, int], offload: str) -> dict[Device, int]:
+    """Return the number of each card's node; refuse cards without a limit, without a node, or on two."""
+    if nodes is None:
+        return {}
+    if offload != "never":
+        raise ArgumentError(f"nodes= and offload={offload!r} do not go together: what is offloaded runs on one card.")
+    if isinstance(nodes, str) or not all(isinstance(cards, Sequence) and not isinstance(cards, str) for cards in nodes):
+        raise ArgumentError(f"nodes={nodes!r:.80}: pass the cards of each node, such as [[0, 1], [2, 3]].")
+    node_of: dict[Device, int] = {}
+    problems = []
+    for number, cards in enumerate(nodes):
+        for card in (parse_device(card, "nodes") for card in cards):
+            if card in HOST or card not in limits:
+                problems.append(f"{card!r} of node {number} has no limit; name it in max_memory.")
+            if card in node_of:
+                problems.append(f"{card!r} is on node {node_of[card]} and on node {number}; name it once.")
+            node_of[card] = number
+    lost = [card for card in limits if card not in HOST and card not in node_of]
+    problems += [f"{card!r} has a limit and is on no node; name it in nodes." for card in lost]
+    if problems:
+        raise ArgumentError("nodes= does not go with max_memory:", problems)
+    return node_of
 
 
 def _with_hosts(limits: Mapping[Device, int], offload: str) -> dict[Device, int]:

@@ -12,7 +12,7 @@ import torch
 from test_plan_search import apart, best_of_all
 from torch import nn
 
-from safe_loading import ArgumentError, DeviceMapInfeasible, plan_device_map, smallest_limits
+from safe_loading import ArgumentError, DeviceMapInfeasible, Workload, plan_device_map, smallest_limits
 from safe_loading._memory.plan.layer_groups import LayerGroup
 
 
@@ -161,3 +161,53 @@ def test_limits_and_overhead_that_mean_nothing_are_refused() -> None:
     assert plan_device_map(nn.Linear(2, 2), {"disk": "1GB", "cpu": "64GiB"}, offload="disk") == {"": "cpu"}
     with pytest.raises(ArgumentError, match=r"overhead names \[3\], and the limits are for \[0, 1\]"):
         plan_device_map(nn.Linear(2, 2), {0: 99, 1: 99}, overhead={0: 1, 3: 1})
+
+
+def test_accelerators_of_two_types_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"several types \(cuda, npu\)"):
+        plan_device_map(nn.Linear(2, 2), {"cuda:0": 99, "npu:1": 99})
+    plan = plan_device_map(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {"npu:0": 99, 1: 99, "cpu": 99})
+    plan.update({"0": "cuda:0", "1": "npu:1"})
+    with pytest.raises(ArgumentError, match="several types"):
+        plan.verify()
+
+
+def test_a_key_that_names_nothing_fails_the_check() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    plan = plan_device_map(model, {0: 99})
+    assert plan.verify()
+    plan["1.wieght"] = 0
+    assert not plan.verify()
+    assert not plan.ok
+    (finding,) = plan.findings
+    assert (finding.code, finding.where) == ("unknown-key", "1.wieght")
+    assert "write '1.weight'" in finding.fix
+    plan["1.weight"] = plan.pop("1.wieght")
+    assert plan.verify()
+    assert plan.ok
+
+
+class Away(nn.Module):
+    """Moves what its second layer reads by itself, as models with a device of their own do, or leaves it to hooks."""
+
+    def __init__(self, *, moves: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.moves = moves
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values after both layers."""
+        values = self.layers[0](values)
+        return self.layers[1](values.to(self.layers[1].weight.device) if self.moves else values)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_gradient_of_a_crossing_is_not_a_move_of_the_model(moves: bool) -> None:
+    inputs = {"values": torch.empty(1024, 64)}
+    limits = {0: "1MB", 1: "1MB"}
+    plan = plan_device_map(Away(moves=moves), limits, workload=Workload.train(1, 1), inputs=inputs)
+    assert plan.verified
+    assert plan.crossings == 1
+    found = [finding for finding in plan.findings if finding.code == "moved-by-the-model"]
+    assert [finding.bytes for finding in found] == [1024 * 64 * 4] * moves
+    assert not moves or "from 0 to 1" in found[0].message

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from safe_loading._memory.plan import chain as chains
 from safe_loading._memory.plan.chain import Chain, DeviceSlot, fewest_devices, reach
+from safe_loading._memory.plan.crossings import BETWEEN_NODES
 from safe_loading._memory.plan.layer_groups import MOST_PINNINGS, GroupPlacement, LayerGroup, Puzzle
 
 Best = tuple[tuple[Fraction, int], int]
@@ -35,11 +36,13 @@ def best_of_all(
     limits: Sequence[int],
     held: Sequence[LayerGroup] = (),
     needed: int | None = None,
+    nodes: Sequence[int] = (),
 ) -> Best | None:
     """Try every assignment in which each device's blocks, grouped ones aside, stand in one run.
 
     Returns:
         The least largest load with the fewest crossings that it can have, and the fewest crossings whatever the load.
+        With nodes crossings are weighed by `weighed`.
         None when no assignment keeps the limits (and uses the device that is ``needed``).
     """
     first, free = apart(together)
@@ -55,7 +58,7 @@ def best_of_all(
                 return
             shares.append(Fraction(load, limit or 1))
         if needed is None or needed in devices:
-            found.append((max(shares), sum(a != b for a, b in itertools.pairwise(devices))))
+            found.append((max(shares), weighed(devices, nodes)))
 
     def extend(devices: list[int], last: int | None, done: frozenset[int]) -> None:
         block = len(devices)
@@ -71,6 +74,12 @@ def best_of_all(
 
     extend([], None, frozenset())
     return (min(found), min(crossings for _, crossings in found)) if found else None
+
+
+def weighed(devices: Sequence[int], nodes: Sequence[int]) -> int:
+    """Return the changes of device, one between nodes for as much as more than all others."""
+    changes = [(a, b) for a, b in itertools.pairwise(devices) if a != b]
+    return len(changes) + sum(BETWEEN_NODES for a, b in changes if nodes and nodes[a] != nodes[b])
 
 
 def instance(seed: int, most: int = 8) -> tuple[list[LayerGroup], list[list[int]], list[int]]:
@@ -104,6 +113,36 @@ def test_the_load_and_the_crossings_are_the_least_of_all(hundred: int) -> None:
         assert ((balanced.fraction, balanced.crossings), filled.crossings) == expected, seed
         assert keeps(puzzle, balanced), seed
         assert keeps(puzzle, filled), seed
+
+
+@pytest.mark.parametrize("hundred", range(3))
+def test_crossings_between_nodes_are_the_fewest_of_all(hundred: int) -> None:
+    slow = 0
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        blocks, together, limits = instance(seed, most=7)
+        nodes = random.Random(f"nodes {seed}").choices(range(3), k=len(limits))
+        puzzle = Puzzle(blocks, together, limits, nodes=nodes)
+        expected = best_of_all(blocks, together, limits, nodes=nodes)
+        balanced, filled = puzzle.solve(), puzzle.solve("fill")
+        if expected is None or balanced is None or filled is None:
+            assert expected is balanced is filled is None, seed
+            continue
+        costs = [weighed(placement.device_of, nodes) for placement in (balanced, filled)]
+        assert ((balanced.fraction, costs[0]), costs[1]) == expected, seed
+        assert keeps(puzzle, balanced), seed
+        assert keeps(puzzle, filled), seed
+        slow += costs[0] >= BETWEEN_NODES
+    assert slow > 10
+
+
+def test_many_nodes_are_entered_one_after_the_other() -> None:
+    # cards of two kinds, listed in turns: in the caller's order each card would be on another node
+    blocks = [LayerGroup(10 + number % 3) for number in range(120)]
+    limits, nodes = [60, 80] * 16, [number % 4 for number in range(32)]
+    placement = Puzzle(blocks, [], limits, nodes=nodes).solve()
+    assert placement is not None
+    visited = [node for node, _ in itertools.groupby(nodes[device] for device in placement.device_of)]
+    assert len(visited) == len(set(visited))
 
 
 def test_what_is_drawn_has_every_kind_of_tie() -> None:

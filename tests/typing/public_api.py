@@ -97,6 +97,10 @@ Workload.generate(4, 1024, unknown=1)  # expect-error: every option is named
 plan = safe_loading.plan_device_map("base", {0: "20GiB"}, workload=Workload.weights_only(), verify=False)
 assert_type(plan, safe_loading.DeviceMapPlan)
 assert_type(plan.verified, bool)
+assert_type(plan.stages()[0].modules, tuple[str, ...])
+assert_type(plan.node_crossings, int)
+assert_type(safe_loading.fewest_cards("base", "h100"), safe_loading.DeviceMapPlan)
+safe_loading.plan_device_map("base", {0: 1, 1: 1}, nodes=[[0], [1]])
 assert_type(safe_loading.limit_device_memory({0: "20GiB"}), dict[int, float])
 safe_loading.plan_device_map("base", unknown=1)  # expect-error: every option is named
 forecast = predict_memory("folder", Workload.train(4, 1024), inputs={"pixel_values": torch.empty(1)})

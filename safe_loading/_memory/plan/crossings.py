@@ -4,6 +4,8 @@ Where nothing is pinned, every device after the first is one change, and the few
 between two groups of the chain costs nothing inside the stage of its own device, the one change that is there anyway
 where that stage begins or ends, one more between two other stages, and two inside another. So a stage is worth ending
 early at such a gap, and nowhere else: apart from that, the further it goes the better.
+
+A change between devices of different nodes costs more than all the other changes together.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,6 +21,9 @@ from .chain import Counts, fewest_devices
 
 MOST_CROSSING_STATES = 60_000
 """Up to so many states the search is exact; beyond, those with the least unused memory are kept."""
+
+BETWEEN_NODES = 1 << 20
+"""What a change of node costs, where a change of device costs 1: more than there are devices."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +33,6 @@ class Gap:
     at: int  # how many groups of the chain come before it
     # the kinds of the devices that they are pinned to, in order; each such device is a kind of its own
     hosts: tuple[int, ...]
-
-    @cached_property
-    def inner(self) -> int:
-        """The changes of device among the pinned groups themselves."""
-        return sum(a != b for a, b in pairwise(self.hosts))
-
-    def crossings(self, left: int | None, right: int | None) -> int:
-        """Return the changes of device from the group on the left to the one on the right; None where there is none."""
-        before = left is not None and left != self.hosts[0]
-        return self.inner + before + (right is not None and right != self.hosts[-1])
 
 
 class Leg(NamedTuple):
@@ -53,6 +48,7 @@ class _State(NamedTuple):
 
     used: Counts  # how many devices of each kind
     last_host: int  # the kind of the last device when something is pinned to it, or -1: to a gap all others are alike
+    node: int  # of the last device
     segment: int  # the gap at which the last device stopped, or between which gaps
 
 
@@ -70,7 +66,8 @@ class Crossings:
 
     For each kind of device, `reaches` says how far one takes the chain from each start, `counts` how many there are,
     and `room` how many bytes of the chain one takes at most. `sums` are the bytes of the chain before each of its
-    groups. If `ordered`, the devices, each a kind of its own, are to be used in this order.
+    groups. If `ordered`, the devices, each a kind of its own, are to be used in this order. `nodes` is the node of each
+    kind; without it all devices are on one.
     """
 
     def __init__(
@@ -83,8 +80,11 @@ class Crossings:
         *,
         ordered: bool = False,
         states: int = MOST_CROSSING_STATES,
+        nodes: Sequence[int] = (),
     ) -> None:
         self.reaches, self.counts, self.room, self.sums = reaches, counts, room, sums
+        self.nodes = tuple(nodes) or (0,) * len(counts)
+        self.bounded = False  # whether states were dropped
         self.end, self.ordered, self.states = len(sums) - 1, ordered, states
         self.gap_at = {gap.at: gap for gap in gaps}
         self.inside = [gap.at for gap in gaps if 0 < gap.at < self.end]
@@ -95,21 +95,24 @@ class Crossings:
         for kind in range(len(counts)):
             self.paid.append([0])
             for at in self.inside:
-                self.paid[-1].append(self.paid[-1][-1] + self.gap_at[at].crossings(kind, kind))
+                self.paid[-1].append(self.paid[-1][-1] + self._through(self.gap_at[at], kind, kind))
+        self.alike = {} if ordered else self._alike_nodes()
 
     def fewest(self, most: int) -> tuple[int, tuple[Leg, ...]] | None:
-        """Return the fewest changes of device and the legs that have them; None when it takes more than ``most``."""
+        """Return the least cost of the changes and the legs that have it; None when it is more than ``most``."""
         if not self.end:
-            return sum(gap.crossings(None, None) for gap in self.gap_at.values()), ()
-        if not self.inside and not self.ordered:
+            return sum(self._through(gap, None, None) for gap in self.gap_at.values()), ()
+        if not self.inside and not self.ordered and len(set(self.nodes)) == 1:
             return self._at_the_ends(most)
         # Dijkstra's search, a level for each number of changes. The first device counts as a change, too, so that every
         # step costs at least one and a level is complete when its turn comes; None stands for the end of the chain.
-        start = _State((0,) * len(self.counts), -1, 0)
+        start = _State((0,) * len(self.counts), -1, -1, 0)
         levels: dict[int, dict[_State | None, _Path]] = {0: {start: _Path(0, 0, -1, None)}}
         furthest: dict[_State, int] = {}
-        for cost in range(most + 2):
-            level = levels.pop(cost, {})
+        costs = [0]  # a heap: with nodes the levels lie far apart
+        while costs:
+            cost = heappop(costs)
+            level = levels.pop(cost)
             if None in level:
                 return cost - 1, self._legs(level[None])
             for state, path in self._promising(level):
@@ -118,20 +121,60 @@ class Crossings:
                     continue
                 furthest[state] = path.at
                 for more, next_state, next_path in self._steps(state, path, most + 1 - cost):
+                    if cost + more not in levels:
+                        heappush(costs, cost + more)
                     later = levels.setdefault(cost + more, {})
                     if next_state not in later or later[next_state].at < next_path.at:
                         later[next_state] = next_path
         return None
 
+    def _change(self, one: int, other: int) -> int:
+        """Return what it costs to go on to another device, which may be of the same kind."""
+        return 1 if self.nodes[one] == self.nodes[other] else 1 + BETWEEN_NODES
+
+    def _inside(self, gap: Gap) -> int:
+        """Return the cost of the changes among the pinned groups themselves."""
+        return sum(self._change(a, b) for a, b in pairwise(gap.hosts) if a != b)
+
+    def _through(self, gap: Gap, left: int | None, right: int | None) -> int:
+        """Return the cost from the group left of a gap to the one right of it; None where there is none."""
+        cost = self._inside(gap)
+        if left is not None and left != gap.hosts[0]:
+            cost += self._change(left, gap.hosts[0])
+        if right is not None and right != gap.hosts[-1]:
+            cost += self._change(gap.hosts[-1], right)
+        return cost
+
+    def _alike_nodes(self) -> dict[int, list[int]]:
+        """Return for each node those before it that have the same devices; none for a node that has a pinned group."""
+        devices: dict[int, list[str]] = {}
+        for kind, node in enumerate(self.nodes):
+            own = kind if kind in self.hosts else -1
+            devices.setdefault(node, []).append(repr((self.counts[kind], self.room[kind], own, self.reaches[kind])))
+        earlier: dict[int, list[int]] = {}
+        nodes = [*devices]
+        for place, node in enumerate(nodes):
+            twins = [other for other in nodes[:place] if sorted(devices[other]) == sorted(devices[node])]
+            earlier[node] = twins
+        return earlier
+
+    def _is_later_twin(self, kind: int, used: Counts) -> bool:
+        """Return whether the node of a kind is untouched, and so is one before it that is alike."""
+        twins = self.alike.get(self.nodes[kind])
+        if not twins:
+            return False
+        touched = {node for node, count in zip(self.nodes, used, strict=True) if count}
+        return self.nodes[kind] not in touched and not touched.issuperset(twins)
+
     def _steps(self, state: _State, path: _Path, budget: int) -> Iterator[tuple[int, _State | None, _Path]]:
         """Yield each way to add a device: the changes that it costs, the state and the path after it."""
-        last = None if path.before is None else state.last_host
+        last = None if path.before is None else path.kind
         for kind, used in self._unused(state.used):
             host = kind if kind in self.hosts else -1
             room = path.room + self.room[kind]
             for stop, cost in self._stops(kind, last, path.at):
                 if cost + self._owed(used, stop) <= budget and self._has_room(room, stop):
-                    after = None if stop == self.end else _State(used, host, self._segment(stop))
+                    after = None if stop == self.end else _State(used, host, self.nodes[kind], self._segment(stop))
                     yield cost, after, _Path(stop, room, kind, path)
 
     def _at_the_ends(self, most: int) -> tuple[int, tuple[Leg, ...]] | None:
@@ -143,8 +186,8 @@ class Crossings:
                 kinds = self._from_to(head, tail)
                 if kinds is None:
                     continue
-                cost = len(kinds) - 1 + (first.crossings(None, kinds[0]) if first else 0)
-                cost += last.crossings(kinds[-1], None) if last else 0
+                cost = len(kinds) - 1 + (self._through(first, None, kinds[0]) if first else 0)
+                cost += self._through(last, kinds[-1], None) if last else 0
                 best = min(best or (cost, kinds), (cost, kinds))
         if best is None or best[0] > most:
             return None
@@ -167,7 +210,7 @@ class Crossings:
     def _unused(self, used: Counts) -> Iterator[tuple[int, Counts]]:
         """Yield each kind of which a device is left, and what is used with it."""
         for kind, (own, count) in enumerate(zip(used, self.counts, strict=True)):
-            if own < count:
+            if own < count and not self._is_later_twin(kind, used):
                 # in the caller's order, the devices before this one can no longer be used
                 before = self.counts[:kind] if self.ordered else used[:kind]
                 yield kind, (*before, own + 1, *used[kind + 1 :])
@@ -175,14 +218,17 @@ class Crossings:
     def _stops(self, kind: int, last: int | None, at: int) -> Iterator[tuple[int, int]]:
         """Yield where a device that begins at ``at`` may stop, and the changes up to there, the one before included."""
         gap = self.gap_at.get(at)
-        before = 1 if gap is None else gap.crossings(last, kind) + (last is None)
+        if gap is not None:
+            before = self._through(gap, last, kind) + (last is None)
+        else:
+            before = 1 if last is None else self._change(last, kind)
         furthest = self.reaches[kind][at]
         first = bisect_right(self.inside, at)
         stops = {furthest, *self.inside[first : bisect_right(self.inside, furthest)]} - {at}
         for stop in stops:
             more = before + self.paid[kind][bisect_left(self.inside, stop)] - self.paid[kind][first]
             if stop == self.end and self.end in self.gap_at:
-                more += self.gap_at[self.end].crossings(kind, None)
+                more += self._through(self.gap_at[self.end], kind, None)
             yield stop, more
 
     def _owed(self, used: Counts, stop: int) -> int:
@@ -191,7 +237,7 @@ class Crossings:
         for at in (*self.inside, self.end):
             gap = self.gap_at.get(at)
             if gap is not None and at > stop:
-                owed += gap.inner + bool(used[gap.hosts[0]]) + bool(at < self.end and used[gap.hosts[-1]])
+                owed += self._inside(gap) + bool(used[gap.hosts[0]]) + bool(at < self.end and used[gap.hosts[-1]])
         return owed
 
     def _has_room(self, room: int, stop: int) -> bool:
@@ -204,6 +250,7 @@ class Crossings:
         widest = max(64, self.states // (sum(self.counts) + 1))
         if len(found) <= widest:
             return found
+        self.bounded = True
         return sorted(found, key=lambda entry: entry[1].room - self.sums[entry[1].at])[:widest]
 
     def _segment(self, stop: int) -> int:

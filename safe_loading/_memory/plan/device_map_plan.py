@@ -6,12 +6,18 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from safe_loading._core.bars import MemoryBar, Segment, draw_bars
 from safe_loading._core.parse_size import UNLIMITED, Device
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, Table, Verdict, format_bytes, text_table
 from safe_loading.errors import ArgumentError
+
+from .pipeline_stages import PlannedStage, stages_of
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import SplitPoint
 
 _COMPONENTS = ("weights", "buffers", "kv_cache", "gradients", "activations", "staging", "overhead")
 _HEADER = ("device", *(name.replace("kv_", "KV ") for name in _COMPONENTS), "limit", "free")
@@ -76,6 +82,7 @@ class Facts:
     findings: tuple[Finding, ...]
     moved_bytes: int = 0  # of offloaded weights that each token moves to the main device; each step when training
     offload_buffers: bool = False  # as it has to be passed on
+    node_crossings: int = 0  # how many of the crossings are between cards of different nodes
 
 
 class DeviceMapPlan(Verdict, dict[str, Device]):
@@ -122,6 +129,11 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
     def crossings(self) -> int:
         """How often the hidden state goes from one device to another."""
         return self.facts.crossings
+
+    @property
+    def node_crossings(self) -> int:
+        """How often the hidden state goes from one node to another; 0 for a plan without ``nodes=``."""
+        return self.facts.node_crossings
 
     @property
     def fraction(self) -> float:
@@ -185,6 +197,30 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
                     planned = beyond_tensors + unplanned(use.device, training=training)
                 limits[use.device] = use.limit + planned
         return cap_devices(limits, 0 if overhead is None else overhead) if limits else {}
+
+    def stages(self) -> tuple[PlannedStage, ...]:
+        """Return the plan as stages of a pipeline: which modules each card runs, in their order.
+
+        The lists of names are what engines for pipelines take that cut a model by its modules' names. What a device
+        will hold is counted for one batch of the workload: a schedule that has several micro-batches in flight holds
+        the activations of all of them, so plan for a ``batch_size`` of as many rows as are in flight at once.
+
+        Raises:
+            ArgumentError: A card runs modules at two places, as with tied weights, or something is offloaded.
+        """
+        return stages_of(self)
+
+    def split_spec(self) -> dict[str, SplitPoint]:
+        """Return the same as ``split_spec=`` of ``torch.distributed.pipelining.pipeline``.
+
+        Each stage but the first begins with a module, which gets a ``SplitPoint.BEGINNING``.
+
+        Raises:
+            ArgumentError: As for :meth:`stages`.
+        """
+        from torch.distributed.pipelining import SplitPoint
+
+        return {stage.modules[0]: SplitPoint.BEGINNING for stage in self.stages()[1:]}
 
     def table(self) -> str:
         """Return what each device will hold, as an aligned table."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from safe_loading._core.parse_size import UNLIMITED, Device
 from safe_loading._core.report import format_bytes
@@ -12,6 +13,7 @@ from .layer_groups import Puzzle
 from .offload import Away, OffloadPlan, offload
 from .request import PlanRequest
 
+_T = TypeVar("_T", int, str)
 _MOST_GROUPS = 400  # for more groups the advice would take longer than the plan
 
 
@@ -39,8 +41,18 @@ def infeasible(
     needs = sum(group.resident for group in puzzle.groups)
     there = sum(request.limits.get(key, 0) for key in running)
     enough = request.limits.get(device, 0) + missing
-    limits = ", ".join(f"{key}: {format_bytes(request.limits.get(key, 0))}" for key in running)
-    problems = [f"max_memory[{key!r}] + {size} bytes ({format_bytes(size)})" for key, size in shortages.items()]
+    sizes = {key: format_bytes(request.limits.get(key, 0)) for key in running}
+    limits = ", ".join(f"{_names(alike)}: {size}" for size, alike in _alike(sizes).items())
+    problems = [
+        f"max_memory[{alike[0]!r}] + {size} bytes ({format_bytes(size)})"
+        + (f", or the same for any one of the cards {_names(alike)}" if len(alike) > 1 else "")
+        for size, alike in _alike(shortages).items()
+    ]
+    more = _more_cards(request, puzzle)
+    for card, count in more.items():
+        limit = request.limits.get(card, 0)
+        cards = "1 more card" if count == 1 else f"{count} more cards"
+        problems.append(f"{cards} with a limit of {limit} bytes ({format_bytes(limit)}), like device {card!r}")
     sentences = [
         f"{name} for {request.workload!r} does not fit: {format_bytes(needs)} stay allocated, and the limits are "
         f"{{{limits}}}, {format_bytes(there)} in all. Device {device!r} is {missing} bytes ({format_bytes(missing)}) "
@@ -55,7 +67,56 @@ def infeasible(
         sentences.append(f"The traced step needed more than was counted: {dict(extra)} bytes by device.")
     sentences.append(_by_offloading(request, puzzle, away))
     message = " ".join(filter(None, sentences)) + " Any one of these changes is enough:"
-    return DeviceMapInfeasible(message, problems, missing_bytes=missing, device=device, shortages=shortages)
+    return DeviceMapInfeasible(
+        message, problems, missing_bytes=missing, device=device, shortages=shortages, more_cards=more
+    )
+
+
+def _alike(values: Mapping[Device, _T]) -> dict[_T, list[Device]]:
+    """Return the devices of each value, in their order."""
+    found: dict[_T, list[Device]] = {}
+    for device, value in values.items():
+        found.setdefault(value, []).append(device)
+    return found
+
+
+def _names(devices: Sequence[Device]) -> str:
+    """Return devices in few words: ``0-15, 18``; two neighbors are written as both."""
+    runs: list[list[Device]] = []
+    for device in devices:
+        last = runs[-1][-1] if runs else None
+        if isinstance(device, int) and isinstance(last, int) and device == last + 1:
+            runs[-1].append(device)
+        else:
+            runs.append([device])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def _more_cards(request: PlanRequest, puzzle: Puzzle) -> dict[Device, int]:
+    """Return for each kind of card, by the first one, how many more like it would do; without those of which none do.
+
+    What a traced step needed beyond the count is taken to be needed on a card more, too.
+    """
+    running = request.running
+    if not request.explains or running == ["cpu"]:
+        return {}
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for number, device in enumerate(running):
+        kinds.setdefault((request.limits.get(device, 0), request.overhead.get(device, 0)), []).append(number)
+    found: dict[Device, int] = {}
+    for numbers in kinds.values():
+        limit = min(puzzle.limits[number] for number in numbers)
+        low, high = 0, len(puzzle.links) + len(puzzle.pins)  # then each piece has a card of its own
+        if not puzzle.with_limits([*puzzle.limits, *[limit] * high]).fits():
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            if puzzle.with_limits([*puzzle.limits, *[limit] * middle]).fits():
+                high = middle
+            else:
+                low = middle
+        found[running[numbers[0]]] = high
+    return found
 
 
 def _by_offloading(request: PlanRequest, puzzle: Puzzle, away: Sequence[Away]) -> str:

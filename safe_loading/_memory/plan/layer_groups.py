@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import islice, pairwise
 
 from .chain import Chain, DeviceSlot
-from .crossings import MOST_CROSSING_STATES
+from .crossings import BETWEEN_NODES, MOST_CROSSING_STATES
 from .search import ChainStage, Objective, Search
 
 MOST_PINNINGS = 512
@@ -50,7 +50,8 @@ class Puzzle:
 
     Groups need one device if they share a weight, or one operation reads both. Those that are neighbors become one link
     of the chain. The others are pinned: every way of giving them devices (a pinning) is tried, and each leaves a chain
-    and what is on the devices beforehand. `occupied` is what is on each device anyway.
+    and what is on the devices beforehand. `occupied` is what is on each device anyway, `nodes` the node of each, if
+    there are several.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class Puzzle:
         together: Sequence[Sequence[int]],
         limits: Sequence[int],
         occupied: Sequence[LayerGroup] = (),
+        nodes: Sequence[int] = (),
     ) -> None:
-        self.groups, self.limits = tuple(groups), tuple(limits)
+        self.groups, self.limits, self.nodes = tuple(groups), tuple(limits), tuple(nodes)
         self.occupied = tuple(occupied) or (LayerGroup(0),) * len(self.limits)
         joined = _joined(len(groups), together)
         neighbors = [members for members in joined if members[-1] - members[0] == len(members) - 1]
@@ -91,12 +93,19 @@ class Puzzle:
         placement: GroupPlacement | None = None
         states = MOST_CROSSING_STATES // max(len(searches), 1)
         for pinning, search in searches:
-            most = placement.crossings if placement is not None else None
+            most = self._cost(placement) if placement is not None else None
             stages = search.stages(best, objective, most, states)
             if stages is not None:
                 other = self._placement(stages, pinning)
-                placement = min(placement or other, other, key=lambda p: (p.crossings, p.device_of))
+                placement = min(placement or other, other, key=lambda p: (self._cost(p), p.device_of))
         return placement
+
+    def _cost(self, placement: GroupPlacement) -> int:
+        """Return what the crossings of a placement cost."""
+        if not self.nodes:
+            return placement.crossings
+        changes = ((a, b) for a, b in pairwise(placement.device_of) if a != b)
+        return sum(1 if self.nodes[a] == self.nodes[b] else 1 + BETWEEN_NODES for a, b in changes)
 
     def using(self, needed: int) -> GroupPlacement | None:
         """Return some placement in which the device ``needed`` takes a group; None when there is none."""
@@ -137,8 +146,10 @@ class Puzzle:
         return missing
 
     def with_limits(self, limits: Sequence[int]) -> Puzzle:
-        """Return the same groups over other limits."""
-        return Puzzle(self.groups, [*self.links, *(pin.members for pin in self.pins)], limits, self.occupied)
+        """Return the same groups over other limits; devices beyond those that there are have nothing on them."""
+        occupied = (*self.occupied, *[LayerGroup(0)] * (len(limits) - len(self.limits)))
+        nodes = () if len(limits) > len(self.limits) else self.nodes
+        return Puzzle(self.groups, [*self.links, *(pin.members for pin in self.pins)], limits, occupied, nodes)
 
     def loads(self, placement: GroupPlacement) -> list[int]:
         """Return the bytes that each device needs."""
@@ -149,8 +160,8 @@ class Puzzle:
             loads.append(sum(group.resident for group in own) + max(group.transient for group in own))
         return loads
 
-    def _kind(self, number: int) -> tuple[int, LayerGroup]:
-        return self.limits[number], self.occupied[number]
+    def _kind(self, number: int) -> tuple[int, LayerGroup, int]:
+        return self.limits[number], self.occupied[number], self.nodes[number] if self.nodes else 0
 
     def _pinnings(self) -> tuple[tuple[int, ...], ...]:
         """Return the ways of giving each pin a device; not all where there are too many."""
@@ -212,7 +223,8 @@ class Puzzle:
             occupied = self.occupied[number]
             transient = max([occupied.transient, *(pin.transient for pin in own)])
             slots.append(DeviceSlot(limit, occupied.resident + sum(pin.resident for pin in own), transient))
-        return Search(self.chain, slots, [(at, [pinning[pin] for pin in pins]) for at, pins in self.pinned_at])
+        pinned = [(at, [pinning[pin] for pin in pins]) for at, pins in self.pinned_at]
+        return Search(self.chain, slots, pinned, self.nodes)
 
     def _placement(self, stages: Sequence[ChainStage], pinning: Sequence[int]) -> GroupPlacement:
         device_of = [0] * len(self.groups)

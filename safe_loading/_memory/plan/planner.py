@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from safe_loading._core.log import logger
 from safe_loading._core.names import nearest, without_peft_prefix
-from safe_loading._core.parse_size import HOST, Device, parse_device
+from safe_loading._core.parse_size import HOST, Device, mixed_types, parse_device
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
-from safe_loading._memory.trace.records import Crossing, StepTrace
+from safe_loading._memory.trace.records import StepTrace
 from safe_loading._model.quantized.stand_ins import with_stand_ins
-from safe_loading.errors import DeviceMapInfeasible, TraceError
+from safe_loading.errors import ArgumentError, DeviceMapInfeasible, TraceError
 
 from .costs import Cost, counted_uses, reserved_uses, traced_uses, unit_costs
 from .device_map_plan import DeviceMapPlan, DeviceUse, Facts
 from .infeasible import infeasible
 from .layer_groups import Puzzle
-from .map_keys import collapse, device_of, execution_devices
+from .map_findings import between_nodes, count_crossings, incomplete_map, moved_by_the_model
+from .map_keys import collapse, device_of
 from .module_tree import ModuleTree, cut_model, is_outside_stacks
 from .offload import Away, Split, offload
 from .offloaded_units import OffloadedUnits, split_paths
@@ -27,7 +27,8 @@ from .request import PlanRequest
 from .step_traces import StepTraces
 
 _MOST_ROUNDS = 12
-_LEAST_MOVED = 1 << 16  # bytes from which on it is worth a finding that the model moves tensors itself
+# findings about a map, which are made again when it was edited
+_OF_A_MAP = ("cross-device", "over-limit", "not-placed", "unknown-key", "moved-by-the-model", "between-nodes")
 _OVERCOUNT_TOLERANCE = 120  # per cent of a limit that the count may reach before the model is refused
 _PROBE = Workload.generate(1, 8)  # enough to see every operation, for plans of weights alone
 
@@ -92,18 +93,20 @@ class Planner:
     def _check(self, plan: DeviceMapPlan) -> Facts:
         request = self.request
         self.reason = ""
+        problems = mixed_types(plan.values(), "the plan")
+        if problems:
+            raise ArgumentError("The plan cannot be checked:", problems)
         device_map = {path: parse_device(device, "the plan") for path, device in plan.items()}
         tree = cut_model(request.model, ())  # down to the leaves, which an edited map may name
-        findings = [f for f in plan.findings if f.code not in ("cross-device", "over-limit", "not-placed")]
-        lost = [unit.path for unit in tree.units if device_of(unit.path, device_map) is None]
-        if lost:
-            message, fix = f"{len(lost)} modules or tensors have no device.", "name it in the map, or plan anew."
-            findings.append(Finding("not-placed", "error", lost[0], message, fix))
-            return replace(plan.facts, verified=False, reason=f"no device for {lost[0]}", findings=tuple(findings))
+        findings = [finding for finding in plan.findings if finding.code not in _OF_A_MAP]
+        wrong, incomplete = incomplete_map(request.model, tree, device_map)
+        findings += wrong
+        if any(finding.code == "not-placed" for finding in wrong):
+            return replace(plan.facts, verified=False, reason=incomplete, findings=tuple(findings))
         alone = self._trace(None) if request.workload.adapter is not None else None  # for the size of the adapter
         trace = self._trace(device_map)
         if trace is None:
-            return replace(plan.facts, verified=False, reason=self.reason)
+            return replace(plan.facts, verified=False, reason=self.reason, findings=tuple(findings))
         uses = counted_uses(request, tree, unit_costs(tree.units, request.workload, alone), device_map, {})
         uses = reserved_uses(request, trace, traced_uses(request, trace, uses))
         findings += self._cross_device(trace)
@@ -112,9 +115,13 @@ class Planner:
             more = use.used - use.limit
             message = f"needs {use.used} bytes when it runs, {more} more than its limit."
             findings.append(Finding("over-limit", "error", str(use.device), message, "plan anew.", more))
-        reason = "operations between devices" if trace.problems else "a limit is exceeded" if over else ""
+        reason = "operations between devices" if trace.problems else "a limit is exceeded" if over else incomplete
         moved = OffloadedUnits(tree, request, trace).moved(device_map)
-        facts = replace(plan.facts, devices=tuple(uses), crossings=_crossings(tree, device_map), moved_bytes=moved)
+        findings += moved_by_the_model(trace.crossings)
+        findings += between_nodes(tree, device_map, request.node_of, trace.crossings)
+        crossings, node_crossings = count_crossings(tree, device_map, request.node_of)
+        facts = replace(plan.facts, devices=tuple(uses), crossings=crossings, moved_bytes=moved)
+        facts = replace(facts, node_crossings=node_crossings)
         return replace(facts, verified=not reason, reason=reason, findings=tuple(findings))
 
     def _trace(self, device_map: Mapping[str, Device] | None) -> StepTrace | None:
@@ -140,7 +147,8 @@ class Planner:
         """Return the device map under the limits, less what is to be kept free and what a traced step needed more."""
         request, running = self.request, self.request.running
         limits = [max(request.limits.get(d, 0) - request.overhead.get(d, 0) - self.extra.get(d, 0), 0) for d in running]
-        puzzle = Puzzle([cost.group for cost in costs], tree.tied, limits)
+        nodes = [request.node_of[device] for device in running] if request.node_of else ()
+        puzzle = Puzzle([cost.group for cost in costs], tree.tied, limits, nodes=nodes)
         placement = puzzle.solve(request.objective)
         places = placement.device_of if placement is not None else None
         split: Split | None = None
@@ -237,41 +245,23 @@ class Planner:
         request = self.request
         if trace is not None:
             uses = reserved_uses(request, trace, uses)
+        crossed = trace.crossings if trace is not None else ()
+        crossings, node_crossings = count_crossings(tree, device_map, request.node_of)
+        links = between_nodes(tree, device_map, request.node_of, crossed)
         facts = Facts(
             model=self.name,
             workload=repr(request.workload),
             objective=request.objective,
             offload=request.offload,
             devices=tuple(uses),
-            crossings=_crossings(tree, device_map),
+            crossings=crossings,
             verified=trace is not None,
             reason=self.reason,
-            findings=(*self.findings, *(_moved_by_the_model(trace.crossings) if trace is not None else ())),
+            findings=(*self.findings, *moved_by_the_model(crossed), *links),
             moved_bytes=OffloadedUnits(tree, request, self.alone).moved(device_map),
             offload_buffers=request.offload_buffers,
+            node_crossings=node_crossings,
         )
         plan = DeviceMapPlan(device_map, facts, self.check)
         logger.info("%s", plan)
         return plan
-
-
-def _crossings(tree: ModuleTree, device_map: Mapping[str, Device]) -> int:
-    """Return how often the hidden state goes from one device to another; what is offloaded runs on the main one."""
-    main = execution_devices(device_map)[0]
-    runs = [device_of(unit.path, device_map) for unit in tree.units]
-    runs = [main if device is None or (device in HOST and device != main) else device for device in runs]
-    return sum(a != b for a, b in pairwise(runs))
-
-
-def _moved_by_the_model(crossings: Iterable[Crossing]) -> Iterator[Finding]:
-    """Yield a finding for each module whose own code moves tensors between devices."""
-    moved: dict[tuple[str, Device, Device], int] = {}
-    for crossing in crossings:
-        if crossing.in_model_code:
-            key = (crossing.module, crossing.source, crossing.target)
-            moved[key] = moved.get(key, 0) + crossing.bytes
-    fix = "keep the modules that it reads together, with no_split_modules=."
-    for (module, source, target), size in moved.items():
-        if size >= _LEAST_MOVED:
-            message = f"its own code moves {size} bytes from {source} to {target} in each step."
-            yield Finding("moved-by-the-model", "warning", module, message, fix, size)

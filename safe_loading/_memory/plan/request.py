@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -31,6 +31,7 @@ class PlanRequest:
     capability: tuple[int, int] | None = None  # of the cards, as far as somebody said; (8, 0) stands for others
     findings: tuple[Finding, ...] = ()  # what the building of the model had to say
     offload_buffers: bool = False  # whether saved buffers leave with the weights
+    node_of: Mapping[Device, int] = field(default_factory=dict)  # of each card; empty where all are in one machine
     explains: bool = True  # whether a refusal says what offloading would do, which is a search of its own
 
     @property

@@ -11,11 +11,11 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from .chain import Chain, DeviceSlot, fewest_devices, reach
-from .crossings import MOST_CROSSING_STATES, Crossings, Gap, Leg
+from .crossings import BETWEEN_NODES, MOST_CROSSING_STATES, Crossings, Gap, Leg
 
 Objective = Literal["balance", "fill"]
 
@@ -34,11 +34,15 @@ class Search:
     """Runs one chain against one set of slots, the devices in the caller's order.
 
     `pinned` says for each place where something is pinned how many groups of the chain come before it, and the devices
-    that it is pinned to, in order.
+    that it is pinned to, in order. `nodes` is the node of each device, if there are several.
     """
 
     def __init__(
-        self, chain: Chain, slots: Sequence[DeviceSlot], pinned: Sequence[tuple[int, Sequence[int]]] = ()
+        self,
+        chain: Chain,
+        slots: Sequence[DeviceSlot],
+        pinned: Sequence[tuple[int, Sequence[int]]] = (),
+        nodes: Sequence[int] = (),
     ) -> None:
         self.chain = chain
         self.slots = tuple(slots)
@@ -51,6 +55,8 @@ class Search:
         self.members = tuple(tuple(members) for members in alike.values())
         self.kind_of = {number: kind for kind, members in enumerate(self.members) for number in members}
         self.pinned = tuple((at, tuple(numbers)) for at, numbers in pinned)
+        self.nodes = tuple(nodes)
+        self.bounded = False  # whether a bound on the search for the fewest crossings was reached
 
     def least_fraction(self, below: Fraction | None = None) -> Fraction | None:
         """Return the least possible largest load as a fraction of its limit; None when there is none.
@@ -88,14 +94,16 @@ class Search:
         """Return stages with the fewest crossings under limits scaled by ``fraction``; None when there are none.
 
         Of several ways it is one in the caller's order, as people expect. The objective "balance" evens out what the
-        fraction leaves open; "fill" fills one device after the other. `most` is how many crossings are of interest,
-        None for any.
+        fraction leaves open; "fill" fills one device after the other. `most` is the cost of crossings that is of
+        interest, None for any.
         """
         caps = self._caps(fraction)
         if not self._pinned_fit(caps):
             return None
         reaches = self._reaches(caps)
-        legs = self._around_pins(reaches, caps, most, states) if self.pinned else self._without_pins(reaches)
+        legs = (
+            self._around_pins(reaches, caps, most, states) if self.pinned or self.nodes else self._without_pins(reaches)
+        )
         if legs is None:
             return None
         stops = self._stops(legs, reaches, objective)
@@ -150,11 +158,11 @@ class Search:
     def _fewest(self, reaches: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         """Return the fewest devices, in an order that takes the whole chain; None without one."""
         kinds = fewest_devices(reaches, tuple(map(len, self.members)), 0, len(self.chain))
-        return None if kinds is None else self._numbers(kinds)
+        return None if kinds is None else self._numbers(kinds, self.members)
 
-    def _numbers(self, kinds: Sequence[int]) -> tuple[int, ...]:
+    def _numbers(self, kinds: Sequence[int], members: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Return a device of each of these kinds, in the caller's order among those that are alike."""
-        left = [iter(own) for own in self.members]
+        left = [iter(own) for own in members]
         return tuple(next(left[kind]) for kind in kinds)
 
     def _achieved(self, caps: Sequence[int]) -> Fraction | None:
@@ -200,24 +208,61 @@ class Search:
     ) -> list[Leg] | None:
         """Return the legs with the fewest crossings, in the caller's order if that costs no more."""
         room = [max(cap - slot.resident, 0) for cap, slot in zip(caps, self.slots, strict=True)]
-        counts = tuple(map(len, self.members))
-        gaps = [Gap(at, tuple(self.kind_of[number] for number in numbers)) for at, numbers in self.pinned]
-        rooms = [room[own[0]] for own in self.members]
         if most is None:
-            most = len(self.slots) + sum(len(numbers) + 1 for _, numbers in self.pinned)
-        fewest = Crossings(reaches, counts, gaps, rooms, self.chain.sums, states=states).fewest(most)
+            crossings = len(self.slots) + sum(len(numbers) + 1 for _, numbers in self.pinned)
+            most = crossings * (1 + BETWEEN_NODES if self.nodes else 1)
+        in_order = len(self.slots) <= _MOST_ORDERED or bool(self.nodes)
+        ordered = self._ordered(reaches, room, most) if in_order and self.nodes else None
+        if ordered is not None and ordered[0] <= self._least_cost(reaches, room):
+            return list(ordered[1])
+        members = self._by_node()
+        class_of = {number: place for place, own in enumerate(members) for number in own}
+        search = Crossings(
+            [reaches[self.kind_of[own[0]]] for own in members],
+            tuple(map(len, members)),
+            [Gap(at, tuple(class_of[number] for number in numbers)) for at, numbers in self.pinned],
+            [room[own[0]] for own in members],
+            self.chain.sums,
+            states=states,
+            nodes=[self.nodes[own[0]] for own in members] if self.nodes else (),
+        )
+        fewest = search.fewest(most)
+        self.bounded |= search.bounded
         if fewest is None:
-            return None
+            return None if ordered is None else list(ordered[1])
         least, legs = fewest
-        if len(self.slots) <= _MOST_ORDERED:
-            alone = [reaches[self.kind_of[number]] for number in range(len(self.slots))]
-            ordered = Crossings(
-                alone, (1,) * len(alone), [Gap(*pin) for pin in self.pinned], room, self.chain.sums, ordered=True
-            ).fewest(least)
-            if ordered is not None:
-                return list(ordered[1])
-        numbers = self._numbers([leg.device for leg in legs])
+        if in_order and (ordered := ordered or self._ordered(reaches, room, least)) is not None and ordered[0] <= least:
+            return list(ordered[1])
+        numbers = self._numbers([leg.device for leg in legs], members)
         return [Leg(number, leg.low, leg.high) for number, leg in zip(numbers, legs, strict=True)]
+
+    def _ordered(
+        self, reaches: Sequence[Sequence[int]], room: Sequence[int], most: int
+    ) -> tuple[int, tuple[Leg, ...]] | None:
+        """Return the least cost in the caller's order, and its legs."""
+        alone = [reaches[self.kind_of[number]] for number in range(len(self.slots))]
+        gaps = [Gap(*pin) for pin in self.pinned]
+        counts = (1,) * len(alone)
+        return Crossings(alone, counts, gaps, room, self.chain.sums, ordered=True, nodes=self.nodes).fewest(most)
+
+    def _least_cost(self, reaches: Sequence[Sequence[int]], room: Sequence[int]) -> int:
+        """Return a cost that no placement is below: of the fewest devices, and of the nodes that have room enough."""
+        rooms: dict[int, int] = defaultdict(int)
+        for node, size in zip(self.nodes, room, strict=True):
+            rooms[node] += size
+        sums = [0, *accumulate(sorted(rooms.values(), reverse=True))]
+        nodes = bisect_left(sums, self.chain.sums[-1])
+        return max(len(self._fewest(reaches) or ()) - 1, 0) + max(nodes - 1, 0) * BETWEEN_NODES
+
+    def _by_node(self) -> tuple[tuple[int, ...], ...]:
+        """Return the devices that are alike and on one node."""
+        if not self.nodes:
+            return self.members
+        split: dict[tuple[int, int], list[int]] = {}
+        for kind, own in enumerate(self.members):
+            for number in own:
+                split.setdefault((self.nodes[number], kind), []).append(number)
+        return tuple(tuple(own) for own in split.values())
 
     def _stops(self, legs: Sequence[Leg], reaches: Sequence[Sequence[int]], objective: Objective) -> list[int]:
         """Return where each leg stops."""

@@ -240,9 +240,10 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             return
         if target is None or source.device == target or not source.nbytes:
             return
-        transfer = _Transfer(
-            device_key(source.device), device_key(target), self._module, self.ledger.phase, not self._in_hook
-        )
+        # between the modules of a backward pass autograd moves gradients back, along the crossings of the forward pass
+        by_autograd = self.ledger.phase == "backward" and not self.ledger.stack
+        own = not (self._in_hook or by_autograd)
+        transfer = _Transfer(device_key(source.device), device_key(target), self._module, self.ledger.phase, own)
         total = self._transfers.setdefault(transfer, [0, 0])
         total[0] += source.nbytes
         total[1] += 1

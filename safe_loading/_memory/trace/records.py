@@ -61,7 +61,7 @@ class Crossing:
     bytes: int  # of all these tensors
     count: int  # of the tensors
     phase: str
-    in_model_code: bool  # moved by the model itself (``tensor.to(other.device)``), rather than by a hook
+    in_model_code: bool  # moved by the model itself (``tensor.to(other.device)``), rather than by a hook or by autograd
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,98 @@
+"""What is worth knowing about a device map: what has no device, keys that name nothing, and what crosses."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+
+from safe_loading._core.names import without_peft_prefix
+from safe_loading._core.parse_size import HOST, Device
+from safe_loading._core.report import Finding
+from safe_loading._memory.trace.records import Crossing
+
+from .map_keys import device_of, execution_devices
+from .module_tree import ModuleTree
+
+_LEAST_MOVED = 1 << 16  # bytes from which on it is worth a finding that the model moves tensors itself
+
+
+def incomplete_map(
+    model: torch.nn.Module, tree: ModuleTree, device_map: Mapping[str, Device]
+) -> tuple[list[Finding], str]:
+    """Return errors for units that have no device and for keys that name nothing, and the first of them in few words.
+
+    The engines pass over a key that names nothing, so that a mistyped one leaves its module where another key, or none,
+    puts it.
+    """
+    findings: list[Finding] = []
+    reasons: list[str] = []
+    lost = [unit.path for unit in tree.units if device_of(unit.path, device_map) is None]
+    if lost:
+        message, fix = f"{len(lost)} modules or tensors have no device.", "name it in the map, or plan anew."
+        findings.append(Finding("not-placed", "error", lost[0], message, fix))
+        reasons.append(f"no device for {lost[0]}")
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    names |= {without_peft_prefix(name) for name in names}
+    for key in device_map:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            fix = f"write {near[0]!r}, or remove the key." if near else "remove the key."
+            findings.append(
+                Finding("unknown-key", "error", key, "the model has no module or tensor of this name.", fix)
+            )
+            reasons.append(f"no module {key}")
+    return findings, "; ".join(reasons[:1])
+
+
+def count_crossings(tree: ModuleTree, device_map: Mapping[str, Device], node_of: Mapping[Device, int]) -> list[int]:
+    """Return how often the hidden state goes from one device to another, and how often from one node to another.
+
+    What is offloaded runs on the main device.
+    """
+    devices = _running_devices(tree, device_map)
+    changes = [(one, other) for one, other in pairwise(devices) if one != other]
+    return [len(changes), sum(node_of.get(one) != node_of.get(other) for one, other in changes)]
+
+
+def between_nodes(
+    tree: ModuleTree, device_map: Mapping[str, Device], node_of: Mapping[Device, int], crossings: Sequence[Crossing]
+) -> Iterator[Finding]:
+    """Yield a finding for each link between cards of different nodes that the hidden state takes."""
+    links: dict[tuple[Device, Device], int] = {}
+    for one, other in pairwise(_running_devices(tree, device_map)):
+        if node_of.get(one) != node_of.get(other):
+            links[one, other] = 0
+    for crossing in crossings:
+        if (crossing.source, crossing.target) in links:
+            links[crossing.source, crossing.target] += crossing.bytes
+    for (one, other), size in links.items():
+        message = f"the cards are on nodes {node_of.get(one)} and {node_of.get(other)}"
+        message += f", and {size} bytes go between them in the traced step." if size else "."
+        fix = "none needed; no placement that is as even has fewer links between nodes."
+        yield Finding("between-nodes", "info", f"{one} -> {other}", message, fix, size)
+
+
+def moved_by_the_model(crossings: Iterable[Crossing]) -> Iterator[Finding]:
+    """Yield a finding for each module whose own code moves tensors between devices."""
+    moved: dict[tuple[str, Device, Device], int] = {}
+    for crossing in crossings:
+        if crossing.in_model_code:
+            key = (crossing.module, crossing.source, crossing.target)
+            moved[key] = moved.get(key, 0) + crossing.bytes
+    fix = "keep the modules that it reads together, with no_split_modules=."
+    for (module, source, target), size in moved.items():
+        if size >= _LEAST_MOVED:
+            message = f"its own code moves {size} bytes from {source} to {target} in each step."
+            yield Finding("moved-by-the-model", "warning", module, message, fix, size)
+
+
+def _running_devices(tree: ModuleTree, device_map: Mapping[str, Device]) -> list[Device]:
+    """Return the device that runs each unit; what is offloaded runs on the main one."""
+    main = execution_devices(device_map)[0]
+    homes = [device_of(unit.path, device_map) for unit in tree.units]
+    return [main if home is None or (home in HOST and home != main) else home for home in homes]
