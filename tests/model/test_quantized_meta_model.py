@@ -159,12 +159,22 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("quantization", "stored"), LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_a_layer_stores_the_tensors_of_its_format(quantization: dict[str, Any], stored: dict[str, Any]) -> None:
-    """The shapes are those that the real engines make; hqq's and torchao's were compared with theirs to the byte."""
+    """The shapes are those that the real engines make; hqq's were compared with its own to the byte."""
     asked = copy.deepcopy(quantization)
     assert tensors_of(quantization) == stored
     assert quantization == asked
     # a checkpoint's own config says the same
     assert tensors_of(None, config=llama(quantization_config=quantization)) == stored
+
+
+@pytest.mark.parametrize("made", ["Int8", "Float8"])
+def test_torchao_itself_stores_the_same_tensors(made: str) -> None:
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    layer = nn.Linear(512, 256, bias=False, dtype=torch.bfloat16)
+    torchao.quantize_(layer, getattr(torchao, f"{made}WeightOnlyConfig")())
+    parts = [getattr(layer.weight, name) for name in layer.weight.__tensor_flatten__()[0]]
+    stored = LAYOUTS[f"torchao {made.lower()}"][1].values()
+    assert [(tuple(part.shape), part.dtype) for part in parts] == [tuple(each) for each in stored]
 
 
 def test_the_experts_of_gpt_oss_store_blocks_of_32_with_a_byte_for_each() -> None:
