@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
     from safe_loading._core.cards import Card
+    from safe_loading._core.spread import Spread
     from safe_loading._core.workload import Workload
     from safe_loading._memory.forecast.on_cards import ForecastsOnCards, OnCards
     from safe_loading._memory.forecast.report import MemoryForecast
@@ -40,7 +41,15 @@ def add(commands: Commands) -> None:
     add_quantization(parser)
     declare("--dtype", help="dtype of the weights, such as bfloat16 (default: the checkpoint's)")
     declare("--attention", metavar="NAME", help="as attn_implementation of from_pretrained, such as eager")
-    declare("--gpus", type=int, metavar="N", help="shard over N GPUs with FSDP2; --train is what each runs")
+    declare(
+        "--gpus", type=int, metavar="N", help="spread over N GPUs; --train is what each runs (default: with --fsdp)"
+    )
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--fsdp", action="store_true", help="shard with FSDP2")
+    ways.add_argument("--ddp", action="store_true", help="the whole model on each GPU, with DistributedDataParallel")
+    ways.add_argument("--zero", type=int, metavar="STAGE", help="1: DDP with a shared ZeroRedundancyOptimizer")
+    declare("--cpu-offload", action="store_true", help="keep FSDP2's shards and the optimizer on the host")
+    declare("--activation-offload", action="store_true", help="keep what is saved for the backward pass on the host")
     cards = f"such as h100 'rtx 4090' 24GB (default: {' '.join(_CARDS)})"
     declare("--card", nargs="+", metavar="NAME|SIZE", help=cards)
     declare("--sweep", choices=("batch", "length"), help="forecast several sizes, until none of the cards takes it")
@@ -125,8 +134,8 @@ def _workload(arguments: argparse.Namespace) -> Workload:
         raise ArgumentError("--lora and --adapter are two ways to say what is trained: give one of them.")
     adapter = arguments.adapter if arguments.lora is None else _lora(arguments.lora)
     if kinds == ["train"]:
-        return training(arguments).replace(adapter=adapter)
-    refuse_unused(arguments, "gradient_checkpointing", "optimizer")
+        return training(arguments).replace(adapter=adapter, activation_offload=arguments.activation_offload)
+    refuse_unused(arguments, "gradient_checkpointing", "optimizer", "activation_offload")
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)", arguments.generate.lower())
     if match is None:
         raise ArgumentError(f"--generate {arguments.generate}: write ROWSxTOKENS, such as 1x4096, or only TOKENS.")
@@ -164,12 +173,9 @@ def _value(text: str) -> object:
 
 
 def _forecaster(arguments: argparse.Namespace) -> Callable[[Workload, tuple[int, int]], MemoryForecast]:
-    from safe_loading._core.spread import Spread
     from safe_loading._memory.predict_memory import predict_memory
 
-    quantized = quantization(arguments)
-
-    spread = None if arguments.gpus in (None, 1) else Spread.fsdp2(arguments.gpus)
+    quantized, spread = quantization(arguments), _spread(arguments)
 
     def forecast(workload: Workload, capability: tuple[int, int]) -> MemoryForecast:
         return predict_memory(
@@ -184,6 +190,20 @@ def _forecaster(arguments: argparse.Namespace) -> Callable[[Workload, tuple[int,
         )
 
     return forecast
+
+
+def _spread(arguments: argparse.Namespace) -> Spread | None:
+    from safe_loading._core.spread import Spread
+
+    if arguments.gpus is None:
+        refuse_unused(arguments, "fsdp", "ddp", "zero", "cpu_offload", needs="--gpus")
+        return None
+    if arguments.ddp or arguments.zero is not None:
+        refuse_unused(arguments, "cpu_offload", needs="--fsdp")
+        return Spread.ddp(arguments.gpus) if arguments.ddp else Spread.zero(arguments.gpus, stage=arguments.zero)
+    if arguments.gpus == 1 and not (arguments.fsdp or arguments.cpu_offload):
+        return None
+    return Spread.fsdp2(arguments.gpus, cpu_offload=arguments.cpu_offload)
 
 
 def _write(path: Path, text: str) -> None:

@@ -91,6 +91,7 @@ class Workload:
         autocast: ``"bfloat16"`` or ``"float16"`` when the forward pass runs under ``torch.autocast``.
         gradient_accumulation_steps: Micro-batches whose gradients are summed before the optimizer steps.
         labels: Whether the model computes its own loss from labels; otherwise the loss is the mean of its outputs.
+        activation_offload: Whether the forward pass runs under ``torch.autograd.graph.save_on_cpu``.
     """
 
     kind: Kind
@@ -103,6 +104,7 @@ class Workload:
     autocast: str | None = None
     gradient_accumulation_steps: int = 1
     labels: bool = True
+    activation_offload: bool = False
 
     @staticmethod
     def weights_only() -> Workload:
@@ -153,6 +155,7 @@ class Workload:
         autocast: str | None = None,
         gradient_accumulation_steps: int = 1,
         labels: bool = True,
+        activation_offload: bool = False,
     ) -> Workload:
         """A steady-state training step (optimizer state already allocated): forward, loss, backward, optimizer.
 
@@ -170,6 +173,8 @@ class Workload:
             autocast: ``"bfloat16"`` or ``"float16"`` to run the forward pass under ``torch.autocast``.
             gradient_accumulation_steps: From 2 on, the gradients of the first micro-batch stay while the next runs.
             labels: Whether the model computes its own loss from labels.
+            activation_offload: Whether what is saved for the backward pass goes to the host until then, as in
+                ``torch.autograd.graph.save_on_cpu``. It sends everything that autograd saves, weights included.
 
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown name.
@@ -185,6 +190,7 @@ class Workload:
                 autocast=autocast,
                 gradient_accumulation_steps=gradient_accumulation_steps,
                 labels=labels,
+                activation_offload=activation_offload,
             )
         )
 
@@ -230,7 +236,7 @@ def _checked(workload: Workload) -> Workload:
         if isinstance(value, bool) or number < low:
             problems.append(f"{written_as.get(name, name)}={value!r}: an integer, {low} or more.")
         numbers[name] = number
-    flags = {name: getattr(workload, name) for name in ("gradient_checkpointing", "labels")}
+    flags = {name: getattr(workload, name) for name in ("gradient_checkpointing", "labels", "activation_offload")}
     problems += [f"{name}={flag!r}: True or False." for name, flag in flags.items() if not isinstance(flag, bool)]
     if workload.autocast not in (None, *AUTOCAST):
         problems.append(f"autocast={workload.autocast!r}: one of {list(AUTOCAST)}, or None.")

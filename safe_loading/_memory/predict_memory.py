@@ -23,8 +23,9 @@ from .forecast.report import MemoryForecast
 from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
 from .trace.records import StepTrace
+from .trace.scan_kernels import scan_stand_ins
 from .trace.timeline import context_of, run_events, workspaces_of
-from .trace.trace_step import trace_step
+from .trace.trace_step import ranks_alike, trace_step
 
 
 def predict_memory(
@@ -44,6 +45,7 @@ def predict_memory(
     revision: str | None = None,
     quantization_config: object = None,
     spread: Spread | None = None,
+    scan_kernels: bool = True,
 ) -> MemoryForecast:
     """Return what a step takes of one GPU, without the GPU, the weights or the memory.
 
@@ -74,8 +76,12 @@ def predict_memory(
         revision: Branch, tag or commit of a hub id.
         quantization_config: As for ``from_pretrained``, for a config or folder that is not quantized yet, or the dict
             that a config.json has.
-        spread: How the job is spread over ranks: ``Spread.fsdp2(ranks=8)``. The forecast is then that of one rank, the
-            one that takes the most, and `MemoryForecast.ranks` has the others'; the workload is that of each rank.
+        spread: How the job is spread over ranks: ``Spread.fsdp2(ranks=8)`` or ``Spread.ddp(ranks=8)``. The forecast is
+            then that of one rank, the one that takes the most, and `MemoryForecast.ranks` has every rank's peak; the
+            workload is that of each rank.
+        scan_kernels: Whether Mamba's layers run the kernels of mamba_ssm and causal_conv1d. False is for a GPU machine
+            without these packages, where transformers computes one token after the other: that takes far more memory,
+            and minutes to trace for a long row.
 
     Raises:
         ArgumentError: No model can be built from the source, or the workload does not suit it.
@@ -98,7 +104,9 @@ def predict_memory(
     card = TargetCard(capability, trains=workload.kind == "train")
     made = build(model_or_config, workload, options, prepare_for_kbit, card)
     capability = capability or made.capability
-    with with_stand_ins(made.model) as stand_ins, cuda_paths(capability), _kept_outputs(made.model, keep_outputs):
+    scans = scan_stand_ins(made.model) if scan_kernels else contextlib.nullcontext(())
+    kept = _kept_outputs(made.model, keep_outputs)
+    with with_stand_ins(made.model) as stand_ins, cuda_paths(capability), scans as of_scans, kept:
         loading = loading_of_layers(made.model, stand_ins) if stand_ins else made.loading
         traces = _traces(made.model, made.workload, inputs, spread)
     trace = max(traces.values(), key=lambda of_rank: of_rank.devices[0].peak_bytes if 0 in of_rank.devices else 0)
@@ -118,7 +126,7 @@ def predict_memory(
         components=components_at_peak(trace, device, sum(workspaces), run.allocated_peak_bytes),
         modules=modules_at_peak(trace, device),
         peak_at=peak_in_words(trace, device),
-        notes=(f"Context: {source}.", *_spread_notes(spread), *made.notes, *trace.assumptions),
+        notes=(f"Context: {source}.", *_spread_notes(spread), *_scan_notes(of_scans), *made.notes, *trace.assumptions),
         events=events,
         expandable_segments=expandable_segments,
         ranks={rank: of_rank.devices[device].peak_bytes for rank, of_rank in traces.items()} if spread else {},
@@ -128,7 +136,7 @@ def predict_memory(
 def _traces(
     model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None, spread: Spread | None
 ) -> dict[int, StepTrace]:
-    """Return the step of each kind of rank under its number: the first rank and, where shards are uneven, the last."""
+    """Return the step of each rank under its number; ranks that hold the same share one."""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ArgumentError(
             "The model is sharded already. Pass it as it is before fully_shard, or its config, with "
@@ -140,14 +148,25 @@ def _traces(
         raise ArgumentError(f"spread={spread!r:.80}: pass a Spread, for example Spread.fsdp2(ranks=8).")
     if workload.kind == "weights_only":
         raise ArgumentError("spread= needs a step, because units are gathered in it: Workload.train(...) or generate.")
-    rows = [parameter.shape[0] for parameter in model.parameters() if parameter.dim()]
-    uneven = workload.adapter is not None or any(count % spread.ranks for count in rows)
-    ranks = [0, spread.ranks - 1] if uneven and spread.ranks > 1 else [0]
-    return {rank: trace_step(model, workload, inputs=inputs, spread=spread, rank=rank) for rank in ranks}
+    if spread.kind == "ddp" and workload.kind != "train":
+        raise ArgumentError("Spread.ddp is for training: a rank that generates holds its model as one GPU alone does.")
+    traces: dict[int, StepTrace] = {}
+    for group in ranks_alike(model, workload, spread):
+        traces |= dict.fromkeys(group, trace_step(model, workload, inputs=inputs, spread=spread, rank=group[0]))
+    return dict(sorted(traces.items()))
 
 
 def _spread_notes(spread: Spread | None) -> tuple[str, ...]:
     return () if spread is None else (f"One of {spread.cards} ranks: {spread}. NCCL's own buffers are not counted.",)
+
+
+def _scan_notes(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    if not kinds:
+        return ()
+    return (
+        f"The scans of {', '.join(kinds)} are those of mamba_ssm and causal_conv1d. Without these packages a step "
+        f"takes far more: scan_kernels=False.",
+    )
 
 
 def _workload_text(workload: Workload) -> str:

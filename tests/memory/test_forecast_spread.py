@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrun import run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from safe_loading import ArgumentError, Spread, Workload, predict_memory
+from safe_loading import ArgumentError, Spread, Workload, largest_micro_batch, predict_memory
 from safe_loading.__main__ import main
 from safe_loading._memory.trace.trace_step import trace_step
 
@@ -89,6 +90,96 @@ def traced(rank: int, *, checkpointing: bool = False, **options: Any) -> int:
 
 
 PHASES = ("forward", "backward")
+REPLICATED_STEP = """
+    import contextlib
+    import warnings
+    import torch
+    import torch.distributed as dist
+    from allocator_truth import peak_above_start
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    warnings.simplefilter("ignore")
+    START
+    for name, options in CASES.items():
+        torch.manual_seed(0)
+        options = dict(options)
+        model = LlamaForCausalLM(LlamaConfig(**SIZES)).train()
+        steps = options.pop("gradient_accumulation_steps", 1)
+        shared = options.pop("shard_optimizer", False)
+        wrapped = DistributedDataParallel(model, **options)
+        HOOK
+        sizes = []
+        if shared:
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True)
+        else:
+            optimizer = None
+
+        def step():
+            for number in range(steps):
+                ids = torch.full((2, 48), 5)
+                batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full((2, 48), 5)}
+                del ids
+                with wrapped.no_sync() if number < steps - 1 else contextlib.nullcontext():
+                    loss = wrapped(**batch, use_cache=False).loss
+                    del batch
+                    loss.backward()
+                del loss
+
+        for _ in range(3):  # after the first step the buckets are arranged anew, after the second with static_graph
+            step()
+            if optimizer is not None:
+                optimizer.step()
+            model.zero_grad(set_to_none=True)
+        state = 0
+        if optimizer is not None:
+            state = sum(t.nbytes for held in optimizer.optim.state.values() for t in held.values() if t.dim())
+        report(**{name: [peak_above_start(step), state]})
+    dist.destroy_process_group()
+"""
+# the futures of torch's fake group hold nothing, which DDP reads unless it has a hook of its own
+HOOK = """
+        def at_once(state, bucket):
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+        wrapped.register_comm_hook(None, at_once)
+"""
+REPLICATED: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "views": {"gradient_as_bucket_view": True},
+    "small buckets": {"bucket_cap_mb": 0.05},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "accumulated views": {"gradient_accumulation_steps": 2, "gradient_as_bucket_view": True},
+    "zero 1": {"shard_optimizer": True},
+}
+
+OF_DEFAULT = ("views", "unused", "accumulated", "zero 1")
+
+
+def replicated_step(options: dict[str, Any], rank: int) -> list[int]:
+    options = dict(options)
+    steps = options.pop("gradient_accumulation_steps", 1)
+    workload = Workload.train(2, 48, optimizer="adamw", gradient_accumulation_steps=steps)
+    trace = trace_step(on_meta(), workload, spread=Spread.ddp(2, **options), rank=rank)
+    state = sum(a.bytes for a in trace.allocations if a.component == "optimizer" and a.bytes > 4)
+    return [above_start(trace, *PHASES), state if "shard_optimizer" in options else 0]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in OF_DEFAULT else pytest.mark.slow) for case in REPLICATED]
+)
+def test_a_rank_of_ddp_allocates_what_the_reducer_allocates_on_real_tensors(case: str) -> None:
+    for rank in (0, 1):
+        start = f"""dist.init_process_group("fake", store=FakeStore(), rank={rank}, world_size=2)"""
+        text = textwrap.dedent(REPLICATED_STEP.replace("        HOOK\n", HOOK)).replace("START", start)
+        found: dict[str, Any] = {}
+        names = {"FakeStore": FakeStore, "report": _into(found)}
+        exec(f"SIZES = {SIZES!r}\nCASES = {{{case!r}: {REPLICATED[case]!r}}}\n{text}", names)
+        assert replicated_step(REPLICATED[case], rank) == found[case]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -101,6 +192,56 @@ def test_a_rank_allocates_what_torchs_hooks_allocate_on_real_tensors(case: str) 
         found: dict[str, int] = {}
         exec(script(start, {case: options}), {"FakeStore": FakeStore, "report": _into(found)})
         assert traced(rank, **options) == found[case]
+
+
+def test_real_ranks_of_ddp_allocate_the_same() -> None:
+    """Gloo reduces in the buckets; beside them it holds some bytes of its own for a moment."""
+    text = textwrap.dedent(REPLICATED_STEP.replace("        HOOK\n", "")).replace(
+        "START", 'dist.init_process_group("gloo")'
+    )
+    run = run_ranks(f"SIZES = {SIZES!r}\nCASES = {REPLICATED!r}\n{text}", 2)
+    for name, options in REPLICATED.items():
+        for rank, found in enumerate(run.found):
+            assert found[name] == pytest.approx(replicated_step(options, rank), rel=1e-3)
+
+
+def test_the_optimizer_of_a_rank_is_its_share() -> None:
+    """Each rank of ZeRO-1 has its own peak, and what an optimizer that is not run keeps is shared out too."""
+    step = Workload.train(2, 48, optimizer="adamw_8bit")
+    whole = predict_memory(on_meta(), step, spread=Spread.ddp(3))
+    shared = predict_memory(on_meta(), step, spread=Spread.zero(3, stage=1))
+    assert sorted(shared.ranks) == [0, 1, 2]
+    assert shared.components["optimizer"] < whole.components["optimizer"] / 2
+    assert whole.components["gradients"] > predict_memory(on_meta(), step).components["gradients"]
+    assert set(whole.ranks.values()) == {whole.ranks[0]}
+
+
+def test_offloaded_shards_and_activations_leave_the_card() -> None:
+    step = Workload.train(2, 48)
+    kept, offloaded = (predict_memory(on_meta(), step, spread=Spread.fsdp2(2, cpu_offload=on)) for on in (False, True))
+    assert offloaded.components["optimizer"] == offloaded.components["gradients"] == 0 < kept.components["optimizer"]
+    assert offloaded.components["weights"] < kept.components["weights"]
+    away = predict_memory(on_meta(), step.replace(activation_offload=True))
+    assert away.components["saved_activations"] < predict_memory(on_meta(), step).components["saved_activations"] / 100
+
+
+def test_gradients_that_are_reduced_once_stay_whole_until_then() -> None:
+    step = Workload.train(2, 48, gradient_accumulation_steps=4)
+    each, once = (predict_memory(on_meta(), step, spread=Spread.fsdp2(4, sync_each_batch=on)) for on in (True, False))
+    weights = sum(parameter.nbytes for parameter in on_meta().parameters())
+    assert once.components["gradients"] >= weights
+    assert each.components["gradients"] < weights / 2
+
+
+@pytest.mark.slow  # a search of a dozen traces
+def test_the_largest_micro_batch_of_a_rank() -> None:
+    spread, step = Spread.fsdp2(4), Workload.train(1, 48)
+    memory = 2**29 + 40 * 2**20
+    best = largest_micro_batch(on_meta(), step, memory, spread=spread)
+    rows = int(re.findall(r"batch_size=(\d+)", best.workload)[0])
+    assert best.fits(memory)
+    assert best == predict_memory(on_meta(), step.replace(batch_size=rows), spread=spread)
+    assert not predict_memory(on_meta(), step.replace(batch_size=rows + 1), spread=spread).fits(memory)
 
 
 def _into(found: dict[str, int]) -> Callable[..., None]:
@@ -123,7 +264,9 @@ def test_the_forecast_of_a_job() -> None:
     eight = predict_memory(on_meta(), Workload.train(2, 48), spread=Spread.fsdp2(8))
     assert eight.components["optimizer"] == pytest.approx(whole.components["optimizer"] / 8, rel=0.05)
     assert eight.components["saved_activations"] == pytest.approx(whole.components["saved_activations"], rel=0.01)
-    assert sorted(eight.ranks) == [0, 7]  # 101 words over 8 ranks
+    assert sorted(eight.ranks) == [*range(8)]
+    assert len({eight.ranks[rank] for rank in range(7)}) == 1
+    assert eight.ranks[7] < eight.ranks[0]  # 101 words over 8 ranks
     assert max(eight.ranks.values()) <= eight.allocated_peak_bytes
     assert whole.ranks == {}
     assert "One of 8 ranks" in eight.notes[1]
@@ -151,6 +294,29 @@ def test_a_job_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert row["forecast"]["allocated_peak_bytes"] == expected.allocated_peak_bytes
 
 
+SPREADS = {
+    ("--fsdp", "--cpu-offload"): Spread.fsdp2(2, cpu_offload=True),
+    ("--zero", "1"): Spread.ddp(2, shard_optimizer=True),
+}
+
+
+def test_the_ways_to_spread_a_job_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    command = ["predict", str(tmp_path), "--train", "2x48", "--card", "24GB", "--json"]
+    for words, spread in SPREADS.items():
+        assert main([*command, "--gpus", "2", *words]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        expected = predict_memory(str(tmp_path), Workload.train(2, 48), spread=spread)
+        assert row["forecast"]["ranks"] == {str(rank): size for rank, size in expected.ranks.items()}
+    assert main([*command, "--activation-offload"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    offloaded = predict_memory(str(tmp_path), Workload.train(2, 48, activation_offload=True))
+    assert row["forecast"]["allocated_peak_bytes"] == offloaded.allocated_peak_bytes
+    for wrong, text in ((["--ddp"], "--gpus"), (["--gpus", "2", "--zero", "3"], "DeepSpeed")):
+        assert main([*command, *wrong]) == 1
+        assert text in capsys.readouterr().err
+
+
 def test_what_is_refused(one_rank: None) -> None:
     step = Workload.train(1, 8)
     with pytest.raises(ArgumentError, match="has one already"):
@@ -159,6 +325,14 @@ def test_what_is_refused(one_rank: None) -> None:
         predict_memory(on_meta(), Workload.weights_only(), spread=Spread.fsdp2(2))
     with pytest.raises(ArgumentError, match="pass a Spread"):
         predict_memory(on_meta(), step, spread=8)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="for training"):
+        predict_memory(on_meta(), Workload.generate(1, 8), spread=Spread.ddp(2))
+    with pytest.raises(ArgumentError, match=r"DeepSpeed's(.|\n)*Spread.fsdp2\(ranks\)"):
+        Spread.zero(2, stage=3)
+    with pytest.raises(ArgumentError, match="static_graph=1: True or False"):
+        Spread.ddp(2, static_graph=1)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="bucket_cap_mb=0"):
+        Spread.ddp(2, bucket_cap_mb=0)
     for wrong in ({"ranks": 0}, {"ranks": 2, "replicas": 0}, {"ranks": 2, "param_dtype": "int8"}):
         with pytest.raises(ArgumentError):
             Spread.fsdp2(**wrong)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ import torch
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.cuda_paths import cuda_paths
 from safe_loading._memory.trace.records import StepTrace
+from safe_loading._memory.trace.scan_kernels import scan_stand_ins
 from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading._model.quantized.stand_ins import StandIn
 from safe_loading._model.snapshot import Snapshot
@@ -148,7 +149,7 @@ def _prepare_as_peft(audited: AuditedModel) -> None:
 
 
 def _trace(model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None) -> StepTrace:
-    with cuda_paths(_CAPABILITY):
+    with cuda_paths(_CAPABILITY), scan_stand_ins(model):
         return trace_step(model, workload, inputs=inputs)
 
 

@@ -62,8 +62,8 @@ class MemoryForecast(Report):
         modules: The top of the module tree, children included.
         peak_at: When the peak is reached: the phase, and the module that is running.
         notes: What was assumed, in sentences.
-        ranks: For a job over several ranks, the most bytes that are alive on each kind of rank, by its number: on the
-            first and, where parameters cannot be cut evenly, on the last. The forecast is that of the larger.
+        ranks: For a job over several ranks, the most bytes that are alive on each rank of a group, by its number. The
+            forecast is that of the rank that takes the most.
     """
 
     model: str

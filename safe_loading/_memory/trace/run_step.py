@@ -14,7 +14,7 @@ from safe_loading._core.workload import OptimizerRule, Workload
 
 from .inputs import StepInputs, engine_model
 from .ledger import Ledger
-from .sharded_step import TrainedParameters
+from .trained_parameters import TrainedParameters
 
 _CACHES = ("past_key_values", "cache_params", "state", "past_buckets_states")
 _DEEPEST_CACHE = 6  # containers and objects inside one another
@@ -98,21 +98,23 @@ def run_training(
     trained: TrainedParameters,
 ) -> None:
     """Run one training step in its steady state, with the optimizer's state already allocated."""
-    parameters = trained.parameters
-    optimizer = _make_optimizer(workload, parameters, ledger)
+    optimizer = _make_optimizer(workload, trained.stepped, ledger)
     ledger.make_resident()
-    for parameter in parameters:
+    for parameter in trained.parameters:
         parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # of torch
             lambda p: ledger.classify(ledger.index_of(p.grad), "gradients") if p.grad is not None else None
         )
-    for _ in range(min(workload.gradient_accumulation_steps, 2)):  # every further micro-batch is like the second
+    micro_batches = min(workload.gradient_accumulation_steps, 2)  # every further one is like the first
+    for number in range(micro_batches):
+        last = number == micro_batches - 1
+        trained.begin_micro_batch(last)
         ledger.phase = "forward"
         batch = inputs.batch(workload.batch_size, workload.sequence_length)
         if workload.labels and "labels" in inputs.names and "labels" not in batch:
             batch["labels"] = inputs.labels(workload.batch_size, workload.sequence_length)
         _classify_inputs(batch, ledger)
         options = {"use_cache": False} if "use_cache" in inputs.names else {}
-        with torch.enable_grad(), _autocast(workload):
+        with torch.enable_grad(), _autocast(workload), _offloaded(workload):
             output = model(**batch, **options)
             del batch  # as the Trainer does before the backward pass
             loss = _loss_of(output)
@@ -120,6 +122,7 @@ def run_training(
         _classify_activations(ledger)
         # from here on what a checkpoint recomputes is temporary, since it was not alive after the forward pass
         ledger.phase = "backward"
+        trained.begin_backward(last)
         loss.backward()  # type: ignore[no-untyped-call]  # of torch
         del loss
         trained.bring_gradients(ledger)
@@ -184,6 +187,11 @@ def _autocast(workload: Workload) -> AbstractContextManager[object]:
     if workload.autocast is None:
         return contextlib.nullcontext()
     return torch.autocast("cpu", dtype=getattr(torch, workload.autocast))
+
+
+def _offloaded(workload: Workload) -> AbstractContextManager[object]:
+    # pinned memory of the host would make no difference on the device
+    return torch.autograd.graph.save_on_cpu() if workload.activation_offload else contextlib.nullcontext()
 
 
 def _classify_inputs(batch: object, ledger: Ledger) -> None:

@@ -8,14 +8,14 @@ would see and operations do not show is that FSDP gives the storage of gathered 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
@@ -27,6 +27,7 @@ from safe_loading.errors import ArgumentError
 
 from .fake_tensors import is_adapter
 from .ledger import Ledger
+from .trained_parameters import TrainedParameters
 
 
 @contextlib.contextmanager
@@ -52,28 +53,19 @@ def fake_ranks(spread: Spread | None, rank: int = 0) -> Iterator[DeviceMesh | No
         dist.destroy_process_group()
 
 
-class TrainedParameters:
-    """The parameters that an optimizer gets, and how their gradients come to them."""
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-
-    def bring_gradients(self, ledger: Ledger) -> None:
-        """Give the optimizer's parameters their gradients after a backward pass."""
-
-    def drop_gradients(self) -> None:
-        """Do what ``zero_grad(set_to_none=True)`` does."""
-        for parameter in self.parameters:
-            parameter.grad = None
-
-
 class ShardedParameters(TrainedParameters):
     """The local shards of trained parameters: an optimizer of DTensors allocates what one of their shards does."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, spread: Spread) -> None:
+        self._model, self._sync_each_batch = model, spread.sync_each_batch
         self._sharded = [p for p in model.parameters() if p.requires_grad and isinstance(p, DTensor)]
         shards = (parameter._local_tensor.detach() for parameter in self._sharded)
         super().__init__([torch.nn.Parameter(shard) for shard in shards])
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Reduce gradients in the last micro-batch only where the job does; until then they stay whole."""
+        if not self._sync_each_batch and isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(last)
 
     def bring_gradients(self, ledger: Ledger) -> None:
         """Give each shard the gradient that FSDP has reduced for it."""
@@ -81,12 +73,31 @@ class ShardedParameters(TrainedParameters):
             if isinstance(parameter.grad, DTensor):
                 shard.grad = parameter.grad._local_tensor
                 ledger.classify(ledger.index_of(shard.grad), "gradients")
+        for module in self._model.modules() if not self._sync_each_batch else ():
+            for group in _groups_of(module) if isinstance(module, FSDPModule) else ():
+                for held in group.fsdp_params:  # whole until the last micro-batch, in the dtype of the reduction or not
+                    whole = held.unsharded_accumulated_grad
+                    whole = getattr(getattr(held, "_unsharded_param", None), "grad", None) if whole is None else whole
+                    ledger.classify(ledger.index_of(whole), "gradients") if whole is not None else None
 
     def drop_gradients(self) -> None:
         """Drop those of the parameters too, which are the same tensors."""
         super().drop_gradients()
         for parameter in self._sharded:
             parameter.grad = None
+
+
+def alike(parameters: Iterable[torch.nn.Parameter], spread: Spread) -> dict[int, tuple[int, ...]]:
+    """Return for each rank what it holds of the parameters: ranks that hold the same allocate the same.
+
+    Only the number of rows counts, which is what FSDP2 cuts.
+    """
+    rows = sorted({parameter.shape[0] for parameter in parameters if parameter.dim()})
+    held = {}
+    for rank in range(spread.ranks):
+        bounds = (fsdp2.own_rows((count,), rank, spread.ranks) for count in rows)
+        held[rank] = tuple(stop - start for start, stop in bounds)
+    return held
 
 
 @contextlib.contextmanager
@@ -102,9 +113,11 @@ def sharded(
     policy = MixedPrecisionPolicy(
         param_dtype=dtypes.get(spread.param_dtype or ""), reduce_dtype=dtypes.get(spread.reduce_dtype or "")
     )
+    # memory of the host is not forecast, so whether it is pinned does not matter
+    offload = CPUOffloadPolicy(pin_memory=False) if spread.cpu_offload else OffloadPolicy()
     with _storages_seen(ledger), mock.patch.object(_fully_shard, "_get_device_from_mesh", return_value=device):
         try:
-            fsdp2.wrap(model, plan_units(model), mesh, policy, OffloadPolicy(), (), spread.reshard_after_forward)
+            fsdp2.wrap(model, plan_units(model), mesh, policy, offload, (), spread.reshard_after_forward)
             _classify_shards(model, ledger)
             yield
         finally:

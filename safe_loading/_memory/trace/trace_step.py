@@ -36,9 +36,11 @@ from .known_values import KnownValues
 from .ledger import Ledger, device_traces, fake_device
 from .operation_cache import CachedOutputs, OperationCache
 from .records import StepTrace
+from .replicated_step import ReplicatedParameters, replicated, shares
 from .run_step import run_generation, run_training
-from .sharded_step import ShardedParameters, TrainedParameters, fake_ranks, sharded
+from .sharded_step import ShardedParameters, alike, fake_ranks, sharded
 from .trace_error import trace_error
+from .trained_parameters import TrainedParameters
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -81,7 +83,7 @@ def trace_step(
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             mode = TraceDispatchMode(ledger, values, OperationCache(fake, cached_outputs), multi_device=where.hooked)
             try:
-                sharding = None if spread is None or mesh is None else (spread, mesh)
+                sharding = None if spread is None or mesh is None else (spread, mesh, rank)
                 _run(running, workload, where, inputs, mode, fake, sharding)
             except Exception as error:
                 raise trace_error(running, workload, error, inputs) from error
@@ -104,7 +106,7 @@ def _run(
     user_inputs: Mapping[str, torch.Tensor] | None,
     mode: TraceDispatchMode,
     fake: FakeTensorMode,
-    sharding: tuple[Spread, DeviceMesh] | None,
+    sharding: tuple[Spread, DeviceMesh, int] | None,
 ) -> None:
     ledger = mode.ledger
     functions = TraceFunctionMode(mode.content, fake_device(where.main))
@@ -122,9 +124,7 @@ def _run(
         inputs = StepInputs(model, mode.values, fake_device(where.main), user_inputs)
         install_hooks(model, where, ledger, mode.in_hook)
         main = fake_device(where.main)
-        around = contextlib.nullcontext() if sharding is None else sharded(model, *sharding, main, ledger)
-        with _progress_bar(model), mode, around:
-            trained = TrainedParameters(list(tensors.trainable())) if sharding is None else ShardedParameters(model)
+        with _progress_bar(model), mode, _trained(model, list(tensors.trainable()), sharding, main, ledger) as trained:
             tensors.forget()
             if workload.kind == "train":
                 run_training(model, workload, inputs, ledger, trained)
@@ -133,6 +133,47 @@ def _run(
                 cache = run_generation(model, workload, inputs, ledger)
         ledger.close()
         del cache  # after the ledger is closed, because it outlives the step
+
+
+def ranks_alike(model: torch.nn.Module, workload: Workload, spread: Spread) -> list[list[int]]:
+    """Return the ranks of a job, those together that hold parts of the same sizes and so allocate the same."""
+    with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
+        stack.enter_context(fake_ranks(spread))
+        stack.callback(Snapshot(model).restore)
+        running = stack.enter_context(_with_adapter(model, workload.adapter))
+        held: dict[int, tuple[int, ...]]
+        if spread.kind == "ddp":
+            trained = [parameter for parameter in running.parameters() if parameter.requires_grad]
+            parts = shares(trained, spread)
+            held = {rank: tuple(sorted(p.numel() for p in part)) for rank, part in enumerate(parts)}
+        else:
+            held = alike(running.parameters(), spread)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, sizes in held.items():
+        groups.setdefault(sizes, []).append(rank)
+    return list(groups.values())
+
+
+@contextlib.contextmanager
+def _trained(
+    model: torch.nn.Module,
+    parameters: list[torch.nn.Parameter],
+    sharding: tuple[Spread, DeviceMesh, int] | None,
+    device: torch.device,
+    ledger: Ledger,
+) -> Iterator[TrainedParameters]:
+    """Spread the model as the job does, and yield what is trained."""
+    if sharding is None:
+        yield TrainedParameters(parameters)
+        return
+    spread, mesh, rank = sharding
+    if spread.kind == "ddp":
+        with replicated(model, spread):
+            yield ReplicatedParameters(parameters, spread, rank, ledger)
+        return
+    parameters.clear()  # the whole parameters are freed as they are sharded
+    with sharded(model, spread, mesh, device, ledger):
+        yield ShardedParameters(model, spread)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,35 @@
+"""The parameters that a traced step trains: which of them the optimizer gets, and how gradients come to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .ledger import Ledger
+
+
+class TrainedParameters:
+    """The parameters of a step on one device: its optimizer gets all of them, and autograd sets their gradients."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+
+    @property
+    def stepped(self) -> list[torch.nn.Parameter]:
+        """Those that this rank's optimizer gets."""
+        return self.parameters
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Do what a trainer does before the forward pass; `last` is the micro-batch after which the optimizer steps."""
+
+    def begin_backward(self, last: bool) -> None:
+        """Do what an engine does between the forward and the backward pass."""
+
+    def bring_gradients(self, ledger: Ledger) -> None:
+        """Give the optimizer's parameters their gradients after a backward pass."""
+
+    def drop_gradients(self) -> None:
+        """Do what ``zero_grad(set_to_none=True)`` does."""
+        for parameter in self.parameters:
+            parameter.grad = None
