@@ -23,6 +23,8 @@ class Cell:
 
     EXACT = "exact"  # equal to the truth, bit for bit
     ONLY_HERE = "exact, not with peft"  # and peft refuses, or computes something else
+    BY_PEFT = "as peft"  # by peft's own code, to the bits that it makes alone
+    IN_MEMORY = "in memory"  # refused on disk, and the error names the merge in memory
     NEITHER = "no"  # refused by name; peft cannot do it either
 
 
@@ -46,8 +48,9 @@ class Bench:
 def columns() -> dict[str, Column]:
     """The columns of the table; each room of the tests brings its own."""
     from loading.method_columns import COLUMNS as LOADING
+    from merging.method_columns import COLUMNS as MERGING
 
-    return {**LOADING}
+    return {**LOADING, **MERGING}
 
 
 def row(method: str, bench: Bench) -> dict[str, str]:

@@ -406,7 +406,7 @@ def test_a_start_that_changed_the_base_by_data_or_chance_is_refused(
     tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, start: str
 ) -> None:
     adapter = faults.edited(tiny_adapter, tmp_path / "adapter", config=lambda c: c.update(init_lora_weights=start))
-    refused(tmp_path, tiny_llama, adapter, MergeError, f"init_lora_weights='{start}'.*load_peft_on_rank")
+    refused(tmp_path, tiny_llama, adapter, MergeError, f"init_lora_weights='{start}'.*path_initial_model_for")
 
 
 def test_what_is_no_safe_or_plain_base_is_refused(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
@@ -457,13 +457,15 @@ def test_keys_that_find_no_module_are_named_with_those_that_are_near(
     refused(tmp_path, tiny_llama, adapter, AdapterError, f"(?s){near}")
 
 
-def test_codes_of_eight_bits_are_refused(tmp_path: Path) -> None:
+def test_numbers_of_eight_bits_without_scales_are_refused_and_widened_as_the_error_says(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", base)
     for path in base.glob("*.safetensors"):
         tensors = {n: t.to(torch.float8_e4m3fn) if "q_proj" in n else t for n, t in load_file(path).items()}
         save_file(tensors, path, metadata={"format": "pt"})
-    refused(tmp_path, base, adapter, MergeError, r"q_proj.weight: it is F8_E4M3 on disk.*Dequantize")
+    refused(tmp_path, base, adapter, MergeError, r"q_proj.weight: it is F8_E4M3 on disk.*Widen the base first:")
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(tmp_path / "new_base")
+    check_same(tmp_path / "new_base", adapter, tmp_path)
 
 
 def test_a_merged_value_that_overflows_is_refused(tmp_path: Path) -> None:

@@ -34,12 +34,23 @@ METHODS: dict[str, Any] = {
     "RoAd": peft.RoadConfig(**LINEAR, group_size=8),
     "WaveFT": peft.WaveFTConfig(**LINEAR, n_frequency=20),
     "DeLoRA": peft.DeloraConfig(**LINEAR, r=4),
+    "GraLoRA": peft.GraloraConfig(**LINEAR, r=8),
+    "PVeRA": peft.PveraConfig(**SQUARE, r=4),
+    "Supertuning": peft.SupertuningConfig(**LINEAR, sparsity=0.9),
+    "TinyLoRA": peft.TinyLoraConfig(**SQUARE, u=8),
+    "VB-LoRA": peft.VBLoRAConfig(**SQUARE, num_vectors=8, vector_length=16),
     "trainable tokens": peft.TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[1, 5, 7]),
     "a saved head beside": peft.IA3Config(**LINEAR, feedforward_modules=["down_proj"], modules_to_save=["lm_head"]),
 }
 IN_MEMORY_ALONE: dict[str, Any] = {
     "AdaLoRA": peft.AdaLoraConfig(**LINEAR, init_r=4, target_r=2, total_step=10),
-    "SHiRA": peft.ShiraConfig(**LINEAR, r=2),
+    "SHiRA": peft.ShiraConfig(**LINEAR, r=2, random_seed=0),
+    "PSOFT": peft.PsoftConfig(**SQUARE, r=8),
+    "UniLoRA": peft.UniLoraConfig(**SQUARE, theta_d_length=64),
+    "BEFT": peft.BeftConfig(target_modules=["v_proj"]),
+    "HiRA": peft.HiraConfig(**LINEAR, r=4),
+    "GLoRA": peft.GloraConfig(**LINEAR),  # on layers with a bias, which it makes of the weight too
+    "OSF": peft.OSFConfig(**SQUARE, effective_rank=8),
     "LN tuning": peft.LNTuningConfig(target_modules=["input_layernorm"]),
 }
 
@@ -133,6 +144,34 @@ def test_what_is_not_merged_on_disk_is_refused_with_the_way_in_memory(
     expected = logits(model)
     merge_lora_inplace(model).save_pretrained(tmp_path / "out")
     assert torch.allclose(logits(loaded(tmp_path / "out")), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["AdaLoRA", "SHiRA", "PSOFT", "HiRA", "LoHa"])
+def test_a_merge_that_leaves_the_adapters_can_be_undone(
+    tmp_path: Path, bases: dict[torch.dtype, Path], method: str
+) -> None:
+    base = bases[torch.float32]
+    adapter = saved(tmp_path / "adapter", base, {**METHODS, **IN_MEMORY_ALONE}[method])
+    model: Any = load_peft_on_rank(adapter, base)
+    expected = logits(model)
+    merge_lora_inplace(model, unload=False)
+    assert torch.allclose(logits(model), expected, atol=1e-5)
+    model.unmerge_adapter()
+    assert torch.allclose(logits(model), expected, atol=1e-5)
+    plain = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    for name, tensor in model.unload().state_dict().items():
+        assert torch.allclose(tensor, plain[name], atol=1e-5), name
+
+
+def test_what_depends_on_the_input_is_kept_as_an_adapter(tmp_path: Path, bases: dict[torch.dtype, Path]) -> None:
+    base = bases[torch.float32]
+    adapter = saved(tmp_path / "adapter", base, peft.LilyConfig(**SQUARE, r=8))
+    with pytest.raises(MergeError, match=r"LILY adds depends on the input, so no weight holds it\. Keep the adapter"):
+        merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    model: Any = load_peft_on_rank(adapter, base)
+    with pytest.raises(MergeError, match="not supported for Lily"):
+        merge_lora_inplace(model)
+    logits(model)
 
 
 def test_a_prompt_cannot_be_merged_anywhere(tmp_path: Path, bases: dict[torch.dtype, Path]) -> None:

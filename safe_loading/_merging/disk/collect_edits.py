@@ -340,11 +340,13 @@ def _scale(model: PeftModel, weights: Mapping[str, float]) -> None:
 
 
 def _as_plain_lora(adapter: Adapter) -> Adapter:
-    """Return the adapter as one that leaves its base alone: PiSSA and OLoRA are repeated where the weights are read."""
-    if not changes_base(adapter.config):
-        return adapter
+    """Return the adapter as one that needs no values of its base, which is on meta, and leaves it alone."""
     config = copy.deepcopy(adapter.config)
-    vars(config)["init_lora_weights"] = True
+    settings = vars(config)
+    if changes_base(config):  # PiSSA and OLoRA are repeated where the weights are read
+        settings["init_lora_weights"] = True
+    if settings.get("velora_config") is not None:  # its random start computes with values; they are in the file
+        settings["velora_config"].init_type = "batch_average_once"
     return dataclasses.replace(adapter, config=config)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from peft import PeftType
+from peft import PeftConfig, PeftType
 
 from safe_loading._core.protocols import ModelClass
 from safe_loading._loading.attach import Adapter, prepare
@@ -17,6 +17,11 @@ from .collect_edits import collect_edits
 from .output_model import adapt_config, build_output_model, cast_dtypes, decides_more_by_tie_flag
 from .place_edits import place_edits
 from .sources import MergeSources
+
+# peft's names of methods that merge nowhere: what their layers add is no function of the weight alone.
+_DEPENDS_ON_THE_INPUT = frozenset({"ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA"})
+# Methods whose layers peft cannot build, or not whole, without the values of the base.
+_NEEDS_THE_BASE = frozenset({"ADALORA", "BEFT", "PSOFT", "SHIRA", "UNILORA"})
 
 
 def find_changes(
@@ -74,13 +79,16 @@ def _not_scalable(adapter: Adapter, weight: float) -> list[str]:
 def _refusals(adapter: Adapter) -> list[str]:
     """Return why an adapter cannot be merged, whatever the base."""
     folder, config = adapter.facts.folder, adapter.config
-    method = getattr(config.peft_type, "value", config.peft_type)
+    method = _method(config)
     if config.is_prompt_learning:
         return [f"{folder}: its method, {method}, adds inputs and no weights, so it cannot be merged. Keep the adapter"]
-    if not is_lora(config) and config.peft_type not in (*KNOWN, PeftType.TRAINABLE_TOKENS):
+    if method in _DEPENDS_ON_THE_INPUT:
+        return [f"{folder}: what {method} adds depends on the input, so no weight holds it. Keep the adapter"]
+    if not _is_merged_on_disk(config):
         return [
             f"{folder}: its method, {method}, is not merged on disk. Load it with load_peft_on_rank, merge it with "
             f"merge_lora_inplace and save it with save_pretrained"
+            + (", which takes layers that have a bias; otherwise keep the adapter" if method == "BEFT" else "")
         ]
     if is_lora(config) and not can_build_on_meta(config):
         return [
@@ -91,9 +99,23 @@ def _refusals(adapter: Adapter) -> list[str]:
     if changes_base(config) and init_kind(config) not in REPEATABLE:
         return [
             f"{folder}: it was trained from init_lora_weights={getattr(config, 'init_lora_weights', None)!r}, which "
-            f"first subtracts something from the base's weights; on the base as it is on disk the result would be "
-            f"wrong. Convert it to a plain LoRA where it was trained (save_pretrained(..., "
-            f"path_initial_model_for_weight_conversion=...)), or load it with load_peft_on_rank, merge it with "
-            f"merge_lora_inplace and save it"
+            f"first subtracts something from the base's weights that depends on data or random numbers, so that the "
+            f"base it was trained on cannot be made again. Convert it to a plain LoRA where it was trained "
+            f"(save_pretrained(..., path_initial_model_for_weight_conversion=...)), and merge that"
         ]
     return []
+
+
+def _method(config: PeftConfig) -> str:
+    """Return the name of an adapter's method for a message."""
+    if getattr(config, "monteclora_config", None) is not None:
+        return "MonteCLoRA"
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+def _is_merged_on_disk(config: PeftConfig) -> bool:
+    if is_lora(config):
+        return _method(config) != "MonteCLoRA"  # whose layers draw values when they are built
+    return config.peft_type == PeftType.TRAINABLE_TOKENS or (
+        config.peft_type in KNOWN and _method(config) not in _NEEDS_THE_BASE
+    )

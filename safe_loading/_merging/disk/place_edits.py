@@ -79,9 +79,13 @@ class _Placer:
             if any(one.stop > following.start for one, following in itertools.pairwise(rows)):
                 self.changes.problems.append(f"{name}: two changes of the same rows")
             if info.dtype not in FLOATS:
+                fix = (
+                    "Widen the base first: from_pretrained(base, dtype=torch.bfloat16).save_pretrained(new_base)"
+                    if info.dtype.startswith("F8")
+                    else "If these are codes, merge into the base that they were made from"
+                )
                 self.changes.problems.append(
-                    f"{name}: it is {info.dtype} on disk, to which nothing can be added. Dequantize the base first: "
-                    f"load it with from_pretrained, call dequantize(), and save it"
+                    f"{name}: it is {info.dtype} on disk, to which nothing can be added. {fix}"
                 )
             self.changes.merges[name] = (tuple(rows), _columns(info, rows))
 

@@ -228,7 +228,9 @@ def _bias(layer: LoraModule, base: torch.nn.Module, names: Sequence[str]) -> lis
     if getattr(base, "bias", None) is None:
         raise CannotMergeError(
             f"adapter {with_bias[0]!r} has lora_bias=True, and the {type(base).__name__} has no bias to add it to. "
-            f"Give it one first: layer.bias = torch.nn.Parameter(torch.zeros(layer.weight.shape[0]))"
+            f"Keep the adapter, or give it one of zeros first: layer.bias = torch.nn.Parameter("
+            f"torch.zeros(layer.weight.shape[0])); in a class of transformers by its config, so that a checkpoint "
+            f"keeps it, for Llama's attention from_pretrained(base, attention_bias=True).save_pretrained(new_base)"
         )
     # A DoRA adapter scales what the adapters before it added to the output, the bias of lora_B included.
     after = names[names.index(with_bias[0]) + 1 :]

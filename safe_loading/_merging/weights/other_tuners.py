@@ -14,25 +14,14 @@ from safe_loading._model.tensor_values import is_finite
 
 from .rounding import DTYPES, round_into
 
-# The methods whose layers merge what a tensor of the base becomes from that tensor and the adapter alone.
-KNOWN = frozenset(
-    {
-        PeftType.IA3,
-        PeftType.LOHA,
-        PeftType.LOKR,
-        PeftType.OFT,
-        PeftType.BOFT,
-        PeftType.HRA,
-        PeftType.VERA,
-        PeftType.RANDLORA,
-        PeftType.FOURIERFT,
-        PeftType.MISS,
-        PeftType.C3A,
-        PeftType.ROAD,
-        PeftType.WAVEFT,
-        PeftType.DELORA,
-    }
+# The methods whose layers merge what a tensor of the base becomes from that tensor and the adapter alone, and keep
+# nothing of it for the unmerge. By name, as peft calls them: an older one has not all of them. So GLoRA is not among
+# them, whose bias depends on the weight too, nor DEFT, FRoD, HiRA and PEANuT, which keep what they merged.
+_NAMES = (
+    "ADALORA BEFT BOFT C3A DELORA FOURIERFT GRALORA HRA IA3 LOHA LOKR MISS OFT PSOFT PVERA RANDLORA ROAD SHIRA "
+    "SUPERTUNING TINYLORA UNILORA VBLORA VERA WAVEFT"
 )
+KNOWN = frozenset(PeftType[name] for name in _NAMES.split() if name in PeftType.__members__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
