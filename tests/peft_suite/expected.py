@@ -1,6 +1,6 @@
 """Why a case of peft's tests differs with our calls: patterns of its id or its error, and the reason.
 
-docs/methods.md lists the same reasons.
+docs/methods.md and docs/merging.md list the same reasons.
 """
 
 from __future__ import annotations
@@ -13,6 +13,21 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "test_load_resized_embedding_ignore_mismatched_sizes",
         "AdapterError",
         "a shape that does not fit is an AdapterError, for which the test expects torch's RuntimeError",
+    ),
+    (
+        "merge",
+        "NaNs detected in the merged weights",
+        "the test looks for the words of peft's error about NaN; MergeError is a ValueError too, and names the layers",
+    ),
+    (
+        "tie_word_embeddings_config",
+        "(?i)warn",
+        "the test looks for a warning about tie_word_embeddings, which is the finding no-longer-tied here",
+    ),
+    (
+        "(?i)shadow",
+        "MergeError",
+        "the test looks for NotImplementedError, where MergeError says that ShadowPEFT cannot be merged",
     ),
 )
 
