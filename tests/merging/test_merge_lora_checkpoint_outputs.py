@@ -272,6 +272,9 @@ def test_a_lora_on_a_resized_embedding_needs_both_weights(tmp_path: Path) -> Non
     lacking = faults.edited(adapter, tmp_path / "lacking", tensors=faults.without("lm_head.base_layer"))
     with pytest.raises(MergeError, match=r"lm_head.weight: the adapter's vocabulary has 110 rows and the base's 101"):
         merge_lora_checkpoint(base, lacking, tmp_path / "no")
+    # the advice: into the base with the new vocabulary
+    merge_lora_checkpoint(tmp_path / "larger", lacking, tmp_path / "advised")
+    assert torch.allclose(logits(loaded(tmp_path / "advised")), plain(tmp_path / "larger", adapter), atol=1e-4)
 
 
 def resizing(kind: Any) -> Any:
@@ -306,6 +309,22 @@ def test_a_vocabulary_that_was_resized_in_memory(tmp_path: Path, tied: bool, own
     assert torch.allclose(
         logits(model), logits(load_peft_on_rank(adapter, larger_class.from_pretrained(base))), atol=1e-4
     )
+
+
+def test_an_untied_vocabulary_that_grew_in_memory_alone_is_merged_there(tmp_path: Path) -> None:
+    """The rows that the head grew are in no file: only a model in memory has them, or a base saved with them."""
+    base, larger_class = save_llama(tmp_path / "base"), resizing(AutoModelForCausalLM)
+    adapter = save_adapter(tmp_path / "adapter", base, auto_class=larger_class, target_modules=["embed_tokens"])
+    larger = larger_class.from_pretrained(base)
+    with pytest.raises(MergeError, match=r"lm_head.weight: .*or save the base with the new vocabulary, and merge into"):
+        merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    model = load_peft_on_rank(adapter, larger_class.from_pretrained(base))
+    expected = logits(model)
+    merge_lora_inplace(model).save_pretrained(tmp_path / "saved")
+    larger.save_pretrained(tmp_path / "larger")
+    merge_lora_checkpoint(tmp_path / "larger", adapter, tmp_path / "out")
+    for folder in ("out", "saved"):
+        assert torch.allclose(logits(loaded(tmp_path / folder)), expected, atol=1e-5)
 
 
 GROWN: dict[str, dict[str, Any]] = {

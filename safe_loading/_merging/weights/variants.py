@@ -58,7 +58,7 @@ def refuse_own_forward(base: torch.nn.Module, *, replaces_rows: bool = False) ->
         if replaces_rows and base.bias is not None:
             raise CannotMergeError(
                 f"peft computes a {kind} whose tokens are trained without its bias, and the merged one has the bias. "
-                f"Give it no bias, or keep the adapter"
+                f"Keep the adapter"
             )
         return
     own_forward = isinstance(base, torch.nn.Embedding) and type(base).forward is not torch.nn.Embedding.forward
