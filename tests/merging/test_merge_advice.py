@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from test_merge_lora_checkpoint import TOKENS, loaded
 from test_merge_lora_inplace import dora_on_merged, peft_model, zoo
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from safe_loading import MergeError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
 
@@ -110,13 +111,9 @@ def test_what_has_a_bias_is_merged_after_a_dora() -> None:
 
 
 def test_of_two_adapters_that_train_one_token_one_is_merged() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 5], task_type="CAUSAL_LM")
     other = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5, 7], task_type="CAUSAL_LM")
-    torch.manual_seed(0)
-    model = peft_model(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=40, tie_word_embeddings=False)), config)
+    model = peft_model(_tiny(tie_word_embeddings=False), config)
     model.add_adapter("a1", other)
     refused(model, r"two of its adapters train the same token.*Merge one of them", adapter_names=["default", "a1"])
     model.set_adapter("default")
@@ -146,3 +143,59 @@ def test_a_model_of_inference_mode_is_merged_in_it() -> None:
     refused(model, r"made in torch\.inference_mode\(\)\. Call this in torch\.inference_mode\(\) too")
     with torch.inference_mode():
         assert torch.allclose(output(merge_lora_inplace(model)), expected, atol=1e-5)
+
+
+def _tiny(**config: Any) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=40, **config))
+
+
+def test_of_two_copies_of_a_module_one_is_named() -> None:
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    model = peft_model(_tiny(), config)
+    model.add_adapter("a1", config)
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["a1"].weight.add_(1)
+    refused(model, r"and the copies differ\. Name one of them in adapter_names", adapter_names=["default", "a1"])
+    for name in ("a1", "default"):
+        chosen = copy.deepcopy(model)
+        chosen.set_adapter(name)
+        expected = logits(chosen)
+        assert torch.allclose(logits(merge_lora_inplace(chosen, adapter_names=[name])), expected, atol=1e-5)
+
+
+def test_attention_whose_parts_have_other_adapters_is_merged_once_they_are_set_again() -> None:
+    model = zoo({"target_modules": ["attention"]}, {"target_modules": ["attention"]})
+    attention = model.base_model.model.attention
+    attention.base_layer.out_proj.set_adapter("a1")
+    refused(model, r"its out_proj has other active adapters than itself\. Call model\.set_adapter\(\.\.\.\) again")
+    model.set_adapter("default")
+    expected = output(model)
+    assert torch.allclose(output(merge_lora_inplace(model)), expected, atol=1e-5)
+
+
+def test_weights_on_meta_are_merged_once_they_are_loaded(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    model = load_peft_on_rank(adapter, base)
+    expected = logits(model)
+    layer = model.base_model.model.model.layers[0].mlp.down_proj.base_layer
+    weight = layer.weight.data
+    layer.to("meta")
+    refused(model, r"its weight is on meta, so it holds no values\. Load the weights first")
+    layer.to_empty(device="cpu")
+    layer.load_state_dict({"weight": weight})
+    assert torch.allclose(logits(merge_lora_inplace(model)), expected, atol=1e-5)
+
+
+def test_a_base_of_another_shape_is_refused_and_its_own_is_merged(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    model = load_peft_on_rank(adapter, base)
+    layer = model.base_model.model.model.layers[0].mlp.down_proj.base_layer
+    layer.weight = torch.nn.Parameter(torch.zeros(layer.weight.shape[0], 3))
+    refused(model, r"its weight is .* and its adapter's delta .*Load the adapter onto the base that it was trained on")
+    model = load_peft_on_rank(adapter, base)
+    expected = logits(model)
+    assert torch.allclose(logits(merge_lora_inplace(model)), expected, atol=1e-5)
