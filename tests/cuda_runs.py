@@ -5,13 +5,14 @@ On real devices or on simulated ones (tests/simulated_cuda): the same script, wi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
 import sys
 import textwrap
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,9 @@ class CudaRunner:
         check: bool = True,
     ) -> dict[str, Any]:
         """Run a script in a process that no launcher started; return what it reports, and its exit status as `code`."""
-        with script_folder(CUDA_PRELUDE + textwrap.dedent(script)) as folder:
+        with self._machine() as machine, script_folder(CUDA_PRELUDE + textwrap.dedent(script)) as folder:
             command = [sys.executable, str(folder / "script.py"), *map(os.fspath, args)]
-            wanted = {**environment_of_ranks(), **self._machine(), OUT: str(folder), **(env or {})}
+            wanted = {**environment_of_ranks(), **machine, OUT: str(folder), **(env or {})}
             environment = {name: value for name, value in wanted.items() if value is not None}
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
             if check and done.returncode != 0:
@@ -109,12 +110,22 @@ class CudaRunner:
     ) -> list[dict[str, Any]]:
         """The same in ranks of torchrun, and what each of them reports."""
         whole = CUDA_PRELUDE + textwrap.dedent(script)
-        done = run_ranks(whole, ranks, args=args, env={**self._machine(), **(env or {})}, timeout=timeout)
+        with self._machine() as machine:
+            done = run_ranks(whole, ranks, args=args, env={**machine, **(env or {})}, timeout=timeout)
         return done.found
 
-    def _machine(self) -> dict[str, str]:
-        """A simulated machine of its own for each script, and its ``nvidia-smi`` on the path."""
+    @contextlib.contextmanager
+    def _machine(self) -> Iterator[dict[str, str]]:
+        """A simulated machine of its own for each script, and its ``nvidia-smi`` on the path.
+
+        What its processes share lies in /dev/shm, and is deleted after them.
+        """
         if not self.simulated:
-            return {}
-        programs = str(Path(sys.executable).parent)
-        return {"SIMCUDA_MACHINE": uuid.uuid4().hex, "PATH": os.pathsep.join((programs, os.environ.get("PATH", "")))}
+            yield {}
+            return
+        name, programs = uuid.uuid4().hex, str(Path(sys.executable).parent)
+        try:
+            yield {"SIMCUDA_MACHINE": name, "PATH": os.pathsep.join((programs, os.environ.get("PATH", "")))}
+        finally:
+            for file in Path("/dev/shm").glob(f"simcuda-*{name}*"):
+                file.unlink(missing_ok=True)

@@ -11,25 +11,30 @@ import json
 import struct
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 SHARD_BYTES = 5 * 10**9
 
 
 def sparse_checkpoint(
-    config: PretrainedConfig, folder: Path, dtype: torch.dtype = torch.bfloat16, shard_bytes: int = SHARD_BYTES
+    config: PretrainedConfig,
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    shard_bytes: int = SHARD_BYTES,
+    kind: type[PreTrainedModel] | None = None,
 ) -> Path:
-    """Write the checkpoint of a causal language model with random weights' names and shapes, in shards of this size."""
+    """Write the checkpoint of a model, by default a causal language model, with names and shapes and no values."""
     folder.mkdir(parents=True, exist_ok=True)
+    make: Any = AutoModelForCausalLM.from_config if kind is None else kind._from_config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]  # transformers'
+        model = make(config, dtype=dtype)
     config.architectures, config.dtype = [type(model).__name__], dtype
     config.save_pretrained(folder)
     tied = getattr(model, "all_tied_weights_keys", {}) if config.tie_word_embeddings else {}

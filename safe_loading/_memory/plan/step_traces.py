@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from safe_loading._core.parse_size import Device
 from safe_loading._core.workload import Workload
-from safe_loading._memory.trace.cuda_paths import AMPERE, cuda_paths
+from safe_loading._memory.trace.cuda_attention import AMPERE
+from safe_loading._memory.trace.cuda_paths import cuda_paths
 from safe_loading._memory.trace.operation_cache import CachedOutputs
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading._memory.trace.trace_step import trace_step

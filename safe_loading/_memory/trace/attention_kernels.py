@@ -18,7 +18,7 @@ from transformers import masking_utils, modeling_utils
 
 from safe_loading._model.attention_names import FLEX, attention_of, is_traced_by_stand_in
 
-from .cuda_paths import flash_attention
+from .cuda_attention import flash_attention
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def _attend(
         value = nn.functional.pad(value, [0, size - own])
     if attention_mask is not None:  # rows with padding are unpadded before the kernel and padded after it
         query, key, value = query.clone(), key.clone(), value.clone()
-    out = flash_attention(query, key, value, None, dropout, bool(is_causal), scaling).transpose(1, 2)
+    out = flash_attention(query, key, value, dropout, bool(is_causal), scaling).transpose(1, 2)
     if attention_mask is not None:
         out = out.clone()
     return out[..., :own], None

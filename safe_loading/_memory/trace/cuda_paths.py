@@ -3,8 +3,8 @@
 A few operations choose a kernel by the device of their input, and the choice changes what is kept for the backward
 pass. Tracing happens on fake CPU tensors, because a torch without CUDA cannot hold fake CUDA ones. So inside
 `cuda_paths` these functions of ``torch.nn.functional`` take CUDA's choice, and allocate for a moment what a CUDA kernel
-allocates as scratch. The facts are those of ``aten/src/ATen/native`` (SoftMax.cpp and cuda/SoftMax.cu, Dropout.cpp,
-transformers/cuda/sdp_utils.cpp, attention.cu and attention_backward.cu), torch 2.4 to 2.13.
+allocates as scratch. The facts are those of ``aten/src/ATen/native`` (SoftMax.cpp and cuda/SoftMax.cu, Dropout.cpp),
+torch 2.4 to 2.13; those of attention are in ``cuda_attention.py``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from .cuda_attention import fused_attention
+
 aten = torch.ops.aten
-AMPERE = (8, 0)  # the first compute capability with flash attention
 _Gradients = tuple[torch.Tensor | None, ...]
 
 
@@ -81,10 +82,11 @@ class _CudaFunctions:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Run flash attention where it applies, else the memory-efficient kernel, else the unfused math."""
-        apply_kernel = self._fused_attention(query, key, value, attn_mask, enable_gqa)
-        if apply_kernel is not None:
-            return apply_kernel(query, key, value, _attention_bias(query, key, attn_mask), dropout_p, is_causal, scale)
+        """Run the kernel that CUDA would choose, else the unfused math."""
+        options = dropout_p, is_causal, scale
+        chosen = fused_attention(self._capability, query, key, value, attn_mask, enable_gqa, options)
+        if chosen is not None:
+            return chosen
         if query.device.type == "meta" or query.dim() != 4:
             return self._attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -96,39 +98,13 @@ class _CudaFunctions:
         )[0]
         return output
 
-    def _fused_attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, grouped: bool
-    ) -> Callable[..., torch.Tensor] | None:
-        """Return the kernel that CUDA would choose (``can_use_flash_attention`` and ``can_use_mem_efficient``)."""
-        if query.dim() != 4 or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            return None
-        head, is_float32 = query.shape[-1], query.dtype == torch.float32
-        aligned = head == value.shape[-1] and head % 8 == 0
-        if aligned and not is_float32 and mask is None and self._capability >= AMPERE and head <= 256:
-            return flash_attention
-        unequal = grouped and query.shape[1] != key.shape[1]  # the efficient kernel takes no grouped heads
-        wants_mask_gradient = mask is not None and mask.requires_grad
-        return None if unequal or wants_mask_gradient or head % 4 else _apply_efficient_attention
-
-
-def _attention_bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the mask as the efficient kernel takes it: added to the scores, and expanded to their shape by a view."""
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-
 
 class _Context(Protocol):
-    """What the functions below keep from the forward pass for the backward pass."""
+    """What the function below keeps from the forward pass for the backward pass."""
 
     saved_tensors: tuple[torch.Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
     dim: int
     dtype: torch.dtype
-    options: tuple[float, bool, float | None]  # dropout, is_causal, scale
-    sequence_sizes: tuple[object, ...]
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
 
@@ -150,80 +126,5 @@ class _Softmax(torch.autograd.Function):
         return gradient, None, None
 
 
-class _FlashAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: _Context,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        bias: torch.Tensor | None,
-        dropout: float,
-        causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor:
-        output, sums, *sequence_sizes, state, offset, _ = aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout, causal, False, scale=scale
-        )
-        ctx.save_for_backward(query, key, value, output, sums, state, offset)
-        ctx.sequence_sizes, ctx.options = tuple(sequence_sizes), (dropout, causal, scale)
-        result: torch.Tensor = output
-        return result
-
-    @staticmethod
-    def backward(ctx: _Context, *grads: torch.Tensor) -> _Gradients:
-        query, key, value, output, sums, state, offset = ctx.saved_tensors
-        dropout, causal, scale = ctx.options
-        gradients = aten._scaled_dot_product_flash_attention_backward(
-            grads[0], query, key, value, output, sums, *ctx.sequence_sizes, dropout, causal, state, offset, scale=scale
-        )
-        # scratch of mha_bwd (flash_attn/flash_api.cpp): softmax_d and dq_accum, in float32, with rounded sizes
-        batch, heads, length, size = query.shape
-        length, size = -(-length // 128) * 128, -(-size // 32) * 32
-        scratch = [
-            query.new_empty((batch, heads, length), dtype=torch.float32),
-            query.new_empty((batch, length, heads, size), dtype=torch.float32),
-        ]
-        if heads != key.shape[1]:  # dk_expanded and dv_expanded: one for each query head, summed afterwards
-            scratch += [key.new_empty((batch, key.shape[2], heads, key.shape[3])) for _ in range(2)]
-        del scratch
-        return (*gradients, None, None, None, None)
-
-
-class _EfficientAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: _Context,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        bias: torch.Tensor | None,
-        dropout: float,
-        causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor:
-        keeps_sums = any(ctx.needs_input_grad)
-        output: torch.Tensor
-        output, sums, seed, offset = aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, keeps_sums, dropout, causal, scale=scale
-        )
-        ctx.save_for_backward(query, key, value, bias, output, sums, seed, offset)
-        ctx.options = dropout, causal, scale
-        return output
-
-    @staticmethod
-    def backward(ctx: _Context, *grads: torch.Tensor) -> _Gradients:
-        query, key, value, bias, output, sums, seed, offset = ctx.saved_tensors
-        dropout, causal, scale = ctx.options
-        inputs = (grads[0], query, key, value, bias, output, sums, seed, offset)
-        wanted = [True, True, True, False]  # no gradient of the bias
-        gradients = aten._scaled_dot_product_efficient_attention_backward(*inputs, dropout, wanted, causal, scale=scale)
-        scratch = query.new_empty(query.shape[:3], dtype=torch.float32)  # delta, the row sums of grad * output
-        del scratch
-        return (*gradients[:3], None, None, None, None)
-
-
 # torch does not type `apply`
 _apply_softmax: Callable[..., torch.Tensor] = _Softmax.apply
-flash_attention: Callable[..., torch.Tensor] = _FlashAttention.apply
-_apply_efficient_attention: Callable[..., torch.Tensor] = _EfficientAttention.apply

@@ -8,7 +8,7 @@ thread. So a run is put together from one traced step, and replayed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.report import KiB, MiB
 
 from .allocator import EMPTY_CACHE
-from .records import Allocation, StepTrace
+from .records import Allocation, Event, StepTrace
 
 # Measured after a training step, by nvidia-smi less torch.cuda.memory_reserved(): context, kernels, cuBLAS's handles.
 _CONTEXTS = {(7, 5): (int(140.875 * MiB), "measured on a Tesla T4, 69 runs of torch 2.10 and 2.14")}
@@ -101,16 +101,17 @@ def run_events(
     # a resident tensor that the step itself frees stays, since the next step finds it again
     step = [event for event in own if event.allocation not in at_start]
     survivors = {event.allocation for event in step} - {event.allocation for event in step if event.freed}
+    stepping = _start_of_optimizer(step, allocations)
     for number in range(_STEPS):
         shift = (number + 1) * base
-        for index, freed in step:
+        for place, (index, freed) in enumerate(step):
             allocation = allocations[index]
+            if place == stepping:
+                events += state
+                state = []
             if freed:
                 events.append((index + shift, -1))
                 continue
-            if allocation.phase == "optimizer":
-                events += state
-                state = []
             events.append((index + shift, allocation.bytes))
             thread = _THREAD_OF.get(allocation.phase)
             if thread in scratch and allocation.op.startswith(_PRODUCTS):
@@ -119,6 +120,20 @@ def run_events(
         state = []
         events += [(index + shift, -1) for index in sorted(survivors)]
     return tuple(events)
+
+
+def _start_of_optimizer(step: Sequence[Event], allocations: Sequence[Allocation]) -> int:
+    """Return the place of the first event of the optimizer's step: it allocates, or else gradients are freed after it.
+
+    A fused optimizer allocates nothing but its state, which the trace has among what is resident.
+    """
+    made = [place for place, event in enumerate(step) if not event.freed]
+    phases = {place: allocations[step[place].allocation].phase for place in made}
+    after = 1 + max((place for place in made if phases[place] != "optimizer"), default=-1)
+    for place in range(after, len(step)):
+        if place in phases or allocations[step[place].allocation].component == "gradients":
+            return place
+    return len(step)
 
 
 def _loading_events(resident: list[_Keyed], loading: Loading) -> Iterator[_Event]:

@@ -5,6 +5,10 @@ kernels do nothing, and then its outputs are filled from the host. With ``SIMCUD
 followed; with a number of bytes only operations whose inputs and outputs are no larger together, which is what decides
 about masks, lengths and other control flow of a large model. It holds for the thread that called `install`, for
 autograd's threads, and for no other.
+
+With a number of bytes nothing is followed in the backward pass: while a mode like this one is active, autograd adds
+gradients out of place (``isTensorSubclassLike`` in aten/src/ATen/TensorSubclassLikeUtils.h), which takes other memory
+than without.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ from typing import Any
 
 import torch
 from simulated_cuda_attention import attention
+from torch._C import _len_torch_dispatch_stack
+from torch.autograd import graph
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 SHADOW = 0x200000000000  # memory.c: where the bytes of a device pointer can be read
 DONE_BY_TORCH = {"set_", "resize_", "resize_as_", "empty", "empty_strided", "empty_like", "new_empty", "record_stream"}
@@ -134,8 +140,25 @@ def _sent(found: torch.Tensor, device: torch.device) -> torch.Tensor:
     return made
 
 
+def _leave_out_backward() -> None:
+    """Run autograd's engine without the mode, where no other mode is active."""
+    run = graph._engine_run_backward
+
+    def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+        if _len_torch_dispatch_stack() != 1 or not isinstance(_get_current_dispatch_mode(), Values):
+            return run(*args, **kwargs)
+        with _disable_current_modes():  # type: ignore[no-untyped-call]  # torch's
+            return run(*args, **kwargs)
+
+    for module in (graph, torch.autograd):
+        module._engine_run_backward = engine_run_backward
+
+
 def install() -> None:
     """Compute values from here on, as ``SIMCUDA_VALUES`` says."""
     wanted = os.environ.get("SIMCUDA_VALUES")
-    if wanted:
-        Values(None if wanted == "all" else int(wanted)).__enter__()  # type: ignore[no-untyped-call]  # torch's
+    if not wanted:
+        return
+    if wanted != "all":
+        _leave_out_backward()
+    Values(None if wanted == "all" else int(wanted)).__enter__()  # type: ignore[no-untyped-call]  # torch's

@@ -1,0 +1,83 @@
+"""Scratch and choice of CUDA's attention kernels, beside what torch's own code took on simulated cards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from safe_loading._memory.trace.cuda_attention import _efficient_workspace, fused_attention
+
+T4, A100, L4, H100 = (7, 5), (8, 0), (8, 9), (9, 0)
+HALF, FLOAT = torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "head", "shape", "taken"),
+    [
+        (T4, HALF, 64, (2, 8, 128, 128), 524800),
+        (T4, HALF, 128, (2, 8, 128, 128), 1049088),
+        (T4, HALF, 192, (1, 4, 200, 200), 2883968),
+        (T4, HALF, 192, (4, 64, 1000, 1000), 234979328),
+        (T4, HALF, 192, (1, 2, 128, 1000), 4391008),
+        (T4, FLOAT, 80, (1, 4, 200, 200), 524800),
+        (A100, HALF, 128, (2, 8, 128, 128), 1048832),
+        (A100, FLOAT, 32, (2, 8, 128, 128), 524800),
+        (A100, FLOAT, 192, (2, 8, 128, 128), 1573632),
+        (L4, HALF, 96, (2, 8, 128, 128), 1049088),
+        (L4, HALF, 128, (2, 8, 128, 128), 3146752),
+        (L4, FLOAT, 128, (2, 8, 128, 128), 1049600),
+        (H100, HALF, 80, (2, 8, 128, 128), 1048832),
+        (H100, FLOAT, 256, (2, 8, 128, 128), 2098176),
+    ],
+)
+def test_the_workspace_of_efficient_attention(
+    card: tuple[int, int], dtype: torch.dtype, head: int, shape: tuple[int, int, int, int], taken: int
+) -> None:
+    batch, heads, queries, keys = shape
+    query = torch.empty(batch, heads, queries, head, dtype=dtype, device="meta")
+    key = torch.empty(batch, heads, keys, head, dtype=dtype, device="meta")
+    assert _efficient_workspace(card, query, key, key) == taken
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "head", "groups", "mask", "kernel"),
+    [
+        (H100, torch.bfloat16, 64, 2, None, "Cudnn"),
+        (H100, torch.bfloat16, 64, 2, "bool", "Cudnn"),
+        (H100, torch.bfloat16, 64, 8, "trained", "Efficient"),
+        (H100, torch.bfloat16, 36, 8, None, "Slice"),  # padded to 40 for flash attention
+        (H100, FLOAT, 64, 8, None, "Efficient"),
+        (A100, torch.bfloat16, 64, 2, None, "Flash"),
+        (A100, torch.bfloat16, 64, 8, "bool", "Efficient"),
+        (A100, torch.bfloat16, 64, 2, "bool", None),
+        (A100, FLOAT, 33, 8, None, None),
+        (T4, torch.bfloat16, 64, 8, None, None),
+        (T4, HALF, 64, 8, None, "Efficient"),
+        (T4, HALF, 100, 8, None, None),
+        (T4, FLOAT, 33, 8, None, "Efficient"),
+    ],
+)
+def test_the_kernel_that_cuda_chooses(
+    card: tuple[int, int], dtype: torch.dtype, head: int, groups: int, mask: str | None, kernel: str | None
+) -> None:
+    with FakeTensorMode():
+        query = torch.empty(2, 8, 128, head, dtype=dtype, requires_grad=True)
+        key = torch.empty(2, groups, 128, head, dtype=dtype, requires_grad=True)
+        bias = None
+        if mask is not None:
+            bias = torch.empty(2, 1, 128, 128, dtype=torch.bool if mask == "bool" else dtype)
+            bias = bias.requires_grad_() if mask == "trained" else bias
+        options = (0.0, mask is None, None)
+        output = fused_attention(card, query, key, key, bias, groups != 8, options)
+        if kernel is None:
+            assert output is None
+            return
+        assert output is not None
+        assert output.grad_fn is not None
+        assert kernel in output.grad_fn.name()
+        output.sum().backward()  # type: ignore[no-untyped-call]  # torch's
+        assert query.grad is not None
+        assert key.grad is not None
+        assert query.grad.shape == query.shape
+        assert key.grad.shape == key.shape

@@ -1,0 +1,46 @@
+"""A sample of benchmarks/predict_on_cuda.py: forecasts are what PyTorch's own CUDA allocator counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from cuda_runs import CudaRunner
+
+pytestmark = pytest.mark.gpu
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+SCRIPT = """
+    sys.path.insert(0, sys.argv[1])
+    from _cuda_rows import Row, forecast, run
+    torch.set_num_threads(1)
+
+    def compare(row):
+        predicted = forecast(row).allocated_peak_bytes
+        return [predicted, run(row)["allocated"]]
+
+    if os.environ["SIMCUDA_GPU"] == "H100":  # cuDNN's attention, and the state of a fused optimizer
+        case(lambda: compare(Row("qwen3", "full", "H100", "device_map")), "whole")
+        case(lambda: compare(Row("qwen3", "dora", "H100", "to", checkpointing=True)), "dora")
+        case(lambda: compare(Row("llama", "nf4", "H100", "device_map")), "nf4")
+        case(lambda: compare(Row("llama", "generate", "H100", "to")), "generate")
+    else:  # flash attention, and the efficient kernel in float32
+        case(lambda: compare(Row("mistral", "full", "A100", "made", optimizer="sgd")), "whole")
+        case(lambda: compare(Row("llama", "lora", "A100", "to", dtype="float32")), "float32")
+        case(lambda: compare(Row("mixtral", "lora", "A100", "made")), "mixture")
+"""
+
+
+@pytest.mark.parametrize("card", ["H100", "A100"])
+def test_allocated_bytes_are_those_of_torch(simulated_cuda: CudaRunner, card: str) -> None:
+    if not BENCHMARKS.is_dir():
+        pytest.skip("the tests run without the project's benchmarks")
+    env = {"SIMCUDA_GPU": card, "SIMCUDA_VALUES": "65536", "SIMCUDA_COPY_LIMIT": "1M"}
+    facts = simulated_cuda.run(SCRIPT, args=[BENCHMARKS], env=env, timeout=900)
+    pairs = {name: pair for name, pair in facts.items() if name != "code"}
+    assert len(pairs) >= 3
+    for name, (predicted, real) in pairs.items():
+        assert predicted == real, name
