@@ -24,8 +24,8 @@ MAX_BYTES = 64 * 1024 * 1024
 # The engines copy and write these again and again; the largest published ones, with a name for each of 21 000 classes
 # or for each layer that stays as it is, have 2 MB.
 _LARGEST_CONFIGS = {
-    "config.json": 8 * 1024 * 1024,
-    "adapter_config.json": 8 * 1024 * 1024,
+    "config.json": 16 * 1024 * 1024,
+    "adapter_config.json": 16 * 1024 * 1024,
     "generation_config.json": 1024 * 1024,
 }
 _HALF_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

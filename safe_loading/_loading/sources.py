@@ -12,6 +12,7 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.paths import is_there
 from safe_loading._core.protocols import EngineKwargs, JsonObject
 from safe_loading._ranks.exchange import Ranks
+from safe_loading._ranks.same_folders import FolderSeen, check_same_folders, folder_seen
 from safe_loading.errors import AdapterError, ArgumentError, CheckpointNotFound, RanksDisagree
 
 from .adapter_facts import AdapterFacts, digest, read_adapter
@@ -57,6 +58,9 @@ class LoadSources:
 
 def find_sources(request: LoadRequest, ranks: Ranks, *, timeout: float) -> LoadSources:
     """Find everything on one rank per node, read the facts on every rank, and raise RanksDisagree if ranks differ."""
+    if ranks.size > 1:
+        seen = ranks.exchange("look for the folders", _folders_seen(request), timeout=timeout)
+        check_same_folders(ranks.ranks, seen)
     leader = ranks.leader(timeout=timeout)
     with ranks.together("find the adapter and its base", timeout=timeout) as phase:
         sources = resolve_all(request) if leader == ranks.rank else None
@@ -115,6 +119,13 @@ def _resolve_base(asked: BaseRequest, adapter: AdapterFacts, choose: Chooser, hu
         raise CheckpointNotFound(
             f"{error} {file} names this base; if it lies elsewhere now, pass base_model=."
         ) from error
+
+
+def _folders_seen(request: LoadRequest) -> dict[str, FolderSeen]:
+    sources = {f"adapter {name!r}": source for name, source in request.adapters.items()}
+    if request.base is not None and request.base.source is not None:
+        sources["base_model"] = request.base.source
+    return {argument: folder_seen(os.fspath(source)) for argument, source in sources.items()}
 
 
 def _asked(request: LoadRequest) -> JsonObject:

@@ -13,7 +13,8 @@ from safe_loading.errors import CheckpointError
 from .tensors import ModelTensor, inventory
 
 _BYTES_ALLOWED = 1 << 30  # tables of positions and masks, which few models compute from their config
-_TIMES_ON_DISK = 16  # codes of two bits, loaded as float32
+_TIMES_ON_DISK = 8  # twice what fp8 becomes as float32
+_TIMES_CODES = 32  # codes of one bit, as float32
 
 
 def refuse_out_of_proportion(model: nn.Module, where: object, on_disk: int) -> None:
@@ -22,7 +23,9 @@ def refuse_out_of_proportion(model: nn.Module, where: object, on_disk: int) -> N
     Whether its tensors have the shapes of the files is checked elsewhere; buffers, and parameters that the class
     computes, are in no file. ``where`` names the config.
     """
-    _refuse(inventory(model), where, _BYTES_ALLOWED + _TIMES_ON_DISK * on_disk, on_disk)
+    quantized = getattr(getattr(model, "config", None), "quantization_config", None) is not None
+    times = _TIMES_CODES if quantized else _TIMES_ON_DISK
+    _refuse(inventory(model), where, _BYTES_ALLOWED + times * on_disk, on_disk)
 
 
 def refuse_large_buffers(model: nn.Module) -> None:

@@ -20,9 +20,9 @@ from safe_loading._core.paths import path_text
 from safe_loading._model.tensors import ModelTensor, walk_modules
 from safe_loading._ranks.device_guard import own_device
 from safe_loading._ranks.exchange import Ranks
-from safe_loading._ranks.store_exchange import rank_list
+from safe_loading._ranks.same_folders import FolderSeen, folder_seen
 from safe_loading._ranks.waiting import Waiting
-from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound
+from safe_loading.errors import ArgumentError, CheckpointError
 
 from . import fsdp1, fsdp2
 from .added_after_wrap import Wrapped, attached
@@ -247,31 +247,17 @@ def resolve_options(
     return WrapOptions(version, precision, offload, verify, timeout, reshard_after_forward)
 
 
-def has_folder(values: ValueOrigin) -> bool:
-    """Whether the source is a folder of this machine; one that is not may be a hub id."""
-    if values.folder is None or not Path(values.folder).is_dir():
-        return False
+def folders_seen(values: ValueOrigin) -> dict[str, FolderSeen]:
+    """Return whether the source is a folder of this machine; one that is not may be a hub id."""
+    if values.folder is None:
+        return {}
     if Path(values.folder, ".metadata").exists():
         raise CheckpointError(
             f"{values.folder} is a checkpoint of torch.distributed.checkpoint, which is pickled in part. Wrap with the "
             f"base's folder, and load this one into the sharded model with torch.distributed.checkpoint.load; or make "
             f"a folder of safetensors of it with `accelerate merge-weights FOLDER OUTPUT`."
         )
-    return True
-
-
-def check_folder_of_all(ranks: Ranks, values: ValueOrigin, found: Sequence[bool]) -> None:
-    """Refuse a folder that some ranks have and others do not, given what each of them found."""
-    if all(found) or not any(found):
-        return
-    having, lacking = (
-        [rank for rank, has in zip(ranks.ranks, found, strict=True) if has is side] for side in (True, False)
-    )
-    raise CheckpointNotFound(
-        f"The folder {values.folder} is not there for {rank_list(lacking)}; it is for {rank_list(having)}. Copy it to "
-        f"each node, or pass the same files under a path that every rank has (absolute, or relative to where each "
-        f"rank was started)."
-    )
+    return {"source": folder_seen(values.folder)}
 
 
 def name_adapters(model: nn.Module, adapters: object) -> dict[str, str]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from safe_loading._core.log import logger
+from safe_loading._ranks.same_folders import check_same_folders
 
 from .adapter_methods import guard_merges
 from .added_after_wrap import attached_units, wrapped_before
@@ -26,11 +27,10 @@ from .setup import (
     Setup,
     ValueOrigin,
     assign_roles,
-    check_folder_of_all,
     check_kinds,
     check_second_call,
     find_place,
-    has_folder,
+    folders_seen,
     name_adapters,
     ranks_of,
     resolve_options,
@@ -126,8 +126,8 @@ def wrap_fsdp_meta_safe(
         )
         values = ValueOrigin(source, name_adapters(model, adapters), init_new)
         setup = Setup(model, values, where, how, tensors, units)
-        phase.payload = has_folder(values)
-    check_folder_of_all(ranks, values, phase.results)
+        phase.payload = folders_seen(values)
+    check_same_folders(ranks.ranks, phase.results)
     unit_lines = [f"{unit.name}: {len(unit.parameters)} parameters" for unit in units]
     agree(ranks, setup.arguments(), setup.lines(), unit_lines, timeout=timeout)
     with Peak(where.device) as peak:

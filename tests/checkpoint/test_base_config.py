@@ -54,6 +54,7 @@ def test_what_published_configs_say_is_fine() -> None:
         ({"layer_types": ["full_attention"] * 10_001}, "config-size"),
         ({"num_hidden_layers": 2_001}, "config-size"),
         ({"depths": [2, 10**9]}, "config-size"),
+        ({"num_labels": 10**6}, "config-size"),
         ({"id2label": {str(number): "x" for number in range(100_001)}}, "config-size"),
         ({"backbone": "who/model"}, "config-path"),
         ({"model_type": "upernet", "backbone": "resnet50", "use_timm_backbone": True}, "config-path"),

@@ -313,7 +313,7 @@ CONFIGS: dict[str, Fault] = {
     "config with the backbone of another": Fault(
         config(model_type="upernet", backbone="who/model", backbone_config=None), ("backbone", "who/model")
     ),
-    "config of 9 MB": Fault(config(note="x" * (9 << 20)), ("config.json", "8.0 MiB")),
+    "config of 17 MB": Fault(config(note="x" * (17 << 20)), ("config.json", "16.0 MiB")),
     "config with a dtype of another library": Fault(config(dtype="numpy.float32"), ("config.json", "numpy.float32")),
     "config of very many labels": Fault(config(num_labels=10**9), ("num_labels", "100000")),
     "config with slow patterns of a quantizer": Fault(

@@ -75,6 +75,12 @@ SCRIPT = """
     exchange.host_identity = lambda: f"node-{rank}"
     report({"copies differ": tried(lambda: load_peft_on_rank(other if rank == 1 else adapter, base))})
     report({"copies equal": tried(lambda: load_peft_on_rank(adapter, base))})
+    home = os.getcwd()
+    if rank != 1:
+        os.chdir(os.path.dirname(adapter))  # where the names of the folders, which could be hub ids, are folders
+    report({"adapter on two": tried(lambda: load_peft_on_rank("adapter", base))})
+    report({"base on two": tried(lambda: load_peft_on_rank(adapter, "base"))})
+    os.chdir(home)
     options = {"dtype": torch.bfloat16, "strict": False} if rank == 1 else {}
     report({"other arguments": tried(lambda: load_peft_on_rank(adapter, base, **options))})
     report({"one late": tried(lambda: load_peft_on_rank(adapter, base, timeout=1)) if rank != 2 else {}})
@@ -103,6 +109,16 @@ def results(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> d
 
 def each(results: dict[str, Any], case: str) -> list[dict[str, Any]]:
     return [facts[case] for facts in results["ranks"]]
+
+
+@pytest.mark.parametrize(("case", "name"), [("adapter on two", "adapter 'default'"), ("base on two", "base_model")])
+def test_a_folder_that_one_rank_lacks_is_named_on_all_of_them(results: dict[str, Any], case: str, name: str) -> None:
+    folder = case.split()[0]
+    for rank, facts in enumerate(each(results, case)):
+        assert facts["error"] == "CheckpointNotFound"
+        assert f"{name}: is not there for rank 1 ({folder}); it is for ranks 0, 2 ({folder})" in facts["text"]
+        assert "Copy it to each node" in facts["text"]
+        assert set(facts["contexts"]) <= {rank}
 
 
 def test_each_rank_has_its_own_device_and_no_other(results: dict[str, Any]) -> None:

@@ -250,7 +250,10 @@ REFUSED = {
     ),
     "head that is not wanted": ("CheckpointError|RankError", ["lm_head.weight", "a head that the model does not have"]),
     "no such folder": ("CheckpointNotFound|RankError", ["nowhere"]),
-    "absent on a rank": ("CheckpointNotFound", ["is not there for rank 1; it is for rank 0", "Copy it to each node"]),
+    "absent on a rank": (
+        "CheckpointNotFound",
+        ["source: is not there for rank 1 (", "elsewhere); it is for rank 0 (", "llama)", "Copy it to each node"],
+    ),
     "missing shard": ("CheckpointError|CheckpointNotFound|RankError", ["lacking"]),
 }
 # Both sides and the file, on every rank and for both versions.

@@ -1,0 +1,43 @@
+"""Whether a folder that all ranks were given is there for all of them, told before any rank asks a hub for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safe_loading._core.paths import is_there
+from safe_loading.errors import CheckpointNotFound
+
+from .store_exchange import rank_list
+
+FolderSeen = tuple[str, bool]
+"""A folder or a hub id as it was passed, and whether this rank sees a folder there."""
+
+
+def folder_seen(source: str) -> FolderSeen:
+    """Return what a rank shares with the others about a source."""
+    return source, is_there(Path(source).expanduser())
+
+
+def check_same_folders(ranks: Sequence[int], seen: Sequence[Mapping[str, Sequence[object]]]) -> None:
+    """Refuse a folder that some ranks have and others lack; ``seen`` has what each rank sees, by argument."""
+    problems = []
+    for argument in seen[0]:
+        sides: dict[bool, dict[str, list[int]]] = {True: {}, False: {}}
+        for rank, folders in zip(ranks, seen, strict=True):
+            path, there = folders.get(argument, ("", None))
+            if isinstance(there, bool):
+                sides[there].setdefault(str(path), []).append(rank)
+        if sides[True] and sides[False]:
+            lacking, having = (_side(sides[there]) for there in (False, True))
+            problems.append(f"{argument}: is not there for {lacking}; it is for {having}")
+    if problems:
+        raise CheckpointNotFound(
+            "Some ranks lack a folder that others have. Copy it to each node, or pass the same files under a path that "
+            "every rank has (absolute, or relative to where each rank was started):",
+            problems,
+        )
+
+
+def _side(by_path: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{rank_list(which)} ({path})" for path, which in by_path.items())
