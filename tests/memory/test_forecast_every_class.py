@@ -30,9 +30,10 @@ KNOWN = (
 )
 # Which steps do not run for real with a batch of text and this tests' tiny configs either.
 TEXT_IS_NOT_ENOUGH = (
-    "Blip Blip2 Git Idefics InstructBlip InstructBlipVideo Kosmos2 Musicgen MusicgenMelody PI0 Pix2Struct "
-    "Qwen2_5OmniThinker Reformer Step3p7 Udop VisionEncoderDecoder Zamba2"
+    "Git Idefics InstructBlip InstructBlipVideo Kosmos2 Musicgen MusicgenMelody PI0 Pix2Struct "
+    "Qwen2_5OmniThinker Reformer Step3p7 Udop Zamba2"
 )
+IMAGES_ARE_MADE = "Blip Blip2 VisionEncoderDecoder"  # by the forecast; the batch of the real step here has none
 NO_ADAPTER = "DeepseekV4 FalconH1 FalconMamba Llama4 Mamba Mamba2 NemotronH Phimoe"  # on all linear layers
 NO_CHECKPOINTING = "CpmAnt CTRL GPTNeoXJapanese OpenAIGPT XLM XLNet"
 # These run for real, but choose how much they compute by values that a trace does not know.
@@ -118,6 +119,12 @@ def test_a_training_step_of_every_class(name: str, lora: bool, checkpointing: bo
             step = Workload.train(ROWS, COLUMNS, checkpointing, adapter=config, optimizer="none")
             with pytest.raises((TraceError, AdapterError)):
                 trace_step(model, step)
+        return
+    if among(IMAGES_ARE_MADE, name):
+        model, config = built(name, lora=lora)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert trace_step(model, Workload.train(ROWS, COLUMNS, checkpointing, adapter=config)).devices
         return
     mine, real = compared(name, lora=lora, checkpointing=checkpointing)
     assert mine == pytest.approx(real, rel=0.014 if among(KNOWN, name) else NEAR)
