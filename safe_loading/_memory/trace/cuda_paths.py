@@ -99,7 +99,7 @@ class _CudaFunctions:
         return output
 
 
-class _Context(Protocol):
+class _SoftmaxContext(Protocol):
     """What the function below keeps from the forward pass for the backward pass."""
 
     saved_tensors: tuple[torch.Tensor, ...]
@@ -111,14 +111,14 @@ class _Context(Protocol):
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: torch.Tensor, dim: int, fused: bool) -> torch.Tensor:
+    def forward(ctx: _SoftmaxContext, x: torch.Tensor, dim: int, fused: bool) -> torch.Tensor:
         result: torch.Tensor = aten._softmax(x, dim, fused)
         ctx.save_for_backward(result)
         ctx.dim, ctx.dtype = dim, x.dtype
         return result
 
     @staticmethod
-    def backward(ctx: _Context, *grads: torch.Tensor) -> _Gradients:
+    def backward(ctx: _SoftmaxContext, *grads: torch.Tensor) -> _Gradients:
         (result,) = ctx.saved_tensors
         gradient: torch.Tensor = aten._softmax_backward_data(grads[0], result, ctx.dim, ctx.dtype)
         scratch = torch.empty_like(grads[0])  # grad * output, which the kernel sums
