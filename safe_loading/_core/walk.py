@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     import torch
 
 
-def walk_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def walk_modules(model: torch.nn.Module, *, adapters: bool = True) -> Iterator[torch.nn.Module]:
     """Yield the modules of a model in any order, one without children as often as it is registered.
 
-    ``Module.modules()`` makes each module's name, and passes it up through one generator for each level.
+    ``Module.modules()`` makes each module's name, and passes it up through one generator for each level. Without
+    ``adapters``, of each layer of peft only what it lies around is walked, however many adapters it has.
     """
     seen: set[int] = set()
     stack: list[torch.nn.Module | None] = [model]
@@ -24,13 +25,16 @@ def walk_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            stack.extend(module._modules.values())
+            if adapters or not hasattr(type(module), "adapter_layer_names"):
+                stack.extend(module._modules.values())
+            else:
+                stack.extend(map(module._modules.get, ("base_layer", "original_module")))
         yield module
 
 
-def walk_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters of a model, one in several places several times."""
-    for module in walk_modules(model):
+def walk_parameters(model: torch.nn.Module, *, adapters: bool = True) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of a model, one in several places several times; ``adapters`` as for the modules."""
+    for module in walk_modules(model, adapters=adapters):
         if module._parameters:
             for parameter in module._parameters.values():
                 if parameter is not None:

@@ -22,7 +22,7 @@ from peft.utils.other import get_pattern_key
 
 from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.protocols import JsonObject
-from safe_loading._model.peft_layers import LoraModule, is_lora_layer
+from safe_loading._model.peft_layers import LoraModule, base_of, has_adapters, is_lora_layer
 from safe_loading._model.snapshot import Snapshot
 
 from .adapter_facts import AdapterFacts
@@ -147,13 +147,13 @@ def find_alike(
 
     ``tensors`` are those of its file, and ``mapping`` the patterns that the caller has for their keys.
     """
-    if not isinstance(model, PeftModel):
+    if not has_adapters(model):
         return None
     plan = plan_for(model, facts)
     layers = plan.layers(model) if plan is not None else None
     if plan is None or layers is None:
         return None
-    base = model.get_base_model()
+    base = base_of(model)
     own_module, patterns = "module" in base._modules, key_mapping_for(mapping, base)
     file = rename_keys(facts, tensors, prompt_learning=False, own_module=own_module, key_mapping=patterns)
     return Alike(plan, layers, file) if plan.fits(file.tensors, facts.config) else None

@@ -16,14 +16,17 @@ from safe_loading._core.engines import trainable_as_before, without_autocast
 from safe_loading._core.log import quiet
 from safe_loading._core.report import Finding
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
+from safe_loading._model.peft_layers import base_of, has_adapters
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
+from safe_loading._ranks.rank_devices import RankDevices
 from safe_loading.errors import AdapterError, ArgumentError, SafeLoadingError
 
 from .adapter_facts import AdapterFacts
 from .adapter_values import key_mapping_for, read_tensors, rename_keys, value_findings
 from .alike import find_alike, remember
 from .allocation_limit import allocation_limit
+from .dispatched import bring_inputs
 from .fill_slots import fill_slots, overwrite_base
 from .match import Match, match_tensors
 from .peft_config import as_trained, build_config, refuse_costly_patterns
@@ -149,7 +152,7 @@ def check_on_meta(meta_model: torch.nn.Module, adapters: Sequence[Adapter]) -> N
 def attach(
     model: torch.nn.Module,
     adapter: Adapter,
-    device: torch.device,
+    devices: RankDevices,
     *,
     undo: Sequence[Snapshot],
     keep_base: bool = False,
@@ -163,7 +166,7 @@ def attach(
     model what it was. Base weights are kept in all of them before they are overwritten from the file; with
     ``keep_base`` the last one keeps those, too, that the adapter's start is about to change. ``dtype`` None leaves each
     tensor as it is on disk. With ``strict``, a finding of severity "error" refuses the adapter. Without ``copy``, the
-    model gets the tensors of ``adapter`` itself where they are on ``device`` already.
+    model gets the tensors of ``adapter`` itself where they are on their device already.
     """
     # What is known of the files alone comes first, so that it can be refused before the base is touched.
     injection, on_base = _inject_on_meta(model, adapter, undo[0]), _with_own_config(adapter)
@@ -182,10 +185,11 @@ def attach(
             skip_deferred_start(injection.model, adapter.name)
     start = _findings_of_start(adapter, injection)
     _refuse(adapter, injection, start, strict=strict)
-    fill_slots(injection.slots, injection.match.values, device, dtype, copy=copy)
+    fill_slots(injection.slots, injection.match.values, devices, dtype, copy=copy)
     overwritten = overwrite_base(injection.model, injection.match.base_writes, adapter.file, undo)
     now = (own_tensor(slot.owner, slot.name) for slot in injection.slots.values())
     tensors = [tensor for tensor in now if tensor is not None]
+    bring_inputs(injection.model, devices)
     _remember(adapter, injection)
     findings = [*adapter.findings, *injection.match.findings, *start, *overwritten]
     return Attached.of(injection.model, findings, tensors, injection.renamed)
@@ -235,7 +239,7 @@ def _refuse(adapter: Adapter, injection: Injection, findings: Iterable[Finding],
     """Refuse an adapter with errors, and one of which nothing fits whatever ``strict`` says."""
     errors = errors_in((*adapter.findings, *findings))
     if errors and (strict or not (injection.match.values or adapter.config.is_prompt_learning)):
-        raise refusal([adapter], type(_base_of(injection.model)).__name__, errors)
+        raise refusal([adapter], type(base_of(injection.model)).__name__, errors)
 
 
 def _remember(adapter: Adapter, injection: Injection) -> None:
@@ -251,7 +255,7 @@ def errors_in(findings: Iterable[Finding]) -> list[str]:
 
 def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool) -> Injection:
     """Let peft build the adapter's modules, and pair the file's tensors with them."""
-    base = _base_of(model)
+    base = base_of(model)
     # Taken before the injection, which may replace these modules by an adapter's copies of them.
     embeddings = [weight for weight in embeddings_and_head_of(base).weights if weight is not None]
     config = adapter.config
@@ -300,7 +304,7 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
     name = adapter.name
     # autocast_adapter_dtype would cast 16-bit factors to float32; here each keeps the dtype that it has on disk.
     try:
-        if isinstance(model, PeftModel):
+        if has_adapters(model):
             with trainable_as_before(model):
                 model.add_adapter(name, config, **without_autocast(model.add_adapter))
             return model
@@ -312,10 +316,11 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
     # exist, a module that the method does not support, a number that no tensor can have as its size.
     except Exception as error:
         # "Tensor.item() cannot be called on meta tensors", "Cannot copy out of meta tensor", and others like them
-        if on_meta and isinstance(error, RuntimeError) and "meta" in str(error):
+        # and accelerate's "weight is on the meta device", for the copy of a module that it dispatched
+        if on_meta and isinstance(error, (RuntimeError, ValueError)) and "meta" in str(error):
             raise _NeedsValues from error
         raise AdapterError(
-            f"{adapter.facts.folder / ADAPTER_CONFIG}: peft cannot add {name!r} to {type(_base_of(model)).__name__}: "
+            f"{adapter.facts.folder / ADAPTER_CONFIG}: peft cannot add {name!r} to {type(base_of(model)).__name__}: "
             f"{error}"
         ) from error
 
@@ -334,10 +339,6 @@ def _needs_base_values(injection: Injection) -> bool:
         slot.tensor.is_meta and key not in injection.match.values and not slot.is_parameter
         for key, slot in injection.slots.items()
     )
-
-
-def _base_of(model: torch.nn.Module) -> torch.nn.Module:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _with_own_config(adapter: Adapter) -> Adapter:

@@ -12,9 +12,9 @@ from peft import LoraConfig, PeftModel
 from safe_loading._core.log import quiet
 from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.report import Finding
-from safe_loading._model.peft_layers import LoraModule
+from safe_loading._model.peft_layers import LoraModule, base_of
 from safe_loading._model.stand_ins import NoInit
-from safe_loading._ranks.device_guard import check_devices
+from safe_loading._ranks.rank_devices import RankDevices
 
 from .alike import Alike, FactorPlace, only_new_modules, rank_of
 from .attach import Adapter, Attached, errors_in, refusal
@@ -26,7 +26,7 @@ def attach_alike(
     model: PeftModel,
     adapter: Adapter,
     alike: Alike,
-    device: torch.device,
+    devices: RankDevices,
     *,
     dtype: torch.dtype | None = None,
     strict: bool = True,
@@ -36,7 +36,7 @@ def attach_alike(
     findings: list[Finding] = [*adapter.findings, *alike.file.findings]
     errors = errors_in(findings)
     if errors and strict:
-        raise refusal([adapter], type(model.get_base_model()).__name__, errors)
+        raise refusal([adapter], type(base_of(model)).__name__, errors)
     # As peft has it after an injection: by the base's kind where the file named none, and as names in this release.
     of_first = model.peft_config[alike.plan.first]
     for field in ("target_modules", "exclude_modules"):
@@ -45,9 +45,9 @@ def attach_alike(
     _build(alike.layers, adapter)
     slots = _slots(alike.layers, alike.plan.places, name)
     values = {slot.key: alike.file.tensors[key] for key, slot in slots.items()}
-    fill_slots({slot.key: slot for slot in slots.values()}, values, device, dtype)
+    fill_slots({slot.key: slot for slot in slots.values()}, values, devices, dtype)
     owners = torch.nn.ModuleList(slot.owner for slot in slots.values())
-    check_devices(owners, device)
+    devices.check(owners)
     tensors = list(owners.requires_grad_(False).parameters())
     return Attached.of(model, findings, tensors, alike.file.renamed)
 

@@ -22,6 +22,7 @@ from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.meta_model import build_on_meta, class_in_config, weights_dtype
 from safe_loading._model.model_config import CONFIG, read_config
+from safe_loading._ranks.rank_devices import RankDevices
 from safe_loading.errors import AdapterError, CheckpointError, SafeLoadingError
 
 from .adapter_facts import AdapterFacts
@@ -152,19 +153,21 @@ def check_fit(
 
 
 def load_base(
-    auto_class: ModelClass, folder: Path, device: torch.device, dtype: torch.dtype | str, base_kwargs: EngineKwargs
+    auto_class: ModelClass, folder: Path, devices: RankDevices, dtype: torch.dtype | str, base_kwargs: EngineKwargs
 ) -> tuple[PreTrainedModel, LoadingInfo]:
-    """Load the base onto ``device`` and nowhere else; it is in eval mode."""
+    """Load the base onto its devices and nowhere else; it is in eval mode."""
     # use_safetensors: otherwise transformers falls back to a pickle where there is no safetensors file.
     arguments: dict[str, object] = {"dtype": dtype, "output_loading_info": True}
     rest = dict(base_kwargs)
     if (folder / CONFIG).exists() and not IMPLEMENTATIONS.isdisjoint(base_kwargs):
         arguments["config"], rest = changed_config(folder, base_kwargs)
     arguments |= {"use_safetensors": True, "trust_remote_code": base_kwargs.get("trust_remote_code", False), **rest}
-    if device.type != "cpu":
+    if devices.are_several:
+        arguments["device_map"] = dict(devices.by_module)
+    elif devices.main.type != "cpu":
         # Always with an index: transformers' loader threads do not inherit the current device and take "cuda" for 0.
         # No map for the CPU: peft's own later calls would take {"": "cpu"} for offloading, and dispatch again.
-        arguments["device_map"] = {"": device}
+        arguments["device_map"] = {"": devices.main}
     try:
         model, info = auto_class.from_pretrained(folder, **arguments)
     except (SafeLoadingError, MemoryError, torch.OutOfMemoryError):

@@ -9,6 +9,7 @@ import torch
 
 from safe_loading._core.report import Finding
 from safe_loading._model.snapshot import Snapshot
+from safe_loading._ranks.rank_devices import RankDevices
 
 from .slots import AdapterSlot, named_tensors
 
@@ -16,12 +17,12 @@ from .slots import AdapterSlot, named_tensors
 def fill_slots(
     slots: Mapping[str, AdapterSlot],
     values: Mapping[str, torch.Tensor],
-    device: torch.device,
+    devices: RankDevices,
     dtype: torch.dtype | None,
     *,
     copy: bool = True,
 ) -> None:
-    """Put each value into its slot, on ``device``, in its own dtype, or in ``dtype`` if that is not None.
+    """Put each value into its slot, on the slot's device, in its own dtype, or in ``dtype`` if that is not None.
 
     Slots that share storage (adapters tied to one another) still share it afterwards, unless their values differ:
     peft casts the factors of a 16-bit base one by one, which ends the tie, so they may have been trained apart. A slot
@@ -33,6 +34,7 @@ def fill_slots(
     for slot in slots.values():
         groups[slot.storage].append(slot)
     for group in groups.values():
+        device = devices.of(group[0].key)
         with_value = [slot for slot in group if slot.key in values]
         if not with_value:
             for slot in group:

@@ -6,7 +6,7 @@ import dataclasses
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -21,10 +21,12 @@ from safe_loading._core.engines import set_adapter
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding
 from safe_loading._model.model_config import CONFIG, read_generation_config
+from safe_loading._model.peft_layers import has_adapters
 from safe_loading._model.size_limit import refuse_out_of_proportion
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.device_guard import make_current, one_device
-from safe_loading.errors import AdapterError
+from safe_loading._ranks.rank_devices import DeviceMap, RankDevices, devices_of
+from safe_loading.errors import AdapterError, ArgumentError
 
 from .alike import find_alike
 from .attach import Adapter, Attached, attach, check_on_meta
@@ -48,7 +50,7 @@ from .report import LoadedPart
 class LoadOptions:
     """How a base and its adapters are loaded; the arguments of ``load_peft_on_rank`` that have these names."""
 
-    device: torch.device
+    devices: RankDevices
     dtype: torch.dtype | Literal["auto"]
     adapter_dtype: torch.dtype | None
     is_trainable: bool
@@ -101,11 +103,24 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
     if meta_model is not None and checkpoint is not None:
         on_disk = sum(info.nbytes for info in checkpoint.tensors.values())
         refuse_out_of_proportion(meta_model, folder / CONFIG, on_disk)
+    if meta_model is not None:
+        _require_devices(options.devices, meta_model)
     if meta_model is not None and options.strict:
         if checkpoint is not None:
             check_fit(meta_model, checkpoint, adapters, key_mapping=options.base_kwargs.get("key_mapping"))
         check_on_meta(meta_model, adapters)
     return BaseOnDisk(base, auto_class, checkpoint, () if checkpoint is None else tuple(base_findings(checkpoint)))
+
+
+def _require_devices(devices: RankDevices, meta_model: torch.nn.Module) -> None:
+    """Refuse a device map that leaves a parameter of the base out."""
+    left_out = devices.without_device(name for name, _ in meta_model.named_parameters())
+    if left_out:
+        raise ArgumentError(
+            f"device= maps no module around these parameters of {type(meta_model).__name__}; add the modules, or '' "
+            f"for all others:",
+            left_out,
+        )
 
 
 def load(
@@ -127,7 +142,7 @@ def load(
 def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options: LoadOptions) -> Loaded:
     start = time.perf_counter()
     source = base.resolved.source
-    model, info = load_base(base.auto_class, base.resolved.folder, options.device, options.dtype, options.base_kwargs)
+    model, info = load_base(base.auto_class, base.resolved.folder, options.devices, options.dtype, options.base_kwargs)
     # transformers reads the files after their headers were checked here: what changed in between was not checked.
     if base.checkpoint is not None:
         require_unchanged(base.checkpoint)
@@ -136,7 +151,7 @@ def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options
     errors = [str(finding) for finding in findings if finding.severity == "error"]
     if errors and options.strict:
         raise AdapterError(f"{source!r} does not fill {type(model).__name__}:", errors)
-    part = _base_part(model, source, base.resolved.commit, options.device, time.perf_counter() - start)
+    part = _base_part(model, source, base.resolved.commit, options.devices, time.perf_counter() - start)
     attached = _attach_all(model, adapters, options, [])
     findings = [*base.findings, *findings, *attached.findings]
     return Loaded(attached.model, [part, *attached.parts], findings)
@@ -147,12 +162,12 @@ def _attach_and_move(
 ) -> Loaded:
     """Attach to a model that the caller owns, and only then move it: most refusals come before it is moved."""
     # Counted now: after the injection the base's parameters include the adapter's.
-    moves = one_device(base) != options.device
-    part = _base_part(base, type(base).__name__, None, options.device, 0.0)
+    moves = not options.devices.are_several and one_device(base) != options.devices.main
+    part = _base_part(base, type(base).__name__, None, options.devices, 0.0)
     attached = _attach_all(base, adapters, options, undo)
     start = time.perf_counter()
     if moves:
-        attached.model.to(options.device)
+        attached.model.to(options.devices.main)
     part = dataclasses.replace(part, seconds=time.perf_counter() - start)
     return attached._replace(parts=[part, *attached.parts])
 
@@ -166,12 +181,13 @@ def restored_on_error(model: torch.nn.Module | None) -> Iterator[list[Snapshot]]
     if model is None:
         yield []
         return
-    device = one_device(model)
+    devices = devices_of(model)
     try:
         with restored_by([Snapshot(model)]) as undo:
             yield undo
     except BaseException:
-        model.to(device)
+        if not devices.are_several:  # otherwise it was not moved
+            model.to(devices.main)
         raise
 
 
@@ -198,28 +214,28 @@ def _attach_all(
         # adapters in it, and what it overwrites of the base is kept in the caller's too.
         dtype, strict = options.adapter_dtype, options.strict
         alike = find_alike(model, adapter.facts, adapter.tensors, adapter.key_mapping)
-        if alike is not None and isinstance(model, PeftModel):
-            attached = attach_alike(model, adapter, alike, options.device, dtype=dtype, strict=strict)
+        if alike is not None and has_adapters(model):
+            attached = attach_alike(model, adapter, alike, options.devices, dtype=dtype, strict=strict)
         else:
             snapshots = undo if undo and not parts else [Snapshot(model), *undo]
             attached = attach(
-                model, adapter, options.device, undo=snapshots, keep_base=bool(undo), dtype=dtype, strict=strict
+                model, adapter, options.devices, undo=snapshots, keep_base=bool(undo), dtype=dtype, strict=strict
             )
         model = attached.model
-        parts.append(adapter_part(adapter, attached, options.device, time.perf_counter() - start))
+        parts.append(adapter_part(adapter, attached, options.devices, time.perf_counter() - start))
         findings += attached.findings
     if not isinstance(model, PeftModel):
         raise AdapterError("There is no adapter to attach.")
     return Loaded(model, parts, findings)
 
 
-def adapter_part(adapter: Adapter, attached: Attached, device: torch.device, seconds: float) -> LoadedPart:
+def adapter_part(adapter: Adapter, attached: Attached, devices: RankDevices, seconds: float) -> LoadedPart:
     """Return the report's line about an adapter."""
     return LoadedPart(
         name=adapter.name,
         source=adapter.facts.source,
         commit=adapter.facts.commit,
-        device=str(device),
+        device=str(devices),
         dtypes=attached.dtypes,
         tensors=attached.tensors,
         bytes=attached.bytes,
@@ -229,18 +245,19 @@ def adapter_part(adapter: Adapter, attached: Attached, device: torch.device, sec
 
 
 def _base_part(
-    base: torch.nn.Module, source: str, commit: str | None, device: torch.device, seconds: float
+    base: torch.nn.Module, source: str, commit: str | None, devices: RankDevices, seconds: float
 ) -> LoadedPart:
     # Tensors that share a storage count once.
     tensors = {tensor.untyped_storage()._cdata: tensor for tensor in (*base.parameters(), *base.buffers())}.values()
     dtypes = dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
     size = sum(tensor.nbytes for tensor in tensors)
-    return LoadedPart("base", source, commit, str(device), dtypes, len(tensors), size, seconds)
+    return LoadedPart("base", source, commit, str(devices), dtypes, len(tensors), size, seconds)
 
 
-def current_device_findings(device: torch.device, given: torch.device | str | int | None) -> list[Finding]:
+def current_device_findings(device: torch.device, given: torch.device | str | int | DeviceMap | None) -> list[Finding]:
     """Make the device of a rank the current one (`make_current`); return a finding where another one stays current."""
-    if make_current(device, given):
+    # With a map, accelerate's hooks move the inputs, and set the current device around each block.
+    if isinstance(given, Mapping) or make_current(device, given):
         return []
     current = f"{device.type}:{torch.accelerator.current_device_index()}"
     message = (

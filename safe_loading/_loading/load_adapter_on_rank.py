@@ -8,23 +8,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from peft import PeftModel
+from peft import PeftMixedModel, PeftModel
 
 from safe_loading._core import progress as _progress
 from safe_loading._core.engines import require_for
 from safe_loading._core.log import logger
 from safe_loading._core.walk import walk_modules
+from safe_loading._model.peft_layers import base_of, has_adapters, is_mixed
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.device_guard import (
     check_contexts,
-    check_devices,
     contexts,
     guarded,
-    one_device,
     own_device,
 )
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank
+from safe_loading._ranks.rank_devices import RankDevices, devices_of
 from safe_loading.errors import AdapterError, AdapterExists, ArgumentError, DeviceError
 
 from .alike import find_alike
@@ -38,7 +38,7 @@ from .sources import HUB_OPTIONS, LoadRequest, find_sources
 
 
 def load_adapter_on_rank(
-    model: PeftModel,
+    model: PeftModel | PeftMixedModel,
     adapter: str | os.PathLike[str],
     adapter_name: str,
     *,
@@ -61,10 +61,11 @@ def load_adapter_on_rank(
     new adapter is not made active (``model.set_adapter`` does that).
 
     Args:
-        model: A model with adapters, on one device.
+        model: A model with adapters. A PeftMixedModel takes those of the methods that it can mix.
         adapter: A folder or hub id.
         adapter_name: The name that it gets; with ``hotswap`` the name of the adapter that it replaces.
-        device: The device that the model is on, which is the only one accepted. None takes it from the model.
+        device: The device that the model is on, which is the only one accepted. None takes it from the model, which may
+            be spread over several by its device map.
         adapter_dtype: Dtype of the adapter, or its name; None leaves each tensor exactly as it is on disk.
         is_trainable: Whether its parameters require grad. False puts the whole model in eval mode, as peft's
             ``load_adapter`` does.
@@ -94,14 +95,15 @@ def load_adapter_on_rank(
     with group.together("check the arguments", timeout=timeout):
         check_adapter_name(adapter_name)
         own_dtype = as_dtype(adapter_dtype, "adapter_dtype", None)
-        _check_name(model, adapter_name, hotswap=hotswap)
+        own = _checked_model(model, adapter_name, hotswap=hotswap)
         if hotswap:
             _check_swap(is_trainable=is_trainable, strict=strict)
         if unknown := sorted((hub_kwargs or {}).keys() - HUB_OPTIONS):
             raise ArgumentError(f"hub_kwargs has {unknown}; it takes {sorted(HUB_OPTIONS)}.")
-        target = _device_of(model, device)
+        devices = _devices_of(own, device)
+        target = devices.main
     contexts_before = contexts()
-    notes = current_device_findings(target, target)
+    notes = current_device_findings(target, devices.by_module or target)
     request = LoadRequest(
         {adapter_name: adapter},
         base=None,
@@ -119,18 +121,18 @@ def load_adapter_on_rank(
             prepared = prepare(adapter_name, facts, is_trainable=is_trainable, key_mapping=key_mapping)
             outcome: StagedSwap | Attached
             if hotswap:
-                outcome = stage_swap(model, prepared, dtype=own_dtype)
-                check_devices(model, target)
+                outcome = stage_swap(own, prepared, dtype=own_dtype)
+                devices.check(own)
             else:
-                outcome = _attach(model, prepared, target, undo, own_dtype, is_trainable=is_trainable, strict=strict)
-            check_contexts(contexts_before, target)
+                outcome = _attach(own, prepared, devices, undo, own_dtype, is_trainable=is_trainable, strict=strict)
+            check_contexts(contexts_before, target, *devices.by_module.values())
             findings = [*outcome.findings, *notes]
             warn_of_errors(findings)
         # A swap overwrites values, and this rank could not undo that on the others: it waits until all ranks can.
-        attached = commit_swap(model, outcome) if isinstance(outcome, StagedSwap) else outcome
-        part = adapter_part(prepared, attached, target, time.perf_counter() - start)
-        report = LoadReport(group.index(group.rank), group.size, str(target), (part,), tuple(findings))
-        model.__dict__["load_report"] = report
+        attached = commit_swap(own, outcome) if isinstance(outcome, StagedSwap) else outcome
+        part = adapter_part(prepared, attached, devices, time.perf_counter() - start)
+        report = LoadReport(group.index(group.rank), group.size, str(devices), (part,), tuple(findings))
+        own.__dict__["load_report"] = report
         logger.info("%s", report)
         return report
 
@@ -143,11 +145,17 @@ def _check_swap(*, is_trainable: bool, strict: bool) -> None:
         raise ArgumentError("A hot swap is always strict and leaves requires_grad alone; leave both arguments out.")
 
 
-def _check_name(model: PeftModel, name: str, *, hotswap: bool) -> None:
-    if not isinstance(model, PeftModel):
+def _checked_model(model: torch.nn.Module, name: str, *, hotswap: bool) -> PeftModel:
+    """Return the model; refuse one without adapters, and a name that is taken, or that cannot be swapped."""
+    if not has_adapters(model):
         raise AdapterError(
             f"load_adapter_on_rank adds to a PeftModel, this is a {type(model).__name__}. Use load_peft_on_rank for "
             f"the first adapter."
+        )
+    if hotswap and is_mixed(model):
+        raise AdapterError(
+            f"A hot swap needs a PeftModel, this is a {type(model).__name__}. Call model.delete_adapter({name!r}) and "
+            f"load without hotswap."
         )
     if hotswap and name not in model.peft_config:
         raise AdapterError(f"There is no adapter {name!r} to swap; the model has {sorted(model.peft_config)}.")
@@ -156,12 +164,13 @@ def _check_name(model: PeftModel, name: str, *, hotswap: bool) -> None:
             f"The model has an adapter {name!r} already (of {sorted(model.peft_config)}). Choose another name, call "
             f"model.delete_adapter({name!r}) first, or pass hotswap=True to overwrite its values."
         )
+    return model
 
 
-def _device_of(model: PeftModel, device: torch.device | str | int | None) -> torch.device:
-    """Return the device that the model is on, and refuse another one."""
-    current = one_device(model)
-    if device is not None and own_device(device) != current:
+def _devices_of(model: torch.nn.Module, device: torch.device | str | int | None) -> RankDevices:
+    """Return the devices that the model is on, and refuse another one."""
+    current = devices_of(base_of(model))
+    if device is not None and RankDevices(own_device(device)) != current:
         raise DeviceError(
             f"The model is on {current}, device is {own_device(device)}. Leave device out, or move the model."
         )
@@ -171,7 +180,7 @@ def _device_of(model: PeftModel, device: torch.device | str | int | None) -> tor
 def _attach(
     model: PeftModel,
     adapter: Adapter,
-    device: torch.device,
+    devices: RankDevices,
     undo: list[Snapshot],
     dtype: torch.dtype | None,
     *,
@@ -180,16 +189,32 @@ def _attach(
 ) -> Attached:
     """Attach an adapter, after a snapshot of what that changes was added to ``undo``."""
     # as PeftModel.load_adapter: what is loaded for inference puts the whole model in eval mode
-    to_eval = not is_trainable and any(module.training for module in walk_modules(model))
+    to_eval = not is_trainable and _is_training(model)
     alike = find_alike(model, adapter.facts, adapter.tensors, adapter.key_mapping)
     undo.append(Snapshot(model) if alike is None or to_eval else alike.snapshot(model))
     if alike is not None:
-        attached = attach_alike(model, adapter, alike, device, dtype=dtype, strict=strict)
+        attached = attach_alike(model, adapter, alike, devices, dtype=dtype, strict=strict)
     else:
-        attached = attach(model, adapter, device, undo=undo, keep_base=True, dtype=dtype, strict=strict)
-        check_devices(model, device)
+        attached = attach(model, adapter, devices, undo=undo, keep_base=True, dtype=dtype, strict=strict)
+        devices.check(model)
+    if is_mixed(model):
+        _activate_again(model)
     if is_trainable:
         model.set_requires_grad(adapter.name)
     elif to_eval or alike is None:
         model.eval()
     return attached
+
+
+def _is_training(model: PeftModel) -> bool:
+    """Return whether a module is in train mode; adapters for inference follow the base."""
+    trained = any(not config.inference_mode for config in model.peft_config.values())
+    return any(module.training for module in walk_modules(model, adapters=trained))
+
+
+def _activate_again(model: PeftModel) -> None:
+    """Activate the adapters of a mixed model that are active, as its ``load_adapter`` does; train what was trained."""
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    model.set_adapter(model.active_adapters)  # type: ignore[arg-type]  # a mixed model takes several
+    for parameter, was_trained in trained:
+        parameter.requires_grad_(was_trained)

@@ -14,19 +14,19 @@ from transformers import PreTrainedModel
 from safe_loading._core import progress as _progress
 from safe_loading._core.log import logger
 from safe_loading._core.paths import path_text
+from safe_loading._model.peft_layers import has_adapters
 from safe_loading._ranks.device_guard import (
     check_contexts,
-    check_devices,
     check_not_shared,
     contexts,
     device_identity,
     guarded,
     one_device,
-    own_device,
 )
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.machine import host_identity
+from safe_loading._ranks.rank_devices import RankDevices, devices_of, rank_devices
 from safe_loading._ranks.same_arguments import check_same_arguments
 from safe_loading.errors import AdapterError, ArgumentError, DeviceError
 
@@ -49,7 +49,7 @@ def load_peft_on_rank(
     adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],
     base_model: str | os.PathLike[str] | PreTrainedModel | None = None,
     *,
-    device: torch.device | str | int | None = None,
+    device: torch.device | str | int | Mapping[str, torch.device | str | int] | None = None,
     dtype: torch.dtype | str = "auto",
     adapter_dtype: torch.dtype | str | None = None,
     is_trainable: bool = False,
@@ -79,7 +79,9 @@ def load_peft_on_rank(
             None takes ``base_model_name_or_path`` of the (first) adapter's config.
         device: Where everything goes: a device, its name, or an index of the accelerator. None, or an accelerator
             without an index, takes :func:`device_for_rank`, and makes it the current device where a launcher gave it
-            and no other was chosen: torch's optimizers use the current device.
+            and no other was chosen: torch's optimizers use the current device. A mapping of the base's modules to
+            several accelerators (a plan of :func:`plan_device_map`) spreads the base as
+            ``from_pretrained(device_map=...)`` does, and each tensor of the adapter goes where its layer is.
         dtype: Dtype of the base, or its name; "auto" leaves it as it is in the checkpoint.
         adapter_dtype: Dtype of the adapter, or its name; None leaves each tensor exactly as it is on disk.
         is_trainable: Whether the active adapter's parameters require grad (those of the base never do). A model that
@@ -123,9 +125,10 @@ def load_peft_on_rank(
         check_base_kwargs(base_kwargs)
         base_kwargs = with_quantization_config(base_kwargs)
         adapters = _by_name(adapter, active)
-        target = own_device(device)
+        devices = _devices(device, loaded_base)
+        target = devices.main
         options = LoadOptions(
-            device=target,
+            devices=devices,
             dtype=as_dtype(dtype, "dtype", "auto") or "auto",
             adapter_dtype=as_dtype(adapter_dtype, "adapter_dtype", None),
             is_trainable=is_trainable,
@@ -137,7 +140,7 @@ def load_peft_on_rank(
         owned = [host_identity(), *device_identity(target)] if device is None and target.type != "cpu" else None
         phase.payload = [owned, _same_on_all(adapters, options)]
         of_base = {"auto_class": auto_class, "base_revision": base_revision, "base_subfolder": base_subfolder}
-        _check_base(base_model, target, {**of_base, "dtype": None if dtype == "auto" else dtype, **base_kwargs})
+        _check_base(base_model, devices, {**of_base, "dtype": None if dtype == "auto" else dtype, **base_kwargs})
     check_not_shared(group.ranks, [device_of_rank for device_of_rank, _ in phase.results])
     check_same_arguments("load_peft_on_rank", group.ranks, [arguments for _, arguments in phase.results])
     base_request = BaseRequest(source, base_revision, base_subfolder) if loaded_base is None else None
@@ -152,12 +155,12 @@ def load_peft_on_rank(
                 base, prepared = _checked(sources, loaded_base, options, key_mapping)
             with group.together("load", timeout=timeout):
                 model, parts, findings = load(base, prepared, options, undo)
-                check_devices(model, target)
-                check_contexts(contexts_before, target)
+                devices.check(model)
+                check_contexts(contexts_before, target, *devices.by_module.values())
                 warn_of_errors(findings)
         # After the guard, which puts the current device back.
         findings = [*findings, *current_device_findings(target, device)]
-        report = LoadReport(group.index(group.rank), group.size, str(target), tuple(parts), tuple(findings))
+        report = LoadReport(group.index(group.rank), group.size, str(devices), tuple(parts), tuple(findings))
         model.__dict__["load_report"] = report
         logger.info("%s", report)
         return model
@@ -205,7 +208,22 @@ def _by_name(adapter: Source | Mapping[str, Source], active: str | None) -> dict
     return adapters
 
 
-def _check_base(base: object, device: torch.device, arguments: Mapping[str, object]) -> None:
+def _devices(
+    device: torch.device | str | int | Mapping[str, torch.device | str | int] | None, base: torch.nn.Module | None
+) -> RankDevices:
+    """Return where everything goes; a base that is spread over several devices already stays there."""
+    spread = devices_of(base) if isinstance(getattr(base, "hf_device_map", None), Mapping) and base else None
+    if spread is None or not spread.are_several:
+        return rank_devices(device)
+    if device is not None and rank_devices(device) != spread:
+        raise DeviceError(
+            f"base_model is on several devices, {spread}, by its own device map, and device={device!r} is another "
+            f"place. Leave device out."
+        )
+    return spread
+
+
+def _check_base(base: object, devices: RankDevices, arguments: Mapping[str, object]) -> None:
     """Refuse what is no base, and for a model that is loaded already the ``arguments`` of loading one."""
     if not isinstance(base, torch.nn.Module):
         if base is not None:
@@ -216,14 +234,21 @@ def _check_base(base: object, device: torch.device, arguments: Mapping[str, obje
         raise ArgumentError(
             f"base_model is a model that is loaded already, so {', '.join(ignored)} would have no effect; leave it out."
         )
-    if isinstance(base, PeftModel) or any(isinstance(module, BaseTunerLayer) for module in base.modules()):
+    if has_adapters(base) or any(isinstance(module, BaseTunerLayer) for module in base.modules()):
         raise AdapterError(
             f"base_model is a {type(base).__name__} that has adapters already. Use load_adapter_on_rank to add one, "
             f"or pass the plain base."
         )
+    if devices.are_several and devices_of(base) == devices:
+        return
     current = one_device(base)
-    if current.type != "cpu" and current != device:
+    if devices.are_several:
         raise DeviceError(
-            f"base_model is on {current}, this rank's device is {device}. Pass device='{current}', or load the base "
-            f"on {device}."
+            f"base_model is on {current}, and device= is a map. Pass the folder or id of the base, or load the base "
+            f"with from_pretrained(device_map=...) and leave device out."
+        )
+    if current.type != "cpu" and current != devices.main:
+        raise DeviceError(
+            f"base_model is on {current}, this rank's device is {devices}. Pass device='{current}', or load the base "
+            f"on {devices}."
         )

@@ -13,6 +13,7 @@ from peft import PeftConfig, PeftModel
 from safe_loading._checkpoint.faults import fault
 from safe_loading._core.names import PEFT_PREFIX, nearest, without_peft_prefix
 from safe_loading._core.report import Finding
+from safe_loading._model.peft_layers import base_of
 
 from .key_names import layer_indices
 from .slots import AdapterSlot, RoutedTensors, named_tensors
@@ -192,7 +193,7 @@ def _unexpected(file: str, key: str, modules: set[str], model: PeftModel) -> Fin
         )
         fix = "add the module to target_modules in adapter_config.json"
         return fault("target-not-covered", f"{file}: {key}", message, fix)
-    base = type(model.get_base_model()).__name__
+    base = type(base_of(model)).__name__
     message = f"{base} has no module {name!r} (nearest: {_nearest(path, modules, model)})"
     return fault("adapter-key-unexpected", f"{file}: {key}", message, _fix_of_unexpected(name, model))
 
@@ -239,7 +240,7 @@ def _layer_counts(file: str, model: PeftModel, routed: RoutedTensors, findings: 
     """Return a finding when the base has another number of layers than the adapter: it explains all others."""
     if not any(finding.code in ("adapter-key-missing", "adapter-key-unexpected") for finding in findings):
         return []
-    layers = getattr(getattr(model.get_base_model(), "config", None), "num_hidden_layers", None)
+    layers = getattr(getattr(base_of(model), "config", None), "num_hidden_layers", None)
     indices = layer_indices(key for key in routed.tensors if ".lora_" in key)
     if not isinstance(layers, int) or not indices or max(indices) + 1 == layers:
         return []

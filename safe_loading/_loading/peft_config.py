@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import peft
 import torch
 from packaging.version import InvalidVersion, Version
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
 from safe_loading._checkpoint.adapter_patterns import pattern_problems
@@ -20,6 +20,7 @@ from safe_loading._checkpoint.hub import resolve
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.log import quiet
 from safe_loading._core.report import Finding, Severity
+from safe_loading._model.peft_layers import base_of
 from safe_loading.errors import AdapterError, SafeLoadingError
 
 from .adapter_facts import AdapterFacts, read_adapter_config
@@ -59,7 +60,7 @@ def read_peft_config(source: str | os.PathLike[str]) -> PeftConfig:
 
 def refuse_costly_patterns(config: PeftConfig, model: torch.nn.Module, where: object) -> None:
     """Refuse an adapter whose patterns cost peft too much on the modules of this model; ``where`` names its file."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = base_of(model)
     problems = pattern_problems(vars(config), (name for name, _ in base.named_modules()))
     if problems:
         raise AdapterError(f"{where} holds patterns that peft cannot match with {type(base).__name__}:", problems)

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from safe_loading._checkpoint.faults import fault, note
 from safe_loading._core.engines import hash_tensor
 from safe_loading._core.report import Finding
-from safe_loading._model.peft_layers import LoraModule, is_lora_layer
+from safe_loading._model.peft_layers import LoraModule, has_adapters, is_lora_layer
 from safe_loading.errors import AdapterError
 
 from .peft_config import can_build_on_meta, changes_base, is_lora
@@ -103,7 +103,7 @@ def without_repeated_layers(model: torch.nn.Module, config: PeftConfig) -> Itera
     change.
     """
     layers = getattr(config, "layer_replication", None)
-    if not layers or not isinstance(model, PeftModel):
+    if not layers or not has_adapters(model):
         yield
         return
     settings = vars(config)

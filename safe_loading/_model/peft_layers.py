@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeGuard
 
 import torch
+from peft import PeftMixedModel, PeftModel
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -30,6 +31,24 @@ def without_peft_levels(name: str) -> str:
     'model.embed_tokens.weight'
     """
     return ".".join(level for level in name.split(".") if level not in _PEFT_LEVELS)
+
+
+def has_adapters(model: torch.nn.Module) -> TypeGuard[PeftModel]:
+    """Return whether a model is peft's, around a base; a PeftMixedModel is no subclass, but has its attributes."""
+    return isinstance(model, (PeftModel, PeftMixedModel))
+
+
+def is_mixed(model: torch.nn.Module) -> bool:
+    """Return whether a model of peft's mixes methods, several of which may be active at a time."""
+    return isinstance(model, PeftMixedModel)
+
+
+def base_of(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the base inside a model of peft's, or the model itself."""
+    if isinstance(model, PeftMixedModel):
+        tuner: torch.nn.Module = model.base_model.model
+        return tuner
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def is_tuner_layer(module: object) -> TypeGuard[TunerModule]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -63,7 +64,18 @@ class _ObjectState:
         for container in self.empty:
             container.clear()
         for container, content in self.contents:
-            _refill(container, content)
+            # What was not changed stays: some containers refuse to be written to (the configs of diffusers).
+            if not _same_items(container, content):
+                _refill(container, content)
+
+
+def _same_items(container: object, content: object) -> bool:
+    """Return whether a container holds the same objects, in the same order, as its copy."""
+    if isinstance(container, dict) and isinstance(content, dict):
+        return list(container) == list(content) and all(container[key] is content[key] for key in content)
+    if isinstance(container, list) and isinstance(content, list):
+        return len(container) == len(content) and all(map(operator.is_, container, content))
+    return False  # a set is refilled
 
 
 def _refill(container: object, content: object) -> None:

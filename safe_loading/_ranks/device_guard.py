@@ -136,14 +136,15 @@ def contexts() -> frozenset[int]:
     return frozenset(index for index in range(torch.cuda.device_count()) if has_context(index))
 
 
-def check_contexts(before: frozenset[int], device: torch.device) -> None:
-    """Fail if a context was made on a device other than ``device``."""
-    own = {device.index} if device.type == "cuda" else set()
+def check_contexts(before: frozenset[int], device: torch.device, *more: torch.device) -> None:
+    """Fail if a context was made on a device other than ``device`` and those that the rank has besides."""
+    own = {each.index for each in (device, *more) if each.type == "cuda"}
     made = sorted(contexts() - before - own)
     if made:
         raise DeviceError(
             f"This load made a CUDA context (several hundred MB each) on device(s) {made}, which are not this rank's "
-            f"{device}. Something that it called used a device without an index: the model's custom code, or a "
+            f"{', '.join(map(str, dict.fromkeys((device, *more))))}. Something that it called used a device without an "
+            f"index: the model's custom code, or a "
             f"library. Call torch.cuda.set_device({device.index}) before loading, and report it."
         )
 
@@ -158,8 +159,12 @@ def check_devices(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def one_device(model: torch.nn.Module) -> torch.device:
-    """Return the one device that all parameters of a model are on; fail if there are several, none, or only meta."""
-    counts = Counter(parameter.device for parameter in walk_parameters(model))
+    """Return the one device that all parameters of a model are on; fail if there are several, none, or only meta.
+
+    In layers with adapters it is that of the layer inside: with a hundred of them the walk would take longer than a
+    load.
+    """
+    counts = Counter(parameter.device for parameter in walk_parameters(model, adapters=False))
     if len(counts) != 1 or next(iter(counts)).type == "meta":
         spread = ", ".join(f"{count} on {device}" for device, count in counts.items()) or "none at all"
         raise DeviceError(

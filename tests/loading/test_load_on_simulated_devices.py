@@ -170,8 +170,8 @@ def test_a_base_on_another_device_is_refused(facts: dict[str, Any]) -> None:
 
 def test_a_base_on_several_devices_is_refused(facts: dict[str, Any]) -> None:
     assert facts["spread"]["error"] == "DeviceError"
-    assert "on npu:1" in facts["spread"]["text"]
-    assert "on npu:2" in facts["spread"]["text"]
+    assert "npu:1, npu:2" in facts["spread"]["text"]
+    assert "Leave device out" in facts["spread"]["text"]
 
 
 def test_a_device_too_small_leaves_the_given_base_as_it_was(facts: dict[str, Any]) -> None:

@@ -10,6 +10,31 @@ import re
 # (pattern of the case's id, pattern of its error, reason); the first that matches both is the reason.
 _REASONS: tuple[tuple[str, str, str], ...] = (
     (
+        "",
+        r"(OPTForCausalLM|Sequential|MLP) that has adapters already",
+        "the base still has the layers of an adapter: refused, where peft puts new layers around them",
+    ),
+    (
+        "test_load_pissa_olora_with_other_adapter_warns",
+        "",
+        "a start that changes the base under another adapter is refused, or a finding, where peft warns",
+    ),
+    (
+        "missing_keys_warning|missing_theta_d_key_warns",
+        "AdapterError|DID NOT WARN",
+        "a tensor that the file lacks is refused, where peft warns",
+    ),
+    (
+        "test_hotswap_(missing_key_works|works_different_ranks_alphas)",
+        "the loaded adapter has",
+        "a hot swap overwrites in place: a larger rank, or other layers, are refused, where peft replaces the tensors",
+    ),
+    (
+        "test_hotswap_extra_key_raises",
+        "the loaded adapter has no such tensor",
+        "a hot swap of other layers is an AdapterError, for which the test expects peft's RuntimeError",
+    ),
+    (
         "test_load_resized_embedding_ignore_mismatched_sizes",
         "AdapterError",
         "a shape that does not fit is an AdapterError, for which the test expects torch's RuntimeError",

@@ -27,6 +27,7 @@ from safe_loading._merging.weights.writable_tensors import equal_updates
 from safe_loading._model.peft_layers import TunerModule, is_lora_layer, outermost_tuner_layers, without_peft_levels
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.tensors import ModelTensor, inventory
+from safe_loading._ranks.rank_devices import RankDevices
 
 from .base_changing_init import BaseChangingInit, init_of
 from .changes import IN_MEMORY, Edit, WeightChange
@@ -325,7 +326,7 @@ def _attach_all(base: torch.nn.Module, adapters: Iterable[Adapter]) -> PeftModel
     for adapter in adapters:
         with _NoComparisonOnMeta():
             # the factors are only read here, so one copy of an adapter in memory is enough
-            model = attach(model, _as_plain_lora(adapter), _CPU, undo=[Snapshot(model)], copy=False).model
+            model = attach(model, _as_plain_lora(adapter), RankDevices(_CPU), undo=[Snapshot(model)], copy=False).model
     if not isinstance(model, PeftModel):
         raise ValueError("a merge has at least one adapter")
     return model
