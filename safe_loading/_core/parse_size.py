@@ -25,6 +25,7 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 # Any letter case means bytes: "5gb" is 5 gigabytes here, whoever reads it as gigabits elsewhere.
 _NUMBER = r"[+-]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:e[+-]?[0-9]+)?"
 _SIZE = re.compile(rf"\s*({_NUMBER})\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
+_NO_ACCELERATORS = ("cpu", "meta", "disk")
 _INDEXED = re.compile(r"(?:[a-z]+:)?([0-9]+)")
 _SIZE_SYNTAX = 'pass a number of bytes, or text such as "20GiB" (2^30 bytes each) or "20GB" (10^9 bytes each)'
 
@@ -86,7 +87,7 @@ def parse_device(key: object, name: str = "max_memory") -> Device:
         return text
     match = _INDEXED.fullmatch(text)
     # "cpu:0" is no accelerator 0.
-    if match is not None and not text.startswith(("cpu:", "meta:", "disk:")):
+    if match is not None and text.partition(":")[0] not in _NO_ACCELERATORS:
         return int(match[1])
     raise ArgumentError(
         f'{name}: {key!r} is not a device; use the index of an accelerator (0, 1, ... or "cuda:0"), "cpu" or "disk".'
@@ -95,10 +96,9 @@ def parse_device(key: object, name: str = "max_memory") -> Device:
 
 def mixed_types(keys: Iterable[object], name: str) -> list[str]:
     """Return a problem where accelerators of several types are named, which a map of integers cannot tell apart."""
-    types = dict.fromkeys(str(key).lower().partition(":")[0] for key in keys if ":" in str(key))
-    return (
-        [f"{name} names accelerators of several types ({', '.join(types)}); name one type."] if len(types) > 1 else []
-    )
+    named = (str(key).lower().partition(":") for key in keys)
+    types = list(dict.fromkeys(device for device, colon, _ in named if colon and device not in _NO_ACCELERATORS))
+    return [f"{name} names accelerators of several types ({', '.join(types)}); name one type."] if types[1:] else []
 
 
 def _number_of_bytes(value: object, where: str) -> int:

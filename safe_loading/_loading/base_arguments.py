@@ -37,7 +37,13 @@ def check_base_kwargs(base_kwargs: EngineKwargs) -> None:
         raise ArgumentError("base_kwargs has arguments that this call sets itself:", problems)
 
 
-def with_quantization_config(base_kwargs: EngineKwargs) -> dict[str, object]:
+def checked_base_kwargs(base_kwargs: EngineKwargs) -> dict[str, object]:
+    """Return the checked keyword arguments as transformers 5 takes them."""
+    check_base_kwargs(base_kwargs)
+    return _with_quantization_config(base_kwargs)
+
+
+def _with_quantization_config(base_kwargs: EngineKwargs) -> dict[str, object]:
     """Put ``load_in_4bit`` and ``load_in_8bit``, which transformers 5 does not take, into a quantization config."""
     bits = {name: base_kwargs[name] for name in _BITS if name in base_kwargs}
     others: dict[str, object] = {name: value for name, value in base_kwargs.items() if name not in bits}

@@ -60,12 +60,11 @@ def refuse_index_without_metadata(checkpoint: Checkpoint) -> None:
             raise_faults(checkpoint.folder, metadata)
 
 
-def refuse_quantizer_patterns(checkpoint: Checkpoint) -> None:
+def refuse_quantizer_patterns(checkpoint: Checkpoint, config: JsonObject) -> None:
     """Refuse a base whose quantizer would match patterns with its modules that may never end."""
     path = checkpoint.folder / "config.json"
-    config = try_json_object(path)
     modules = {name.rpartition(".")[0] for name in checkpoint.tensors}
-    found = [] if isinstance(config, Finding) else quantization_findings(path, config, modules)
+    found = quantization_findings(path, config, modules)
     if errors := [finding for finding in found if finding.severity == "error"]:
         raise_faults(path, errors)
 

@@ -16,6 +16,7 @@ from peft import PeftModel
 from safe_loading._checkpoint.faults import note
 from safe_loading._checkpoint.hub import Resolved
 from safe_loading._checkpoint.index import Checkpoint, read_checkpoint, require_unchanged
+from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.engines import set_adapter
 from safe_loading._core.protocols import EngineKwargs, ModelClass
@@ -86,7 +87,8 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
             f"The base folder {folder} holds an adapter too ({ADAPTER_CONFIG}), which transformers would load into the "
             f"base without being asked. Move the adapter's files to a folder of their own."
         )
-    config = base_config(folder, options.base_kwargs)
+    document = read_json_object(folder / CONFIG) if (folder / CONFIG).exists() else None
+    config = base_config(folder, options.base_kwargs, document)
     auto_class = options.auto_class
     if auto_class is None:
         auto_class = auto_class_for(adapters[0].facts, config, options.base_kwargs)
@@ -96,7 +98,7 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
     checkpoint = None
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
         checkpoint = read_checkpoint(folder, variant=options.base_kwargs.get("variant"), kind="model")
-        refuse_quantizer_patterns(checkpoint)
+        refuse_quantizer_patterns(checkpoint, document or {})
         refuse_index_without_metadata(checkpoint)
     read_generation_config(folder)
     meta_model = base_on_meta(auto_class, folder, options.dtype, options.base_kwargs)

@@ -31,7 +31,7 @@ from safe_loading._ranks.same_arguments import check_same_arguments
 from safe_loading.errors import AdapterError, ArgumentError, DeviceError
 
 from .attach import Adapter, check_adapter_name, prepare
-from .base_arguments import as_dtype, as_model_class, check_base_kwargs, with_quantization_config
+from .base_arguments import as_dtype, as_model_class, checked_base_kwargs
 from .load import (
     BaseOnDisk,
     LoadOptions,
@@ -121,9 +121,7 @@ def load_peft_on_rank(
     group = Ranks.resolve(ranks)
     loaded_base, source = (base_model, None) if isinstance(base_model, torch.nn.Module) else (None, base_model)
     with group.together("check the arguments", timeout=timeout) as phase:
-        base_kwargs = dict(base_kwargs or {})
-        check_base_kwargs(base_kwargs)
-        base_kwargs = with_quantization_config(base_kwargs)
+        base_kwargs = checked_base_kwargs(base_kwargs or {})
         adapters = _by_name(adapter, active)
         devices = _devices(device, loaded_base)
         target = devices.main

@@ -81,9 +81,9 @@ class MergeBase:
 def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dtype: torch.dtype | None, dequantize: bool) -> MergeBase:
     """Read the config and the headers of a base; with ``dequantize`` a quantized one is taken as the plain one."""
     checkpoint = read_checkpoint(resolved.folder, variant=kwargs.get("variant"), kind="model")
-    refuse_quantizer_patterns(checkpoint)
     path = resolved.folder / CONFIG
     config = read_json_object(path) if path.is_file() else {}
+    refuse_quantizer_patterns(checkpoint, config)
     quantization = config.get("quantization_config")
     if quantization and not dequantize:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
