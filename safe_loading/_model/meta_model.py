@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 import torch
 import transformers
-from transformers import PreTrainedConfig
+from transformers import BitsAndBytesConfig, PreTrainedConfig
 from transformers import core_model_loading as loader
 
 from safe_loading._checkpoint.hub import resolve, small_files
@@ -24,8 +24,10 @@ from safe_loading.errors import ArgumentError, CheckpointError
 from .dtypes import DTYPES
 from .model_config import CONFIG, building, read_config, read_generation_config
 from .module_limit import module_limit
+from .quantized.four_bit_on_meta import four_bit_on_meta
 from .tensors import tensor_places
 
+QuantizationConfig = Mapping[str, object] | BitsAndBytesConfig | None
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
 
 
@@ -38,6 +40,7 @@ def meta_model(
     trust_remote_code: bool = False,
     revision: str | None = None,
     subfolder: str | None = None,
+    quantization_config: QuantizationConfig = None,
 ) -> torch.nn.Module:
     """Return a model on meta: its modules, shapes, dtypes and ties, without memory for its weights.
 
@@ -56,13 +59,15 @@ def meta_model(
         trust_remote_code: Whether the repository's own code may run.
         revision: Branch, tag or commit of a hub id.
         subfolder: Folder inside ``config_or_id``.
+        quantization_config: A ``BitsAndBytesConfig`` for 4 bits, or the same as a mapping. The model has bitsandbytes'
+            layers, which ``wrap_fsdp_meta_safe`` fills from a checkpoint that is not quantized.
 
     Returns:
         The model in eval mode.
 
     Raises:
-        ArgumentError: Nothing says which class to build, ``dtype`` is not a floating-point dtype, or the config is
-            quantized.
+        ArgumentError: Nothing says which class to build, ``dtype`` is not a floating-point dtype, the config is
+            quantized, or ``quantization_config`` is for anything but 4 bits of bitsandbytes.
         CheckpointNotFound: The folder or id does not exist, or the id is not cached and the hub cannot be reached.
         CheckpointError: The config is damaged, or no model can be built from it.
     """
@@ -79,13 +84,16 @@ def meta_model(
     _refuse_quantized(config, name)
     model_class = _class_to_build(config, auto_class, trust_remote_code)
     with building(config, model_class, folder):
+        made_dtype = weights_dtype(dtype, config, folder)
         model = build_on_meta(
             model_class,
             config,
-            weights_dtype(dtype, config, folder),
+            made_dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
+    if quantization_config is not None:
+        four_bit_on_meta(model, quantization_config, made_dtype)
     if folder is not None:
         _read_generation_config(model, folder)
         _name_after(name, model, config)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -18,11 +19,13 @@ from safe_loading._core.names import canonical
 from safe_loading._core.report import Finding
 from safe_loading._loading.folder_findings import base_findings
 from safe_loading._model.dtypes import DTYPES
+from safe_loading._model.quantized.four_bit_on_meta import packed_from
 from safe_loading._ranks.exchange import Ranks
 from safe_loading.errors import RanksDisagree
 
 from .added_after_wrap import is_adapter_layer
 from .checkpoint_source import CheckpointSource, disk_tensors, open_source
+from .four_bit import FourBitWeight, differing_packed, four_bit_weights, read_packed
 from .local_shard import LocalShard
 from .reading import ShardTarget, differing, read_targets
 from .setup import Setup
@@ -42,6 +45,7 @@ class Folder:
     # a hash of the headers and of samples of the files; ranks with different hashes have different files
     digest: str = ""
     findings: tuple[Finding, ...] = ()
+    four_bit: Mapping[str, FourBitWeight] = dataclasses.field(default_factory=dict)  # those that are packed here
 
     @property
     def heads(self) -> Sequence[str]:
@@ -67,23 +71,30 @@ class Folder:
                 sides,
             )
 
-    def read(self, shard: LocalShard) -> int:
-        """Read what this rank owns into its memory, and return how many bytes were read."""
-        if self.source is None:
-            return 0
-        bytes_read = read_targets(self.source, self._targets(shard))
-        require_unchanged(self.source.checkpoint)
-        return bytes_read
+    def read(self, shard: LocalShard, device: torch.device) -> tuple[int, dict[str, torch.Tensor]]:
+        """Read what this rank owns into its memory; return how many bytes were read, and statistics of 4-bit weights.
 
-    def differing(self, shard: LocalShard) -> list[str]:
+        The statistics are those of the blocks of each weight that this rank has packed, on ``device``.
+        """
+        if self.source is None:
+            return 0, {}
+        bytes_read = read_targets(self.source, self._targets(shard))
+        statistics, bytes_packed = read_packed(self.source, self.four_bit, shard, device)
+        require_unchanged(self.source.checkpoint)
+        return bytes_read + bytes_packed, statistics
+
+    def differing(self, shard: LocalShard, device: torch.device) -> list[str]:
         """Read a second time, and return the tensors of which this rank has other values than the folder."""
-        return [] if self.source is None else differing(self.source, self._targets(shard))
+        if self.source is None:
+            return []
+        packed = differing_packed(self.source, self.four_bit, shard, device)
+        return differing(self.source, self._targets(shard)) + packed
 
     def _targets(self, shard: LocalShard) -> list[ShardTarget]:
         targets = [
             ShardTarget(self.disk_name[own.name], own.start, own.stop, shard.local[own.name].view(-1))
             for own in shard.owned
-            if own.name in self.disk_name
+            if own.name in self.disk_name and own.name not in self.four_bit
         ]
         targets += [
             ShardTarget(self.disk_name[name], 0, tensor.numel(), tensor.view(-1))
@@ -126,7 +137,8 @@ def open_folder(setup: Setup, path: Path | None) -> Folder:
                 disk_name[tensor.name] = inside
                 break
     findings = (*base_findings(source.checkpoint), *_dtype_findings(setup, source, disk_name), *_head_findings(source))
-    return Folder(source, disk_name, _digest(source), findings)
+    four_bit = four_bit_weights(setup.tensors.sharded, disk_name)
+    return Folder(source, disk_name, _digest(source), findings, four_bit)
 
 
 def _digest(source: CheckpointSource) -> str:
@@ -208,7 +220,8 @@ def _dtype_findings(setup: Setup, source: CheckpointSource, disk_name: Mapping[s
     for tensor in setup.tensors.all:
         name = source.stored_as(disk_name[tensor.name]) if tensor.name in disk_name else None
         infos = disk_tensors(source, name) if name is not None else []
-        if any(DTYPES.get(info.dtype) != tensor.tensor.dtype for info in infos):
+        whole = packed_from(tensor.tensor)
+        if any(DTYPES.get(info.dtype) != (whole.dtype if whole else tensor.tensor.dtype) for info in infos):
             cast.append((tensor, sorted({info.dtype for info in infos})))
     if not cast:
         return []

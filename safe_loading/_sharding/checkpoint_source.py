@@ -17,6 +17,7 @@ from safe_loading._core.names import canonical
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.layout.fit import missing_problems, shape_problem, unexpected_tensors
 from safe_loading._model.layout.layout import CheckpointLayout, Conversion, read_layout
+from safe_loading._model.quantized.four_bit_on_meta import packed_from
 from safe_loading._model.tensors import tensor_places
 from safe_loading.errors import CheckpointError
 
@@ -116,7 +117,8 @@ def _slots(
     for place in tensor_places(model):
         if place.persistent and (name := names(place.name)) is not None:
             tensor = place.tensor
-            slots[name] = ExpectedTensor(tuple(tensor.shape), tensor.dtype)
+            whole = packed_from(tensor)
+            slots[name] = ExpectedTensor(*(whole or (tuple(tensor.shape), tensor.dtype)))
             of[id(tensor)].append(name)
     tied = {name: tuple(group) for group in of.values() if len(group) > 1 for name in group}
     return slots, tied

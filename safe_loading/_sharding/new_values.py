@@ -16,6 +16,7 @@ from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.report import Finding
 from safe_loading._loading.adapter_facts import AdapterFacts, read_adapter
 from safe_loading._loading.adapter_values import read_tensors, value_findings
+from safe_loading._model.quantized.recognize import is_four_bit
 from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import AdapterError, ArgumentError
 
@@ -178,7 +179,10 @@ def _copy_without_weights(peft: Any, model: Any) -> tuple[Any, set[torch.Tensor]
         tensor = parameter.tensor
         # NaN, so that whatever peft computes from a weight of the base is NaN too and can be told
         one = torch.full((), _poison(tensor), dtype=tensor.dtype, device="cpu")
-        parameter.put(nn.Parameter(one.expand(tensor.shape), requires_grad=False))
+        kind = type(tensor) if is_four_bit(tensor) else nn.Parameter
+        placeholder = torch.Tensor._make_subclass(kind, one.expand(tensor.shape), False)
+        vars(placeholder).update(vars(tensor))  # what peft asks a 4-bit weight
+        parameter.put(placeholder)
     of_base: set[torch.Tensor] = set(base.parameters())
     weightless: Any = None
     try:

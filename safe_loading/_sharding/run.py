@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from safe_loading._core.report import Finding
+from safe_loading._model.quantized.recognize import is_four_bit
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.waiting import Waiting
 
@@ -21,8 +22,9 @@ from .added_after_wrap import Wrapped
 from .buffers import compute_buffers
 from .checkpoint_folder import Folder, find_folder, open_folder
 from .checks import check_whole, stale_optimizers
+from .four_bit import refuse_packed_by_root, share_statistics
 from .local_shard import LocalShard
-from .scatter import send_root_values
+from .scatter import send_root_values, warm_up
 from .setup import Setup, make_mesh
 from .value_sources import RootValues, agree_on_names, collect_root_values, root_of
 from .verify_bytes import check_read, check_sent
@@ -80,6 +82,7 @@ def run_wrap(setup: Setup, ranks: Ranks) -> WrapResult:
         *accelerate_findings(setup.how.version, getattr(setup.how.mixed_precision, "param_dtype", None)),
     )
     with ranks.together("compute the buffers", timeout=timeout):
+        refuse_packed_by_root(setup.tensors.sharded, root_values.names)
         replicated = _replicated_memory(setup, root_values, folder)
     job = WrapJob(setup, ranks, mesh, root_values, folder, replicated)
     result = _wrap_fsdp2(job) if setup.how.version == 2 else _wrap_fsdp1(job)
@@ -171,9 +174,16 @@ def _fill(job: WrapJob, shard: LocalShard) -> tuple[int, int]:
     """Read and scatter, and with ``verify="bytes"`` compare both with their sources; return the bytes of each."""
     setup, ranks, verify = job.setup, job.ranks, job.setup.how.verify
     with job.together("read the weights"):
-        bytes_read = job.folder.read(shard)
+        bytes_read, statistics = job.folder.read(shard, setup.where.device)
         if verify == "bytes":
-            check_read(job.folder, shard)
+            check_read(job.folder, shard, setup.where.device)
+    if job.folder.four_bit:
+        label = "share the statistics of 4-bit weights"
+        waiting = Waiting(ranks, label, setup.where.device, setup.how.timeout)
+        with job.together(label):
+            group = job.mesh.get_group(job.mesh.ndim - 1)
+            warm_up(group, setup.where.device, waiting)
+            share_statistics(job.folder.four_bit, statistics, shard, group, waiting)
     label = "scatter the weights"
     waiting = Waiting(ranks, label, setup.where.device, setup.how.timeout)
     with job.together(label):
@@ -187,8 +197,8 @@ def _fill(job: WrapJob, shard: LocalShard) -> tuple[int, int]:
 def _move_to_meta(setup: Setup) -> None:
     """Replace the parameters that will be split by ones on meta: FSDP would split the values of each rank's own."""
     for each in setup.tensors.sharded:
-        if not each.is_meta:
-            empty = torch.empty_like(each.tensor, device="meta")
+        if not each.is_meta or is_four_bit(each.tensor):  # FSDP splits a plain parameter
+            empty = torch.empty(each.tensor.shape, dtype=each.tensor.dtype, device="meta")
             each.put(nn.Parameter(empty, requires_grad=each.tensor.requires_grad))
 
 

@@ -49,12 +49,12 @@ def send_root_values(
     with _progress.bar_of_a_rank("scattering", total, local_rank()) as bar:
         in_first_group = len(coordinate) == 1 or coordinate[0] == 0
         if in_first_group:
-            _warm_up(shard_group, device, waiting)
+            warm_up(shard_group, device, waiting)
             sent += scatter(of_ranks, read, shard.local.__getitem__, shard_group, device, waiting, bar)
             sent += broadcast(replicated, read, shard.replicated.__getitem__, shard_group, device, waiting, bar)
         if len(coordinate) == 2:
             replica_group = mesh.get_group(0)
-            _warm_up(replica_group, device, waiting)
+            warm_up(replica_group, device, waiting)
             moved = None if in_first_group else bar  # the first group has its values, and the bar has counted them
             for ranges, tensors in ((mine, shard.local), (replicated, shard.replicated)):
                 pass_on = tensors.__getitem__ if in_first_group else None
@@ -134,7 +134,7 @@ def broadcast(
     return total * (dist.get_world_size(group) - 1) if stream is not None else 0
 
 
-def _warm_up(group: dist.ProcessGroup, device: torch.device, waiting: Waiting) -> None:
+def warm_up(group: dist.ProcessGroup, device: torch.device, waiting: Waiting) -> None:
     """Let all ranks of a group do one collective, even those that have nothing to send or to receive later.
 
     NCCL makes the communicator of a group in its first call, which blocks until every rank of the group has made it.

@@ -24,10 +24,10 @@ from .setup import Setup
 from .value_sources import RootValues, root_of
 
 
-def check_read(folder: Folder, shard: LocalShard) -> None:
+def check_read(folder: Folder, shard: LocalShard, device: torch.device) -> None:
     """Read what this rank has of the folder once more, through a small buffer, and compare it bit by bit."""
     # a target is called by its name in the checkpoint's class
-    wrong = [f"{name}: the shard of this rank differs from the checkpoint" for name in folder.differing(shard)]
+    wrong = [f"{name}: the shard of this rank differs from the checkpoint" for name in folder.differing(shard, device)]
     if wrong:
         raise CheckpointError("What was read is not what the checkpoint holds; it changed, or memory is bad:", wrong)
 

@@ -7,6 +7,7 @@ into it an error of torch.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Set
@@ -19,6 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from safe_loading._checkpoint.hub import base_files, resolve
+from safe_loading._model.quantized.four_bit_on_meta import four_bit_on_meta, packed_from, weight_on_meta
+from safe_loading._model.quantized.recognize import is_four_bit
 from safe_loading._model.tensors import walk_modules
 from safe_loading.errors import ArgumentError
 
@@ -28,7 +31,7 @@ _RECORD = "_weights_of_safe_loading"
 _FLAG = "_is_hf_initialized"  # by which transformers knows what it need not initialize
 # What from_pretrained would do with the weights, or where it would put them: not known to the later load.
 _UNKNOWN = (
-    *("state_dict", "gguf_file", "quantization_config", "device_map", "tp_plan", "distributed_config", "key_mapping"),
+    *("state_dict", "gguf_file", "device_map", "tp_plan", "distributed_config", "key_mapping"),
     *("variant", "max_memory", "offload_folder"),
 )
 
@@ -39,8 +42,13 @@ class WeightlessParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, object]) -> WeightlessParameter:
         """Return a parameter without memory too: a plain copy would have memory for the whole."""
         if id(self) not in memo:
-            memo[id(self)] = weightless(self)
+            made = memo[id(self)] = weightless(self)
+            vars(made).update(copy.deepcopy(vars(self), memo))
         return cast(WeightlessParameter, memo[id(self)])
+
+
+# Under the class name by which transformers and peft tell 4-bit weights; it has the attributes that they ask for.
+_FourBitParameter = type("Params4bit", (WeightlessParameter,), {"__doc__": "A 4-bit weight to be packed later."})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +66,11 @@ class LaterWeights:
 def weightless(like: torch.Tensor) -> WeightlessParameter:
     """Return a parameter of the same shape and dtype without memory."""
     one = torch.full((), torch.nan if like.is_floating_point() else 0, dtype=like.dtype, device="cpu")
-    return WeightlessParameter(one.expand(like.shape), requires_grad=like.requires_grad)
+    made = (_FourBitParameter if is_four_bit(like) else WeightlessParameter)(
+        one.expand(like.shape), requires_grad=like.requires_grad
+    )
+    vars(made).update(vars(like))
+    return cast(WeightlessParameter, made)
 
 
 def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any, **options: Any) -> Any:
@@ -77,12 +89,15 @@ def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any
         )
     options.pop("device_map", None)
     with_info = bool(options.pop("output_loading_info", False))
+    quantization = options.pop("quantization_config", None)
     model, info = load(kind, **options, device_map="meta", output_loading_info=True)
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
         raise ArgumentError(
-            f"{name} is quantized, or the folder of an adapter: load_at_prepare() is for models whose weights are "
-            f"read as they are. Make this call outside of it."
+            f"{name} holds quantized weights, or an adapter: load_at_prepare() is for folders whose weights are read "
+            f"as they are, or packed in 4 bits. Make this call outside of it."
         )
+    if quantization is not None:
+        four_bit_on_meta(model, quantization, model.dtype)
     hub = {key: options[key] for key in ("token", "cache_dir", "local_files_only") if options.get(key) is not None}
     resolved = resolve(
         name,
@@ -113,7 +128,9 @@ def move_to_meta(model: nn.Module, inner: nn.Module, later: LaterWeights, *, tra
     for each in parameters_of(model):
         tensor = each.tensor
         dtype = trained_dtype if trained_dtype is not None and tensor.requires_grad else tensor.dtype
-        if isinstance(tensor, WeightlessParameter):
+        if packed_from(tensor) is not None:
+            each.put(weight_on_meta(tensor))
+        elif isinstance(tensor, WeightlessParameter):
             empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
             each.put(nn.Parameter(empty, requires_grad=tensor.requires_grad))
         elif tensor.dtype != dtype:

@@ -45,7 +45,7 @@ def launched(folder: Path, launcher: str, kind: str, *, lean: bool) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "kind"), [("accelerate", "lora"), ("torchrun", "full")])
+@pytest.mark.parametrize(("launcher", "kind"), [("accelerate", "lora"), ("torchrun", "full"), ("accelerate", "qlora")])
 def test_the_script_of_the_tutorial_gives_what_it_gives_without_the_line(
     tmp_path: Path, launcher: str, kind: str
 ) -> None:

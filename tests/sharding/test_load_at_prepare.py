@@ -48,7 +48,7 @@ from safe_loading import SafeLoadingError, load_at_prepare
 from safe_loading._sharding.peak_memory import Peak
 
 # all that a run can be told at once
-settings = Case("Trainer", True, "FULL")
+settings = Case("Trainer", "LoRA", "FULL")
 options = dict(
     bf16=True, gradient_accumulation_steps=2, max_grad_norm=0.3,
     fsdp_config={"activation_checkpointing": True, "cpu_ram_efficient_loading": True, "reshard_after_forward": False},
@@ -66,7 +66,7 @@ report(settings=[
 os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
 
 # evaluation with generate, the best model at the end, and the final save
-best = Case("Seq2SeqTrainer", False, "FULL")
+best = Case("Seq2SeqTrainer", "full", "FULL")
 options = dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True)
 plain_run = run_trainer(best, base, folder / "best plain", lean=False, **options)
 lean_run = run_trainer(best, base, folder / "best", lean=True, **options)
@@ -88,7 +88,7 @@ def classifier(lean):
 
 def trained_classifier(lean):
     AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = accelerate_with_fsdp(Case("accelerate", False, "none"))
+    accelerator = accelerate_with_fsdp(Case("accelerate", "full", "none"))
     model = classifier(lean).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -109,7 +109,7 @@ if rank == 0:
     large = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=8000)).save_pretrained(folder / "large")
 dist.barrier()
 AcceleratorState._reset_state(reset_partial_state=True)
-accelerator = accelerate_with_fsdp(Case("accelerate", False, "none"))
+accelerator = accelerate_with_fsdp(Case("accelerate", "full", "none"))
 with Peak(torch.device("cpu")) as peak:
     with load_at_prepare():
         model = AutoModelForCausalLM.from_pretrained(folder / "large")
@@ -139,7 +139,7 @@ class Both(torch.nn.Module):
 stepped = lean()
 early = torch.optim.SGD(stepped.parameters(), lr=0.1, momentum=0.9)
 early.state[next(stepped.parameters())] = {"momentum_buffer": torch.zeros(1)}
-quantized = BitsAndBytesConfig(load_in_4bit=True)
+four_bit, eight_bit = BitsAndBytesConfig(load_in_4bit=True), BitsAndBytesConfig(load_in_8bit=True)
 accelerator.state.distributed_type, true_type = "MULTI_GPU", accelerator.state.distributed_type
 refused = {"no FSDP": error_of(lambda: prepared(lean()))}
 accelerator.state.distributed_type = true_type
@@ -147,7 +147,8 @@ before = PreTrainedModel.__dict__["from_pretrained"]
 report(refused=refused | {
     "forward": error_of(lambda: lean()(input_ids=torch.ones(1, 4, dtype=torch.long))),
     "copy": error_of(lambda: __import__("copy").deepcopy(lean())(input_ids=torch.ones(1, 4, dtype=torch.long))),
-    "options": error_of(lambda: lean(device_map="auto", quantization_config=quantized)),
+    "options": error_of(lambda: lean(device_map="auto", quantization_config=four_bit)),
+    "8 bits": error_of(lambda: lean(quantization_config=eight_bit)),
     "dora": error_of(lambda: prepared(get_peft_model(lean(), LoraConfig(use_dora=True, target_modules=["q_proj"])))),
     "two": error_of(lambda: prepared(Both())),
     "two models": error_of(lambda: accelerator.prepare(lean(), lean(), early)),
@@ -161,12 +162,17 @@ report(plain=[
 ])
 with load_at_prepare():  # what is around the base, and a copy of a module of it, takes no memory
     copied = get_peft_model(lean(), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    packed = __import__("copy").deepcopy(get_peft_model(
+        lean(quantization_config=four_bit), LoraConfig(target_modules=["q_proj"])
+    ))
+report(empty_packed=sum(parameter.untyped_storage().nbytes() for name, parameter in packed.named_parameters()
+    if "lora_" not in name))
 report(empty=sum(parameter.untyped_storage().nbytes() for name, parameter in copied.named_parameters()
     if "lora_" not in name))
 dist.barrier()
 dist.destroy_process_group()
 """
-SAMPLE = ["SFTTrainer LoRA SHARDED 2", "accelerate full none 1"]
+SAMPLE = ["SFTTrainer LoRA SHARDED 2", "accelerate full none 1", "accelerate QLoRA SHARDED 2"]
 
 
 def check(found: list[dict[str, Any]], cases: list[str]) -> None:
@@ -239,7 +245,8 @@ REFUSED = {
     "no FSDP": ["accelerate runs MULTI_GPU, not FSDP", "fsdp=True", "--use_fsdp"],
     "forward": ["has no weights yet", "outside of load_at_prepare()"],
     "copy": ["has no weights yet"],
-    "options": ["device_map, quantization_config", "outside of load_at_prepare()"],
+    "options": ["device_map", "outside of load_at_prepare()"],
+    "8 bits": ["only BitsAndBytesConfig(load_in_4bit=True)", "from_pretrained"],
     "dora": ["lora_magnitude_vector", "computed from weights that are not read yet"],
     "two": ["Several models", "LlamaForCausalLM"],
     "two models": ["one sharded model a call"],
@@ -260,4 +267,4 @@ def test_after_the_block_from_pretrained_is_as_before(found: list[dict[str, Any]
 
 
 def test_weights_that_are_read_later_and_copies_of_them_take_no_memory(found: list[dict[str, Any]]) -> None:
-    assert all(facts["empty"] < 1000 for facts in found)
+    assert all(facts["empty"] < 1000 and facts["empty_packed"] < 1000 for facts in found)

@@ -116,8 +116,8 @@ wrong = on_meta(llama)
 from safe_loading._sharding import checkpoint_folder
 class Lying(checkpoint_folder.Folder):
     reads = 0
-    def read(self, shard):
-        result = super().read(shard)
+    def read(self, shard, device):
+        result = super().read(shard, device)
         Lying.reads += 1
         if Lying.reads == 1 and rank == 1:
             shard.local["model.norm.weight"][-1] += 1
