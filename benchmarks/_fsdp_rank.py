@@ -27,10 +27,11 @@ class Meter:
     def __enter__(self) -> Meter:
         self._stop = threading.Event()
         self.start = self.peak = _memory()
+        self.timeline: list[tuple[float, int]] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
+        self._time = time.perf_counter()
         self._thread.start()
         self._read = _io()
-        self._time = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -47,6 +48,7 @@ class Meter:
     def _look(self) -> None:
         resident, private = _memory()
         self.peak = max(self.peak[0], resident), max(self.peak[1], private)
+        self.timeline.append((time.perf_counter() - self._time, resident - self.start[0]))
 
 
 def _memory() -> tuple[int, int]:
@@ -350,6 +352,7 @@ def main(folder: str, method: str, out: str) -> None:
         "peak": meter.peak[0] - meter.start[0],
         "private": meter.peak[1] - meter.start[1],
         "seconds": meter.seconds,
+        "timeline": meter.timeline[:: max(1, len(meter.timeline) // 300)],
         "read": meter.read,
         "wire": wire,
         "equal": _equal(model, f"{folder}/f32" if method == "ours_from_f32" else folder, "f32" in method),

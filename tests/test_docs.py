@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import inspect
+import json
 import os
 import re
 import shutil
@@ -248,10 +250,33 @@ def test_the_readme_runs_every_public_function() -> None:
     assert lacking == {"limit_device_memory"}, "it caps the whole process, which the tests run in"
 
 
-def test_the_picture_of_the_readme_is_drawn_by_the_project() -> None:
-    plan = safe_loading.DeviceMapPlan.from_json((DOCS / "pictures" / "plan.json").read_text(encoding="utf-8"))
-    assert (DOCS / "pictures" / "plan.svg").read_text(encoding="utf-8") == plan._repr_svg_() + "\n"
+def test_the_pictures_are_drawn_by_the_project_from_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    contexts, over_time = importlib.import_module("contexts"), importlib.import_module("memory_over_time")
+    facts = {path.stem: path.read_text(encoding="utf-8") for path in (DOCS / "pictures").glob("*.json")}
+    plan = safe_loading.DeviceMapPlan.from_json(facts["plan"])
     assert plan.verified
+    forecast = json.loads(facts["forecast"])
+    for name in ("total_bytes", "modules"):
+        del forecast[name]
+    drawn = {
+        "plan.svg": plan._repr_svg_() + "\n",
+        "forecast.svg": safe_loading.MemoryForecast(**forecast, modules=())._repr_svg_() + "\n",
+        "contexts.svg": contexts.draw(json.loads(facts["contexts"])["contexts"]),
+        **over_time.pictures(json.loads(facts["over_time"])),
+    }
+    for name, svg in drawn.items():
+        assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == svg, name
+    others = {path.name for path in (DOCS / "pictures").glob("*.svg")} - drawn.keys()
+    assert others == {"planning_seconds.svg"}, "drawn by benchmarks/plan_device_map.py, which keeps no figures"
+
+
+def test_every_picture_stands_on_a_page_and_says_what_it_shows() -> None:
+    shown = re.findall(
+        r"!\[(.*)\]\(.*pictures/(\w+\.svg)\)", "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    )
+    assert {name for _, name in shown} == {path.name for path in (DOCS / "pictures").glob("*.svg")}
+    assert all(len(says.split()) > 6 for says, _ in shown)
 
 
 def is_exception(name: str) -> bool:

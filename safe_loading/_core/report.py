@@ -56,10 +56,8 @@ def format_bytes(size: int) -> str:
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return an aligned table of plain text; a column whose cells all start with a digit is aligned to the right."""
     body = [[str(cell) for cell in row] for row in rows]
-    columns = list(zip(header, *body, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    # all() of no cells is True: without rows, every header would be aligned to the right.
-    right = [bool(body) and all(cell[:1].isdigit() for cell in column[1:]) for column in columns]
+    widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+    right = _numbers(body, len(header))
 
     def line(cells: Sequence[str]) -> str:
         parts = (
@@ -73,12 +71,23 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return the same table as HTML, every cell escaped."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    right = _numbers(texts, len(header))
 
     def cells(tag: str, values: Sequence[str]) -> str:
-        return "".join(f"<{tag}>{html.escape(str(value))}</{tag}>" for value in values)
+        # notebooks align every cell to the right, so both sides are said
+        sides = ["right" if to_right else "left" for to_right in right]
+        pairs = zip(values, sides, strict=True)
+        return "".join(f'<{tag} style="text-align:{side}">{html.escape(value)}</{tag}>' for value, side in pairs)
 
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in texts)
     return f"<table><thead><tr>{cells('th', header)}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _numbers(rows: Sequence[Sequence[str]], columns: int) -> list[bool]:
+    """Return for each column whether it holds numbers: every cell starts with a digit."""
+    # all() of no cells is True: without rows, every header would be aligned to the right
+    return [bool(rows) and all(row[column][:1].isdigit() for row in rows) for column in range(columns)]
 
 
 def findings_text(findings: Sequence[Finding]) -> str:

@@ -48,7 +48,7 @@ def test_the_line_that_people_type(folder: Path, capsys: pytest.CaptureFixture[s
     assert found["cards"] == [{"name": "h100", "memory": CARDS["h100"].memory}]
     assert found["limit"] is None
     _, text = answer(capsys, folder, *words)
-    assert "saved_activations" in text
+    assert "saved activations" in text
     assert re.search(r"h100 \(79.1 GiB\)\n", text)
     assert "fits, " in text
 

@@ -484,6 +484,9 @@ def test_a_folder_and_an_adapter(tiny_llama: Path, tiny_adapter: Path) -> None:
     assert report.ok, str(report)
     assert report.forecast is not None
     assert report.forecast.components["adapters"] > 0
+    page = report._repr_html_()
+    assert "<svg" in page
+    assert "<style>" not in page, "a part of a page has the page's colors"
 
 
 def test_the_formats() -> None:

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, L
 from transformers.core_model_loading import dot_natural_key
 
 from safe_loading import ArgumentError, Workload, largest_micro_batch, predict_memory
+from safe_loading._core.cards import CARDS
 from safe_loading._core.report import MiB
 from safe_loading._memory.trace.cuda_paths import cuda_paths
 from safe_loading._memory.trace.records import Allocation, Event, StepTrace
@@ -347,7 +348,9 @@ def test_what_cannot_be_forecast_is_refused(tmp_path: Path) -> None:
 def test_the_report_as_text_html_json_and_picture() -> None:
     found = predict_memory(tiny(), Workload.train(1, 16, adapter=lora()))
     text = str(found)
-    assert "saved_activations" in text
+    assert "saved activations" in text
+    assert "optimizer" in text
+    assert "KV cache" not in text, "a step without one has no row for it"
     assert "model.layers.0" in text
     assert "LoraConfig(r=4)" in text
     assert "<table>" in found._repr_html_()
@@ -356,7 +359,21 @@ def test_the_report_as_text_html_json_and_picture() -> None:
     assert facts["total_bytes"] == found.total_bytes
     root = ElementTree.fromstring(found._repr_svg_())
     widths = [float(bar.get("width", 0)) for bar in root.iter("{http://www.w3.org/2000/svg}rect") if len(bar)]
-    assert sum(widths) == pytest.approx(720, abs=1)
+    assert sum(widths) == pytest.approx(480 * found.total_bytes / CARDS["t4"].memory, abs=1), "inside the least card"
+    assert "Workload.train" in found._repr_svg_()
+    assert found._repr_html_().count("Workload.train") == 1, "the page has the title once"
+
+
+def test_a_forecast_is_drawn_inside_the_largest_card_that_is_too_small_and_the_next() -> None:
+    found = predict_memory(tiny(), Workload.weights_only())
+    size = 30 * 2**30
+    changes = {"reserved_peak_bytes": size, "allocated_peak_bytes": size, "components": {"weights": size}}
+    large = dataclasses.replace(found, **changes)
+    texts = [
+        str(text.text) for text in ElementTree.fromstring(large._repr_svg_()).iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert [text for text in texts if text in CARDS] == ["rtx-4090", "a100-40gb"]
+    assert [text.rpartition(" ")[2] for text in texts if " of " in text] == ["much", "free"]
 
 
 def test_cuda_paths_are_taken_back_and_take_cudas_memory() -> None:

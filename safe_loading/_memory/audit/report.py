@@ -60,7 +60,7 @@ class AuditReport(Verdict):
         return "\n\n".join([*parts, *([str(self.forecast)] if self.forecast is not None else [])])
 
     def _picture(self) -> str:
-        return self.forecast._repr_svg_() if self.forecast is not None else ""
+        return self.forecast._picture() if self.forecast is not None else ""
 
     def _facts(self) -> Mapping[str, object]:
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

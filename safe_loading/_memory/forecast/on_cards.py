@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from safe_loading._core.bars import Mark, draw_bars
+from safe_loading._core.bars import Mark, MemoryBar, draw_bars, in_words
 from safe_loading._core.cards import Card, card_text
 from safe_loading._core.report import Report, Table, format_bytes
 
@@ -49,7 +49,7 @@ class ForecastsOnCards(Report):
 
     def _tables(self) -> list[Table]:
         parts = [name for name in _SHOWN if any(row.forecasts[0].components.get(name) for row in self.rows)]
-        header = [*([self.varied] if self.varied else []), *(name.replace("_", " ") for name in parts), "allocated"]
+        header = [*([self.varied] if self.varied else []), *map(in_words, parts), "allocated"]
         header += [card_text(card) for card in self.cards]
         return [Table(header, [self._cells(row, parts) for row in self.rows])]
 
@@ -64,13 +64,19 @@ class ForecastsOnCards(Report):
         return [f"The peak is reached in the {self.rows[-1].forecasts[0].peak_at}.", *self.rows[0].forecasts[0].notes]
 
     def _picture(self) -> str:
-        return self._repr_svg_()
+        return draw_bars(*self._bars(), inline=True)
 
     def _repr_svg_(self) -> str:
-        """Return a bar for each size, and a line for the memory of each card."""
-        names = [f"{self.varied} {row.label}" if self.varied else self._title() for row in self.rows]
-        bars = [forecast_bar(row.forecasts[0], name) for row, name in zip(self.rows, names, strict=True)]
-        return draw_bars(bars, [Mark(card.name, card.memory) for card in self.cards])
+        return draw_bars(*self._bars(), title=self._title())
+
+    def _bars(self) -> tuple[list[MemoryBar], list[Mark]]:
+        """Return a bar for each size with a line for each card, or for a single size a bar inside each card."""
+        if not self.varied:
+            (row,) = self.rows
+            pairs = zip(row.forecasts, self.cards, strict=True)
+            return [forecast_bar(forecast, card.name, card.memory) for forecast, card in pairs], []
+        bars = [forecast_bar(row.forecasts[0], f"{self.varied} {row.label}") for row in self.rows]
+        return bars, [Mark(card.name, card.memory) for card in self.cards]
 
     def _facts(self) -> Mapping[str, object]:
         rows = []

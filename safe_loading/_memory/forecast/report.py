@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from safe_loading._core.bars import MemoryBar, Segment, draw_bars
+from safe_loading._core.bars import MemoryBar, Segment, draw_bars, in_words
+from safe_loading._core.cards import CARDS
 from safe_loading._core.report import Report, Table, format_bytes
 from safe_loading._memory.trace.allocator import replay
 
@@ -23,6 +24,7 @@ MEANINGS = {
     "rounding": "blocks are multiples of 512 B; tails of large blocks",
 }
 COMPONENTS = tuple(MEANINGS)  # in the order of the tables and of the picture
+_USUAL_CARDS = ("t4", "rtx-4090", "a100-40gb", "l40s", "h100", "h200", "b200")  # one of each size that people have
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ class MemoryForecast(Report):
         return [f"The peak is reached in the {self.peak_at}.", *self.notes]
 
     def _rows(self) -> list[tuple[str, int, str]]:
-        rows = [(name, self.components[name], MEANINGS.get(name, "")) for name in self.components]
+        parts = self.components
+        rows = [(in_words(name), size, MEANINGS.get(name, "")) for name, size in parts.items() if size]
         cached = self.reserved_peak_bytes - self.allocated_peak_bytes
         return [
             *rows,
@@ -129,7 +132,7 @@ class MemoryForecast(Report):
         return rows
 
     def _picture(self) -> str:
-        return self._repr_svg_()
+        return draw_bars(self._bars(), inline=True)
 
     def _facts(self) -> Mapping[str, object]:
         """Return all but the events, which are many."""
@@ -138,16 +141,23 @@ class MemoryForecast(Report):
         return {**facts, "total_bytes": self.total_bytes, "modules": [vars(module) for module in self.modules]}
 
     def _repr_svg_(self) -> str:
-        """Return one bar of the components, as wide as the total."""
-        return draw_bars([forecast_bar(self)])
+        return draw_bars(self._bars(), title=self._title())
+
+    def _bars(self) -> list[MemoryBar]:
+        """Return the components inside two cards: the largest of some usual ones that is too small, and the next."""
+        cards = sorted((CARDS[name] for name in _USUAL_CARDS), key=lambda card: card.memory)
+        enough = next((place for place, card in enumerate(cards) if self.fits(card.memory)), len(cards))
+        return [forecast_bar(self, card.name, card.memory) for card in cards[max(enough - 1, 0) : enough + 1]]
 
 
-def forecast_bar(forecast: MemoryForecast, label: str | None = None) -> MemoryBar:
-    """Return a forecast's row in a picture, by default labeled with the model and the workload."""
+def forecast_bar(forecast: MemoryForecast, label: str, limit: int | None = None) -> MemoryBar:
+    """Return a forecast's row in a picture; `limit` is the memory of the card that is drawn around it."""
     segments = [Segment(name, size) for name, size in forecast.components.items()]
     cached = Segment("cached", forecast.reserved_peak_bytes - forecast.allocated_peak_bytes)
-    text = f"{forecast.model}, {forecast.workload}" if label is None else label
-    return MemoryBar(text, [*segments, cached, Segment("context", forecast.context_bytes)])
+    verdict = ""
+    if limit is not None and forecast.total_bytes > limit and forecast.fits(limit):
+        verdict = "fits with less cache"
+    return MemoryBar(label, [*segments, cached, Segment("context", forecast.context_bytes)], limit, verdict=verdict)
 
 
 def _share(size: int, total: int) -> str:

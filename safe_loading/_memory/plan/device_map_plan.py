@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from safe_loading._core.bars import MemoryBar, Segment, draw_bars
+from safe_loading._core.bars import MemoryBar, Segment, draw_bars, in_words
 from safe_loading._core.parse_size import UNLIMITED, Device
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, Table, Verdict, format_bytes, text_table
 from safe_loading.errors import ArgumentError
 
+from .contents import contents_of
 from .pipeline_stages import PlannedStage, stages_of
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
 
 _COMPONENTS = ("weights", "buffers", "kv_cache", "gradients", "activations", "staging", "overhead")
-_HEADER = ("device", *(name.replace("kv_", "KV ") for name in _COMPONENTS), "limit", "free")
 
 
 @dataclass(frozen=True)
@@ -255,10 +255,17 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
         return DeviceMapPlan, (dict(self), self.facts)
 
     def _repr_svg_(self) -> str:
-        return draw_bars([_device_bar(use) for use in self.devices if use.limit < UNLIMITED or use.used])
+        return draw_bars(self._bars(), title=f"{self.facts.model}, {self.facts.workload}")
 
     def _picture(self) -> str:
-        return self._repr_svg_()
+        return draw_bars(self._bars(), inline=True)
+
+    def _bars(self) -> list[MemoryBar]:
+        shown = (use for use in self.devices if use.limit < UNLIMITED or use.used)
+        return [_device_bar(use, self._contents(use.device)) for use in shown]
+
+    def _contents(self, device: Device) -> str:
+        return contents_of(path for path, its_device in self.items() if its_device == device)
 
     def _running(self) -> Iterable[DeviceUse]:
         accelerators = [use for use in self.devices if isinstance(use.device, int)]
@@ -274,15 +281,19 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
         )
 
     def _tables(self) -> list[Table]:
+        devices = self.facts.devices
+        # a component that no device has is left out; weights are there in any case
+        shown = [name for name in _COMPONENTS if name == "weights" or any(getattr(use, name) for use in devices)]
         rows: list[Sequence[str]] = []
-        for use in self.facts.devices:
+        for use in devices:
             unlimited = use.limit >= UNLIMITED
             limits = ("none", "") if unlimited else (format_bytes(use.limit), format_bytes(use.free))
-            rows.append((str(use.device), *map(format_bytes, use.component_bytes()), *limits))
-        return [Table(_HEADER, rows)]
+            sizes = (format_bytes(getattr(use, name)) for name in shown)
+            rows.append((str(use.device), self._contents(use.device), *sizes, *limits))
+        return [Table(("device", "holds", *map(in_words, shown), "limit", "free"), rows)]
 
 
-def _device_bar(use: DeviceUse) -> MemoryBar:
+def _device_bar(use: DeviceUse, contents: str) -> MemoryBar:
     label = use.device if isinstance(use.device, str) else f"card {use.device}"
     segments = [Segment(name, size) for name, size in zip(_COMPONENTS, use.component_bytes(), strict=True)]
-    return MemoryBar(label, segments, None if use.limit >= UNLIMITED else use.limit)
+    return MemoryBar(label, segments, None if use.limit >= UNLIMITED else use.limit, contents)
