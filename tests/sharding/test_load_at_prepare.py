@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rank_server import RankServer
-from trainer_matrix import CASES, OTHER_NORMS, table
+from trainer_matrix import BY_HAND, CASES, OTHER_NORMS, table
 
 PRELUDE = """
 import pathlib, sys, warnings
@@ -28,9 +28,10 @@ if rank == 0:
 dist.barrier()
 """
 MATRIX = """
-for case in CASES:
-    if str(case) in sys.argv[2].split(","):
-        report(**{str(case): outcome(case, base, folder / str(case))})
+compare, cases = (by_hand, BY_HAND) if sys.argv[2] == "by hand" else (outcome, CASES)
+for case in cases:
+    if str(case) in sys.argv[3].split(","):
+        report(**{str(case): compare(case, base, folder / str(case))})
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -53,8 +54,8 @@ options = dict(
     bf16=True, gradient_accumulation_steps=2, max_grad_norm=0.3,
     fsdp_config={"activation_checkpointing": True, "cpu_ram_efficient_loading": True, "reshard_after_forward": False},
 )
-plain_run = run_trainer(settings, base, folder / "plain", lean=False, **options)
-lean_run = run_trainer(settings, base, folder / "lean", lean=True, **options)
+plain_run = run_trainer(settings, base, folder / "plain", road="plain", **options)
+lean_run = run_trainer(settings, base, folder / "lean", road="block", **options)
 model = lean_run.model
 report(settings=[
     history(plain_run) == history(lean_run), differing(weights(plain_run.model), weights(model)),
@@ -68,8 +69,8 @@ os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
 # evaluation with generate, the best model at the end, and the final save
 best = Case("Seq2SeqTrainer", "full", "FULL")
 options = dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True)
-plain_run = run_trainer(best, base, folder / "best plain", lean=False, **options)
-lean_run = run_trainer(best, base, folder / "best", lean=True, **options)
+plain_run = run_trainer(best, base, folder / "best plain", road="plain", **options)
+lean_run = run_trainer(best, base, folder / "best", road="block", **options)
 lean_run.save_model(str(folder / "best" / "saved"))
 dist.barrier()
 saved = AutoModelForCausalLM.from_pretrained(folder / "best" / "saved", attn_implementation="eager")
@@ -196,14 +197,30 @@ def found(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_a_sample_of_trainers_equals_its_plain_runs(rank_server: RankServer, tmp_path: Path) -> None:
-    check(rank_server.run(PRELUDE + MATRIX, 2, args=[tmp_path, ",".join(SAMPLE)], timeout=240).found, SAMPLE)
+    args = [tmp_path, "lines", ",".join(SAMPLE)]
+    check(rank_server.run(PRELUDE + MATRIX, 2, args=args, timeout=240).found, SAMPLE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", sorted({case.trainer for case in CASES}))
 def test_every_trainer_equals_its_plain_runs(rank_server: RankServer, tmp_path: Path, trainer: str) -> None:
     cases = [str(case) for case in CASES if case.trainer == trainer]
-    check(rank_server.run(PRELUDE + MATRIX, 2, args=[tmp_path, ",".join(cases)], timeout=600).found, cases)
+    args = [tmp_path, "lines", ",".join(cases)]
+    check(rank_server.run(PRELUDE + MATRIX, 2, args=args, timeout=600).found, cases)
+
+
+def wrapped_by_hand(rank_server: RankServer, folder: Path, cases: list[str]) -> None:
+    args = [folder, "by hand", ",".join(cases)]
+    check(rank_server.run(PRELUDE + MATRIX, 2, args=args, timeout=600).found, cases)
+
+
+def test_a_model_that_was_wrapped_by_hand_trains_as_ever(rank_server: RankServer, tmp_path: Path) -> None:
+    wrapped_by_hand(rank_server, tmp_path, ["SFTTrainer LoRA FULL 2"])
+
+
+@pytest.mark.slow
+def test_every_model_that_was_wrapped_by_hand_trains_as_ever(rank_server: RankServer, tmp_path: Path) -> None:
+    wrapped_by_hand(rank_server, tmp_path, [str(case) for case in BY_HAND])
 
 
 def test_the_table_in_the_documentation_is_that_of_the_tests() -> None:

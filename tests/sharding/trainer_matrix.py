@@ -22,6 +22,9 @@ from fsdp_cases import plain, whole
 WHAT = ("full", "LoRA", "QLoRA")
 TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", "DPOTrainer", "accelerate")
 STEPS = 4
+# How a script gets the model: as ever; in the block of load_at_prepare; with the adapter attached by the script, not by
+# TRL; and so, wrapped by hand.
+ATTACHED = ("attached", "by hand")
 
 
 class Case(NamedTuple):
@@ -51,6 +54,13 @@ OTHER_NORMS = [
 CASES = [
     *itertools.starmap(Case, itertools.product(TRAINERS, WHAT, ("FULL", "SHARDED"))),
     *(Case(trainer, what, "none", 1) for trainer in TRAINERS for what in WHAT),
+]
+BY_HAND = [
+    *(Case(trainer, "full", "FULL") for trainer in TRAINERS),
+    *(Case(trainer, "LoRA", "FULL") for trainer in TRAINERS if trainer != "DPOTrainer"),
+    *(Case(trainer, "QLoRA", "FULL") for trainer in ("Trainer", "Seq2SeqTrainer", "accelerate")),
+    *(Case(trainer, "full", "none", 1) for trainer in ("Trainer", "accelerate")),
+    *(Case("accelerate", what, "none", 1) for what in ("LoRA", "QLoRA")),
 ]
 
 
@@ -107,20 +117,26 @@ def lora(case: Case) -> Any:
     return LoraConfig(r=4, target_modules=["q_proj", *head], modules_to_save=saved, task_type="CAUSAL_LM")
 
 
-def load(case: Case, base: Path, *, lean: bool) -> Any:
-    """The model as a script loads it, and with `lean` the line that is added to the script."""
+def load(case: Case, base: Path, *, road: str) -> Any:
+    """The model as a script loads it, with the line that is added to it, or wrapped by hand."""
+    from peft import get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from safe_loading import load_at_prepare
+    from safe_loading import load_at_prepare, meta_model, wrap_fsdp_meta_safe
 
     # FSDP1 wants the packed weights in the dtype of the others
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.float32)
     options = {"quantization_config": nf4} if case.what == "QLoRA" else {}
-    with load_at_prepare() if lean else contextlib.nullcontext():
-        return AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", **options)
+    if road == "by hand":
+        model: Any = meta_model(base, attn_implementation="eager", **options)
+        model = get_peft_model(model, lora(case)) if case.lora else model
+        return wrap_fsdp_meta_safe(model, base, version=case.version)
+    with load_at_prepare() if road == "block" else contextlib.nullcontext():
+        model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", **options)
+    return get_peft_model(model, lora(case)) if case.lora and road == "attached" else model
 
 
-def make_trainer(case: Case, base: Path, folder: Path, *, lean: bool, **options: Any) -> Any:
+def make_trainer(case: Case, base: Path, folder: Path, *, road: str, **options: Any) -> Any:
     """The trainer of a script; TRL's attach the adapter themselves."""
     from datasets import Dataset
     from peft import get_peft_model
@@ -128,21 +144,21 @@ def make_trainer(case: Case, base: Path, folder: Path, *, lean: bool, **options:
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     torch.manual_seed(11)
-    model = load(case, base, lean=lean)
+    model = load(case, base, road=road)
     data = Dataset.from_list(rows())
     tokenizer = AutoTokenizer.from_pretrained(base)
     if case.trainer in ("Trainer", "Seq2SeqTrainer"):
         seq2seq = case.trainer == "Seq2SeqTrainer"
         kind, of = (Seq2SeqTrainer, Seq2SeqTrainingArguments) if seq2seq else (Trainer, TrainingArguments)
         options |= {"predict_with_generate": True, "generation_max_length": 18} if seq2seq else {}
-        if case.lora:
+        if case.lora and road not in ATTACHED:
             model = get_peft_model(model, lora(case))
         args = arguments(case, of, folder, **options)
         return kind(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(4)))
     # under FSDP1 TRL's 16-bit adapters of a packed base become 32 bits wide again, which only autocast takes
     mixed = case.what == "QLoRA" and case.version == 1
     options = {"bf16": mixed, "activation_checkpointing": False, **options}
-    adapter = lora(case) if case.lora else None
+    adapter = lora(case) if case.lora and road not in ATTACHED else None
     if case.trainer == "SFTTrainer":
         args = arguments(case, SFTConfig, folder, **options)
         return SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer, peft_config=adapter)
@@ -154,8 +170,8 @@ def make_trainer(case: Case, base: Path, folder: Path, *, lean: bool, **options:
     return DPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer, peft_config=adapter)
 
 
-def run_trainer(case: Case, base: Path, folder: Path, *, lean: bool, resume: str | None = None, **options: Any) -> Any:
-    trainer = make_trainer(case, base, folder, lean=lean, **options)
+def run_trainer(case: Case, base: Path, folder: Path, *, road: str, resume: str | None = None, **options: Any) -> Any:
+    trainer = make_trainer(case, base, folder, road=road, **options)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -197,7 +213,7 @@ def accelerate_with_fsdp(case: Case) -> Any:
     return Accelerator(cpu=True, fsdp_plugin=plugin)
 
 
-def loop(case: Case, base: Path, folder: Path, *, lean: bool, steps: Iterator[int], save_at: int = -1) -> Any:
+def loop(case: Case, base: Path, folder: Path, *, road: str, steps: Iterator[int], save_at: int = -1) -> Any:
     """A loop of one's own around accelerate: what it logged, and the model."""
     from accelerate.state import AcceleratorState
     from peft import get_peft_model
@@ -205,8 +221,8 @@ def loop(case: Case, base: Path, folder: Path, *, lean: bool, steps: Iterator[in
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.manual_seed(11)
     accelerator = accelerate_with_fsdp(case)
-    model = load(case, base, lean=lean).train()
-    if case.lora:
+    model = load(case, base, road=road).train()
+    if case.lora and road not in ATTACHED:
         model = get_peft_model(model, lora(case))
     if case.version == 1:
         model = accelerator.prepare(model)
@@ -245,25 +261,39 @@ def outcome(case: Case, base: Path, folder: Path) -> dict[str, Any]:
     """What differs between a plain run, a run with `load_at_prepare`, and one that is resumed from its checkpoint."""
     saves = case.checkpoints != "none"
     if case.trainer == "accelerate":
-        logged, model = loop(case, base, folder, lean=False, steps=iter(range(STEPS)))
+        logged, model = loop(case, base, folder, road="plain", steps=iter(range(STEPS)))
         wanted = weights(model)
-        own, model = loop(case, base, folder, lean=True, steps=iter(range(STEPS)), save_at=2 if saves else -1)
+        own, model = loop(case, base, folder, road="block", steps=iter(range(STEPS)), save_at=2 if saves else -1)
         found = compared(logged, own, wanted, weights(model))
         if saves:
-            rest, model = loop(case, base, folder, lean=True, steps=iter(range(2, STEPS)))
+            rest, model = loop(case, base, folder, road="block", steps=iter(range(2, STEPS)))
             found |= {"resumed log": logged[2:] == rest, "resumed": differing(wanted, weights(model))}
         return found
-    trainer = run_trainer(case, base, folder / "plain", lean=False)
+    trainer = run_trainer(case, base, folder / "plain", road="plain")
     wanted, logged = weights(trainer.model), history(trainer)
     options = {"save_strategy": "steps", "save_steps": 2} if saves else {}
-    trainer = run_trainer(case, base, folder / "lean", lean=True, **options)
+    trainer = run_trainer(case, base, folder / "lean", road="block", **options)
     own = history(trainer)
     found = compared(logged, own, wanted, weights(trainer.model))
     if saves:
         checkpoint = str(folder / "lean" / "checkpoint-2")
-        trainer = run_trainer(case, base, folder / "lean", lean=True, resume=checkpoint)
+        trainer = run_trainer(case, base, folder / "lean", road="block", resume=checkpoint)
         found |= {"resumed log": logged == history(trainer), "resumed": differing(wanted, weights(trainer.model))}
     return found
+
+
+def by_hand(case: Case, base: Path, folder: Path) -> dict[str, Any]:
+    """What differs between a plain run and one with a model that was wrapped by hand."""
+    found = []
+    for road in ATTACHED:
+        if case.trainer == "accelerate":
+            logged, model = loop(case, base, folder, road=road, steps=iter(range(STEPS)))
+        else:
+            trainer = run_trainer(case, base, folder / road, road=road)
+            logged, model = history(trainer), trainer.model
+        found.append((logged, weights(model)))
+    (logged, wanted), (own, have) = found
+    return compared(logged, own, wanted, have)
 
 
 def table() -> str:
