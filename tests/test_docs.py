@@ -250,6 +250,18 @@ def test_the_readme_runs_every_public_function() -> None:
     assert lacking == {"limit_device_memory"}, "it caps the whole process, which the tests run in"
 
 
+def test_the_readme_and_the_landing_page_say_the_same() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    landing = (DOCS / "index.md").read_text(encoding="utf-8")
+    shared = readme[: readme.index("The rest of them in use:")]
+    assert landing.startswith(shared), "from the first line to the table of functions the two pages are the same"
+    headings = re.findall(r'^### "(.+)"$', shared, re.MULTILINE)
+    assert len(headings) >= 5
+    for section in shared.split("\n### ")[1:]:
+        assert section.count("```python") == 1, section.splitlines()[0]
+        assert re.search(r"\]\([a-z_]+\.md(#[a-z0-9-]+)?\)", section), section.splitlines()[0]
+
+
 def test_the_pictures_are_drawn_by_the_project_from_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     contexts, over_time = importlib.import_module("contexts"), importlib.import_module("memory_over_time")
