@@ -262,6 +262,15 @@ def test_the_readme_and_the_landing_page_say_the_same() -> None:
         assert re.search(r"\]\([a-z_]+\.md(#[a-z0-9-]+)?\)", section), section.splitlines()[0]
 
 
+def test_the_lines_that_ci_takes_from_the_readme_are_there() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    patterns = re.findall(r"\$\(line '(.+)'\)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    assert len(patterns) == 2
+    for pattern in patterns:
+        (line,) = (line for line in readme if re.search(pattern, line))
+        assert line.startswith("python3 -m venv .venv && .venv/bin/pip install -c constraints.txt "), line
+
+
 def test_the_pictures_are_drawn_by_the_project_from_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     contexts, over_time = importlib.import_module("contexts"), importlib.import_module("memory_over_time")
