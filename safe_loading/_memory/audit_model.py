@@ -30,12 +30,20 @@ from .audit import (
 from .audit.audited_model import AuditedModel
 from .audit.report import AuditReport
 from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
-from .audit.unsharded import unsharded
+from .audit.unsharded import unsharded, without_fsdp1
 from .forecast.build_model import build
-from .predict_memory import predict_memory
+from .forecast.report import MemoryForecast
+from .predict_memory import SHARDED_ALREADY, is_sharded, predict_memory
 
 Check = Callable[[AuditedModel], Iterator[Finding]]
-# The checks that need no step.
+# The checks of what each rank holds: FSDP's units, its devices, and the parameters that it trains.
+OF_RANKS: tuple[Check, ...] = (
+    training.check_optimizer,
+    device_checks.check_device_map,
+    device_checks.check_contexts,
+    device_checks.check_sharding,
+)
+# The other checks that need no step.
 CHECKS: tuple[Check, ...] = (
     wrappers.check_prefix,
     loss.check_unread_loss,
@@ -43,16 +51,12 @@ CHECKS: tuple[Check, ...] = (
     training.check_outside,
     training.check_head,
     training.check_heads,
-    training.check_optimizer,
     untrained.check_disabled,
     untrained.check_tokens,
     untrained.check_scaled_halves,
     dtypes_and_ties.check_quantized,
     dtypes_and_ties.check_dtypes,
     dtypes_and_ties.check_ties,
-    device_checks.check_device_map,
-    device_checks.check_contexts,
-    device_checks.check_sharding,
     kept_memory.check_kept,
     kept_memory.check_second_base,
     kept_memory.check_teachers,
@@ -103,36 +107,50 @@ def audit_model(
     planned = workload is not None and workload.kind == "train"
     will_train = planned or trainer is not None or optimizer is not None
     training = will_train or any(p.requires_grad for p in model.parameters())
-    audited = AuditedModel(model, trainer, optimizer or getattr(trainer, "optimizer", None), training)
-    findings = [finding for check in CHECKS for finding in check(audited)]
-    checked = [check.__name__.removeprefix("check_") for check in CHECKS]
+    optimizer = optimizer or getattr(trainer, "optimizer", None)
+    of_ranks = AuditedModel(model, trainer, optimizer, training)
+    findings = [finding for check in OF_RANKS for finding in check(of_ranks)]
     # without a planned step one short row shows what happens, though not at its real size
     step = workload if planned else Workload.train(1, 16, optimizer="none") if will_train else None
-    found, skipped = _check_steps(audited, step, inputs, planned=planned)
-    findings += found
+    with without_fsdp1(model):
+        audited = AuditedModel(model, trainer, optimizer, training)
+        findings += [finding for check in CHECKS for finding in check(audited)]
+        found, skipped = _check_steps(audited, step, inputs, planned=planned)
+        dtypes = dtypes_and_ties.bytes_by_dtype(audited)
+    checked = [check.__name__.removeprefix("check_") for check in (*OF_RANKS, *CHECKS)]
     checked += ["wrappers", *(["step"] if step is not None and not skipped else [])]
     predicted = None
-    if workload is not None and forecast:
+    if requested is not None and forecast:
         trusted = trust_remote_code and source is not model  # a module needs no code from a repository
-        try:
-            quantized = quantization_config if source is not model else None
-            predicted = predict_memory(
-                source,
-                requested or workload,
-                inputs=inputs,
-                trust_remote_code=trusted,
-                quantization_config=quantized,
-            )
-        except TraceError as error:
-            skipped.append(f"forecast: {error}")
+        quantized = quantization_config if source is not model else None
+        options = {"trust_remote_code": trusted, "quantization_config": quantized}
+        predicted = _forecast(source, requested, inputs, options, skipped)
     return AuditReport(
         model=os.fspath(source) if isinstance(source, (str, os.PathLike)) else type(model).__name__,
-        findings=worst_first(sorted(findings, key=lambda finding: (-finding.bytes, finding.code))),
+        findings=worst_first(sorted([*findings, *found], key=lambda finding: (-finding.bytes, finding.code))),
         checked=tuple(checked),
         skipped=tuple(skipped),
-        dtypes=dtypes_and_ties.bytes_by_dtype(audited),
+        dtypes=dtypes,
         forecast=predicted,
     )
+
+
+def _forecast(
+    source: torch.nn.Module | PreTrainedConfig | str | os.PathLike[str],
+    workload: Workload,
+    inputs: Mapping[str, torch.Tensor] | None,
+    options: dict[str, Any],
+    skipped: list[str],
+) -> MemoryForecast | None:
+    """Return the forecast of a workload, or None where there can be none, and add the reason to what was skipped."""
+    if isinstance(source, torch.nn.Module) and is_sharded(source):
+        skipped.append(f"forecast: {SHARDED_ALREADY}")
+        return None
+    try:
+        return predict_memory(source, workload, inputs=inputs, **options)
+    except TraceError as error:
+        skipped.append(f"forecast: {error}")
+        return None
 
 
 def _check_steps(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
@@ -26,6 +27,11 @@ from .trace.records import StepTrace
 from .trace.scan_kernels import scan_stand_ins
 from .trace.timeline import context_of, run_events, workspaces_of
 from .trace.trace_step import ranks_alike, trace_step
+
+
+SHARDED_ALREADY = (
+    "The model is sharded already. Pass it as it is before it is sharded, or its config, with spread=Spread.fsdp2(ranks)."
+)
 
 
 def predict_memory(
@@ -137,11 +143,8 @@ def _traces(
     model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None, spread: Spread | None
 ) -> dict[int, StepTrace]:
     """Return the step of each rank under its number; ranks that hold the same share one."""
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ArgumentError(
-            "The model is sharded already. Pass it as it is before fully_shard, or its config, with "
-            "spread=Spread.fsdp2(ranks)."
-        )
+    if is_sharded(model):
+        raise ArgumentError(SHARDED_ALREADY)
     if spread is None:
         return {0: trace_step(model, workload, inputs=inputs)}
     if not isinstance(spread, Spread):
@@ -154,6 +157,12 @@ def _traces(
     for group in ranks_alike(model, workload, spread):
         traces |= dict.fromkeys(group, trace_step(model, workload, inputs=inputs, spread=spread, rank=group[0]))
     return dict(sorted(traces.items()))
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether FSDP2 or FSDP1 has sharded a model, so that a rank alone cannot run a step of it."""
+    parameters = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return parameters or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def _spread_notes(spread: Spread | None) -> tuple[str, ...]:

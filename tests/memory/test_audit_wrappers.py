@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from models import SIZES
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from test_audit_model import Wrapper, adapted, base
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import safe_loading
 from safe_loading import Transparent, Workload, audit_model, predict_memory
@@ -228,6 +231,54 @@ def test_a_step_of_fsdp2_is_run(policy: MixedPrecisionPolicy | None, one_rank: N
     model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()  # its hooks work
     (finding,) = audit_model(sharded(False), STEP, forecast=False).findings
     assert finding.code == "SL120"
+
+
+@pytest.mark.parametrize("original_parameters", [True, False])
+@pytest.mark.parametrize("policy", [None, MixedPrecision(param_dtype=torch.bfloat16)])
+def test_a_model_of_fsdp1_is_looked_at_as_it_was(
+    original_parameters: bool, policy: MixedPrecision | None, one_rank: None
+) -> None:
+    def sharded(train: bool) -> Any:
+        model = adapted() if original_parameters else base()  # without them a unit is trained as a whole or not at all
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+        wrap = ModuleWrapPolicy({LlamaDecoderLayer})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its own deprecation
+            return FullyShardedDataParallel(
+                model.train(train),
+                auto_wrap_policy=wrap,
+                use_orig_params=original_parameters,
+                mixed_precision=policy,
+                device_id=torch.device("cpu"),
+            )
+
+    def state(model: nn.Module) -> dict[str, Any]:
+        return {
+            name: (set(vars(module)), list(map(id, module.parameters(recurse=False))), list(module._modules))
+            for name, module in model.named_modules()
+        }
+
+    model = sharded(True)
+    before = state(model)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    trainer = types.SimpleNamespace(model=model.module, model_wrapped=model, args=None, optimizer=optimizer)
+    report = audit_model(model, STEP, trainer=trainer)
+    assert report.findings == ()
+    assert "step" in report.checked
+    assert state(model) == before
+    model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    assert audit_model(model, STEP, trainer=trainer).findings == ()  # as it is between two steps
+    (finding,) = audit_model(sharded(False), STEP, forecast=False).findings
+    assert finding.code == "SL120"
+
+
+def test_a_sharded_model_has_no_forecast_of_its_own(one_rank: None) -> None:
+    model = base()
+    fully_shard(model)
+    report = audit_model(model, Workload.weights_only())
+    assert report.forecast is None
+    assert "spread=Spread.fsdp2(ranks)" in report.skipped[0]
 
 
 def test_a_step_that_cannot_be_run_is_not_ok() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from allocator_truth import above_start
 from models import SIZES
 from peft import LoraConfig
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrun import run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -338,5 +339,9 @@ def test_what_is_refused(one_rank: None) -> None:
             Spread.fsdp2(**wrong)  # type: ignore[arg-type]
     sharded = LlamaForCausalLM(LlamaConfig(**SIZES))
     fully_shard(sharded)
-    with pytest.raises(ArgumentError, match="sharded already"):
-        predict_memory(sharded, step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own deprecation
+        flat = FullyShardedDataParallel(LlamaForCausalLM(LlamaConfig(**SIZES)), device_id=torch.device("cpu"))
+    for model in (sharded, flat):
+        with pytest.raises(ArgumentError, match=r"sharded already(.|\n)*Spread.fsdp2"):
+            predict_memory(model, step)

@@ -1,4 +1,4 @@
-"""A model of FSDP2 as it was before it was sharded, so that a step of it can be traced on one device."""
+"""A model of FSDP as it was before it was sharded, so that a step of it can be traced on one device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import DTensor
 
 from safe_loading._model.snapshot import Snapshot
@@ -54,3 +55,42 @@ def _remove_hooks(module: FSDPModule) -> None:
     state = module._get_fsdp_state()
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
         handle.remove()
+
+
+@contextlib.contextmanager
+def without_fsdp1(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the units of FSDP1 are gone but for one around the whole model, and parameters are whole, on meta.
+
+    FSDP1 changes the structure and the parameters themselves, so that more than the step has to be looked at like this.
+    """
+    units = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    if not units:
+        yield
+        return
+    snapshot = Snapshot(model)
+    try:
+        for unit in units:
+            flat = unit._flat_param
+            if flat is not None:  # a unit without parameters of its own has none
+                _take_apart(flat, unit.mixed_precision.param_dtype)
+                vars(unit.module)["_parameters"].pop("_flat_param", None)
+        for module in [*model.modules()]:
+            for name, child in module._modules.items():
+                if isinstance(child, FullyShardedDataParallel):
+                    module._modules[name] = child.module
+        yield
+    finally:
+        snapshot.restore()
+
+
+def _take_apart(flat: FlatParameter, dtype: torch.dtype | None) -> None:
+    """Put a whole parameter where FSDP1 has views into a flat one."""
+    originals = flat._params or [flat] * len(flat._param_infos)  # without use_orig_params all are trained, or none
+    for place, shape, original in zip(flat._param_infos, flat._shapes, originals, strict=True):
+        empty = torch.empty(shape, dtype=dtype or flat.dtype, device="meta")
+        vars(place.module).pop(place.param_name, None)
+        whole = torch.nn.Parameter(empty, requires_grad=original.requires_grad)
+        place.module._parameters[place.param_name] = whole
+    for tied in flat._shared_param_infos:
+        vars(tied.module).pop(tied.param_name, None)
+        tied.module._parameters[tied.param_name] = tied.prim_module._parameters[tied.prim_param_name]
