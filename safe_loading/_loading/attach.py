@@ -37,6 +37,7 @@ from .starts import (
     builds_on_meta,
     holds_finished_prompt,
     may_change_base,
+    resized_by_file,
     skip_deferred_start,
     start_findings,
     start_is_there,
@@ -279,8 +280,8 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
             with without_repeated_layers(model, config), limit:
                 injected = _inject(model, config, adapter, on_meta=False)
     with _in_the_model(injected, adapter.name):
-        slots = new_slots(injected, before)
         routed = _route(injected, adapter, file.tensors)
+        slots = new_slots(injected, before)  # after peft has routed, which replaces parameters of AdaLoRA
         if config.is_prompt_learning:
             # peft loads these straight into the prompt encoder, so no tensor goes through a state-dict key
             return Injection(injected, Match({}, {}, file.findings), slots, file.renamed, file.tensors, on_meta)
@@ -328,8 +329,10 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
 def _route(model: PeftModel, adapter: Adapter, tensors: dict[str, torch.Tensor]) -> RoutedTensors:
     try:
         return route(model, adapter.name, tensors)
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise AdapterError(f"peft cannot map the tensors of {adapter.file} to the model: {error}") from error
+    # the last three where the ranks that AdaLoRA's config lists are no lists, or of other layers or another length
+    except (KeyError, RuntimeError, ValueError, AttributeError, IndexError, TypeError) as error:
+        wrong = "; its rank_pattern is not that of the file" if resized_by_file(adapter.config) else ""
+        raise AdapterError(f"peft cannot map the tensors of {adapter.file} to the model: {error}{wrong}") from error
 
 
 def _needs_base_values(injection: Injection) -> bool:

@@ -47,6 +47,13 @@ def builds_on_meta(config: PeftConfig) -> bool:
     return can_build_on_meta(config) and not _unknown_fields(config)
 
 
+def resized_by_file(config: PeftConfig) -> bool:
+    """Return whether peft gives layers other ranks while it reads the file, from what training found: AdaLoRA."""
+    return str(getattr(config.peft_type, "value", config.peft_type)) == "ADALORA" and bool(
+        getattr(config, "rank_pattern", None)
+    )
+
+
 def starts_on_base(config: PeftConfig) -> bool:
     """Return whether the adapter's start is known to change the base's weights, and so is made on the real base."""
     return changes_base(config) or getattr(config, "kasa_config", None) is not None

@@ -221,7 +221,7 @@ def test_an_auto_mapping_of_another_type_names_no_class(
 
 @pytest.mark.parametrize("revision", ["../../elsewhere", "/etc", "a/../../b", "a\0b", 7, ["main"]])
 def test_a_revision_in_an_adapters_config_names_no_path(
-    tmp_path: Path, tiny_adapter: Path, opened: list[str], revision: object
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, opened: list[str], revision: object
 ) -> None:
     folder = Path(shutil.copytree(tiny_adapter, tmp_path / "adapter"))
     document = json.loads((folder / "adapter_config.json").read_text())
@@ -231,6 +231,7 @@ def test_a_revision_in_an_adapters_config_names_no_path(
     with pytest.raises(AdapterError, match=r"adapter_config\.json: revision is .*Pass base_model= and base_revision="):
         load_peft_on_rank(folder)
     assert not [event for event in opened if "elsewhere" in event or event.startswith("socket")]
+    assert load_peft_on_rank(folder, base_model=tiny_llama).load_report.ok
 
 
 def test_a_model_of_more_modules_than_any_has_is_refused(

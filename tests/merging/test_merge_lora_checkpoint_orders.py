@@ -75,6 +75,11 @@ def inkling(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def first_inkling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Inkling: gate and up of the dense layer, and of the shared experts, are rows that alternate on disk."""
     folder = tmp_path_factory.mktemp("first_inkling")
+    save_first_inkling(folder)
+    return folder
+
+
+def save_first_inkling(folder: Path) -> None:
     from transformers import InklingConfig, InklingForConditionalGeneration
 
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -90,7 +95,6 @@ def first_inkling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(0)
     InklingForConditionalGeneration(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,12 @@ def test_a_head_of_several_layers_that_was_loaded_without_is_told(tiny_llama: Pa
     with pytest.raises(AdapterError) as refused:
         load_peft_on_rank(tmp_path, tiny_llama, device="cpu")
     assert len(refused.value.problems) == str(refused.value).count("call attach_head(base, 'value_head', ...)") == 4
+    like = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 1))
+    base: Any = attach_head(AutoModelForCausalLM.from_pretrained(tiny_llama), "value_head", like)
+    model: Any = load_peft_on_rank(tmp_path, base)
+    assert model.load_report.ok
+    trained = load_file(tmp_path / "adapter_model.safetensors")["base_model.model.value_head.2.weight"]
+    assert torch.equal(model.base_model.model.value_head.modules_to_save["default"][2].weight, trained)
 
 
 def test_a_head_that_is_there_is_not_said_to_be_missing() -> None:

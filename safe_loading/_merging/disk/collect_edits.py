@@ -203,6 +203,14 @@ class _Collector:
             if record is None:
                 continue
             rows = record.rows.setdefault(known, {})
+            count, last = base.weight.shape[0], max(layer.token_indices[name])  # type: ignore[index]
+            if last >= count:
+                self.problems.append(
+                    f"{known}: the adapter trains row {last}, the base has {count} rows, and the adapter does not hold "
+                    f"the weight with more. Load the base, call resize_token_embeddings({last + 1}) or with the size "
+                    f"that it was trained with, save it, and merge into that"
+                )
+                continue
             for row, value in zip(layer.token_indices[name], layer.trainable_tokens_delta[name], strict=True):
                 if not torch.equal(rows.setdefault(int(row), value.detach()), value):
                     self.problems.append(

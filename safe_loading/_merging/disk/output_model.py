@@ -39,6 +39,11 @@ from .changes import FLOATS, NAMES, Changes, info_of
 from .place_edits import is_one_tensor
 
 _TIE_FLAG = "tie_word_embeddings"
+# Mllama has eight rows more than words, DeepSeek V4 tables beside the vocabulary, T5Gemma 2 one vocabulary twice.
+_NO_SUCH_VOCABULARY = (
+    ". transformers saves no {} with another vocabulary that it could load again. Keep the adapter: load the base, "
+    "call resize_token_embeddings({}), and pass it to load_peft_on_rank"
+)
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
 _REPLACING_LEVELS = re.compile(r"\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module|token_adapter)(?=\.)")
 
@@ -155,7 +160,9 @@ def adapt_config(changes: Changes, output: OutputModel, base: MergeBase) -> None
         why = f"{len(names)} tensor(s) of the base are no part of a {architecture}, which the adapter makes of it."
         changes.findings.append(Finding("tensors-left-behind", "info", ", ".join(names[:4]), why, "none.", nbytes))
     if changes.config and not changes.problems:
-        changes.problems += _not_found(changes, output, base)
+        problems = _not_found(changes, output, base)
+        advice = _NO_SUCH_VOCABULARY.format(type(output.model).__name__, max(output.resized.values(), default=0))
+        changes.problems += [problem + advice if output.resized else problem for problem in problems]
     if base.quantized:
         changes.config["quantization_config"] = None
 
