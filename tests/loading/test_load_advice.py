@@ -1,0 +1,358 @@
+"""The advice of errors and findings about loading, taken: what a message names is done, and the model is right."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import adapters as faults
+from models import save_adapter, save_llama
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from safe_loading import (
+    AdapterError,
+    AdapterExists,
+    ArgumentError,
+    CheckpointError,
+    CheckpointNotFound,
+    check_checkpoint,
+    load_adapter_on_rank,
+    load_peft_on_rank,
+)
+
+TOKENS = torch.arange(1, 13)[None]
+Config = dict[str, Any]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=TOKENS).logits
+
+
+def change_config(folder: Path, **entries: Any) -> None:
+    """Set entries of a folder's config; None takes one out."""
+    name = faults.CONFIG if (folder / faults.CONFIG).exists() else "config.json"
+    config = json.loads((folder / name).read_text())
+    config.update(entries)
+    (folder / name).write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    file = folder / faults.WEIGHTS if (folder / faults.WEIGHTS).exists() else folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(change(tensors) or tensors, file, metadata={"format": "pt"})
+
+
+def spoiled(tensors: dict[str, torch.Tensor], spoil: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+    spoil(tensors)
+    return tensors
+
+
+KEY = "base_model.model.model.layers.1.self_attn.v_proj"
+# What the adapter is made with, what is wrong with its config and its tensors, the advice, and how the config is then
+# mended; None: it is the tensor that is mended.
+MENDED: dict[str, tuple[Config, Config, Callable[[Any], Any], str, Config | None]] = {
+    "ranks": ({}, {"r": 16}, lambda _: None, r"or correct r and rank_pattern in adapter_config\.json", {"r": 4}),
+    "targets": (
+        {},
+        {"target_modules": ["q_proj", "down_proj"]},
+        lambda _: None,
+        "add the module to target_modules in adapter_config.json",
+        {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+    ),
+    "a module that is not listed": (
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": None},
+        lambda _: None,
+        "add 'lm_head' to modules_to_save in adapter_config.json",
+        {"modules_to_save": ["lm_head"]},
+    ),
+    "the tensor of a module that is not listed": (
+        {},
+        {},
+        lambda tensors: tensors.update({"base_model.model.lm_head.weight": torch.zeros(101, 32)}),
+        "add 'lm_head' to modules_to_save in adapter_config.json, or remove the tensor",
+        None,
+    ),
+    "a module without its tensor": (
+        {},
+        {"modules_to_save": ["lm_head"]},
+        lambda _: None,
+        "or take the module out of the config",
+        {"modules_to_save": None},
+    ),
+    "a field of an older peft": (
+        {},
+        {"of_long_ago": 3},
+        lambda _: None,
+        "remove the field if an older one did",
+        {"of_long_ago": None},
+    ),
+    "a missing tensor": (
+        {},
+        {},
+        lambda tensors: tensors.pop(f"{KEY}.lora_A.weight"),
+        "or save the adapter again",
+        None,
+    ),
+    "two keys of one tensor": (
+        {},
+        {},
+        lambda tensors: tensors.update({f"module.{KEY}.lora_A.weight": torch.zeros(4, 32)}),
+        "keep one of them",
+        None,
+    ),
+    "NaN": ({}, {}, lambda tensors: tensors[f"{KEY}.lora_A.weight"].fill_(torch.nan), "an earlier checkpoint", None),
+    "integers": (
+        {},
+        {},
+        lambda tensors: tensors.update({f"{KEY}.lora_A.weight": torch.ones(4, 32, dtype=torch.int8)}),
+        "save the adapter again",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MENDED)
+def test_an_adapter_loads_once_it_is_mended(tmp_path: Path, tiny_llama: Path, kind: str) -> None:
+    made, config, tensors, advice, mended = MENDED[kind]
+    adapter = save_adapter(tmp_path / "adapter", tiny_llama, **made)
+    expected = logits(load_peft_on_rank(adapter, tiny_llama))
+    good = (adapter / faults.WEIGHTS).read_bytes()
+    change_config(adapter, **config)
+    change_tensors(adapter, lambda found: spoiled(found, tensors))
+    with pytest.raises((AdapterError, CheckpointError), match=advice):
+        load_peft_on_rank(adapter, tiny_llama)
+    (adapter / faults.WEIGHTS).write_bytes(good)
+    change_config(adapter, **(mended or {}))
+    assert torch.equal(logits(load_peft_on_rank(adapter, tiny_llama)), expected)
+
+
+def test_a_base_that_no_config_names_is_passed(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    adapter = faults.edited(tiny_adapter, tmp_path / "adapter", config=lambda c: c.update(base_model_name_or_path=None))
+    with pytest.raises(AdapterError, match=r"names no base model\. Pass base_model=\."):
+        load_peft_on_rank(adapter)
+    found = check_checkpoint(adapter).findings
+    assert [finding.fix for finding in found if finding.code == "adapter-base"] == [
+        "pass base_model= when you load it."
+    ]
+    assert load_peft_on_rank(adapter, base_model=tiny_llama).load_report.ok
+
+
+def test_an_adapter_in_a_subfolder_is_named(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    shutil.copytree(tiny_adapter, tmp_path / "run" / "best")
+    with pytest.raises(CheckpointError, match=r"pass adapter_subfolder=\."):
+        load_peft_on_rank(tmp_path / "run", tiny_llama)
+    assert load_peft_on_rank(tmp_path / "run", tiny_llama, adapter_subfolder="best").load_report.ok
+
+
+def test_an_adapter_beside_a_base_gets_a_folder_of_its_own(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
+) -> None:
+    base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
+    for file in tiny_adapter.iterdir():
+        shutil.copy(file, base)
+    with pytest.raises(AdapterError, match=r"Move the adapter's files to a folder of their own\."):
+        load_peft_on_rank(tiny_adapter, base)
+    found = [finding for finding in check_checkpoint(base).findings if finding.code == "adapter-beside"]
+    assert found[0].fix == "keep the adapter in a folder of its own."
+    own = tmp_path / "own"
+    own.mkdir()
+    for file in tiny_adapter.iterdir():
+        shutil.move(base / file.name, own)
+    assert torch.equal(logits(load_peft_on_rank(own, base)), logits(load_peft_on_rank(tiny_adapter, tiny_llama)))
+
+
+def test_the_first_adapter_is_loaded_by_the_other_function(tiny_llama: Path, tiny_adapter: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    with pytest.raises(AdapterError, match=r"Use load_peft_on_rank for the first adapter\."):
+        load_adapter_on_rank(base, tiny_adapter, "one")
+    model = load_peft_on_rank(tiny_adapter, base)
+    with pytest.raises(AdapterError, match="Use load_adapter_on_rank to add one, or pass the plain base"):
+        load_peft_on_rank(tiny_adapter, model)
+    load_adapter_on_rank(model, tiny_adapter, "two")
+    expected = logits(model)
+    model.set_adapter("two")
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(load_peft_on_rank(tiny_adapter, model.unload())), expected)
+
+
+def test_each_way_out_of_a_name_that_is_taken(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    other = save_adapter(tmp_path / "other", tiny_llama, seed=1)
+    expected = logits(load_peft_on_rank(other, tiny_llama))
+    model = load_peft_on_rank(tiny_adapter, tiny_llama)
+    advice = r"Choose another name, call model\.delete_adapter\('default'\) first, or pass hotswap=True"
+    with pytest.raises(AdapterExists, match=advice):
+        load_adapter_on_rank(model, other, "default")
+    load_adapter_on_rank(model, other, "other")
+    model.set_adapter("other")
+    assert torch.equal(logits(model), expected)
+    model.delete_adapter("default")
+    load_adapter_on_rank(model, other, "default")
+    model.set_adapter("default")
+    assert torch.equal(logits(model), expected)
+    swapped = load_peft_on_rank(tiny_adapter, tiny_llama)
+    load_adapter_on_rank(swapped, other, "default", hotswap=True)
+    assert torch.equal(logits(swapped), expected)
+
+
+SWAPS: dict[str, tuple[Config, Config, str]] = {
+    "a larger rank": ({}, {"r": 8}, "load it under another name"),
+    "other layers": ({}, {"target_modules": ["k_proj"]}, "load it under another name"),
+    "an embedding": ({"target_modules": ["embed_tokens"]}, {"target_modules": ["embed_tokens"]}, "another name"),
+    "a smaller rank with patterns": ({"alpha_pattern": {"q_proj": 3}}, {"r": 2}, "Load it under another name"),
+    "fewer layers": ({}, {"target_modules": ["q_proj"]}, "load it under another name; peft would fill the rest"),
+}
+
+
+@pytest.mark.parametrize("kind", SWAPS)
+def test_what_cannot_be_swapped_in_has_a_name_of_its_own(tmp_path: Path, tiny_llama: Path, kind: str) -> None:
+    loaded, swapped, advice = SWAPS[kind]
+    first = save_adapter(tmp_path / "first", tiny_llama, **loaded)
+    second = save_adapter(tmp_path / "second", tiny_llama, seed=1, **swapped)
+    model = load_peft_on_rank(first, tiny_llama)
+    with pytest.raises(AdapterError, match=advice):
+        load_adapter_on_rank(model, second, "default", hotswap=True)
+    load_adapter_on_rank(model, second, "second")
+    model.set_adapter("second")
+    assert torch.equal(logits(model), logits(load_peft_on_rank(second, tiny_llama)))
+
+
+def test_a_swap_of_another_dtype_and_of_a_merged_adapter(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    other = save_adapter(tmp_path / "other", tiny_llama, seed=1, dtype=torch.bfloat16)
+    model = load_peft_on_rank(tiny_adapter, tiny_llama)
+    with pytest.raises(AdapterError, match=r"pass adapter_dtype=torch\.float32, or load it under another name"):
+        load_adapter_on_rank(model, other, "default", hotswap=True)
+    model.merge_adapter()
+    with pytest.raises(AdapterError, match=r"Call model\.unmerge_adapter\(\) first\."):
+        load_adapter_on_rank(model, other, "default", hotswap=True, adapter_dtype=torch.float32)
+    model.unmerge_adapter()
+    load_adapter_on_rank(model, other, "default", hotswap=True, adapter_dtype=torch.float32)
+    expected = logits(load_peft_on_rank(other, tiny_llama, adapter_dtype=torch.float32))
+    assert torch.allclose(logits(model), expected, atol=1e-5)
+
+
+def test_two_values_of_a_tied_weight_are_one_or_untied(tmp_path: Path, tiny_adapter: Path) -> None:
+    base = save_llama(tmp_path / "base", tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    shutil.rmtree(base)
+    model.save_pretrained(base)
+    tied = logits(load_peft_on_rank(tiny_adapter, base))
+    own = torch.randn(101, 32)
+    change_tensors(base, lambda tensors: tensors.update({"lm_head.weight": own}))
+    with pytest.raises(AdapterError, match=r"set tie_word_embeddings to false in config\.json if both are intended"):
+        load_peft_on_rank(tiny_adapter, base)
+    change_config(base, tie_word_embeddings=False)
+    loaded = load_peft_on_rank(tiny_adapter, base)
+    assert torch.equal(loaded.get_base_model().lm_head.weight, own)
+    change_config(base, tie_word_embeddings=True)
+    change_tensors(base, lambda tensors: {k: v for k, v in tensors.items() if k != "lm_head.weight"})
+    assert torch.equal(logits(load_peft_on_rank(tiny_adapter, base)), tied)
+
+
+def test_the_class_that_a_base_was_saved_as_is_passed(tmp_path: Path, tiny_llama: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    auto: Any = AutoModelForSequenceClassification
+    auto.from_pretrained(tiny_llama, num_labels=3).save_pretrained(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", auto_class=auto, task_type=None)
+    with pytest.raises((AdapterError, CheckpointError), match="auto_class= for the class that it was saved as"):
+        load_peft_on_rank(adapter, tmp_path / "base", auto_class="AutoModelForCausalLM")
+    ours = load_peft_on_rank(adapter, tmp_path / "base", auto_class=auto)
+    plain = PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "base"), str(adapter))
+    change_config(tmp_path / "base", pad_token_id=0)
+    for model in (ours, plain):
+        model.config.pad_token_id = 0
+    assert torch.equal(logits(ours), logits(plain))
+
+
+def to_integers(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder.parent / "kept")
+    change_tensors(folder, lambda tensors: {k: v.int() if "q_proj" in k else v for k, v in tensors.items()})
+
+
+BASES: dict[str, tuple[Callable[[Path], Any], str, Callable[[Path], Any]]] = {
+    "without its config": (
+        lambda folder: (folder / "config.json").rename(folder / "away"),
+        "copy the model's config.json here",
+        lambda folder: (folder / "away").rename(folder / "config.json"),
+    ),
+    "without a model type": (
+        lambda folder: change_config(folder, model_type=None),
+        'set "model_type" to the architecture, such as "llama"',
+        lambda folder: change_config(folder, model_type="llama"),
+    ),
+    "fewer layers in the config": (
+        lambda folder: change_config(folder, num_hidden_layers=2),
+        "correct config.json",
+        lambda folder: change_config(folder, num_hidden_layers=3),
+    ),
+    "the prefix of a wrapper": (
+        lambda folder: change_tensors(folder, faults.with_prefix("_orig_mod.")),
+        "or rename the tensors, such as to 'lm_head.weight'",
+        lambda folder: change_tensors(folder, lambda t: {k.removeprefix("_orig_mod."): v for k, v in t.items()}),
+    ),
+    "a pickle beside it": (
+        lambda folder: torch.save({}, folder / "training_args.bin"),
+        "delete those that are not needed",
+        lambda folder: (folder / "training_args.bin").unlink(),
+    ),
+    "integers": (
+        to_integers,
+        "save the model again in a floating-point dtype",
+        lambda folder: shutil.move(folder.parent / "kept", folder / "model.safetensors"),
+    ),
+    "two names of a tensor": (
+        lambda folder: change_tensors(folder, lambda t: t.update({"norm.weight": t["model.norm.weight"].clone()})),
+        "delete the one that is left over",
+        lambda folder: change_tensors(folder, lambda t: {k: v for k, v in t.items() if k != "norm.weight"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_a_base_is_sound_once_the_finding_is_mended(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, kind: str
+) -> None:
+    spoil, advice, mend = BASES[kind]
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(tiny_llama).save_pretrained(base)
+    assert check_checkpoint(base).ok
+    spoil(base)
+    assert any(advice in finding.fix for finding in check_checkpoint(base).findings)
+    mend(base)
+    assert check_checkpoint(base).findings == ()
+    assert torch.equal(
+        logits(load_peft_on_rank(tiny_adapter, base)), logits(load_peft_on_rank(tiny_adapter, tiny_llama))
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "better"),
+    [
+        ({"base_kwargs": {"torch_dtype": torch.float32}}, {"dtype": torch.float32}),
+        ({"base_kwargs": {"revision": "main"}}, {"base_revision": None}),
+        ({"base_kwargs": {"device_map": "cpu"}}, {"device": "cpu"}),
+        ({"base_kwargs": {"subfolder": "x"}}, {"base_subfolder": ""}),
+        ({"base_kwargs": {"output_loading_info": True}}, {}),
+        ({"adapter_dtype": "int8"}, {"adapter_dtype": "bfloat16"}),
+    ],
+)
+def test_arguments_of_other_names_have_one_here(
+    tiny_llama: Path, tiny_adapter: Path, words: Config, better: Config
+) -> None:
+    with pytest.raises(ArgumentError, match=f"{next(iter(better), 'leave it out')}"):
+        load_peft_on_rank(tiny_adapter, tiny_llama, **words)
+    assert load_peft_on_rank(tiny_adapter, tiny_llama, **better).load_report.ok
+
+
+def test_a_path_that_is_wrong_is_checked(tmp_path: Path, tiny_llama: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match="Check the path"):
+        load_peft_on_rank(tmp_path / "no adapter", tiny_llama)
