@@ -15,7 +15,7 @@ from safe_loading.errors import ArgumentError, DeviceMapInfeasible
 from .plan.require_traced import require_traced
 from .plan_device_map import plan_device_map
 
-_MOST_ROUNDS = 30
+_GUESSES = 8  # plans for one byte less than the last one needed; from then on the interval is halved
 
 
 def smallest_limits(
@@ -50,12 +50,16 @@ def smallest_limits(
     high = max(1, *(use.used for use in plan.devices))
     # A balanced plan shows its largest load, which is enough as a limit; one byte less either gives a plan with a
     # smaller load, or is refused. A traced step may differ from its count, so that the first guess need not be least.
-    for _ in range(_MOST_ROUNDS):
+    refused, plans = 0, 0
+    while high - refused > 1:
+        plans += 1
+        limit = high - 1 if plans <= _GUESSES else (refused + high) // 2
         try:
-            plan = plan_device_map(model, dict.fromkeys(names, high - 1), objective=objective, **options)
+            plan = plan_device_map(model, dict.fromkeys(names, limit), objective=objective, **options)
         except DeviceMapInfeasible:
-            break
-        high = max(1, *(use.used for use in plan.devices))
+            refused = limit
+        else:
+            high = max(1, *(use.used for use in plan.devices))
     return dict.fromkeys(names, high)
 
 

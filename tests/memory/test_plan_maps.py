@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from fractions import Fraction
 
 import accelerate
@@ -13,7 +14,10 @@ from test_plan_search import apart, best_of_all
 from torch import nn
 
 from safe_loading import ArgumentError, DeviceMapInfeasible, Workload, plan_device_map, smallest_limits
+from safe_loading._memory import smallest_limits as least_limits
 from safe_loading._memory.plan.layer_groups import LayerGroup
+from safe_loading._memory.plan.planner import Planner
+from safe_loading._memory.plan_device_map import plan_request
 
 
 class Part(torch.nn.Module):
@@ -153,6 +157,35 @@ def test_a_model_without_a_byte_has_a_place(model: nn.Module) -> None:
     limits = smallest_limits(model, 2)
     assert limits == {0: 1, 1: 1}
     assert plan_device_map(model, limits).verified
+
+
+def test_a_plan_says_where_the_search_for_it_ended() -> None:
+    draw = random.Random(3)
+    sizes = [draw.randint(50, 100) for _ in range(60)]
+    many = {number: sum(sizes) // 18 * 5 // 4 + 3 * number for number in range(18)}  # 2^18 choices of devices
+    plan = plan_device_map(Parts(sizes, []), many, verify=False)
+    assert [finding.code for finding in plan.findings] == ["not-proven-best"]
+    assert plan.ok
+    assert "a better placement may exist: so many kinds of devices" in str(plan)
+    for fewer in (dict.fromkeys(many, max(many.values())), {number: many[number] * 2 for number in range(12)}):
+        assert not plan_device_map(Parts(sizes, []), fewer, verify=False).findings  # as the fix says
+    # a search over sizes explains no refusal, and this one would take a minute to explain
+    request = plan_request(Parts(sizes, []), {n: limit * 3 // 4 for n, limit in many.items()}, verify=False)
+    with pytest.raises(DeviceMapInfeasible, match="That nothing fits is not proven: so many kinds of devices"):
+        Planner(replace(request, explains=False)).plan()
+
+
+@pytest.mark.parametrize("guesses", [0, 8])
+def test_the_least_limits_are_proved_however_many_guesses_it_takes(
+    guesses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(least_limits, "_GUESSES", guesses)
+    for seed in range(20):
+        model, *_ = instance(seed)
+        limits = smallest_limits(model, 2)
+        assert plan_device_map(model, limits).keys()
+        with pytest.raises(DeviceMapInfeasible):
+            plan_device_map(model, {device: size - 1 for device, size in limits.items()})
 
 
 def test_limits_and_overhead_that_mean_nothing_are_refused() -> None:

@@ -17,8 +17,10 @@ from torch.nn import functional
 from transformers import LlamaConfig
 
 from safe_loading import DeviceMapInfeasible, Workload, plan_device_map
+from safe_loading._memory.plan import offload as offloads
+from safe_loading._memory.plan import offload_search
 from safe_loading._memory.plan.layer_groups import Puzzle
-from safe_loading._memory.plan.offload import Away, Piece, Split, offload
+from safe_loading._memory.plan.offload import Away, OffloadPlan, Piece, Split, offload
 
 GONE = -1
 
@@ -166,7 +168,7 @@ def check(seeds: range) -> tuple[int, int, int]:
             split = offload(case.puzzle, case.away, case.hosts, objective)
             assert (split and (split.moved, split.crossings)) == expected, seed
             if split is not None:
-                assert split.complete
+                assert not split.bounds
                 assert case.holds(split), seed
         if split is not None:
             offloaded += 1
@@ -174,6 +176,44 @@ def check(seeds: range) -> tuple[int, int, int]:
             several += sum(runs) > 1
             single += bool(split.pieces)
     return offloaded, several, single
+
+
+BOUNDS = {
+    offloads.STATES: ("MOST_STATES", "_WIDEST"),
+    offloads.PARTS: ("_MOST_PARTS",),
+    offloads.PINNINGS: ("MOST_PINNINGS",),
+}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_an_offload_that_is_not_the_best_says_where_the_search_ended(
+    bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a bound so narrow that many answers are wrong: none of those is silent."""
+    for name in BOUNDS[bound]:
+        monkeypatch.setattr(offload_search if name == "_WIDEST" else offloads, name, 1)
+    worse = 0
+    for seed in range(300):
+        case = Case(seed)
+        if case.puzzle.fits():
+            continue
+        plan = OffloadPlan(case.puzzle, case.away, case.hosts, "fill")
+        split = plan.solve()
+        if (split and (split.moved, split.crossings)) != case.best():
+            assert bound in plan.bounds, seed
+            worse += 1
+    assert worse > 1
+
+
+def test_hosts_that_take_what_leaves_in_few_ways_only_are_said_to_be_filled_within_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bounds: set[str] = set()
+    assert offloads.onto_hosts([3, 5, 4], [7, 5], bounds) == [0, 1, 0]
+    assert not bounds
+    monkeypatch.setattr(offloads, "_MOST_SUMS", 2)
+    assert offloads.onto_hosts([3, 5, 4], [7, 5], bounds) is None
+    assert bounds == {offloads.SUMS}
 
 
 @pytest.mark.parametrize("hundred", range(2))

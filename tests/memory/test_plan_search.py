@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+import tracemalloc
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_loading._memory.plan import chain as chains
+from safe_loading._memory.plan import crossings, layer_groups
 from safe_loading._memory.plan.chain import Chain, DeviceSlot, fewest_devices, reach
 from safe_loading._memory.plan.crossings import BETWEEN_NODES
 from safe_loading._memory.plan.layer_groups import MOST_PINNINGS, GroupPlacement, LayerGroup, Puzzle
@@ -250,6 +253,36 @@ def test_arrays_and_dicts_find_the_same(seed: int, monkeypatch: pytest.MonkeyPat
     assert found[0] == found[1]
 
 
+BOUNDS: dict[str, list[tuple[Any, str]]] = {
+    chains.KINDS_OF_DEVICES: [(chains, "MOST_STATES"), (chains, "_WIDEST"), (chains, "_NARROWEST")],
+    crossings.CROSSINGS: [(layer_groups, "MOST_CROSSING_STATES"), (crossings, "_NARROWEST")],
+    layer_groups.PINNINGS: [(layer_groups, "MOST_PINNINGS")],
+}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_an_answer_that_is_not_the_best_says_where_the_search_ended(
+    bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a bound so narrow that many answers are wrong: none of those is silent."""
+    for module, name in BOUNDS[bound]:
+        monkeypatch.setattr(module, name, 1)
+    worse = proven = 0
+    for seed in range(3000):
+        blocks, together, limits = instance(seed, 7)
+        puzzle = Puzzle(blocks, together, limits)
+        found = puzzle.solve()
+        proven += not puzzle.bounds
+        if worse > 2 or (seed > 200 and not puzzle.bounds):
+            continue
+        best = best_of_all(blocks, together, limits)
+        if (found and (found.fraction, found.crossings)) != (best and best[0]):
+            assert bound in puzzle.bounds, seed
+            worse += 1
+    assert worse
+    assert proven
+
+
 def test_three_kinds_of_limits_are_searched_to_the_end() -> None:
     draw = random.Random(0)
     blocks = [LayerGroup(draw.randint(1, 10) * 10**8) for _ in range(2048)]
@@ -258,9 +291,25 @@ def test_three_kinds_of_limits_are_searched_to_the_end() -> None:
     assert placement is not None
     assert placement.fraction == Fraction(59, 80)  # keeping the most promising choices alone gave the same load ...
     assert placement.crossings == 126  # ... and 127
-    tied = Puzzle(blocks, [[0, 2047]], limits).solve()
+    puzzle = Puzzle(blocks, [[0, 2047]], limits)
+    tied = puzzle.solve()
     assert tied is not None
     assert (tied.fraction, tied.crossings) == (Fraction(59, 80), 127)
+    assert not puzzle.bounds
+
+
+def test_an_array_over_all_choices_of_many_kinds_is_not_made() -> None:
+    # 2^17 choices are few enough to be exact, and an array over them would have 3^17 cells
+    reaches = [reach(Chain((1,) * 60, (0,) * 60), DeviceSlot(100), 4) for _ in range(17)]
+    tracemalloc.start()
+    try:
+        kinds = fewest_devices(reaches, (1,) * 17, 0, 60)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kinds is not None
+    assert len(kinds) == 15
+    assert peak < 100_000_000
 
 
 def test_many_different_devices_are_searched_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +320,7 @@ def test_many_different_devices_are_searched_within_bounds(monkeypatch: pytest.M
     puzzle = Puzzle(blocks, [], limits)
     placement = puzzle.solve()
     assert placement is not None
+    assert puzzle.bounds == {chains.KINDS_OF_DEVICES}
     assert keeps(puzzle, placement)
     assert float(placement.fraction) < 1.03 * sum(block.resident for block in blocks) / sum(limits)
 
@@ -283,5 +333,6 @@ def test_more_groups_than_can_be_tried_still_find_a_plan() -> None:
     assert len(puzzle.pinnings) <= MOST_PINNINGS + 1
     placement = puzzle.solve()
     assert placement is not None
+    assert layer_groups.PINNINGS in puzzle.bounds
     assert keeps(puzzle, placement)
     assert all(placement.device_of[one] == placement.device_of[other] for one, other in together)

@@ -20,8 +20,12 @@ import numpy.typing as npt
 MOST_STATES = 250_000
 """Up to so many choices of devices the search over their orders is exact; beyond, the most promising are kept."""
 
+KINDS_OF_DEVICES = "so many kinds of devices have too many orders, and only those that get furthest were tried"
+"""What is said of a search that ended at ``MOST_STATES``."""
+
 _FEW_STATES = 2_000  # up to so many a dict is faster than arrays
 _WIDEST = 40_000
+_NARROWEST = 64
 
 Counts = tuple[int, ...]
 """How many devices of each kind there are, or are used."""
@@ -99,17 +103,22 @@ def reach(chain: Chain, slot: DeviceSlot, cap: int) -> list[int]:
     return list(stop.tolist())
 
 
-def fewest_devices(reaches: Sequence[Sequence[int]], counts: Counts, start: int, goal: int) -> tuple[int, ...] | None:
+def fewest_devices(
+    reaches: Sequence[Sequence[int]], counts: Counts, start: int, goal: int, bounds: set[str] | None = None
+) -> tuple[int, ...] | None:
     """Return the fewest devices that take a chain from ``start`` to ``goal``, as their kinds in order, or None.
 
     For each kind of device, `reaches` is its :func:`reach` and `counts` says how many there are. Exact up to
-    ``MOST_STATES`` choices of devices; beyond, of each number of devices those choices are kept that get furthest.
+    ``MOST_STATES`` choices of devices; beyond, of each number of devices those choices are kept that get furthest, and
+    `bounds` is told so.
     """
     if start >= goal:
         return ()
     states = prod(count + 1 for count in counts)
-    search = _search_arrays if _FEW_STATES < states <= MOST_STATES else _search_dicts
-    used, stop_of = search(reaches, counts, start, goal)
+    if _FEW_STATES < states <= MOST_STATES:
+        used, stop_of = _search_arrays(reaches, counts, start, goal)
+    else:
+        used, stop_of = _search_dicts(reaches, counts, start, goal, set() if bounds is None else bounds)
     # walk back from the choice that gets to the goal: which device came last, and reached as far from what was before?
     kinds: list[int] = []
     while used is not None and any(used):
@@ -124,7 +133,7 @@ def fewest_devices(reaches: Sequence[Sequence[int]], counts: Counts, start: int,
 
 
 def _search_dicts(
-    reaches: Sequence[Sequence[int]], counts: Counts, start: int, goal: int
+    reaches: Sequence[Sequence[int]], counts: Counts, start: int, goal: int, bounds: set[str]
 ) -> tuple[Counts | None, _StopOf]:
     """Return the first choice of devices that gets to the goal, and how far each smaller one gets.
 
@@ -134,7 +143,7 @@ def _search_dicts(
     strides = [prod(count + 1 for count in counts[:kind]) for kind in range(len(counts))]
     steps = [(stride, count + 1, count, own) for stride, count, own in zip(strides, counts, reaches, strict=True)]
     states = prod(count + 1 for count in counts)
-    widest = states if states <= MOST_STATES else max(64, _WIDEST // (sum(counts) + 1) // len(counts))
+    widest = states if states <= MOST_STATES else max(_NARROWEST, _WIDEST // (sum(counts) + 1) // len(counts))
     level = {0: start}
     reached = dict(level)
 
@@ -150,6 +159,7 @@ def _search_dicts(
                     if stop > after.get(larger, -1):
                         after[larger] = stop
         if len(after) > widest:
+            bounds.add(KINDS_OF_DEVICES)
             after = dict(sorted(after.items(), key=lambda item: -item[1])[:widest])
         reached.update(after)
         best = max(after, key=after.__getitem__)
@@ -168,43 +178,42 @@ def _search_arrays(
     """
     grid = _grid(counts)
     ways = [np.array([*own, -1], np.int32) for own in reaches]  # from nowhere (-1) to nowhere
-    stops = np.full(int(grid.levels[-1][-1]) + 1, -1, np.int32)
-    stops[grid.origin] = start
+    stops = np.full(grid.size, -1, np.int32)
+    stops[0] = start
     used: Counts | None = None
-    for cells in grid.levels[1:]:
-        best = ways[0][stops[cells - grid.strides[0]]]
-        for way, stride in zip(ways[1:], grid.strides[1:], strict=True):
-            np.maximum(best, way[stops[cells - stride]], out=best)
+    for cells, has_one in zip(grid.levels[1:], grid.has_one[1:], strict=True):
+        best = np.full(len(cells), -1, np.int32)
+        for way, stride, inside in zip(ways, grid.strides, has_one, strict=True):
+            best[inside] = np.maximum(best[inside], way[stops[cells[inside] - stride]])
         stops[cells] = best
         furthest = int(best.argmax())
         if best[furthest] >= goal:
             cell = int(cells[furthest])
-            used = tuple(cell // stride % (n + 2) - 1 for stride, n in zip(grid.strides, counts, strict=True))
+            used = tuple(cell // stride % (n + 1) for stride, n in zip(grid.strides, counts, strict=True))
             break
-    return used, lambda key: int(stops[grid.origin + sum(n * s for n, s in zip(key, grid.strides, strict=True))])
+    return used, lambda key: int(stops[sum(n * stride for n, stride in zip(key, grid.strides, strict=True))])
 
 
 class _Grid(NamedTuple):
-    """An array over all choices of devices, an axis for each kind.
-
-    Each axis begins with a cell that stands for -1 devices and is never filled, so that one device fewer is always
-    inside the array.
-    """
+    """An array over all choices of devices, an axis for each kind, with the empty choice first."""
 
     strides: list[int]  # how far apart two cells are that differ by one device of a kind
-    origin: int  # the cell of the empty choice
+    size: int  # how many cells there are
     levels: list[npt.NDArray[np.int64]]  # the cells by how many devices they choose
+    has_one: list[list[npt.NDArray[np.int64]]]  # for each level and kind, which of its cells have a device of the kind
 
 
 @lru_cache(maxsize=8)
 def _grid(counts: Counts) -> _Grid:
-    shape = [count + 2 for count in counts]
+    shape = [count + 1 for count in counts]
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    sizes = np.zeros(shape, np.int32)
-    for axis, length in enumerate(shape):
-        sizes += np.arange(length, dtype=np.int32).reshape([-1 if n == axis else 1 for n in range(len(shape))])
-    inside = np.arange(prod(shape)).reshape(shape)[(slice(1, None),) * len(shape)].ravel()
-    size_of = sizes.ravel()[inside] - len(shape)
-    order = inside[np.argsort(size_of, kind="stable")]
-    bounds = np.concatenate([[0], np.cumsum(np.bincount(size_of))])
-    return _Grid(strides, sum(strides), [order[a:b] for a, b in pairwise(bounds.tolist())])
+    cells = np.arange(prod(shape))
+    level_of = np.zeros(len(cells), np.int64)
+    for stride, length in zip(strides, shape, strict=True):
+        level_of += cells // stride % length
+    order = np.argsort(level_of, kind="stable")
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(level_of))])
+    levels = [order[a:b] for a, b in pairwise(bounds.tolist())]
+    axes = list(zip(strides, shape, strict=True))
+    has_one = [[np.flatnonzero(own // stride % length) for stride, length in axes] for own in levels]
+    return _Grid(strides, len(cells), levels, has_one)

@@ -22,6 +22,11 @@ from .chain import Counts, fewest_devices
 MOST_CROSSING_STATES = 60_000
 """Up to so many states the search is exact; beyond, those with the least unused memory are kept."""
 
+_NARROWEST = 64  # states that are kept of each number of crossings at the least
+
+CROSSINGS = "the fewest crossings have too many ways, and only those with the least unused memory were tried"
+"""What is said of a search that ended at ``MOST_CROSSING_STATES``."""
+
 BETWEEN_NODES = 1 << 20
 """What a change of node costs, where a change of device costs 1: more than there are devices."""
 
@@ -81,10 +86,11 @@ class Crossings:
         ordered: bool = False,
         states: int = MOST_CROSSING_STATES,
         nodes: Sequence[int] = (),
+        bounds: set[str] | None = None,
     ) -> None:
         self.reaches, self.counts, self.room, self.sums = reaches, counts, room, sums
         self.nodes = tuple(nodes) or (0,) * len(counts)
-        self.bounded = False  # whether states were dropped
+        self.bounds = set[str]() if bounds is None else bounds  # in words, where states were dropped
         self.end, self.ordered, self.states = len(sums) - 1, ordered, states
         self.gap_at = {gap.at: gap for gap in gaps}
         self.inside = [gap.at for gap in gaps if 0 < gap.at < self.end]
@@ -203,7 +209,7 @@ class Crossings:
         if (head is not None and (start == 0 or head == tail)) or (tail is not None and goal == self.end):
             return None
         counts = tuple(count - (kind in (head, tail)) for kind, count in enumerate(self.counts))
-        middle = fewest_devices(self.reaches, counts, start, goal)
+        middle = fewest_devices(self.reaches, counts, start, goal, self.bounds)
         ends = [() if kind is None else (kind,) for kind in (head, tail)]
         return None if middle is None else (*ends[0], *middle, *ends[1])
 
@@ -247,10 +253,10 @@ class Crossings:
     def _promising(self, level: dict[_State | None, _Path]) -> list[tuple[_State, _Path]]:
         """Return the states of a level, or where there are too many those with the least unused memory."""
         found = [(state, path) for state, path in level.items() if state is not None]
-        widest = max(64, self.states // (sum(self.counts) + 1))
+        widest = max(_NARROWEST, self.states // (sum(self.counts) + 1))
         if len(found) <= widest:
             return found
-        self.bounded = True
+        self.bounds.add(CROSSINGS)
         return sorted(found, key=lambda entry: entry[1].room - self.sums[entry[1].at])[:widest]
 
     def _segment(self, stop: int) -> int:

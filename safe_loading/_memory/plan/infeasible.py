@@ -30,7 +30,7 @@ def infeasible(
     The puzzle's limits are without the overhead. `extra` is what a traced step needed beyond the count; `merged` is
     what stays together because an operation met tensors of two devices, in words.
     """
-    running = request.running
+    running, refused_within = request.running, bool(puzzle.bounds)
     shortages = {}
     for number, missing in puzzle.shortages().items():
         reserved = request.overhead.get(running[number], 0) + extra.get(running[number], 0)
@@ -65,6 +65,9 @@ def infeasible(
         sentences.append(f"Kept on one device, because an operation there met tensors of two: {', '.join(merged)}.")
     if extra:
         sentences.append(f"The traced step needed more than was counted: {dict(extra)} bytes by device.")
+    if puzzle.bounds:
+        unproven = "That nothing fits" if refused_within and needs <= there else "That no smaller change does"
+        sentences.append(f"{unproven} is not proven: {'; '.join(sorted(puzzle.bounds))}.")
     sentences.append(_by_offloading(request, puzzle, away))
     message = " ".join(filter(None, sentences)) + " Any one of these changes is enough:"
     return DeviceMapInfeasible(
@@ -122,17 +125,18 @@ def _more_cards(request: PlanRequest, puzzle: Puzzle) -> dict[Device, int]:
 def _by_offloading(request: PlanRequest, puzzle: Puzzle, away: Sequence[Away]) -> str:
     if not request.explains or request.running == ["cpu"]:
         return ""
+    # the objective decides where the rest goes, and not what leaves: "fill" is found sooner
     if request.offload == "never":
         if len(puzzle.groups) > _MOST_GROUPS:
             return ""
-        split = offload(puzzle, away, [UNLIMITED], request.objective, request.main_of)
+        split = offload(puzzle, away, [UNLIMITED], "fill", request.main_of)
         return f"Or pass offload='cpu', which would keep {format_bytes(split.bytes)} on the host." if split else ""
     there = ", ".join(f"{host} {format_bytes(request.limits.get(host, 0))}" for host in request.hosts)
-    search = OffloadPlan(puzzle, away, [UNLIMITED], request.objective, request.main_of)
+    search = OffloadPlan(puzzle, away, [UNLIMITED], "fill", request.main_of)
     split = search.solve()
     parts = "blocks, embeddings and heads" + (" and experts" if any(each.pieces for each in away) else "")
-    tried = "Every choice of" if search.complete else "Of the choices of"
-    most = "was tried" if search.complete else "the most promising were tried"
+    tried = "Of the choices of" if search.bounds else "Every choice of"
+    most = "the most promising were tried" if search.bounds else "was tried"
     searched = f"{tried} {parts} to offload {most}, with each device as the one that runs them"
     if split is not None:
         return f"Offloading to {there} does not make it fit. {searched}: {format_bytes(split.bytes)} there would do."

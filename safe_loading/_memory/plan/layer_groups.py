@@ -14,6 +14,10 @@ from .search import ChainStage, Objective, Search
 MOST_PINNINGS = 512
 """Up to so many ways of pinning groups to devices are tried; beyond, the smallest groups go to one device together."""
 
+PINNINGS = f"groups that share a device have over {MOST_PINNINGS} placements, and only those were tried that keep the\
+ smallest of them together"
+"""What is said of a search that ended at ``MOST_PINNINGS``."""
+
 
 @dataclass(frozen=True)
 class LayerGroup:
@@ -51,7 +55,7 @@ class Puzzle:
     Groups need one device if they share a weight, or one operation reads both. Those that are neighbors become one link
     of the chain. The others are pinned: every way of giving them devices (a pinning) is tried, and each leaves a chain
     and what is on the devices beforehand. `occupied` is what is on each device anyway, `nodes` the node of each, if
-    there are several.
+    there are several. `bounds` says in words where a search did not try every way, so that its answer is not proven.
     """
 
     def __init__(
@@ -61,7 +65,9 @@ class Puzzle:
         limits: Sequence[int],
         occupied: Sequence[LayerGroup] = (),
         nodes: Sequence[int] = (),
+        bounds: set[str] | None = None,
     ) -> None:
+        self.bounds = set[str]() if bounds is None else bounds
         self.groups, self.limits, self.nodes = tuple(groups), tuple(limits), tuple(nodes)
         self.occupied = tuple(occupied) or (LayerGroup(0),) * len(self.limits)
         joined = _joined(len(groups), together)
@@ -149,7 +155,8 @@ class Puzzle:
         """Return the same groups over other limits; devices beyond those that there are have nothing on them."""
         occupied = (*self.occupied, *[LayerGroup(0)] * (len(limits) - len(self.limits)))
         nodes = () if len(limits) > len(self.limits) else self.nodes
-        return Puzzle(self.groups, [*self.links, *(pin.members for pin in self.pins)], limits, occupied, nodes)
+        together = [*self.links, *(pin.members for pin in self.pins)]
+        return Puzzle(self.groups, together, limits, occupied, nodes, self.bounds)
 
     def loads(self, placement: GroupPlacement) -> list[int]:
         """Return the bytes that each device needs."""
@@ -174,6 +181,7 @@ class Puzzle:
             if len(ways) <= MOST_PINNINGS or count <= 1:
                 break
         if alone < len(ranked):
+            self.bounds.add(PINNINGS)
             ways = [(*way[:alone], *way[-1:] * (len(ranked) - alone)) for way in ways]
             # where no device takes the small ones together, spreading them out may still do
             ways += [self._emptiest(ranked)] if ways else []
@@ -224,7 +232,7 @@ class Puzzle:
             transient = max([occupied.transient, *(pin.transient for pin in own)])
             slots.append(DeviceSlot(limit, occupied.resident + sum(pin.resident for pin in own), transient))
         pinned = [(at, [pinning[pin] for pin in pins]) for at, pins in self.pinned_at]
-        return Search(self.chain, slots, pinned, self.nodes)
+        return Search(self.chain, slots, pinned, self.nodes, self.bounds)
 
     def _placement(self, stages: Sequence[ChainStage], pinning: Sequence[int]) -> GroupPlacement:
         device_of = [0] * len(self.groups)

@@ -19,6 +19,14 @@ from .module_tree import ModuleTree
 _LEAST_MOVED = 1 << 16  # bytes from which on it is worth a finding that the model moves tensors itself
 
 
+def not_proven_best(model: str, bounds: Iterable[str]) -> list[Finding]:
+    """Return a finding where the search for a placement did not try every way."""
+    reasons = "; ".join(sorted(bounds))
+    message = f"keeps every limit, and a better placement may exist: {reasons}."
+    fix = "none needed; limits that are equal, and fewer cards, leave fewer ways to try."
+    return [Finding("not-proven-best", "info", model, message, fix)] if reasons else []
+
+
 def incomplete_map(
     model: torch.nn.Module, tree: ModuleTree, device_map: Mapping[str, Device]
 ) -> tuple[list[Finding], str]:

@@ -12,19 +12,24 @@ in part must come from the main device, since accelerate moves the inputs of its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 from .chain import DeviceSlot
-from .layer_groups import MOST_PINNINGS, LayerGroup, Puzzle
+from .layer_groups import MOST_PINNINGS, PINNINGS, LayerGroup, Puzzle
 from .offload_search import Choice, Effort, Link, OffloadOutcome, OffloadSearch
 from .search import Objective
 
 MOST_STATES = 20_000
 """Up to so many states the search is exact; beyond, it keeps the best of the most promising ways."""
 
-_MOST_PARTS = 64  # ways in which one block may leave in part; beyond, as many that are evenly spaced
+STATES = f"what leaves was searched up to {MOST_STATES} states, and the best of the most promising ways was taken"
+PARTS = "a block may leave in more parts than were tried"
+SUMS = "what leaves may be shared out to the host and the disk in more ways than were tried"
+"""What is said of searches that did not try every way."""
+
+_MOST_PARTS = 256  # ways in which one block may leave in part; beyond, as many that are evenly spaced
 _MOST_SUMS = 10_000  # sums of sizes that are kept to fill the host before the disk
 _GONE = -1
 
@@ -61,7 +66,7 @@ class Split:
     moved: int  # per token
     crossings: int  # changes of device with the fewest devices
     pieces: Mapping[str, int] = field(default_factory=dict)  # the hosts of single modules, by path
-    complete: bool = True  # whether every way was tried
+    bounds: frozenset[str] = frozenset()  # in words, where not every way was tried
 
 
 def offload(
@@ -93,7 +98,8 @@ class OffloadPlan:
     ) -> None:
         self.puzzle, self.away, self.hosts, self.main_of = puzzle, away, hosts, main_of
         self.objective: Objective = objective
-        self.links = [_link(puzzle, members, away) for members in puzzle.links]
+        self.bounds = set(puzzle.bounds) - {PINNINGS}  # the pinnings are others here
+        self.links = [_link(puzzle, members, away, self.bounds) for members in puzzle.links]
         self.effort = Effort(MOST_STATES)
 
     def solve(self) -> Split | None:
@@ -103,17 +109,19 @@ class OffloadPlan:
         for splits in dict.fromkeys((False, any(choice.is_split for link in self.links for choice in link.parts))):
             self.effort.left = MOST_STATES
             for main in self._mains():
-                for pinning in islice(self._pinnings(main), MOST_PINNINGS):
+                for number, pinning in enumerate(self._pinnings(main)):
+                    if number == MOST_PINNINGS:
+                        self.bounds.add(PINNINGS)
+                        break
                     bound = (best.moved, best.crossings) if best is not None else None
                     outcome = self._outcome(main, pinning, bound, splits=splits)
                     split = None if outcome is None else self._split(main, pinning, outcome)
+                    if outcome is not None and split is None:
+                        self.bounds.add(SUMS)
                     best = split or best
-        return best
-
-    @property
-    def complete(self) -> bool:
-        """Whether every way was tried."""
-        return not self.effort.ended_early
+        if self.effort.ended_early:
+            self.bounds.add(STATES)
+        return None if best is None else replace(best, bounds=frozenset(self.bounds))
 
     def _mains(self) -> Iterator[int]:
         """Yield the devices that may be main, without those that another one like them replaces."""
@@ -191,7 +199,7 @@ class OffloadPlan:
             for member in pin.members:
                 device_of[member] = home
         sizes = [sum(self.away[member].bytes for member in members) for members in gone]
-        homes = onto_hosts([*sizes, *(piece.bytes for piece in parts)], self.hosts)
+        homes = onto_hosts([*sizes, *(piece.bytes for piece in parts)], self.hosts, self.bounds)
         if homes is None:
             return None
         if gone and not parts:
@@ -201,7 +209,7 @@ class OffloadPlan:
                 device_of[member] = len(self.puzzle.limits) + host
         numbers = [len(self.puzzle.limits) + host for host in homes[len(gone) :]]
         single = {piece.path: number for piece, number in zip(parts, numbers, strict=True)}
-        return Split(tuple(device_of), outcome.stored, outcome.moved, outcome.crossings, single, complete=self.complete)
+        return Split(tuple(device_of), outcome.stored, outcome.moved, outcome.crossings, single)
 
     def _even(self, gone: Sequence[int], main: int) -> list[int] | None:
         """Return the devices of what stays as they are best for the objective, if that keeps the main device."""
@@ -227,7 +235,7 @@ class OffloadPlan:
         return device_of
 
 
-def _link(puzzle: Puzzle, members: Sequence[int], away: Sequence[Away]) -> Link:
+def _link(puzzle: Puzzle, members: Sequence[int], away: Sequence[Away], bounds: set[str]) -> Link:
     """Return a link with the ways in which it may leave."""
     groups, gone = [puzzle.groups[member] for member in members], [away[member] for member in members]
     resident, transient = sum(group.resident for group in groups), max(group.transient for group in groups)
@@ -240,7 +248,7 @@ def _link(puzzle: Puzzle, members: Sequence[int], away: Sequence[Away]) -> Link:
     if saved > 0:
         atoms.append((saved, max(moved - sum(piece.moved for piece in pieces), 0)))
     running = [group.transient for group, each in zip(groups, gone, strict=True) for _ in each.pieces]
-    parts = (_without(resident, transient, pieces, running, numbers) for numbers in _subsets(pieces, running))
+    parts = (_without(resident, transient, pieces, running, numbers) for numbers in _subsets(pieces, running, bounds))
     return Link(resident, transient, whole, tuple(parts), tuple(atom for atom in atoms if atom[0] > 0))
 
 
@@ -257,7 +265,7 @@ def _without(
     return Choice(moved, stored, resident - stored, needed, numbers, is_split)
 
 
-def _subsets(pieces: Sequence[Piece], running: Sequence[int]) -> list[tuple[int, ...]]:
+def _subsets(pieces: Sequence[Piece], running: Sequence[int], bounds: set[str]) -> list[tuple[int, ...]]:
     """Return which pieces may leave: all experts, and of all other sets those worth a try.
 
     A set is not worth it when another one saves as much, moves as few bytes, and needs as little at once.
@@ -271,6 +279,7 @@ def _subsets(pieces: Sequence[Piece], running: Sequence[int]) -> list[tuple[int,
             key = stored + piece.bytes, moved + piece.moved, max(needed, running[number] + piece.staging)
             found.setdefault(key, (*own, number))
         if len(found) > _MOST_PARTS:
+            bounds.add(PARTS)
             ranked = sorted(found.items())
             found = dict(ranked[place * len(ranked) // _MOST_PARTS] for place in range(_MOST_PARTS))
     subsets = [tuple(sorted(own)) for own in found.values() if own]
@@ -279,7 +288,7 @@ def _subsets(pieces: Sequence[Piece], running: Sequence[int]) -> list[tuple[int,
     return subsets
 
 
-def onto_hosts(sizes: Sequence[int], hosts: Sequence[int]) -> list[int] | None:
+def onto_hosts(sizes: Sequence[int], hosts: Sequence[int], bounds: set[str]) -> list[int] | None:
     """Return the number of the host for each size, as much as possible on the first one; None without room."""
     if sum(sizes) <= hosts[0]:
         return [0] * len(sizes)
@@ -287,7 +296,10 @@ def onto_hosts(sizes: Sequence[int], hosts: Sequence[int]) -> list[int] | None:
     reached: dict[int, tuple[int, int]] = {0: (-1, 0)}
     for number, size in enumerate(sizes):
         for before in [*reached]:
-            if before + size <= hosts[0] and before + size not in reached and len(reached) < _MOST_SUMS:
+            if before + size <= hosts[0] and before + size not in reached:
+                if len(reached) == _MOST_SUMS:
+                    bounds.add(SUMS)
+                    break
                 reached[before + size] = number, before
     at = max(reached)
     homes = [int(size > 0) for size in sizes]

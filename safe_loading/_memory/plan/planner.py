@@ -18,7 +18,7 @@ from .costs import Cost, counted_uses, reserved_uses, traced_uses, unit_costs
 from .device_map_plan import DeviceMapPlan, DeviceUse, Facts
 from .infeasible import infeasible
 from .layer_groups import Puzzle
-from .map_findings import between_nodes, count_crossings, incomplete_map, moved_by_the_model
+from .map_findings import between_nodes, count_crossings, incomplete_map, moved_by_the_model, not_proven_best
 from .map_keys import collapse, device_of
 from .module_tree import ModuleTree, cut_model, is_outside_stacks
 from .offload import Away, Split, offload
@@ -48,6 +48,7 @@ class Planner:
         self.findings: list[Finding] = list(request.findings)
         self.alone: StepTrace | None = None  # the step on one device
         self.doubted = False  # whether a model that does not fit as counted was run once with wider limits
+        self.bounds: frozenset[str] = frozenset()  # where the search for the placement did not try every way
         self.refusal: DeviceMapInfeasible | None = None  # the error for when it does not fit as it runs either
         self.reason = "" if request.verify else "verify=False"  # why the plan is not verified; empty when it is
 
@@ -159,6 +160,7 @@ class Planner:
                 split = offload(puzzle, away, hosts, request.objective, request.main_of)
             if split is None:
                 places = self._place_in_doubt(puzzle, away)
+        self.bounds = frozenset(puzzle.bounds) if split is None else split.bounds
         devices = [*running, *request.hosts]
         if split is not None:
             return collapse(split_paths(tree, split, devices))
@@ -257,7 +259,7 @@ class Planner:
             crossings=crossings,
             verified=trace is not None,
             reason=self.reason,
-            findings=(*self.findings, *moved_by_the_model(crossed), *links),
+            findings=(*self.findings, *not_proven_best(self.name, self.bounds), *moved_by_the_model(crossed), *links),
             moved_bytes=OffloadedUnits(tree, request, self.alone).moved(device_map),
             offload_buffers=request.offload_buffers,
             node_crossings=node_crossings,

@@ -43,6 +43,7 @@ class Search:
         slots: Sequence[DeviceSlot],
         pinned: Sequence[tuple[int, Sequence[int]]] = (),
         nodes: Sequence[int] = (),
+        bounds: set[str] | None = None,
     ) -> None:
         self.chain = chain
         self.slots = tuple(slots)
@@ -56,7 +57,7 @@ class Search:
         self.kind_of = {number: kind for kind, members in enumerate(self.members) for number in members}
         self.pinned = tuple((at, tuple(numbers)) for at, numbers in pinned)
         self.nodes = tuple(nodes)
-        self.bounded = False  # whether a bound on the search for the fewest crossings was reached
+        self.bounds = set[str]() if bounds is None else bounds  # in words, where not every way was tried
 
     def least_fraction(self, below: Fraction | None = None) -> Fraction | None:
         """Return the least possible largest load as a fraction of its limit; None when there is none.
@@ -128,7 +129,7 @@ class Search:
             [*(crossing if number == needed else own), *(end + 1 + stop for stop in own)]
             for number, own in enumerate(alone)
         ]
-        order = fewest_devices(doubled, (1,) * len(alone), 0, 2 * end + 1)
+        order = fewest_devices(doubled, (1,) * len(alone), 0, 2 * end + 1, self.bounds)
         if order is None:
             return None
         stages: list[ChainStage] = []
@@ -157,7 +158,7 @@ class Search:
 
     def _fewest(self, reaches: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         """Return the fewest devices, in an order that takes the whole chain; None without one."""
-        kinds = fewest_devices(reaches, tuple(map(len, self.members)), 0, len(self.chain))
+        kinds = fewest_devices(reaches, tuple(map(len, self.members)), 0, len(self.chain), self.bounds)
         return None if kinds is None else self._numbers(kinds, self.members)
 
     def _numbers(self, kinds: Sequence[int], members: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -225,9 +226,9 @@ class Search:
             self.chain.sums,
             states=states,
             nodes=[self.nodes[own[0]] for own in members] if self.nodes else (),
+            bounds=self.bounds,
         )
         fewest = search.fewest(most)
-        self.bounded |= search.bounded
         if fewest is None:
             return None if ordered is None else list(ordered[1])
         least, legs = fewest
