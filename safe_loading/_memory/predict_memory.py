@@ -28,9 +28,9 @@ from .trace.scan_kernels import scan_stand_ins
 from .trace.timeline import context_of, run_events, workspaces_of
 from .trace.trace_step import ranks_alike, trace_step
 
-
 SHARDED_ALREADY = (
-    "The model is sharded already. Pass it as it is before it is sharded, or its config, with spread=Spread.fsdp2(ranks)."
+    "The model is sharded already. Pass it as it is before it is sharded, or its config, with "
+    "spread=Spread.fsdp2(ranks)."
 )
 
 

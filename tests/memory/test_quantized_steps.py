@@ -231,6 +231,17 @@ class Untraceable(torch.nn.Module):
         return hidden[hidden.sum(-1) > 0]
 
 
+@pytest.mark.parametrize("kind", ["Linear4bit", "Linear8bitLt"])
+def test_a_single_quantized_layer_is_refused_by_name_and_planned_inside_a_module(kind: str) -> None:
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    layer = getattr(bnb.nn, kind)(64, 64)
+    with pytest.raises(ArgumentError, match=rf"A single quantized layer \({kind}\).*torch.nn.Sequential"):
+        plan_device_map(layer, {0: "1MB"})
+    plan = plan_device_map(torch.nn.Sequential(layer), {0: "1MB"})
+    assert plan.verified
+    assert 64 * 64 // 2 < plan.devices[0].used < 64 * 64 * 2
+
+
 def test_what_was_not_traced_is_not_ok_and_enters_no_search() -> None:
     with torch.device("meta"):
         model = Untraceable()

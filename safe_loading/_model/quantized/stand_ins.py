@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from safe_loading.errors import ArgumentError
+
 from .packed_formats import stand_in_of_torchao
 from .packed_linear import frozen
 from .recognize import is_bitsandbytes_linear
@@ -122,6 +124,11 @@ def with_stand_ins(model: nn.Module) -> Iterator[Mapping[str, StandIn]]:
     made = {name: _stand_in_of_layer(module) for name, module in originals.items()}
     packed = {name: other for name, module in model.named_modules() if (other := stand_in_of_torchao(module))}
     originals |= {name: model.get_submodule(name) for name in packed}
+    if "" in originals:
+        kind = type(model).__name__
+        raise ArgumentError(
+            f"A single quantized layer ({kind}) was passed; put it into torch.nn.Sequential({kind}(...))."
+        )
     try:
         for name, replacement in {**made, **packed}.items():
             model.set_submodule(name, replacement)
