@@ -87,7 +87,7 @@ def main() -> None:
     """Measure and print."""
     parser = options(__doc__, "six adapters on a small base")
     parser.add_argument("--adapters", type=int, default=100, help="how many are loaded after the first")
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--rank", type=int, default=8)
     args = parser.parse_args()
