@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from safe_loading.errors import ArgumentError
 
+from .answered import answered
 from .machine import host_identity
-from .store_exchange import MAX_BYTES, RankStore, StoreExchange
+from .store_exchange import MAX_BYTES, OPENING_SECONDS, RankStore, StoreExchange
 
 _private_stores: weakref.WeakKeyDictionary[RankStore, RankStore] = weakref.WeakKeyDictionary()
 _private_stores_lock = threading.Lock()
@@ -141,7 +142,7 @@ def _private_store() -> RankStore:
         return shared
     with _private_stores_lock:
         if shared not in _private_stores:
-            _private_stores[shared] = default.clone()
+            _private_stores[shared] = answered(default.clone, OPENING_SECONDS, "connect to the other ranks")
         return _private_stores[shared]
 
 

@@ -23,6 +23,7 @@ from safe_loading._core.protocols import JsonObject
 from safe_loading.errors import RankError, RankTimeout
 
 from . import machine
+from .answered import answered
 
 _T = TypeVar("_T")
 
@@ -45,6 +46,7 @@ _LINGER_SECONDS = 0.5  # after a failure, of which not all may learn
 _LEAVE_SECONDS = 5.0  # after a success, which all read as soon as they look
 _SILENT_SECONDS = 30.0  # of waiting, before the log says for whom
 _GRACE_SECONDS = 5.0
+OPENING_SECONDS = 60.0  # for the first words with a store, before a call has said how long it waits
 _LIVENESS_SECONDS = 0.4  # between two checks whether the processes of the missing ranks are still alive
 _ENDED_BECAUSE = "it was killed, ran out of memory, or failed with an error that is in its own log."
 _MAX_CAUSE_CHARACTERS = 8000  # of another rank's exception
@@ -107,6 +109,11 @@ def _describe_ended(ended: Mapping[int, int]) -> str:
     return f"{rank_list(list(ended)).capitalize()} (host {socket.gethostname()}, process {pids}) ended"
 
 
+def _launcher_holds_the_store() -> bool:
+    """Whether torchrun holds it, or else rank 0 in its own process: if that ended now, nobody could read a result."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 class StoreExchange:
     """One exchange of a set of ranks. Making it takes the next turn, so every rank must make it, and use it once.
 
@@ -115,6 +122,7 @@ class StoreExchange:
 
     def __init__(self, store: RankStore, members: tuple[int, ...], rank: int, label: str) -> None:
         self._store, self._members, self._rank, self._label = store, members, rank, label
+        self._interrupted = threading.Event()
         opened, turn = self._with_store_errors(self._take_turn)
         self._opened, self._key = opened, f"{opened}/{turn}"
         self._previous_key = f"{opened}/{turn - 1}" if turn else None
@@ -122,7 +130,12 @@ class StoreExchange:
 
     def share(self, payload: str, timeout: float) -> list[Any]:
         """Post a payload (JSON), wait ``timeout`` seconds at most, and return what all ranks posted, in their order."""
-        result = self._with_store_errors(lambda: self._share(payload, timeout))
+        limit = timeout + _GRACE_SECONDS + 1  # within which all ends but a store that is silent
+        result = self._ask(lambda: self._share(payload, timeout), limit)
+        if not _launcher_holds_the_store():
+            seconds = _LINGER_SECONDS if "text" in result else _LEAVE_SECONDS
+            with contextlib.suppress(RuntimeError, OSError):  # the result is here, whatever becomes of the store
+                self._ask(lambda: self._linger(seconds), limit)
         if "text" in result:
             raise (RankTimeout if result["timeout"] else RankError)(result["text"])
         values, which = result["values"], result["which"]
@@ -141,15 +154,23 @@ class StoreExchange:
         )
         # If the store is gone, this rank's own error, which its caller raises, says more than the store's.
         with contextlib.suppress(RuntimeError, OSError):
-            # Published before this rank is counted: until then nobody can publish that all went well.
-            published = self._publish(lambda: {"text": text, "timeout": False})
-            if not published:
-                # Whoever publishes may be reading this rank's post, which its next exchange deletes.
-                self._wait(_GRACE_SECONDS)
-            if not self._arrived:
-                self._arrive("null")
-            if published:
-                self._linger(_LINGER_SECONDS)
+            answered(lambda: self._tell_failure(text), 2 * _GRACE_SECONDS + 1, self._label)
+
+    def _tell_failure(self, text: str) -> None:
+        self._interrupted.clear()
+        # Published before this rank is counted: until then nobody can publish that all went well.
+        published = self._publish(lambda: {"text": text, "timeout": False})
+        if not published:
+            # Whoever publishes may be reading this rank's post, which its next exchange deletes.
+            self._wait(_GRACE_SECONDS)
+        if not self._arrived:
+            self._arrive("null")
+        if published and not _launcher_holds_the_store():
+            self._linger(_LINGER_SECONDS)
+
+    def _ask(self, call: Callable[[], _T], seconds: float) -> _T:
+        """Ask the store in a thread, which is left to itself when the store is silent."""
+        return answered(lambda: self._with_store_errors(call), seconds, self._label, self._interrupted.set)
 
     def _share(self, payload: str, timeout: float) -> JsonObject:
         while self._was_left_out():
@@ -162,9 +183,8 @@ class StoreExchange:
             if not self._wait(_GRACE_SECONDS):
                 text = f"Waited {timeout:g} s to {self._label}; a rank died while it published the result."
                 return {"text": text, "timeout": True}
-        result: JsonObject = json.loads(self._store.get(f"{self._key}/result"))
-        self._linger(_LINGER_SECONDS if "text" in result else _LEAVE_SECONDS)
-        return result
+        found: JsonObject = json.loads(self._store.get(f"{self._key}/result"))
+        return found
 
     def _was_left_out(self) -> bool:
         """Whether the others waited for this rank in vain, and are in their next call of the same name by now.
@@ -185,12 +205,16 @@ class StoreExchange:
             if not turns:
                 # A store can outlive a process group (torchrun keeps one for all the groups of a job), and then still
                 # holds the last keys of the previous group. So each rank numbers its openings of a store.
-                turns[:] = [self._store.add(f"safe_loading/{name}/opened/{self._rank}", 1), 0]
-                if neighbors := _neighbors_key(self._store, f"safe_loading/{name}/{turns[0]}"):
-                    self._store.append(neighbors, machine.process_entry(self._rank))
+                turns[:] = [answered(lambda: self._open(name), OPENING_SECONDS, self._label), 0]
             opened, turn = turns
             turns[1] += 1
         return f"safe_loading/{name}/{opened}", turn
+
+    def _open(self, name: str) -> int:
+        opening = self._store.add(f"safe_loading/{name}/opened/{self._rank}", 1)
+        if neighbors := _neighbors_key(self._store, f"safe_loading/{name}/{opening}"):
+            self._store.append(neighbors, machine.process_entry(self._rank))
+        return opening
 
     def _arrive(self, payload: str) -> bool:
         """Post, count this rank, and return whether it is the last."""
@@ -258,6 +282,8 @@ class StoreExchange:
         end, next_look, pause = now + timeout, now + _LIVENESS_SECONDS, 0.0005
         next_word = now + _SILENT_SECONDS
         while not self._store.check([f"{self._key}/result"]):
+            if self._interrupted.is_set():
+                raise InterruptedError
             now = time.monotonic()
             if now >= end:
                 return False
@@ -296,12 +322,7 @@ class StoreExchange:
             self._publish(lambda: {"text": text, "timeout": False})
 
     def _linger(self, seconds: float) -> None:
-        """Count this rank as one that has read the result; where it holds the store, give the others time to read it.
-
-        Rank 0 holds the store in its own process unless torchrun does: if it ended now, nobody could read the result.
-        """
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return
+        """Count this rank as one that has read the result; if it holds the store, give the others time to read it."""
         self._store.add(f"{self._key}/read", 1)
         if self._rank != 0:
             return

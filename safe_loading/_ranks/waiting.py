@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from safe_loading.errors import RankError, RankTimeout
 
+from .answered import Call, answered
 from .exchange import Ranks
 from .store_exchange import next_exchange_failure
 
@@ -30,6 +30,7 @@ _T = TypeVar("_T")
 # rank that is missing, but is for gloo only, and itself waits for the timeout.
 _CHECK_SECONDS = 0.2
 _POLL_SECONDS = 0.001
+_SILENT_SECONDS = 5.0  # that the store may be silent, however little time is left
 _CAUSE_SECONDS = 2.0  # a closed connection is seen before the process that closed it is gone
 
 
@@ -68,22 +69,18 @@ class Waiting:
 
     def call(self, wait: Callable[[], _T], peer: str = "the other ranks") -> _T:
         """Run what waits for other ranks in a thread; arguments and errors as :meth:`work`."""
-        done, results, errors = threading.Event(), list[_T](), list[BaseException]()
 
-        def run() -> None:
-            try:
-                if self.device.type != "cpu":  # a thread starts on device 0
-                    torch.accelerator.set_device_index(self.device)
-                results.append(wait())
-            except BaseException as error:  # raised in the calling thread
-                errors.append(error)
-            done.set()
+        def run() -> _T:
+            if self.device.type != "cpu":  # a thread starts on device 0
+                torch.accelerator.set_device_index(self.device)
+            return wait()
 
-        threading.Thread(target=run, daemon=True, name="safe_loading waiting").start()
-        self._until(done.is_set, lambda: done.wait(_CHECK_SECONDS), peer)
-        if errors:
-            raise self._explain(errors[0]) from errors[0]
-        return results[0]
+        begun = Call(run)
+        self._until(begun.done.is_set, lambda: begun.done.wait(_CHECK_SECONDS), peer)
+        try:
+            return begun.result()
+        except BaseException as error:
+            raise self._explain(error) from error
 
     def _until(self, done: Callable[[], bool], pause: Callable[[], object], peer: str) -> None:
         now = time.monotonic()
@@ -92,16 +89,20 @@ class Waiting:
             pause()
             now = time.monotonic()
             if now >= next_check and not done():
-                self._raise_failure()
+                self._raise_failure(end - now)
                 next_check = now + _CHECK_SECONDS
             if now >= end and not done():
                 raise RankTimeout(
                     f"Waited {self.timeout:g} s for {peer} to {self.label}. It hangs or is slow: see its log."
                 )
 
-    def _raise_failure(self) -> None:
-        ranks = self.ranks
-        if ranks.store is not None and (text := next_exchange_failure(ranks.store, ranks.ranks, ranks.rank)):
+    def _raise_failure(self, seconds: float) -> None:
+        ranks, store = self.ranks, self.ranks.store
+        if store is None:
+            return
+        seconds = max(seconds, _SILENT_SECONDS)
+        text = answered(lambda: next_exchange_failure(store, ranks.ranks, ranks.rank), seconds, self.label)
+        if text:
             raise RankError(text)
 
     def _explain(self, error: BaseException) -> BaseException:
@@ -111,7 +112,7 @@ class Waiting:
         end = time.monotonic() + _CAUSE_SECONDS
         while time.monotonic() < end:
             try:
-                self._raise_failure()
+                self._raise_failure(_CAUSE_SECONDS)
             except RankError as cause:
                 return cause
             time.sleep(0.05)

@@ -489,6 +489,33 @@ def test_a_rank_that_holds_the_store_leaves_after_the_others_have_read():
     assert [found["done"] for found in spawn_ranks(begin + slow + end, 3).found] == [True] * 3
 
 
+@pytest.mark.parametrize("moment", ["exchange", "connect"])
+def test_a_store_that_is_silent_is_a_timeout(moment: str):
+    start = OWN_STORE.split("    ranks = Ranks.resolve()" if moment == "connect" else "    def load():")[0]
+    stopped = """
+    import signal
+    dist.barrier()
+    if rank == 0:
+        if os.fork() == 0:
+            while len(list(address.parent.glob("heard-*"))) < 2:
+                time.sleep(0.02)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    time.sleep(0.3)
+    from safe_loading._ranks import exchange as module
+    module.OPENING_SECONDS = 1.0
+    tried("load", lambda: Ranks.resolve().exchange("load the base", timeout=0.5))
+    (address.parent / f"heard-{rank}").touch()
+    os._exit(0)
+"""
+    for found in spawn_ranks(start + stopped, 3, timeout=90).found[1:]:
+        assert found["load"]["error"] == "RankTimeout"
+        assert "store of the process group does not answer" in found["load"]["text"]
+        assert ("load the base" if moment == "exchange" else "connect to the other ranks") in found["load"]["text"]
+
+
 def test_the_cause_outlives_the_rank_that_holds_the_store():
     run = spawn_ranks(OWN_STORE, 3)
     assert run.found[0]["load"]["error"] == "ValueError"
