@@ -3,7 +3,8 @@
 Random chains of blocks over two to four devices whose limits admit a contiguous plan on the devices alone. How often
 does a planner send something to the host all the same, how far is its fullest device from the best that can be, and how
 often does the data change devices? Then a Llama of 70 billion parameters, the CPU seconds that planning takes as layers
-and devices, kinds of devices, and experts that are modules of their own grow, and the peaks of steps that are run.
+and devices, kinds of devices, and experts that are modules of their own grow, those of searches beside one plan,
+and the peaks of steps that are run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -268,6 +270,50 @@ def growth_rows(found: Mapping[str, Series]) -> list[list[str]]:
     return rows
 
 
+def cpu_seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the CPU seconds of a call, and what it returns."""
+    started = time.process_time()
+    result = call()
+    return time.process_time() - started, result
+
+
+def searches(quick: bool) -> list[list[str]]:
+    """Return the CPU seconds of each search beside those of one plan of what it found, for a Llama of a billion."""
+    from transformers import LlamaConfig
+
+    from safe_loading import Workload, largest_workload, plan_device_map, smallest_limits
+    from safe_loading._core.parse_size import parse_size
+
+    shape: Any = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 4}
+    shape |= {"num_hidden_layers": 2 if quick else 16, "vocab_size": 32000, "max_position_embeddings": 1 << 17}
+    config = LlamaConfig(**shape, dtype="bfloat16")
+    longest, batch = Workload.generate(1, 1), Workload.generate(1, 2048)
+    cases: list[tuple[str, Workload, Any, str]] = [
+        ("longest context", longest, "length", "8GB"),
+        ("largest batch of 2048 tokens", batch, "batch", "8GB"),
+        ("longest training sequence", Workload.train(1, 1), "length", "32GB"),
+        ("largest training batch of 512 tokens", Workload.train(1, 512), "batch", "32GB"),
+    ]
+    plan_device_map(config, {0: "100GB"}, workload=batch)  # imports, and what is made once
+    rows = []
+    for cards in (1, 2):
+        for name, workload, vary, memory in cases:
+            if cards > 1 and workload.kind == "train":
+                continue  # about twenty plans
+            limits: Limits = dict.fromkeys(range(cards), parse_size(memory, "memory") // cards)
+            seconds, found = cpu_seconds(partial(largest_workload, config, limits, workload=workload, vary=vary))
+            one, _ = cpu_seconds(partial(plan_device_map, config, limits, workload=found))
+            size = found.sequence_length if vary == "length" else found.batch_size
+            rows.append([f"{cards} cards: {name}", str(size), f"{one:.2f}", f"{seconds:.2f}", ratio(seconds, one)])
+        seconds, least = cpu_seconds(partial(smallest_limits, config, cards, workload=batch))
+        one, _ = cpu_seconds(partial(plan_device_map, config, least, workload=batch))
+        least_bytes = str(next(iter(least.values())))
+        rows.append(
+            [f"{cards} cards: smallest limits", least_bytes, f"{one:.2f}", f"{seconds:.2f}", ratio(seconds, one)]
+        )
+    return rows
+
+
 def main() -> None:
     """Print the tables."""
     parser = options(__doc__, "few instances and layers")
@@ -298,12 +344,16 @@ def main() -> None:
     found = growth(arguments.quick)
     notes = (f"a planner that took more than {PATIENCE:g} s is not asked for more",)
     print(table("CPU seconds to plan", ("what grows", *PLANNERS), growth_rows(found), notes))
+    found_by_search = searches(arguments.quick)
+    notes = ("the size that was found, CPU seconds of one plan of it, and of the whole search",)
+    titles = ("search", "found", "one plan", "search", "search / plan")
+    print(table("Searches beside one plan", titles, found_by_search, notes))
     columns = ("model", *(f"{step}: {what}" for step in STEPS for what in ("weights", "plan")))
     notes = ("what is counted over what the host's allocator gave at most; accelerate's planners count the weights",)
     print(table("Predicted over measured peaks", columns, peaks(), notes))
     if arguments.figure:
         draw(Path(arguments.figure), found, "s")
-    write_json(arguments.json, {"chains": facts, "seconds": found})
+    write_json(arguments.json, {"chains": facts, "seconds": found, "searches": found_by_search})
 
 
 if __name__ == "__main__":
