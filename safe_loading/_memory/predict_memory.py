@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -52,6 +54,7 @@ def predict_memory(
     quantization_config: object = None,
     spread: Spread | None = None,
     scan_kernels: bool = True,
+    loaded_by: Literal["to", "device_map"] = "to",
 ) -> MemoryForecast:
     """Return what a step takes of one GPU, without the GPU, the weights or the memory.
 
@@ -88,6 +91,10 @@ def predict_memory(
         scan_kernels: Whether Mamba's layers run the kernels of mamba_ssm and causal_conv1d. False is for a GPU machine
             without these packages, where transformers computes one token after the other: that takes far more memory,
             and minutes to trace for a long row.
+        loaded_by: How the weights come to the GPU: ``"to"`` for ``model.to("cuda")`` and for weights made or loaded
+            there one by one; ``"device_map"`` for ``from_pretrained(..., device_map=...)``, which takes all weights in
+            one block first, so that other tails of blocks stay allocated. Weights that bitsandbytes quantizes are
+            always loaded the second way.
 
     Raises:
         ArgumentError: No model can be built from the source, or the workload does not suit it.
@@ -98,10 +105,7 @@ def predict_memory(
         raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
     if capability is not None:
         compute_capability(capability)
-    if not all(isinstance(tensor, torch.Tensor) for tensor in (inputs or {}).values()):
-        raise ArgumentError(
-            "inputs: pass tensors by argument name, such as {'pixel_values': torch.empty(4, 3, 336, 336)}."
-        )
+    _check_inputs_and_loading(inputs, loaded_by)
     if context_bytes is not None:
         whole_number(context_bytes, "context_bytes", least=0, what="a number of bytes")
     options: dict[str, object] = {"auto_class": auto_class, "dtype": dtype, "attn_implementation": attn_implementation}
@@ -114,6 +118,7 @@ def predict_memory(
     kept = _kept_outputs(made.model, keep_outputs)
     with with_stand_ins(made.model) as stand_ins, cuda_paths(capability), scans as of_scans, kept:
         loading = loading_of_layers(made.model, stand_ins) if stand_ins else made.loading
+        loading = dataclasses.replace(loading, warmed=loading.warmed or loaded_by == "device_map")
         traces = _traces(made.model, made.workload, inputs, spread)
     trace = max(traces.values(), key=lambda of_rank: of_rank.devices[0].peak_bytes if 0 in of_rank.devices else 0)
     # accelerators come first; the host follows where the model's own code makes tensors on it
@@ -137,6 +142,15 @@ def predict_memory(
         expandable_segments=expandable_segments,
         ranks={rank: of_rank.devices[device].peak_bytes for rank, of_rank in traces.items()} if spread else {},
     )
+
+
+def _check_inputs_and_loading(inputs: Mapping[str, torch.Tensor] | None, loaded_by: str) -> None:
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (inputs or {}).values()):
+        raise ArgumentError(
+            "inputs: pass tensors by argument name, such as {'pixel_values': torch.empty(4, 3, 336, 336)}."
+        )
+    if loaded_by not in ("to", "device_map"):
+        raise ArgumentError(f'loaded_by={loaded_by!r:.80}: pass "to" or "device_map".')
 
 
 def _traces(

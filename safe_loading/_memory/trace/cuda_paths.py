@@ -4,19 +4,22 @@ A few operations choose a kernel by the device of their input, and the choice ch
 pass. Tracing happens on fake CPU tensors, because a torch without CUDA cannot hold fake CUDA ones. So inside
 `cuda_paths` these functions of ``torch.nn.functional`` take CUDA's choice, and allocate for a moment what a CUDA kernel
 allocates as scratch. The facts are those of ``aten/src/ATen/native`` (SoftMax.cpp and cuda/SoftMax.cu, Dropout.cpp),
-torch 2.4 to 2.13; those of attention are in ``cuda_attention.py``.
+torch 2.4 to 2.13; those of attention are in ``cuda_attention.py``, those of reductions in ``cuda_scratch.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Protocol
+from unittest import mock
 
 import torch
 from torch.nn import functional
 
-from .cuda_attention import fused_attention
+from .cuda_attention import AMPERE, fused_attention
+from .cuda_scratch import CARD, card_of
 
 aten = torch.ops.aten
 _Gradients = tuple[torch.Tensor | None, ...]
@@ -28,16 +31,37 @@ def cuda_paths(capability: tuple[int, int] | None) -> Iterator[None]:
 
     None stands for an accelerator other than an NVIDIA GPU: Dropout.cpp treats it as CUDA, and nothing else is known.
     """
-    # models and torch's own modules call these as attributes of torch.nn.functional
-    replacements = _CudaFunctions(capability or (0, 0))
-    originals = {name: getattr(functional, name) for name in ("softmax", "dropout", "scaled_dot_product_attention")}
+    if capability is None:
+        names = ["dropout"]
+        grouped: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    else:
+        names = ["softmax", "dropout", "scaled_dot_product_attention"]
+        grouped = _grouped_products(capability >= AMPERE)
+    functions = _CudaFunctions(capability or (0, 0))
+    token = CARD.set(None if capability is None else card_of(capability))
     try:
-        for name in originals if capability is not None else ("dropout",):
-            setattr(functional, name, getattr(replacements, name))
-        yield
+        # models and torch's own modules call these as attributes of torch.nn.functional
+        with mock.patch.multiple(functional, **{name: getattr(functions, name) for name in names}), grouped:
+            yield
     finally:
-        for name, function in originals.items():
-            setattr(functional, name, function)
+        CARD.reset(token)
+
+
+def _grouped_products(fused: bool) -> contextlib.AbstractContextManager[object]:
+    """Answer for experts whether the card has a kernel for all their products; transformers asks the fake device."""
+    moe = sys.modules.get("transformers.integrations.moe")
+    if not hasattr(moe, "_can_use_grouped_mm"):  # as of transformers 5.23
+        return contextlib.nullcontext()
+    return mock.patch.object(moe, "_can_use_grouped_mm", _answer_yes if fused else _answer_no)
+
+
+def _answer_yes(*_: object) -> bool:
+    """A function, because a `Mock` keeps the arguments of its calls and so would keep the tensors alive."""
+    return True
+
+
+def _answer_no(*_: object) -> bool:
+    return False
 
 
 class _CudaFunctions:
@@ -56,7 +80,7 @@ class _CudaFunctions:
         _stacklevel: int = 3,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Convert float16 to float32 inside the kernel, and allocate one scratch buffer in the backward pass."""
+        """Convert float16 to float32 inside the kernel."""
         x = input
         if dim is None or not (x.is_floating_point() or dtype is not None):
             return self._softmax(x, dim, _stacklevel, dtype)
@@ -121,8 +145,6 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: _SoftmaxContext, *grads: torch.Tensor) -> _Gradients:
         (result,) = ctx.saved_tensors
         gradient: torch.Tensor = aten._softmax_backward_data(grads[0], result, ctx.dim, ctx.dtype)
-        scratch = torch.empty_like(grads[0])  # grad * output, which the kernel sums
-        del scratch
         return gradient, None, None
 
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from .cuda_scratch import outputs_of, scratch_of
 from .known_values import GUESSES, KnownValues, UnknownValue
 from .ledger import Ledger, device_key
 from .operation import OperationCall, tensors_in
@@ -91,15 +92,19 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             call = self._on_one_device(call)
         if func in _IN_PLACE_VARIANT and self._fills_gradient(call.args[0]):
             call = call._replace(func=_IN_PLACE_VARIANT[func])
-        out = self._run(call)
+        out = outputs_of(call, self._run(call))
         if func is aten.add.Tensor and isinstance(out, torch.Tensor) and self._sums_gradients(call):
             self.ledger.reuse_storage(call.args[0], out)
             return out
-        for tensor in (out,) if isinstance(out, torch.Tensor) else tensors_in((out,)):
+        made = list(tensors_in((out,)))
+        # dropout_cuda makes its mask before its output
+        for tensor in made if func is not aten.native_dropout.default else reversed(made):
             self.values.adopt_constant(tensor)
             index = self.ledger.add(tensor, str(call.func))
             if self._multi_device and index not in self._made_from:
                 self._made_from[index] = self._first_input(call)
+        if scratch := scratch_of(call, made[:1]):
+            self.ledger.pass_through(scratch, made[0].device, str(call.func))
         self.values.propagate(call, out)
         return out
 

@@ -93,6 +93,16 @@ class Ledger:
         self._watch(storage, index)
         return index
 
+    def pass_through(self, sizes: Sequence[int], device: torch.device, op: str) -> None:
+        """Record the buffers that an operation takes, one after the other, and gives back before it returns."""
+        module = self.stack[-1] if self.stack else ""
+        first = len(self.allocations)
+        for size in sizes:
+            self.allocations.append(Allocation(size, device_key(device), "temporary", module, self.phase, op, 1))
+        taken = range(first, len(self.allocations))
+        self.events += (Event(index, freed=False) for index in taken)
+        self.events += (Event(index, freed=True) for index in reversed(taken))
+
     def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
         address = storage._cdata
         self.live[address] = index
@@ -135,6 +145,12 @@ class Ledger:
         self.allocations[index] = dataclasses.replace(
             old, component=component, module=old.module if module is None else module, op=old.op if op is None else op
         )
+
+    def take_back(self, tensor: torch.Tensor) -> None:
+        """Note that a storage was never made."""
+        index = self.index_of(tensor)
+        if index is not None:
+            self.allocations[index] = dataclasses.replace(self.allocations[index], bytes=0)
 
     def make_resident(self) -> None:
         """Forget what has come and gone so far: what is alive now was there before the step."""

@@ -128,7 +128,10 @@ def run_training(
         trained.bring_gradients(ledger)
     ledger.phase = "optimizer"
     if optimizer is not None:
+        _drop_unused_state(optimizer, ledger)
         optimizer.step()
+        for tensor in _tensors_of(list(optimizer.state.values())):  # which outlives this function
+            ledger.keep_alive(tensor)
     trained.drop_gradients()
 
 
@@ -169,6 +172,14 @@ def _make_optimizer(
         for tensor in _tensors_of(state):
             ledger.classify(ledger.index_of(tensor), "optimizer")
     return optimizer
+
+
+def _drop_unused_state(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+    """Take back the state of parameters that the step gave no gradient, for which a real optimizer makes none."""
+    for parameter, state in optimizer.state.items():
+        if parameter.grad is None:
+            for tensor in _tensors_of(state):
+                ledger.take_back(tensor)
 
 
 def _allocate_state(rule: OptimizerRule | None, parameters: Iterable[torch.nn.Parameter], ledger: Ledger) -> None:

@@ -92,15 +92,20 @@ def run_events(
     own = [event for event in trace.events if allocations[event.allocation].device == device]
     resident = [index for index, freed in own if not freed and allocations[index].phase == "load"]
     at_start = set(resident)
-    # torch's optimizers make their state in their first step
-    state = [_Keyed(i, allocations[i]).event for i in resident if allocations[i].component == "optimizer"]
     loaded = [_Keyed(i, allocations[i]) for i in resident if allocations[i].component != "optimizer"]
     events = list(_loading_events(loaded, loading))
     base = len(allocations)
     scratch = {thread: (-1 - 2 * base - thread, size) for thread, size in enumerate(workspaces)}
-    # a resident tensor that the step itself frees stays, since the next step finds it again
+    # a resident tensor that the step itself frees stays, since the next step finds it again, or what replaced it
     step = [event for event in own if event.allocation not in at_start]
     survivors = {event.allocation for event in step} - {event.allocation for event in step if event.freed}
+    replaced = _replaced_state(own, at_start, survivors, allocations)
+    step = [
+        event for event in own if event.allocation not in at_start or (event.freed and event.allocation in replaced)
+    ]
+    # torch's optimizers make their state in their first step, what each step replaces like the step itself
+    of_optimizer = [i for i in resident if allocations[i].component == "optimizer" and i not in replaced]
+    state = [_Keyed(i, allocations[i]).event for i in of_optimizer]
     stepping = _start_of_optimizer(step, allocations)
     for number in range(_STEPS):
         shift = (number + 1) * base
@@ -110,7 +115,10 @@ def run_events(
                 events += state
                 state = []
             if freed:
-                events.append((index + shift, -1))
+                # what is replaced was made by the step before
+                key = replaced[index] - base if index in replaced else index
+                if key + shift >= base:
+                    events.append((key + shift, -1))
                 continue
             events.append((index + shift, allocation.bytes))
             thread = _THREAD_OF.get(allocation.phase)
@@ -118,8 +126,21 @@ def run_events(
                 events.append(scratch.pop(thread))
         events += state  # where the trace counts the state and runs no step
         state = []
-        events += [(index + shift, -1) for index in sorted(survivors)]
+        events += [(index + shift, -1) for index in sorted(survivors - set(replaced.values()))]
     return tuple(events)
+
+
+def _replaced_state(
+    events: Sequence[Event], at_start: set[int], survivors: set[int], allocations: Sequence[Allocation]
+) -> dict[int, int]:
+    """Return what an optimizer puts in the place of its state in each step, as Adafactor its root mean squares."""
+    made: defaultdict[int, list[int]] = defaultdict(list)
+    for index in sorted(survivors, reverse=True):
+        if allocations[index].phase == "optimizer":
+            made[allocations[index].bytes].append(index)
+    old = [event.allocation for event in events if event.freed and event.allocation in at_start]
+    old = [index for index in old if allocations[index].component == "optimizer"]
+    return {index: made[allocations[index].bytes].pop() for index in old if made[allocations[index].bytes]}
 
 
 def _start_of_optimizer(step: Sequence[Event], allocations: Sequence[Allocation]) -> int:

@@ -1,0 +1,255 @@
+"""What CUDA's kernels take beside what the CPU's take, for tensors without data.
+
+A reduction whose threads would each add up many numbers is split over several blocks of threads, which meet in a buffer
+of the caching allocator. The rules are those of ``setReduceConfig`` in ``ATen/native/cuda/Reduce.cuh`` and of
+``TensorIterator.cpp``, torch 2.13; tests hold them against torch's own code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .operation import OperationCall
+
+aten = torch.ops.aten
+_WARP, _MOST_THREADS = 32, 512
+_FEWEST_VALUES, _MOST_VALUES = 16, 256  # that a thread adds up
+_INDEXABLE = 2**31 - 1  # bytes that a kernel with 32-bit indices reaches
+_FEW_TOKENS = 3072  # for which the gradient of an embedding is added up in place
+_ROWS_OF_A_PART = 10  # NROWS_PER_THREAD of EmbeddingBackwardKernel.cu
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
+
+
+class Processors(NamedTuple):
+    """The multiprocessors of a GPU, which decide how a reduction is split."""
+
+    number: int
+    threads: int  # of each
+
+
+# by compute capability; cards of one capability differ in their multiprocessors, and the largest common one is here
+_CARDS = {
+    (7, 0): Processors(80, 2048),
+    (7, 5): Processors(40, 1024),
+    (8, 0): Processors(108, 2048),
+    (8, 6): Processors(84, 1536),
+    (8, 9): Processors(58, 1536),
+    (9, 0): Processors(132, 2048),
+    (10, 0): Processors(148, 2048),
+    (12, 0): Processors(170, 1536),
+}
+_USUAL_CARD = Processors(108, 2048)
+CARD: ContextVar[Processors | None] = ContextVar("CARD", default=None)
+"""The card whose kernels a trace counts; None where they are not CUDA's."""
+
+
+def card_of(capability: tuple[int, int]) -> Processors:
+    """Return the card of a compute capability."""
+    return _CARDS.get(capability, _USUAL_CARD)
+
+
+def outputs_of(call: OperationCall, out: object) -> object:
+    """Return what a call returns on the card of this context, where the CPU's kernel has other dtypes."""
+    if CARD.get() is None or call.func is not aten.native_layer_norm.default or not isinstance(out, tuple):
+        return out
+    # layer_norm_cuda keeps its statistics in the dtype in which it adds up
+    return out[0], *(tensor.float() if tensor.itemsize < 4 else tensor for tensor in out[1:])
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How one kernel reduces: the bytes of what a thread keeps, by the input's dtype, and how many numbers it loads."""
+
+    kept: int = 0  # 0: of the dtype in which sums are added up
+    loads: int = 4
+    whole: bool = False  # integers are converted first
+
+
+_SUM = _Rule(whole=True)
+_PAIR = _Rule(kept=16)  # a value and its index
+_SPREAD = _Rule(kept=16, loads=2)  # Welford's mean, sum of squares and counts
+_VALUE = _Rule(kept=-1)  # in the input's own dtype
+_TRUTH = _Rule(kept=1)
+_RULES = {
+    aten.sum.default: _SUM,
+    aten.sum.dim_IntList: _SUM,
+    aten.mean.default: _SUM,
+    aten.mean.dim: _SUM,
+    aten.linalg_vector_norm.default: _SUM,
+    aten.max.default: _VALUE,
+    aten.min.default: _VALUE,
+    aten.amax.default: _VALUE,
+    aten.amin.default: _VALUE,
+    aten.max.dim: _PAIR,
+    aten.min.dim: _PAIR,
+    aten.argmax.default: _PAIR,
+    aten.argmin.default: _PAIR,
+    aten.all.default: _TRUTH,
+    aten.all.dim: _TRUTH,
+    aten.any.default: _TRUTH,
+    aten.any.dim: _TRUTH,
+    aten.var.correction: _SPREAD,
+    aten.std.correction: _SPREAD,
+    aten.var_mean.correction: _SPREAD,
+}
+
+_OF_A_COPY = frozenset({aten.max.default, aten.min.default})  # of what is not contiguous
+
+
+def scratch_of(call: OperationCall, outputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return the bytes of each buffer that a call takes while it runs on the card of this context, in their order."""
+    card, rule = CARD.get(), _RULES.get(call.func)
+    if card is None or not outputs:
+        return ()
+    if call.func is aten._softmax_backward_data.default:  # gradient * output, which the kernel adds up
+        return (call.args[0].numel() * max(tensor.itemsize for tensor in call.args[:2]),)
+    if call.func is aten._safe_softmax.default:  # what is masked, the rows that are, and a number
+        (out,), dim = outputs, call.args[1]
+        return out.numel(), out.numel() // max(out.shape[dim], 1), out.itemsize
+    if call.func is aten.embedding_dense_backward.default:
+        return _embedding_scratch(call.args[0], call.args[1], call.args[2])
+    if rule is None:
+        return ()
+    x = call.args[0]
+    if not isinstance(x, torch.Tensor) or x.numel() == 0:
+        return ()
+    asked = call.kwargs.get("dtype")
+    converted: tuple[int, ...] = ()
+    size = x.itemsize
+    if rule.whole and x.dtype in _INTEGERS:
+        size = (asked or torch.int64).itemsize
+        converted = (x.numel() * size,)
+    elif call.func in _OF_A_COPY and not x.is_contiguous():
+        converted = (x.nbytes,)
+    kept = size if rule.kept < 0 else rule.kept or (8 if size == 8 else 4)
+    dims = _reduced(call, x.dim())
+    strides = x.stride() if not converted else torch.empty(x.shape, device="meta").stride()
+    split = split_over_blocks(x.shape, strides, dims, size, kept, rule.loads, card)
+    return (*converted, *split)
+
+
+def _embedding_scratch(gradient: torch.Tensor, indices: torch.Tensor, weights: int) -> tuple[int, ...]:
+    """Return what the gradient of an embedding takes (``embedding_backward_cuda_kernel``): parts of it, in float32."""
+    if indices.numel() <= _FEW_TOKENS:
+        return ()
+    segments = min(indices.numel(), weights)
+    parts = indices.numel() // _ROWS_OF_A_PART + segments
+    # sorted tokens, their places, where each token begins, its parts, and where they begin
+    lists = (indices.numel(), indices.numel(), indices.numel(), segments, segments, parts)
+    return (*(8 * length for length in lists), parts * gradient.shape[-1] * 4)
+
+
+def _reduced(call: OperationCall, dims: int) -> frozenset[int]:
+    """Return the dimensions that a call reduces."""
+    schema = [argument.name for argument in call.func._schema.arguments]
+    place = schema.index("dim") if "dim" in schema else len(call.args)
+    asked = call.args[place] if place < len(call.args) else call.kwargs.get("dim")
+    if asked is None or asked == []:
+        return frozenset(range(dims))
+    return frozenset(dim % dims if dims else 0 for dim in ([asked] if isinstance(asked, int) else asked))
+
+
+class _Dim(NamedTuple):
+    """A dimension of the iteration, with its input's stride in elements."""
+
+    size: int
+    stride: int
+    reduced: bool
+
+
+def split_over_blocks(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    reduced: frozenset[int],
+    size: int,
+    kept: int,
+    loads: int,
+    card: Processors,
+) -> tuple[int, ...]:
+    """Return the bytes of the buffer and of the counters of a reduction over several blocks; empty for one block.
+
+    `size` is the input's bytes of an element, `kept` what a thread keeps of the numbers that it reduced, and `loads`
+    how many it takes at once.
+    """
+    dims = _in_32_bits(_iteration(shape, strides, reduced), size)
+    outputs = math.prod(dim.size for dim in dims if not dim.reduced)
+    inputs = math.prod(dim.size for dim in dims if dim.reduced)
+    folded = [dim for dim in dims if dim.reduced]
+    along_input = len(folded) == len(dims) or dims[0].stride < dims[len(folded)].stride
+    wide, high = (inputs, outputs) if along_input else (outputs, inputs)
+    lanes = 1  # output_vec_size
+    if not dims or (dims[0] if along_input else dims[len(folded)]).stride == 1:
+        if along_input and wide >= 128 and len(folded) == 1:
+            wide //= loads
+        elif not along_input:
+            lanes = _output_lanes(dims, len(folded))
+            wide //= lanes
+    width, height = _block(wide, high, lanes)
+    step_input, step_output = (width, 1) if along_input else (1, width)
+    across_warps = -(-inputs // step_input) >= min(height * 16, _MOST_VALUES)
+    if not across_warps:
+        return ()
+    step_input *= height
+    grid = -(-(outputs // lanes) // step_output)
+    values = -(-inputs // step_input)
+    target = card.number * (card.threads // (width * height))
+    if values < _MOST_VALUES or grid > target:
+        return ()
+    blocks = max(min(-(-target // grid), -(-values // _FEWEST_VALUES)), -(-values // _MOST_VALUES))
+    if blocks <= 1:
+        return ()
+    buffer = kept * outputs * blocks * (1 if along_input else width * lanes)
+    return buffer, 4 * grid
+
+
+def _iteration(shape: Sequence[int], strides: Sequence[int], reduced: frozenset[int]) -> list[_Dim]:
+    """Return the dimensions as TensorIterator orders and merges them: what is reduced first, and the fastest first."""
+    places = [dim for dim in range(len(shape)) if shape[dim] != 1]
+    # the output is contiguous, so that what is kept stays in its order
+    places.sort(key=lambda dim: (dim not in reduced, strides[dim] if dim in reduced else -dim))
+    merged: list[_Dim] = []
+    for place in places:
+        dim = _Dim(shape[place], strides[place], place in reduced)
+        last = merged[-1] if merged else None
+        if last is not None and last.reduced == dim.reduced and last.size * last.stride == dim.stride:
+            merged[-1] = _Dim(last.size * dim.size, last.stride, dim.reduced)
+        else:
+            merged.append(dim)
+    return merged
+
+
+def _in_32_bits(dims: list[_Dim], size: int) -> list[_Dim]:
+    """Return the first part of an iteration that 32-bit indices cannot reach as a whole: halves of the longest."""
+    dims = list(dims)
+    while dims and 1 + sum((dim.size - 1) * dim.stride * size for dim in dims) > _INDEXABLE:
+        longest = max(range(len(dims)), key=lambda place: (dims[place].size - 1) * dims[place].stride)
+        dims[longest] = dims[longest]._replace(size=dims[longest].size // 2)
+    return dims
+
+
+def _output_lanes(dims: list[_Dim], first: int) -> int:
+    """Return how many outputs a thread computes at once (``get_output_vec_size``)."""
+    lanes = 4
+    for number in (dims[first].size, *(dim.stride for place, dim in enumerate(dims) if place != first)):
+        while number % lanes:
+            lanes //= 2
+    return lanes
+
+
+def _block(wide: int, high: int, lanes: int) -> tuple[int, int]:
+    """Return the threads of a block in both directions (``set_block_dimension``)."""
+    most = _MOST_THREADS // lanes
+    wide, high = (_power_below(side) if side < most else most for side in (wide, high))
+    width = min(wide, _WARP)
+    height = min(high, most // width)
+    return min(wide, most // height), height
+
+
+def _power_below(number: int) -> int:
+    return 1 << max(number, 1).bit_length() - 1
