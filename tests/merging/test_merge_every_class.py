@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from models import save_adapter
-from tiny_models import causal_lm_classes, image_text_classes, saved
+from tiny_models import causal_lm_classes, image_text_classes, saved, skip_unless_buildable
 
 from safe_loading import load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
 
@@ -65,3 +65,29 @@ def test_a_merge_in_memory_and_one_on_disk_are_the_same(tmp_path: Path, name: st
     assert all(torch.equal(after[key].to(tensor.dtype), tensor) for key, tensor in merged.items())
     assert name in IN_FLOAT32 or all(after[key].dtype == tensor.dtype for key, tensor in merged.items())
     assert any(not torch.equal(after[key], tensor) for key, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("HrmTextForCausalLM", {"target_modules": "all-linear", "bias": "all"}),
+        ("Step3p7ForConditionalGeneration", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    ],
+)
+def test_what_is_trained_beside_the_factors_is_saved_as_it_is_written(
+    tmp_path: Path, name: str, config: dict[str, Any]
+) -> None:
+    skip_unless_buildable(name)
+    kind: Any = getattr(transformers, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved(name, tmp_path / "base")
+        adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", auto_class=kind, task_type=None, **config)
+        model = merge_lora_inplace(load_peft_on_rank(adapter, tmp_path / "base", auto_class=kind))
+        expected = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        model.save_pretrained(tmp_path / "memory")
+        merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "disk")
+        for folder in ("memory", "disk"):
+            found, _ = state(kind, tmp_path / folder)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), folder
