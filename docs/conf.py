@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from safe_loading import __version__
 
 project = "safe_loading"
@@ -30,3 +33,16 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
+
+_TABLE_OF_CODES = re.compile(r"^\| code \|.*\n\| ---.*\n(?:\|.*\n)+", re.MULTILINE)
+_ROW = re.compile(r"^\| `([\w-]+)` \|", re.MULTILINE)
+
+
+def _anchor_codes(app: Any, docname: str, source: list[str]) -> None:
+    """Give the row of each finding's code an anchor, so that `checkpoints.html#truncated` leads to it."""
+    source[0] = _TABLE_OF_CODES.sub(lambda table: _ROW.sub(r'| <a id="\1"></a>`\1` |', table.group()), source[0])
+
+
+def setup(app: Any) -> None:
+    """Register what this project adds to a build."""
+    app.connect("source-read", _anchor_codes)

@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 
 BLOCK = re.compile(
-    r"(?:^<!-- (?P<marker>not-run|file|run):(?P<words>.*?)-->\n)?^```(?P<language>[a-z]*)\n(?P<code>.*?)^```$",
+    r"(?:^<!-- (?P<marker>not-run|file|run):(?P<words>.*?)-->\n)?"
+    r"^```(?P<language>[a-z]*|\{[a-z-]+\}[^\n]*)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 # What stands between a block and its output: nothing, or for a command a line of prose too.

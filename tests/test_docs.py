@@ -138,6 +138,11 @@ def test_files_and_commands_of_a_page(tmp_path: Path, monkeypatch: pytest.Monkey
         said[1].run({})
 
 
+def test_an_example_behind_a_directive_is_found() -> None:
+    page = "```{eval-rst}\n.. autoexception:: E\n```\n\n```python\nprint(1)\n```\n"
+    assert [example.code for example in examples(Path("page.md"), page)] == ["print(1)\n"]
+
+
 def test_every_block_says_what_it_is() -> None:
     # A python block under another name would not be run.
     allowed = {"python", "text", "bash"}
@@ -156,6 +161,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pages = {page.relative_to(DOCS).with_suffix("") for page in PAGES[1:]}
     assert pages <= {page.relative_to(tmp_path).with_suffix("") for page in tmp_path.rglob("*.html")}
     assert "safe_loading.load_peft_on_rank" in (tmp_path / "api.html").read_text(encoding="utf-8")
+    for page in DOCS.glob("*.md"):
+        html = (tmp_path / page.with_suffix(".html").name).read_text(encoding="utf-8")
+        for code in table_codes(page.name):  # a link leads to the row
+            assert html.count(f'id="{code}"') == 1, f"{page.name}#{code}"
 
 
 # ---------------------------------------------------------------------------------------------- nothing is left out
@@ -298,6 +307,15 @@ def test_every_picture_stands_on_a_page_and_says_what_it_shows() -> None:
     )
     assert {name for _, name in shown} == {path.name for path in (DOCS / "pictures").glob("*.svg")}
     assert all(len(says.split()) > 6 for says, _ in shown)
+
+
+def test_every_exception_has_an_example_and_its_fix() -> None:
+    sections = (DOCS / "errors.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    assert {section.splitlines()[0] for section in sections} == {n for n in safe_loading.__all__ if is_exception(n)}
+    for section in sections:
+        name = section.splitlines()[0]
+        if name not in {"SafeLoadingError", "EngineError"}:  # the root; and what pip mends, not a line of Python
+            assert section.count("```python") + section.count("<!-- run:") >= 2, f"{name}: an example and its fix"
 
 
 def is_exception(name: str) -> bool:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from safe_loading._core.arguments import whole_number
+from safe_loading._core.parse_size import parse_size
 from safe_loading._core.report import format_bytes
 from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError
@@ -22,7 +23,7 @@ MOST_ROWS = 65536
 def largest_micro_batch(
     model_or_config: torch.nn.Module | PreTrainedConfig | str | os.PathLike[str],
     workload: Workload,
-    memory: int,
+    memory: int | str,
     **options: Any,
 ) -> MemoryForecast:
     """Return the forecast of the largest ``batch_size`` with which the workload fits on a card.
@@ -33,7 +34,7 @@ def largest_micro_batch(
     Args:
         model_or_config: As for `predict_memory`.
         workload: A training or generating workload; its ``batch_size`` is ignored.
-        memory: The memory of the card in bytes, context included: ``24 * 2**30`` for 24 GiB.
+        memory: The memory of the card, context included: bytes, or text such as ``"24GiB"``.
         **options: The keyword arguments of `predict_memory`, without ``inputs``.
 
     Raises:
@@ -42,7 +43,8 @@ def largest_micro_batch(
     """
     if not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(1, 1024).")
-    whole_number(memory, "memory", least=1, what="the bytes of the card")
+    card = parse_size(memory, "memory") if isinstance(memory, str) else memory
+    whole_number(card, "memory", least=1, what="the bytes of the card")
     if workload.kind == "weights_only":
         raise ArgumentError("Workload.weights_only() has no batch. Pass Workload.train(...) or Workload.generate(...).")
     if options.get("inputs") is not None:
@@ -52,11 +54,11 @@ def largest_micro_batch(
     def fits(rows: int) -> bool:
         if rows not in forecasts:
             forecasts[rows] = predict_memory(model_or_config, workload.replace(batch_size=rows), **options)
-        return forecasts[rows].fits(memory)
+        return forecasts[rows].fits(card)
 
     if not fits(1):
         raise ArgumentError(
-            f"One row takes {format_bytes(forecasts[1].total_bytes)}, and the card has {format_bytes(memory)}. Shorten "
+            f"One row takes {format_bytes(forecasts[1].total_bytes)}, and the card has {format_bytes(card)}. Shorten "
             f"the rows, switch gradient checkpointing on, quantize the base, or train an adapter."
         )
     most, too_many = 1, None
@@ -68,7 +70,7 @@ def largest_micro_batch(
             too_many = guess
         if most >= MOST_ROWS:  # a step that needs the same memory for any batch would never end the search
             break
-        guess = _next_guess(forecasts, memory, most, too_many)
+        guess = _next_guess(forecasts, card, most, too_many)
     return forecasts[most]
 
 

@@ -328,6 +328,8 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     assert not predict_memory(config, workload.replace(batch_size=rows + 1), context_bytes=0).fits(limit)
     with pytest.raises(ArgumentError, match="One row takes"):
         largest_micro_batch(config, workload, 2 * MiB, context_bytes=0)
+    with pytest.raises(ArgumentError, match=r"the card has 2\.0 MiB"):
+        largest_micro_batch(config, workload, "2MiB", context_bytes=0)
     with pytest.raises(ArgumentError, match="no batch"):
         largest_micro_batch(config, Workload.weights_only(), limit)
 
