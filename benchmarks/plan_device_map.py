@@ -299,7 +299,7 @@ def searches(quick: bool) -> list[list[str]]:
     for cards in (1, 2):
         for name, workload, vary, memory in cases:
             if cards > 1 and workload.kind == "train":
-                continue  # about twenty plans
+                continue  # minutes: many sizes are planned
             limits: Limits = dict.fromkeys(range(cards), parse_size(memory, "memory") // cards)
             seconds, found = cpu_seconds(partial(largest_workload, config, limits, workload=workload, vary=vary))
             one, _ = cpu_seconds(partial(plan_device_map, config, limits, workload=found))
