@@ -48,7 +48,7 @@ def predict_memory(
     attn_implementation: str | None = None,
     auto_class: type | None = None,
     prepare_for_kbit: bool = True,
-    keep_outputs: bool = False,
+    keep_outputs: bool | Literal["across_steps"] = False,
     trust_remote_code: bool = False,
     revision: str | None = None,
     quantization_config: object = None,
@@ -80,7 +80,8 @@ def predict_memory(
         prepare_for_kbit: Whether training in 4 or 8 bits starts with peft's ``prepare_model_for_kbit_training``, which
             casts what is not quantized to float32. Only for a model made here.
         keep_outputs: Whether the loop holds the model's output, logits included, while it runs backward, as
-            ``out = model(...); out.loss.backward()`` does. The Trainer does not.
+            ``out = model(...); out.loss.backward()`` does in a function of one step. The Trainer does not.
+            ``"across_steps"`` for a loop whose variable holds it until the next forward pass has returned.
         trust_remote_code: Whether the repository's own code may run.
         revision: Branch, tag or commit of a hub id.
         quantization_config: As for ``from_pretrained``, for a config or folder that is not quantized yet, or the dict
@@ -125,7 +126,7 @@ def predict_memory(
     device = next(iter(trace.devices))
     workspaces = workspaces_of(capability, training=workload.kind == "train")
     workspaces = () if workload.kind == "weights_only" else workspaces
-    events = run_events(trace, device, loading, workspaces)
+    events = run_events(trace, device, loading, workspaces, left_across_steps=keep_outputs == "across_steps")
     run = replay(events, expandable_segments=expandable_segments)
     context, source = context_of(capability) if context_bytes is None else (context_bytes, "as passed")
     return MemoryForecast(
@@ -203,8 +204,10 @@ def _workload_text(workload: Workload) -> str:
 
 
 @contextlib.contextmanager
-def _kept_outputs(model: torch.nn.Module, keep: bool) -> Iterator[None]:
+def _kept_outputs(model: torch.nn.Module, keep: bool | str) -> Iterator[None]:
     """Keep what the model returns alive until its next call, as a loop's variable does."""
+    if keep not in (True, False, "across_steps"):
+        raise ArgumentError(f"keep_outputs={keep!r:.80}: True, False or 'across_steps'.")
     kept: dict[str, object] = {}
     hook = model.register_forward_hook(lambda _, __, output: kept.update(output=output)) if keep else None
     try:

@@ -295,6 +295,27 @@ def test_a_held_output_is_counted() -> None:
     assert held.allocated_peak_bytes > free.allocated_peak_bytes
 
 
+def test_an_output_that_the_loop_holds_across_steps_is_alive_in_the_next_forward_pass() -> None:
+    output = Allocation(300, 0, "activations", "", "forward", "aten.add.Tensor")
+    gradient = Allocation(302, 0, "temporary", "", "backward", "aten.add.Tensor")
+    made = (Event(0, freed=False), Event(1, freed=False), Event(1, freed=True))
+    trace = StepTrace("", (output, gradient), made, {}, {})
+
+    def sizes(*, left_across_steps: bool) -> list[int]:
+        events = run_events(trace, 0, Loading(), (), left_across_steps=left_across_steps)
+        known = {key: size for key, size in events if size > 0}
+        return [size if size > 0 else -known[key] for key, size in events]
+
+    assert sizes(left_across_steps=False)[:6] == [300, 302, -302, -300, 300, 302]
+    assert sizes(left_across_steps=True)[:6] == [300, 302, -302, 300, -300, 302]
+    config, step = tiny(vocab_size=4096), Workload.train(1, 256)
+    within, across = (predict_memory(config, step, keep_outputs=keep) for keep in (True, "across_steps"))
+    assert within.events != across.events
+    assert within.allocated_peak_bytes == across.allocated_peak_bytes
+    with pytest.raises(ArgumentError, match="keep_outputs='always': True, False or 'across_steps'"):
+        predict_memory(config, step, keep_outputs="always")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("kind", "extra"),
     [

@@ -81,12 +81,18 @@ def workspaces_of(capability: tuple[int, int], *, training: bool) -> tuple[int, 
 
 
 def run_events(
-    trace: StepTrace, device: int | str, loading: Loading, workspaces: tuple[int, ...]
+    trace: StepTrace,
+    device: int | str,
+    loading: Loading,
+    workspaces: tuple[int, ...],
+    *,
+    left_across_steps: bool = False,
 ) -> tuple[_Event, ...]:
     """Return the allocations and frees of a run on one device, as ``replay`` takes them.
 
     The workspaces are what cuBLAS takes from the allocator at the first product of each thread, and keeps: the thread
-    of the forward pass, and that of the backward pass.
+    of the forward pass, and that of the backward pass. What a step leaves is freed at its end or, with
+    `left_across_steps`, when the next one's forward pass has returned and the loop's variable gets its output.
     """
     allocations = trace.allocations
     own = [event for event in trace.events if allocations[event.allocation].device == device]
@@ -106,11 +112,15 @@ def run_events(
     # torch's optimizers make their state in their first step, what each step replaces like the step itself
     of_optimizer = [i for i in resident if allocations[i].component == "optimizer" and i not in replaced]
     state = [_Keyed(i, allocations[i]).event for i in of_optimizer]
-    stepping = _start_of_optimizer(step, allocations)
+    stepping, returned = _start_of_optimizer(step, allocations), _end_of_forward(step, allocations)
+    held: list[_Event] = []
     for number in range(_STEPS):
         shift = (number + 1) * base
         for place, (index, freed) in enumerate(step):
             allocation = allocations[index]
+            if place == returned:
+                events += held
+                held = []
             if place == stepping:
                 events += state
                 state = []
@@ -126,7 +136,8 @@ def run_events(
                 events.append(scratch.pop(thread))
         events += state  # where the trace counts the state and runs no step
         state = []
-        events += [(index + shift, -1) for index in sorted(survivors - set(replaced.values()))]
+        left: list[_Event] = [(index + shift, -1) for index in sorted(survivors - set(replaced.values()))]
+        events, held = (events, held + left) if left_across_steps else (events + left, [])
     return tuple(events)
 
 
@@ -141,6 +152,16 @@ def _replaced_state(
     old = [event.allocation for event in events if event.freed and event.allocation in at_start]
     old = [index for index in old if allocations[index].component == "optimizer"]
     return {index: made[allocations[index].bytes].pop() for index in old if made[allocations[index].bytes]}
+
+
+def _end_of_forward(step: Sequence[Event], allocations: Sequence[Allocation]) -> int:
+    """Return the place of the first event that makes something after the forward pass, or the number of events."""
+    after = (place for place, event in enumerate(step) if not event.freed and _is_after(allocations[event.allocation]))
+    return next(after, len(step))
+
+
+def _is_after(allocation: Allocation) -> bool:
+    return allocation.phase not in ("forward", "prefill")
 
 
 def _start_of_optimizer(step: Sequence[Event], allocations: Sequence[Allocation]) -> int:
