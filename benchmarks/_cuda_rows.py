@@ -216,8 +216,6 @@ def _suited(row: Row) -> Row:
     if row.card == "T4" and row.dtype == "bfloat16":
         # in float16 Bart asks whether its activations are finite, which are not computed here
         row = replace(row, dtype="float32" if row.model == "bart" else "float16")
-    if row.model == "llava":  # where images go is computed, on tensors of no more than 64 KiB
-        row = replace(row, length=64)
     return replace(row, attention="eager") if row.model == "mamba" else row
 
 

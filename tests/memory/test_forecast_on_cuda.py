@@ -27,8 +27,6 @@ SCRIPT = """
         case(lambda: compare(Row("qwen3", "dora", "H100", "to", checkpointing=True)), "dora")
         case(lambda: compare(Row("llama", "nf4", "H100", "device_map")), "nf4")
         case(lambda: compare(Row("llama", "generate", "H100", "to")), "generate")
-        # LayerNorm's statistics, and parameters that get no gradient
-        case(lambda: compare(Row("llava", "full", "H100", "device_map", length=64)), "images")
     elif os.environ["SIMCUDA_GPU"] == "T4":  # products of experts one by one, and the scratch of Adafactor's reductions
         case(lambda: compare(Row("mixtral", "lora", "T4", "to", dtype="float16")), "mixture")
         case(lambda: compare(Row("mistral", "full", "T4", "device_map", dtype="float16", optimizer="adafactor",
