@@ -4,7 +4,7 @@ Rank scripts import it. accelerate refuses FSDP on the CPU, so `tell_accelerate`
 devices; everything else is the engines' own.
 
 ``python tests/sharding/trainer_matrix.py`` prints the table anew; paste it into docs/fsdp.md, which
-``test_wrap_fsdp_meta_safe_trainers.py`` compares.
+``test_load_at_prepare.py`` compares.
 """
 
 from __future__ import annotations
