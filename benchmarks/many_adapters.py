@@ -46,6 +46,7 @@ def child(spec: Mapping[str, Any]) -> dict[str, Any]:
         return load_peft_on_rank(first, base, device="cpu")
 
     add(start(), "warm-up")
+    model: Any = None
     whole = []
     for _ in range(5):
         gc.collect()
