@@ -218,6 +218,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "RandLora": {**PROJECTIONS, "r": 4},
     "C3A": {**PROJECTIONS, "block_size": 8},
     "Road": {**PROJECTIONS, "group_size": 8},
+    "WaveFT": {**PROJECTIONS, "n_frequency": 16},
     "TrainableTokens": {"token_indices": [1, 2], "task_type": "CAUSAL_LM"},
 }
 

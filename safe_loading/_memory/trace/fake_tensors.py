@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .accelerate_hooks import TracePlacement
+from .known_values import KnownValues
 from .ledger import Ledger, fake_device
 from .records import Component
 
@@ -22,9 +23,10 @@ class FakeTensors:
     own tensors only shape, strides, dtype and storage are read.
     """
 
-    def __init__(self, mode: FakeTensorMode, ledger: Ledger, placement: TracePlacement) -> None:
+    def __init__(self, mode: FakeTensorMode, ledger: Ledger, values: KnownValues, placement: TracePlacement) -> None:
         self._mode = mode
         self._ledger = ledger
+        self._values = values
         self._placement = placement
         self._fakes: dict[int, torch.Tensor] = {}
         self._storages: dict[int, torch.Tensor] = {}
@@ -52,7 +54,10 @@ class FakeTensors:
     def _replace_in(self, value: object, name: str, module: str) -> object:
         """Return an attribute's value with fake tensors; itself where it holds no tensors."""
         if isinstance(value, torch.Tensor):
-            return self._fake_of(value, name, "buffers", module)
+            fake = self._fake_of(value, name, "buffers", module)
+            # layers of adapters keep the places that they change so (WaveFT), and select by them
+            self._values.copy_from(fake, value)
+            return fake
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):  # subclasses may not be rebuilt so
             if any(isinstance(item, torch.Tensor) for item in value):
                 return type(value)(self._replace_in(item, name, module) for item in value)

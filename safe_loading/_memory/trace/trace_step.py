@@ -112,7 +112,7 @@ def _run(
     functions = TraceFunctionMode(mode.content, fake_device(where.main))
     # the fake mode is entered before the dispatch mode, which therefore sees each operation first and can answer it
     with _isolated(), attention_stand_ins(model), functions, functions.whole_lists(), fake:
-        tensors = FakeTensors(fake, ledger, where)
+        tensors = FakeTensors(fake, ledger, mode.values, where)
         tensors.replace_tensors(model)
         if workload.kind == "weights_only":
             ledger.close()
