@@ -197,6 +197,28 @@ def test_peaks_are_those_of_the_allocator(name: str, attention: str) -> None:
     assert mine == real
 
 
+@pytest.mark.parametrize("case", [("Llama", "sdpa"), ("Llama", "eager"), ("GPT2", "sdpa"), ("Gemma2", "eager")])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 48), (4, 96)])
+def test_peaks_of_generate_itself(case: tuple[str, str], rows: int, columns: int) -> None:
+    """With the positions that ``generate()`` gives each row, all but its own copy of the ids and a few numbers."""
+    model = model_of(*case).eval()
+    work = Workload.generate(rows, columns, decode_steps=2)
+
+    def run() -> Any:
+        ids = torch.full((rows, columns), 5)
+        count = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+        return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **count)
+
+    positions = {"position_ids": torch.arange(columns).expand(rows, columns)}
+    traced = above_start(trace_step(model, work, inputs=positions), "prefill", "decode")
+    copy_of_ids, flags = rows * columns * 8, rows * 8  # whether a row is finished
+    special_tokens = peak_above_start(run) - traced - copy_of_ids - flags
+    assert 0 < special_tokens <= 3 * 8
+    # the loop that is traced by default gives no positions, and the model makes one set for all rows
+    alone = above_start(trace_step(model, work), "prefill", "decode")
+    assert alone == traced if rows == 1 else alone < traced
+
+
 PROJECTIONS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 METHODS: dict[str, dict[str, Any]] = {
     "Lora": {**PROJECTIONS, "r": 4, "use_dora": True},
