@@ -56,8 +56,10 @@ def delta_rms(update: Update) -> float:
     if not terms or 0 in update.shape:
         return 0.0
     # |L R|^2 = sum((L^T L) * (R R^T)): two small matrices instead of one of the weight's size
-    left = torch.cat([exact(term.left) * term.scaling for term in terms], 1)
-    right = torch.cat([exact(term.right, left.device) for term in terms], 0)
+    # One term is not copied by cat, so that no more than the factors in float64 is taken besides one of them.
+    lefts = [exact(term.left) * term.scaling for term in terms]
+    rights = [exact(term.right, lefts[0].device) for term in terms]
+    left, right = (torch.cat(lefts, 1), torch.cat(rights, 0)) if len(terms) > 1 else (lefts[0], rights[0])
     total = float(((left.T @ left) * (right @ right.T)).sum())
     # Terms that cancel out may leave a sum just below zero.
     return math.sqrt(max(total, 0.0) / (update.shape[0] * update.shape[1]))

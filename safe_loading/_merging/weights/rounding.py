@@ -39,12 +39,15 @@ class Rounder:
         self._dtype = dtype
         self._narrow = dtype not in (torch.float64, torch.float32)
         self._single = torch.empty(size if self._narrow else 0, dtype=torch.float32, device=device)
-        self._low = torch.empty(size if dtype == torch.float16 else 0, dtype=torch.int32, device=device)
+        searched = dtype == torch.float16 and device.type == "cpu"
+        self._low = torch.empty(size if searched else 0, dtype=torch.int32, device=device)
         self._frames: dict[torch.Size, _Frame] = {}
 
     @staticmethod
-    def bytes_per_element(dtype: torch.dtype) -> int:
+    def bytes_per_element(dtype: torch.dtype, device: torch.device) -> int:
         """Return the scratch of a block per element, its float64 values included, in bytes."""
+        if device.type != "cpu":  # the search makes an int32 and a bool
+            return {torch.bfloat16: 17, torch.float16: 17}.get(dtype, 8)
         return {torch.bfloat16: 12, torch.float16: 16}.get(dtype, 8)
 
     def load(self, block: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ class RowMerger:
         self._device = device = _float64_device(device)
         # A DoRA term that is not the first needs both the sum so far and the weight itself, for its norm.
         late_dora = any(term.magnitude is not None for term in update.terms[1:])
-        per_row = columns * (Rounder.bytes_per_element(dtype) + (16 if late_dora else 0))
+        per_row = columns * (Rounder.bytes_per_element(dtype, device) + (16 if late_dora else 0))
         fitting = scratch_bytes // max(per_row, 1) // ROWS * ROWS if rows is None else rows
         self.rows_per_block = max(ROWS, min(fitting, -(-height // ROWS) * ROWS))
         size = self.rows_per_block * columns
