@@ -83,7 +83,8 @@ def test_nothing_grows(
     after = held()
     assert after["memory"] - before["memory"] < MORE_MEMORY
     others = ("descriptors", "threads", "temporary files")
-    assert {name: after[name] for name in others} == {name: before[name] for name in others}
+    # fewer are no leak: what tests before this one left behind may be collected meanwhile
+    assert {name: (before[name], after[name]) for name in others if after[name] > before[name]} == {}
     assert list(tmp_path.iterdir()) == [temporary]
 
 

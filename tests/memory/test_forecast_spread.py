@@ -264,7 +264,9 @@ def test_the_forecast_of_a_job() -> None:
     whole = predict_memory(on_meta(), Workload.train(2, 48))
     eight = predict_memory(on_meta(), Workload.train(2, 48), spread=Spread.fsdp2(8))
     assert eight.components["optimizer"] == pytest.approx(whole.components["optimizer"] / 8, rel=0.05)
-    assert eight.components["saved_activations"] == pytest.approx(whole.components["saved_activations"], rel=0.01)
+    # what is computed is not sharded; how much of it is saved depends on where in the backward pass the peak is
+    computed = [f.components["saved_activations"] + f.components["temporary"] for f in (whole, eight)]
+    assert computed[1] == pytest.approx(computed[0], rel=0.02)
     assert sorted(eight.ranks) == [*range(8)]
     assert len({eight.ranks[rank] for rank in range(7)}) == 1
     assert eight.ranks[7] < eight.ranks[0]  # 101 words over 8 ranks
