@@ -49,9 +49,7 @@ def builds_on_meta(config: PeftConfig) -> bool:
 
 def resized_by_file(config: PeftConfig) -> bool:
     """Return whether peft gives layers other ranks while it reads the file, from what training found: AdaLoRA."""
-    return str(getattr(config.peft_type, "value", config.peft_type)) == "ADALORA" and bool(
-        getattr(config, "rank_pattern", None)
-    )
+    return config.peft_type == PeftType.ADALORA and bool(getattr(config, "rank_pattern", None))
 
 
 def starts_on_base(config: PeftConfig) -> bool:
