@@ -25,6 +25,8 @@ sparse_checkpoint: Any = importlib.import_module("sparse_checkpoint").sparse_che
 
 CAPABILITIES = {"T4": (7, 5), "A100": (8, 0), "H100": (9, 0)}
 STEPS = 3
+DECODE_STEPS = 2
+NEVER = 1 << 20  # a token that no row is given
 IMAGE_TOKEN = 5
 
 
@@ -62,7 +64,7 @@ class Row:
     def workload(self) -> Workload:
         """What is forecast, adapters included."""
         if self.method == "generate":
-            return Workload.generate(self.batch, self.length, decode_steps=2)
+            return Workload.generate(self.batch, self.length, decode_steps=DECODE_STEPS)
         return Workload.train(
             self.batch,
             self.length,
@@ -359,17 +361,9 @@ def _optimizer(name: str, trained: list[torch.nn.Parameter]) -> torch.optim.Opti
     return torch.optim.AdamW(trained, fused=True) if name == "adamw" else torch.optim.AdamW(trained, foreach=True)
 
 
-@torch.no_grad()
 def _generate(model: Any, row: Row, names: Any) -> None:
-    def tokens(width: int) -> torch.Tensor:
-        return torch.full((row.batch, width), 1, device="cuda:0")
-
-    def mask(width: int) -> dict[str, torch.Tensor]:
-        return {"attention_mask": tokens(width)} if "attention_mask" in names else {}
-
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
-    cached = next(name for name in ("past_key_values", "cache_params") if name in names)
-    cache = getattr(model(input_ids=tokens(row.length), **mask(row.length), use_cache=True, **keep), cached)
-    for step in range(2):
-        arguments = {cached: cache, "use_cache": True, **keep}
-        cache = getattr(model(input_ids=tokens(1), **mask(row.length + step + 1), **arguments), cached)
+    batch = {name: torch.full((row.batch, row.length), 1, device="cuda:0") for name in ("input_ids", "attention_mask")}
+    batch = {name: tensor for name, tensor in batch.items() if name in names}
+    # an end that no row comes to, since a minimum of tokens would bring a processor of scores
+    end = {} if model.generation_config.eos_token_id is None else {"eos_token_id": NEVER}
+    model.generate(**batch, max_new_tokens=DECODE_STEPS + 1, do_sample=False, **end)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _common import ENVIRONMENT, ROOT, headline, options, spawn, table, write_json
+from _common import ENVIRONMENT, headline, options, spawn, table, write_json
+from _recorded import record
 from _timeline import WIDTH, label, picture
 
 os.environ.update(ENVIRONMENT)
@@ -24,7 +25,6 @@ CANNOT_RUN = 75
 RANKS = 4
 METHODS = {"plain": "from_pretrained, PeftModel.from_pretrained", "ours": "load_peft_on_rank"}
 OWN, STRAY = "#2f81f7", "#e5534b"
-PICTURES = ROOT / "docs" / "pictures"
 _LINE, _BOX, _LEFT, _GAP = 20, 64, 60, 24
 
 
@@ -107,8 +107,7 @@ def main() -> int:
     print(table("cards with a context of", ("", *(f"rank {rank}" for rank in range(RANKS))), rows))
     facts = {"headline": headline(), "contexts": contexts}
     if not arguments.quick:
-        (PICTURES / "contexts.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        (PICTURES / "contexts.svg").write_text(draw(contexts), encoding="utf-8")
+        record("contexts", facts, lambda _: {"contexts.svg": draw(contexts)})
     write_json(arguments.json, facts)
     return 0
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from _common import ENVIRONMENT, MIB, ROOT, anonymous_bytes, headline, mib, options, spawn, table, write_json
+from _common import ENVIRONMENT, MIB, anonymous_bytes, headline, mib, options, spawn, table, write_json
+from _recorded import record, redraw
 from _timeline import Panel, draw, thin
 
 os.environ.update(ENVIRONMENT)
@@ -33,7 +34,6 @@ MERGES = {
     "ours": ("merge_lora_checkpoint", OURS),
 }
 RANKS = 4
-PICTURES = ROOT / "docs" / "pictures"
 
 
 def pictures(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--redraw", action="store_true", help="draw what the last whole run measured")
     arguments = parser.parse_args()
     if arguments.redraw:
-        _write(json.loads((PICTURES / "over_time.json").read_text(encoding="utf-8")))
+        redraw("over_time", pictures)
         return
     load, merge = ((256, 2), (256, 2)) if arguments.quick else ((1536, 6), (2048, 6))
     facts: dict[str, Any] = {"headline": headline(), "fsdp_load": loads(*load), "merge": merges(*merge)}
@@ -148,14 +148,8 @@ def main() -> None:
         header = ("peak MiB", *(f"rank {rank}" for rank in range(RANKS))) if part == "fsdp_load" else ("", "peak MiB")
         print(table(f"{part}: {mib(facts[part]['model'])} MiB of weights", header, rows))
     if not arguments.quick:
-        (PICTURES / "over_time.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        _write(facts)
+        record("over_time", facts, pictures)
     write_json(arguments.json, facts)
-
-
-def _write(facts: Mapping[str, Any]) -> None:
-    for name, svg in pictures(facts).items():
-        (PICTURES / name).write_text(svg, encoding="utf-8")
 
 
 if __name__ == "__main__":

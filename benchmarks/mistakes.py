@@ -1,4 +1,4 @@
-"""What common mistakes cost: the peak of a training step with LoRA, done right and done wrong.
+"""What common mistakes cost: the peak of a training step with LoRA, done right and done wrong, as tables and pictures.
 
 Both runs of a pair are forecast from the config alone, with the engines' own functions on a model on meta, and
 `audit_model` looks at the wrong one. The estimates are older than the forecast, and of steps that are not known.
@@ -7,18 +7,23 @@ Both runs of a pair are forecast from the config alone, with the engines' own fu
 from __future__ import annotations
 
 import dataclasses
+import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
 from _common import headline, options, ratio, table, write_json
+from _recorded import record, redraw
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import Workload, audit_model, meta_model, predict_memory
+from safe_loading._core.bars import Mark, draw_bars
+from safe_loading._core.cards import card_of
+from safe_loading._memory.forecast.report import MemoryForecast, forecast_bar
 
 GIB = 1 << 30
 LLAMA_8B = {
@@ -127,9 +132,65 @@ MISTAKES = {
 }
 
 
-def _peak(model: Any, workload: Workload) -> int:
+DRAWN = {  # the bars of the audit's picture: each with what makes the model, and the step's optimizer
+    "right": _right,
+    "in eval()": MISTAKES["checkpointing on, and eval()"].wrong,
+    "in float32": MISTAKES["base in float32"].wrong,
+    "not frozen": MISTAKES["nothing frozen, adamw"].wrong,
+}
+MARKS = {"audit": ("rtx-4090", "a100-40gb", "l40"), "wrapping": ("h100",)}
+
+
+def _forecast(model: Any, workload: Workload) -> MemoryForecast:
     vars(model)["train"] = lambda mode=True: model  # a forecast puts a model into train mode, and one pair is about it
-    return predict_memory(model, workload).allocated_peak_bytes
+    return predict_memory(model, workload)
+
+
+def _peak(model: Any, workload: Workload) -> int:
+    return _forecast(model, workload).allocated_peak_bytes
+
+
+def steps(config: LlamaConfig) -> dict[str, dict[str, Any]]:
+    """Return what the pictures are drawn from: forecasts of mistakes, and of a base in 8 bits with code around it."""
+    workload = Workload.train(4, 1024)
+    audit = {label: _forecast(make(config), workload) for label, make in DRAWN.items()}
+    adapter = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
+    wrapping = {
+        label: predict_memory(
+            config,
+            Workload.train(4, 1024, gradient_checkpointing=checkpointing, adapter=adapter),
+            quantization_config={"load_in_8bit": True},
+        )
+        for label, checkpointing in (("transparent", True), ("nn.Module", False))
+    }
+    return {
+        picture: {label: _facts(forecast) for label, forecast in found.items()}
+        for picture, found in (("audit", audit), ("wrapping", wrapping))
+    }
+
+
+def _facts(forecast: MemoryForecast) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(forecast.to_json())
+    return {name: value for name, value in facts.items() if name not in ("modules", "total_bytes", "notes")}
+
+
+def pictures(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the file names and the SVGs that a run's facts make."""
+    titles = {
+        "audit": "A training step of Llama-3-8B with LoRA, right and with mistakes",
+        "wrapping": "Llama-3-8B in 8 bits, your code around it by wrap_transparent and by an nn.Module",
+    }
+    found = {}
+    for picture, title in titles.items():
+        bars = [
+            forecast_bar(MemoryForecast(**each, modules=(), notes=()), label) for label, each in facts[picture].items()
+        ]
+        found[f"{picture}.svg"] = draw_bars(bars, _marks(MARKS[picture]), title) + "\n"
+    return found
+
+
+def _marks(names: Sequence[str]) -> list[Mark]:
+    return [Mark(card.name, card.memory) for card in map(card_of, names)]
 
 
 def compare(config: LlamaConfig, names: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -145,7 +206,12 @@ def compare(config: LlamaConfig, names: Iterable[str]) -> Iterator[dict[str, Any
 
 def main() -> None:
     """Forecast every pair and print the tables."""
-    arguments = options(__doc__, "two layers of each shape").parse_args()
+    parser = options(__doc__, "two layers of each shape, and no picture is written")
+    parser.add_argument("--redraw", action="store_true", help="draw what the last whole run forecast")
+    arguments = parser.parse_args()
+    if arguments.redraw:
+        redraw("mistakes", pictures)
+        return
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped in transformers
     print(headline())
@@ -167,6 +233,9 @@ def main() -> None:
         header = ("mistake", "right GiB", "wrong GiB", "ratio", "estimate", "found as", "its GiB")
         cut = ", two layers" if arguments.quick else ""
         print(table(f"{shape}{cut}, bf16, LoRA r=16 on q, k, v, o; 4 x 1024, checkpointing", header, rows))
+    if not arguments.quick:
+        drawn = {"headline": headline(), **steps(LlamaConfig(**SHAPES["Llama-3-8B"]))}
+        record("mistakes", drawn, pictures)
     write_json(arguments.json, found)
 
 

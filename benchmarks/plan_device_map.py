@@ -9,6 +9,7 @@ and the peaks of steps that are run.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
@@ -277,11 +278,20 @@ def cpu_seconds(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - started, result
 
 
+def fresh_cpu_seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the same as in a process that has run no such operation: PyTorch remembers shapes of fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    FakeTensorMode.cache_clear()
+    gc.collect()
+    return cpu_seconds(call)
+
+
 def searches(quick: bool) -> list[list[str]]:
     """Return the CPU seconds of each search beside those of one plan of what it found, for a Llama of a billion."""
     from transformers import LlamaConfig
 
-    from safe_loading import Workload, largest_workload, plan_device_map, smallest_limits
+    from safe_loading import Workload, fewest_cards, largest_workload, plan_device_map, smallest_limits
     from safe_loading._core.parse_size import parse_size
 
     shape: Any = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 4}
@@ -298,19 +308,23 @@ def searches(quick: bool) -> list[list[str]]:
     rows = []
     for cards in (1, 2):
         for name, workload, vary, memory in cases:
-            if cards > 1 and workload.kind == "train":
-                continue  # minutes: many sizes are planned
             limits: Limits = dict.fromkeys(range(cards), parse_size(memory, "memory") // cards)
-            seconds, found = cpu_seconds(partial(largest_workload, config, limits, workload=workload, vary=vary))
-            one, _ = cpu_seconds(partial(plan_device_map, config, limits, workload=found))
+            search = partial(largest_workload, config, limits, workload=workload, vary=vary)
+            seconds, found = fresh_cpu_seconds(search)
+            one, _ = fresh_cpu_seconds(partial(plan_device_map, config, limits, workload=found))
             size = found.sequence_length if vary == "length" else found.batch_size
             rows.append([f"{cards} cards: {name}", str(size), f"{one:.2f}", f"{seconds:.2f}", ratio(seconds, one)])
-        seconds, least = cpu_seconds(partial(smallest_limits, config, cards, workload=batch))
-        one, _ = cpu_seconds(partial(plan_device_map, config, least, workload=batch))
+        seconds, least = fresh_cpu_seconds(partial(smallest_limits, config, cards, workload=batch))
+        one, _ = fresh_cpu_seconds(partial(plan_device_map, config, least, workload=batch))
         least_bytes = str(next(iter(least.values())))
         rows.append(
             [f"{cards} cards: smallest limits", least_bytes, f"{one:.2f}", f"{seconds:.2f}", ratio(seconds, one)]
         )
+    training = Workload.train(4, 512)
+    seconds, plan = fresh_cpu_seconds(partial(fewest_cards, config, "6GB", workload=training))
+    limits = dict.fromkeys((use.device for use in plan.devices), "6GB")
+    one, _ = fresh_cpu_seconds(partial(plan_device_map, config, limits, workload=training))
+    rows.append(["fewest cards, training", str(len(limits)), f"{one:.2f}", f"{seconds:.2f}", ratio(seconds, one)])
     return rows
 
 

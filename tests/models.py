@@ -21,6 +21,17 @@ SIZES = {
     "eos_token_id": 2,
 }
 
+# Sizes that every method of quantization takes: whole blocks of 128 and groups of 256.
+QUANTIZABLE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 640,
+}
+COSTLY = r"(.*.*)*(.*.*)*x"  # a pattern that never ends on the name of a module
+
 # The kinds of LoRA, as the fields of their configs.
 KINDS: dict[str, dict[str, Any]] = {
     "all linear": {"target_modules": "all-linear"},

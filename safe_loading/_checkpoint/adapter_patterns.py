@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from safe_loading._core.names import method_name
+
 from .pattern_cost import shapes_of
 from .pattern_limits import USUAL_MODULES, pattern_problem
 
@@ -79,9 +81,7 @@ def _entries(field: str, value: object) -> list[str]:
 
 def _is_unused(config: Mapping[str, object], field: str) -> bool:
     """Return whether a field holds results of training, by the name of a tensor, and not patterns: AdaLoRA's ranks."""
-    return (
-        field == "rank_pattern" and str(getattr(config.get("peft_type"), "value", config.get("peft_type"))) == "ADALORA"
-    )
+    return field == "rank_pattern" and method_name(config.get("peft_type")) == "ADALORA"
 
 
 def _module_of(key: str) -> str:

@@ -45,8 +45,8 @@ def raise_faults(subject: object, findings: Sequence[Finding]) -> NoReturn:
     elif codes <= _NOT_FOUND:
         kind = CheckpointNotFound
     if len(findings) == 1:
-        raise kind(str(findings[0]))
-    raise kind(f"{subject}: {len(findings)} problems, nothing was loaded", map(str, findings))
+        raise kind(findings[0].problem)
+    raise kind(f"{subject}: {len(findings)} problems, nothing was loaded", (finding.problem for finding in findings))
 
 
 def listed(names: Iterable[str]) -> str:

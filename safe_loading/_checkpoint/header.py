@@ -171,7 +171,7 @@ def _metadata_fault(metadata: object) -> str | None:
     if not isinstance(metadata, dict):
         return f"is {_json_kind(metadata)}"
     wrong = [key for key, value in metadata.items() if not isinstance(value, str)]
-    return f"holds {_json_kind(metadata[wrong[0]])} under {listed(wrong)}" if wrong else None
+    return f"holds a value that is {_json_kind(metadata[wrong[0]])} under {listed(wrong)}" if wrong else None
 
 
 def _tensor(name: str, entry: object, data_start: int) -> TensorInfo | tuple[str, str]:

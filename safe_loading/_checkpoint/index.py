@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, counted
 
 from .faults import fault, listed, note, raise_faults
 from .files import not_contained, size_of, stamp
@@ -186,7 +186,7 @@ def _headers(files: Mapping[str, Path], index: Index | None) -> tuple[dict[str, 
         elif index is not None and header[0].code in ("not-found", "broken-link"):
             placed = [tensor for tensor, file in index.weight_map.items() if file == name]
             message = header[0].message.rstrip(".")
-            message += f"; {index.path.name} places {len(placed)} tensors in it: {listed(placed)}"
+            message += f"; {index.path.name} places {counted(len(placed), 'tensor')} in it: {listed(placed)}"
             findings.append(fault("missing-shard", path, message, header[0].fix))
         else:
             findings += header
@@ -204,7 +204,7 @@ def _merged(headers: Mapping[str, Header]) -> tuple[dict[str, TensorInfo], dict[
         file_of.update(dict.fromkeys(header.tensors, header.path))
     findings = []
     for (first, second), names in twice.items():
-        message = f"holds {len(names)} tensors that {str(first)!r} holds too: {listed(sorted(names))}"
+        message = f"holds {counted(len(names), 'tensor')} that {str(first)!r} holds too: {listed(sorted(names))}"
         findings.append(fault("tensor-twice", second, message, _SAVE_AGAIN))
     return tensors, file_of, findings
 
@@ -218,11 +218,12 @@ def _index_faults(index: Index, headers: Mapping[str, Header]) -> list[Finding]:
     for file, header in headers.items():
         missing = [name for name in placed[file] if name not in header.tensors]
         if missing:
-            message = f"does not hold {len(missing)} tensors that {index.path.name} places in it: {listed(missing)}"
+            lacking = counted(len(missing), "tensor")
+            message = f"does not hold {lacking} that {index.path.name} places in it: {listed(missing)}"
             findings.append(fault("tensor-missing", header.path, message, _SAVE_AGAIN))
         extra = [name for name in header.tensors if name not in index.weight_map]
         if extra:
-            message = f"holds {len(extra)} tensors that {index.path.name} does not name: {listed(extra)}"
+            message = f"holds {counted(len(extra), 'tensor')} that {index.path.name} does not name: {listed(extra)}"
             size = sum(header.tensors[name].nbytes for name in extra)
             findings.append(fault("tensor-unindexed", header.path, message, _SAVE_AGAIN, size))
     actual = sum(header.nbytes - header.data_start for header in headers.values())

@@ -22,7 +22,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--device", default="cpu", help="the device that computes the merged blocks (default: cpu)")
     parser.add_argument("--max-shard-size", metavar="SIZE", help="such as 5GB (default: split as the base is)")
     parser.add_argument("--dtype", help="dtype of the output, such as bfloat16 (default: the base's)")
-    parser.add_argument("--dequantize", action="store_true", help="write a quantized base as a plain one")
+    plain = "write a quantized base as a plain one (without it, fp8 and MXFP4 keep their format)"
+    parser.add_argument("--dequantize", action="store_true", help=plain)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing folder as a whole")
     parser.add_argument("--no-resume", action="store_true", help="do not continue what an interrupted call left")
     parser.add_argument("--no-verify", action="store_true", help="compute no hashes: faster, but no resuming")

@@ -113,9 +113,23 @@ def renaming_scope(rule: object) -> object:
     return getattr(rule, "scope_prefix", None)
 
 
+def targets_of(rule: object) -> object:
+    """Return the names that a conversion rule of transformers makes, as its author wrote them.
+
+    Since 5.5 a rule keeps them beside the patterns that it matches with; before, they are these patterns.
+    """
+    written = getattr(rule, "_original_target_patterns", None)
+    return getattr(rule, "target_patterns", None) if written is None else written
+
+
 def splits_vocabulary(layer: object) -> bool:
     """Return whether a LoRA embedding's vocabulary is split over ranks (since peft 0.19)."""
     return bool(getattr(layer, "input_fns", None) or getattr(layer, "output_fns", None))
+
+
+def drops_full_masks() -> bool:
+    """Return whether ``generate()`` passes no mask where it hides nothing (since transformers 5.18)."""
+    return not is_older("transformers", "5.18")
 
 
 def without_autocast(call: Callable[..., object]) -> dict[str, bool]:

@@ -25,6 +25,11 @@ def canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
 
 
+def method_name(peft_type: object) -> str:
+    """Return the name of an adapter's method, ``peft_type``: a member of peft's enum, or as a config file has it."""
+    return str(getattr(peft_type, "value", peft_type))
+
+
 def without_peft_prefix(name: str) -> str:
     """Return a name in a PeftModel as its base model has it; other names are returned as they are."""
     return name.removeprefix(PEFT_PREFIX)

@@ -40,6 +40,13 @@ class Finding:
         """Return one line: where, what, fix."""
         return f"{self.where}: {self.message}" + (f" Fix: {self.fix}" if self.fix else "")
 
+    @property
+    def problem(self) -> str:
+        """The finding as a problem of an exception: where, what, fix, and the command that says more about the code."""
+        # A fix of several lines ends with a command, which is copied as a line.
+        gap = "\n" if "\n" in self.fix else " "
+        return f"{self}{gap}(safe-loading explain {self.code})"
+
 
 def format_bytes(size: int) -> str:
     """Return a size in bytes as people read it, in binary units: ``1536`` gives ``"1.5 KiB"``."""
@@ -51,6 +58,11 @@ def format_bytes(size: int) -> str:
         if abs(value) < KiB - 0.05:  # or it would be written as 1024.0
             return f"{value:.1f} {unit}"
     return f"{value / KiB:.1f} TiB"
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: ``counted(1, "tensor")`` gives ``"1 tensor"``, and 2 give ``"2 tensors"``."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

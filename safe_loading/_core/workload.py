@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["weights_only", "generate", "train"]
 AUTOCAST = ("bfloat16", "float16")
+_FLAGS = ("gradient_checkpointing", "labels", "activation_offload", "use_cache")
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Workload:
         gradient_accumulation_steps: Micro-batches whose gradients are summed before the optimizer steps.
         labels: Whether the model computes its own loss from labels; otherwise the loss is the mean of its outputs.
         activation_offload: Whether the forward pass runs under ``torch.autograd.graph.save_on_cpu``.
+        use_cache: Whether the model fills its cache in training too.
     """
 
     kind: Kind
@@ -105,6 +107,7 @@ class Workload:
     gradient_accumulation_steps: int = 1
     labels: bool = True
     activation_offload: bool = False
+    use_cache: bool = False
 
     @staticmethod
     def weights_only() -> Workload:
@@ -156,6 +159,7 @@ class Workload:
         gradient_accumulation_steps: int = 1,
         labels: bool = True,
         activation_offload: bool = False,
+        use_cache: bool = False,
     ) -> Workload:
         """A steady-state training step (optimizer state already allocated): forward, loss, backward, optimizer.
 
@@ -175,6 +179,9 @@ class Workload:
             labels: Whether the model computes its own loss from labels.
             activation_offload: Whether what is saved for the backward pass goes to the host until then, as in
                 ``torch.autograd.graph.save_on_cpu``. It sends everything that autograd saves, weights included.
+            use_cache: Whether the model fills its cache as it is trained, which its output then holds. The Trainer
+                switches that off; in a loop of your own, ``model(**batch)`` does it unless
+                ``model.config.use_cache`` is False or the model checkpoints.
 
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown name.
@@ -191,6 +198,7 @@ class Workload:
                 gradient_accumulation_steps=gradient_accumulation_steps,
                 labels=labels,
                 activation_offload=activation_offload,
+                use_cache=use_cache,
             )
         )
 
@@ -236,7 +244,7 @@ def _checked(workload: Workload) -> Workload:
         if isinstance(value, bool) or number < low:
             problems.append(f"{written_as.get(name, name)}={value!r}: an integer, {low} or more.")
         numbers[name] = number
-    flags = {name: getattr(workload, name) for name in ("gradient_checkpointing", "labels", "activation_offload")}
+    flags = {name: getattr(workload, name) for name in _FLAGS}
     problems += [f"{name}={flag!r}: True or False." for name, flag in flags.items() if not isinstance(flag, bool)]
     if workload.autocast not in (None, *AUTOCAST):
         problems.append(f"autocast={workload.autocast!r}: one of {list(AUTOCAST)}, or None.")

@@ -63,7 +63,7 @@ def read_adapter_config(resolved: Resolved) -> AdapterFacts:
     shapes = None if header is None else {name: info.shape for name, info in header.tensors.items()}
     faults = adapter_config_faults(config_file, config, shapes)
     if faults:
-        raise AdapterError(f"{config_file} asks for what an adapter must not:", map(str, faults))
+        raise AdapterError(f"{config_file} asks for what an adapter must not:", (fault.problem for fault in faults))
     return AdapterFacts(resolved.source, folder, resolved.commit, config, weights, header)
 
 

@@ -251,7 +251,7 @@ def _remember(adapter: Adapter, injection: Injection) -> None:
 
 
 def errors_in(findings: Iterable[Finding]) -> list[str]:
-    return [str(finding) for finding in findings if finding.severity == "error"]
+    return [finding.problem for finding in findings if finding.severity == "error"]
 
 
 def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool) -> Injection:

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from safe_loading._core.log import quiet
-from safe_loading._core.names import without_peft_prefix
+from safe_loading._core.names import method_name, without_peft_prefix
 from safe_loading._core.report import Finding
 from safe_loading._model.peft_layers import LoraModule, base_of
 from safe_loading._model.stand_ins import NoInit
@@ -56,7 +56,7 @@ def _build(layers: Mapping[str, LoraModule], adapter: Adapter) -> None:
     """Let peft's layers make the modules of the adapter, on meta."""
     config, name = adapter.config, adapter.name
     if not isinstance(config, LoraConfig):
-        raise TypeError(f"a plan is for LoRA, not for {config.peft_type}")
+        raise TypeError(f"a plan is for LoRA, not for {method_name(config.peft_type)}")
     # A config of its own, because every value comes from the file: nothing is to be started from the base's weights.
     unstarted = deepcopy(config)
     vars(unstarted)["init_lora_weights"] = False

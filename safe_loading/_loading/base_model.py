@@ -16,7 +16,7 @@ from safe_loading._checkpoint.faults import fault, listed, note
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.log import quiet
 from safe_loading._core.protocols import EngineKwargs, JsonObject, ModelClass
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, counted
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
@@ -201,7 +201,7 @@ def loading_findings(info: LoadingInfo, adapters: Sequence[Adapter], source: str
     unexpected = sorted(map(str, info.get("unexpected_keys") or ()))
     if unexpected:
         message = (
-            f"{len(unexpected)} tensors of the checkpoint do not exist in the class that was loaded, and were left "
+            f"the class that was loaded does not know {counted(len(unexpected), 'tensor')} of the checkpoint and left "
             f"out: {listed(unexpected)}"
         )
         fix = "none if they are a head for another task; otherwise auto_class= for the class that it was saved as"

@@ -15,7 +15,7 @@ from safe_loading._checkpoint.strict_json import try_json_object
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, names_in
 from safe_loading._core.names import WRAPPER_PREFIXES
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, counted
 
 from .adapter_facts import config_problems, factors_of_other_rank
 from .layer_findings import INTEGERS, layer_findings
@@ -86,7 +86,8 @@ def adapter_findings(folder: Path, tensors: Mapping[str, TensorInfo]) -> list[Fi
     integers = [name for name, info in tensors.items() if ".lora_" in name and info.dtype in INTEGERS]
     if integers:
         message = (
-            f"{len(integers)} LoRA factors are integers, which peft would cast without a warning: {listed(integers)}"
+            f"holds {counted(len(integers), 'LoRA factor')} as integers, which peft would cast without a warning: "
+            f"{listed(integers)}"
         )
         findings.append(fault("adapter-dtype", folder, message, _SAVE_ADAPTER))
     if isinstance(config.get("peft_type"), str) and not isinstance(config.get("base_model_name_or_path"), str):
@@ -101,7 +102,7 @@ def code_findings(folder: Path, names: Sequence[str]) -> list[Finding]:
     findings = []
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if pickles:
-        message = f"has {len(pickles)} pickle files, which can run code when they are read: {listed(pickles)}"
+        message = f"has {counted(len(pickles), 'pickle')}, which can run code when it is read: {listed(pickles)}"
         fix = "delete those that are not needed; read the others with torch.load(..., weights_only=True)"
         size = sum(size_of(folder / name) for name in pickles)
         findings.append(note("warning", "pickle-beside", folder, message, fix, size))
@@ -156,7 +157,9 @@ def _two_names(folder: Path, tensors: Mapping[str, TensorInfo]) -> list[Finding]
     same = [n for n in both if any(f"{b}.{n}" in tensors and _alike(tensors, n, f"{b}.{n}") for b in _BODIES)]
     if not same:
         return []
-    message = f"holds {len(same)} tensors twice, with 'model.' (or the like) in front and without: {listed(same)}"
+    message = (
+        f"holds {counted(len(same), 'tensor')} twice, with 'model.' (or the like) in front and without: {listed(same)}"
+    )
     fix = "delete the one that is left over; transformers would take one of the two without a word"
     return [fault("tensor-two-names", folder, message, fix, sum(tensors[name].nbytes for name in same))]
 

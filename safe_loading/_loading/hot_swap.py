@@ -12,6 +12,7 @@ from peft.utils.hotswap import check_hotswap_configs_compatible, hotswap_adapter
 
 from safe_loading._checkpoint.faults import fault
 from safe_loading._core.log import quiet
+from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding
 from safe_loading.errors import AdapterError
 
@@ -49,7 +50,7 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
             f"under another name."
         ) from error
     if not isinstance(config, LoraConfig):
-        raise AdapterError(f"{adapter.facts.source!r} is {config.peft_type}; peft can hot-swap LoRA only.")
+        raise AdapterError(f"{adapter.facts.source!r} is {method_name(config.peft_type)}; peft can hot-swap LoRA only.")
     mapping = key_mapping_for(adapter.key_mapping, model.get_base_model())
     file = rename_keys(adapter.facts, adapter.tensors, prompt_learning=False, own_module=False, key_mapping=mapping)
     # Both go through peft's mapping, so that their keys can be compared.
@@ -58,7 +59,7 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
         new = route(model, name, file.tensors)
     slots = adapter_slots(model, old.tensors)
     findings = [*adapter.findings, *file.findings, *_differences(adapter, slots, new.tensors, dtype)]
-    errors = [str(finding) for finding in findings if finding.severity == "error"]
+    errors = [finding.problem for finding in findings if finding.severity == "error"]
     # peft pads a smaller rank with zeros, up to the rank of the loaded tensors.
     padded = any(key in slots and slots[key].tensor.shape != value.shape for key, value in new.tensors.items())
     errors += [*new.missing, *_unsupported(model, adapter, config, padded), *_other_rank(adapter)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from safe_loading._checkpoint.faults import fault, listed, note
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding, Severity
+from safe_loading._core.report import Finding, Severity, counted
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _BODIES = frozenset(
@@ -73,7 +73,8 @@ def _integer_weights(folder: Path, tensors: Mapping[str, TensorInfo]) -> list[Fi
     if not wrong:
         return []
     kinds = ", ".join(sorted({tensors[name].dtype for name in wrong}))
-    message = f"{len(wrong)} weights are integers ({kinds}), and config.json says of no quantization: {listed(wrong)}"
+    held = counted(len(wrong), "weight")
+    message = f"holds {held} as integers ({kinds}), and config.json names no quantization: {listed(wrong)}"
     size = sum(tensors[name].nbytes for name in wrong)
     return [fault("integer-weight", folder, message, "save the model again in a floating-point dtype", size)]
 
@@ -97,7 +98,7 @@ def _odd_layers(folder: Path, prefix: str, layers: Layers) -> Iterator[Finding]:
         # A layer of another kind has tensors that the others do not have.
         if absent and all(held[name] == len(layers) for name in own):
             names = listed(f"{prefix}{number}.{name}" for name in sorted(absent))
-            message = f"lacks {len(absent)} tensors of layer {number}, which all other layers have: {names}"
+            message = f"lacks {counted(len(absent), 'tensor')} of layer {number}, which all other layers have: {names}"
             yield fault("layer-tensor-missing", folder, message, _SAVE_AGAIN)
         for name in odd:
             (usual, count), *_ = shapes[name].most_common()

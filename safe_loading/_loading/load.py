@@ -150,7 +150,7 @@ def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options
         require_unchanged(base.checkpoint)
     name_base(model, source)
     findings = [*loading_findings(info, adapters, source), *untied_findings(model, source)]
-    errors = [str(finding) for finding in findings if finding.severity == "error"]
+    errors = [finding.problem for finding in findings if finding.severity == "error"]
     if errors and options.strict:
         raise AdapterError(f"{source!r} does not fill {type(model).__name__}:", errors)
     part = _base_part(model, source, base.resolved.commit, options.devices, time.perf_counter() - start)

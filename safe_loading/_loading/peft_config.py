@@ -19,6 +19,7 @@ from safe_loading._checkpoint.faults import note
 from safe_loading._checkpoint.hub import resolve
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.log import quiet
+from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding, Severity
 from safe_loading._model.peft_layers import base_of
 from safe_loading.errors import AdapterError, SafeLoadingError
@@ -38,7 +39,7 @@ def build_config(facts: AdapterFacts, *, is_trainable: bool) -> tuple[PeftConfig
         raise AdapterError(
             f"{file}: peft_type is {method!r}, which peft {peft.__version__} does not know (it was written by peft "
             f"{facts.config.get('peft_version') or 'of an unknown version'}). It knows "
-            f"{sorted(str(getattr(name, 'value', name)) for name in PEFT_TYPE_TO_CONFIG_MAPPING)}. Upgrade peft."
+            f"{sorted(map(method_name, PEFT_TYPE_TO_CONFIG_MAPPING))}. Upgrade peft."
         )
     # peft takes a runtime_config out of any file itself, whatever the method (PeftConfigMixin.from_json_file).
     known = {field.name for field in dataclasses.fields(config_class)} | {"runtime_config"}

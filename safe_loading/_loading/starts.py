@@ -11,7 +11,8 @@ from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 
 from safe_loading._checkpoint.faults import fault, note
 from safe_loading._core.engines import hash_tensor
-from safe_loading._core.report import Finding
+from safe_loading._core.names import method_name
+from safe_loading._core.report import Finding, counted
 from safe_loading._model.peft_layers import LoraModule, has_adapters, is_lora_layer
 from safe_loading.errors import AdapterError
 
@@ -61,7 +62,7 @@ def may_change_base(config: PeftConfig) -> bool:
     """Return whether it has to be seen from the base whether the adapter's start changes it."""
     if is_lora(config):
         return starts_on_base(config) or not _LORA_FIELDS_THAT_LEAVE_THE_BASE.issuperset(_unknown_fields(config))
-    return str(getattr(config.peft_type, "value", config.peft_type)) not in _LEAVES_THE_BASE
+    return method_name(config.peft_type) not in _LEAVES_THE_BASE
 
 
 def _unknown_fields(config: PeftConfig) -> list[str]:
@@ -212,8 +213,8 @@ def start_findings(
     elif changed:
         size = sum(tensor.nbytes for tensor in changed)
         message = (
-            f"{start} changed {len(changed)} weights of the base, as it did before training, so disable_adapter() does "
-            f"not give the base's own outputs"
+            f"{start} changed {counted(len(changed), 'weight')} of the base, as it did before training, so "
+            f"disable_adapter() does not give the base's own outputs"
         )
         findings.append(
             note("info", "base-changed", file, message, "load the base again where its own are needed", size)

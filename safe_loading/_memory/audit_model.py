@@ -108,11 +108,12 @@ def audit_model(
     will_train = planned or trainer is not None or optimizer is not None
     training = will_train or any(p.requires_grad for p in model.parameters())
     optimizer = optimizer or getattr(trainer, "optimizer", None)
-    of_ranks = AuditedModel(model, trainer, optimizer, training)
-    findings = [finding for check in OF_RANKS for finding in check(of_ranks)]
+    audited = AuditedModel(model, trainer, optimizer, training)
+    findings = [finding for check in OF_RANKS for finding in check(audited)]
     # without a planned step one short row shows what happens, though not at its real size
     step = workload if planned else Workload.train(1, 16, optimizer="none") if will_train else None
     with without_fsdp1(model):
+        # again, since an AuditedModel remembers what it looked up, and here the parameters of FSDP1 are the model's own
         audited = AuditedModel(model, trainer, optimizer, training)
         findings += [finding for check in CHECKS for finding in check(audited)]
         found, skipped = _check_steps(audited, step, inputs, planned=planned)

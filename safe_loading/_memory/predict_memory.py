@@ -55,6 +55,7 @@ def predict_memory(
     spread: Spread | None = None,
     scan_kernels: bool = True,
     loaded_by: Literal["to", "device_map"] = "to",
+    empties_cache: bool = False,
 ) -> MemoryForecast:
     """Return what a step takes of one GPU, without the GPU, the weights or the memory.
 
@@ -96,6 +97,8 @@ def predict_memory(
             there one by one; ``"device_map"`` for ``from_pretrained(..., device_map=...)``, which takes all weights in
             one block first, so that other tails of blocks stay allocated. Weights that bitsandbytes quantizes are
             always loaded the second way.
+        empties_cache: Whether the loop calls ``torch.cuda.empty_cache()`` between steps, as the Trainer does with
+            ``torch_empty_cache_steps=1``: each step then starts without what the one before left in the allocator.
 
     Raises:
         ArgumentError: No model can be built from the source, or the workload does not suit it.
@@ -126,7 +129,9 @@ def predict_memory(
     device = next(iter(trace.devices))
     workspaces = workspaces_of(capability, training=workload.kind == "train")
     workspaces = () if workload.kind == "weights_only" else workspaces
-    events = run_events(trace, device, loading, workspaces, left_across_steps=keep_outputs == "across_steps")
+    events = run_events(
+        trace, device, loading, workspaces, left_across_steps=keep_outputs == "across_steps", emptied=empties_cache
+    )
     run = replay(events, expandable_segments=expandable_segments)
     context, source = context_of(capability) if context_bytes is None else (context_bytes, "as passed")
     return MemoryForecast(
@@ -146,7 +151,8 @@ def predict_memory(
 
 
 def _check_inputs_and_loading(inputs: Mapping[str, torch.Tensor] | None, loaded_by: str) -> None:
-    if not all(isinstance(tensor, torch.Tensor) for tensor in (inputs or {}).values()):
+    given = {} if inputs is None else inputs
+    if not isinstance(given, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in given.values()):
         raise ArgumentError(
             "inputs: pass tensors by argument name, such as {'pixel_values': torch.empty(4, 3, 336, 336)}."
         )

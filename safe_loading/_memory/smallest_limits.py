@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from transformers import PreTrainedConfig
 from safe_loading._core.parse_size import UNLIMITED, Device, parse_device
 from safe_loading.errors import ArgumentError, DeviceMapInfeasible
 
+from .plan.planner import Planner
+from .plan.request import PlanRequest
 from .plan.require_traced import require_traced
-from .plan_device_map import plan_device_map
+from .plan.search import Objective
+from .plan.step_traces import StepTraces
+from .plan_device_map import plan_request
 
 _GUESSES = 8  # plans for one byte less than the last one needed; from then on the interval is halved
 
@@ -43,24 +48,46 @@ def smallest_limits(
         if name in options:
             raise ArgumentError(f"smallest_limits takes no {name}=, since it asks what fits without it.")
     objective = options.pop("objective", "balance")
-    # what one device needs for everything is the limit to begin with
-    whole = require_traced(plan_device_map(model, {names[0]: UNLIMITED // 2}, **options))
-    most = max(1, *(use.used for use in whole.devices))  # a limit of 0 takes nothing, not even what has no byte
-    plan = plan_device_map(model, dict.fromkeys(names, most), objective="balance", **options)
-    high = max(1, *(use.used for use in plan.devices))
-    # A balanced plan shows its largest load, which is enough as a limit; one byte less either gives a plan with a
-    # smaller load, or is refused. A traced step may differ from its count, so that the first guess need not be least.
-    refused, plans = 0, 0
-    while high - refused > 1:
-        plans += 1
-        limit = high - 1 if plans <= _GUESSES else (refused + high) // 2
-        try:
-            plan = plan_device_map(model, dict.fromkeys(names, limit), objective=objective, **options)
-        except DeviceMapInfeasible:
-            refused = limit
-        else:
-            high = max(1, *(use.used for use in plan.devices))
-    return dict.fromkeys(names, high)
+    request = plan_request(model, dict.fromkeys(names, UNLIMITED // 2), objective=objective, **options)
+    search = _LimitSearch(replace(request, explains=False), names)
+    return dict.fromkeys(names, search.least())
+
+
+class _LimitSearch:
+    """Plans one request under several limits; each step is traced once."""
+
+    def __init__(self, request: PlanRequest, names: Sequence[Device]) -> None:
+        self.request, self.names, self.traces = request, names, StepTraces(request)
+
+    def least(self) -> int:
+        """Return the least limit."""
+        # what one device needs for everything is the limit to begin with; a limit of 0 takes not even what has no byte
+        most = self._needed(self.names[:1], UNLIMITED // 2, "balance")
+        high = self._needed(self.names, most, "balance")
+        # A balanced plan shows its largest load, which is enough as a limit; one byte less either gives a plan with a
+        # smaller load, or is refused. A traced step may differ from its count: the first guess need not be least.
+        refused, plans = 0, 0
+        while high - refused > 1:
+            plans += 1
+            limit = high - 1 if plans <= _GUESSES else (refused + high) // 2
+            try:
+                high = self._needed(self.names, limit, self.request.objective)
+            except DeviceMapInfeasible:
+                refused = limit
+        return high
+
+    def _needed(self, names: Sequence[Device], limit: int, objective: Objective) -> int:
+        """Return the largest load of a plan over these devices, or raise `DeviceMapInfeasible`."""
+        limits = dict.fromkeys(names, limit)
+        request = replace(
+            self.request,
+            limits=limits,
+            overhead={device: size for device, size in self.request.overhead.items() if device in limits},
+            node_of={device: node for device, node in self.request.node_of.items() if device in limits},
+            objective=objective,
+        )
+        plan = require_traced(Planner(request, self.traces).plan())
+        return max(1, *(use.used for use in plan.devices))
 
 
 def _devices(devices: object) -> list[Device]:

@@ -90,7 +90,9 @@ def merge_lora_checkpoint(
         base_kwargs: More arguments of the base's ``from_pretrained``, such as ``trust_remote_code``, ``num_labels`` or
             ``variant``. ``token``, ``cache_dir`` and ``local_files_only`` are used for the adapters too.
         dequantize: Whether a quantized base (bitsandbytes in 4 or 8 bits, fp8 with ``weight_scale_inv``, MXFP4) is
-            written as a plain one, in the dtype of its config, each element rounded once. Otherwise it is refused.
+            written as a plain one, in the dtype of its config, each element rounded once. Otherwise fp8 and MXFP4 keep
+            their format: merged weights are rounded to codes again, ``tensor.rounding`` and findings say what that
+            loses, and all else is copied byte for byte. Other formats are refused.
         adapter_weights: A factor for what each adapter adds, in their order, as peft's ``set_scale`` takes it. Only
             for adapters that add to weights: not for DoRA, saved modules, trained biases or tokens.
         tokenizer: Whose tokenizer and chat template the output has. By default the last adapter's that brings one,
@@ -134,7 +136,7 @@ def merge_lora_checkpoint(
     plans = plan_files(base, changes, dtypes, shard_bytes)
     small, findings = small_files(sources, changes, plans, resharded=shard_bytes is not None, tokenizer=tokenizer)
     # merge_report.json, which is not written yet, takes less than 512 bytes for each tensor.
-    needed = sum(plan.nbytes for plan in plans) + sum(map(len, small.values())) + 512 * len(base.checkpoint.tensors)
+    needed = sum(plan.nbytes for plan in plans) + sum(map(len, small.values())) + 512 * len(base.template.tensors)
     options = {"verify": verify, "dtype": str(output_dtype), "max_shard_size": shard_bytes, "device": own.type}
     if model_class is not None:  # absent otherwise: then a journal of an earlier release is of the same job
         options["class"] = model_class.__name__

@@ -12,6 +12,7 @@ from peft.tuners.tuners_utils import BaseTuner
 
 from safe_loading._core import progress as _progress
 from safe_loading._core.log import logger
+from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding, MiB
 from safe_loading._model.peft_layers import without_peft_levels
 from safe_loading.errors import ArgumentError
@@ -26,6 +27,7 @@ from .weights.merge_plan import MergePlan, make_plan
 from .weights.offloaded import OffloadedWeights
 from .weights.peft_merge import merge_all_by_peft
 from .weights.release_ties import release_ties
+from .weights.saved_as_plain import forget_codes
 from .weights.shared_weights import give_own_weights, take_back
 from .weights.trainable_tokens import TokenRows
 from .weights.unload import unload_adapters
@@ -98,6 +100,7 @@ def merge_lora_inplace(
             take_back(plan.own_weights)
             raise
         findings += replace_quantized(tuner.model, replacements)
+        forget_codes(tuner.model)
         shown = _progress.wanted(0) if progress is None else progress
         carry_out(tuner, plan, offloaded, options, show_progress=shown)
         findings += offloaded.findings()
@@ -113,7 +116,7 @@ def merge_lora_inplace(
 def _tuner_of(model: torch.nn.Module) -> BaseTuner:
     tuner = model if isinstance(model, BaseTuner) else getattr(model, "base_model", None)
     if not isinstance(tuner, BaseTuner):
-        kinds = [str(config.peft_type) for config in getattr(model, "peft_config", {}).values()]
+        kinds = [method_name(config.peft_type) for config in getattr(model, "peft_config", {}).values()]
         raise ArgumentError(
             f"{type(model).__name__} has no adapter that can be merged"
             + (f" ({', '.join(kinds)} adds inputs, not weights)" if isinstance(model, PeftModel) else "")

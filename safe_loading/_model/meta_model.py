@@ -25,6 +25,7 @@ from .dtypes import DTYPES
 from .model_config import CONFIG, building, read_config, read_generation_config
 from .module_limit import module_limit
 from .quantized.four_bit_on_meta import four_bit_on_meta
+from .quantized.to_plain import how_to_dequantize
 from .tensors import tensor_places
 
 QuantizationConfig = Mapping[str, object] | BitsAndBytesConfig | None
@@ -153,10 +154,11 @@ def _refuse_quantized(config: PreTrainedConfig, name: str) -> None:
     quantized = getattr(config, "quantization_config", None)
     if quantized is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        method = getattr(method, "value", method)
         raise ArgumentError(
             f"The config of {name or type(config).__name__} is quantized ({method}), so that its "
-            f"modules are only made during the load, by a quantizer. Load it with from_pretrained, call dequantize(), "
-            f"save it, and pass that folder."
+            f"modules are only made during the load, by a quantizer. To pass a plain checkpoint, "
+            f"{how_to_dequantize(method)}."
         )
 
 

@@ -77,9 +77,9 @@ def refuse_bad_config(path: Path, document: JsonObject, *, trusted: bool = False
     faults = base_config_faults(path, document, trusted=trusted, asked=asked)
     faults += [found for found in quantization_findings(path, document, ()) if found.severity == "error"]
     if faults and all(fault.code == "config-code" for fault in faults):
-        raise ArgumentError("\n".join(map(str, faults)))
+        raise ArgumentError("\n".join(fault.problem for fault in faults))
     if faults:
-        raise CheckpointError(f"{path} describes what must not be built:", map(str, faults))
+        raise CheckpointError(f"{path} describes what must not be built:", (fault.problem for fault in faults))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from safe_loading._core.names import method_name
 from safe_loading.errors import ArgumentError
 
 _MERGES = ("merge_and_unload", "merge_adapter")
@@ -57,7 +58,7 @@ def _guarded(tuner: Any, name: str, method: Callable[..., object]) -> Callable[.
 def _assigned_kinds(tuner: Any) -> Iterator[str]:
     """Yield what peft merges by assigning ``weight.data``."""
     for name, config in tuner.peft_config.items():
-        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        kind = method_name(config.peft_type)
         if kind != "LORA":
             yield f"{name} is {kind}"
         if getattr(config, "trainable_token_indices", None):

@@ -16,7 +16,7 @@ from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.hub import base_files, resolve
 from safe_loading._checkpoint.index import require_unchanged
 from safe_loading._core.names import canonical
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, counted
 from safe_loading._loading.folder_findings import base_findings
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.quantized.four_bit_on_meta import packed_from
@@ -208,7 +208,7 @@ def _head_findings(source: CheckpointSource) -> list[Finding]:
             "head-not-loaded",
             "info",
             source.heads[0].partition(":")[0],
-            f"the checkpoint was saved with another head, whose {len(source.heads)} tensors this model does not have.",
+            f"the checkpoint was saved with another head ({counted(len(source.heads), 'tensor')}).",
             "none needed when the model's own head is new, and init_new= gives it values.",
         )
     ]
@@ -231,8 +231,8 @@ def _dtype_findings(setup: Setup, source: CheckpointSource, disk_name: Mapping[s
             "dtype-cast",
             "info",
             first.name,
-            f"the checkpoint has {', '.join(dtypes)}, the model {first.tensor.dtype}, as for {len(cast)} tensors in "
-            f"all; the model's dtype was kept.",
+            f"the checkpoint has {', '.join(dtypes)}, the model {first.tensor.dtype}, as for "
+            f"{counted(len(cast), 'tensor')} in all; the model's dtype was kept.",
             "none needed; meta_model(folder) makes the model in the dtype of its checkpoint.",
             sum(tensor.nbytes for tensor, _ in cast),
         )

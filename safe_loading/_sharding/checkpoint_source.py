@@ -18,6 +18,7 @@ from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.layout.fit import missing_problems, shape_problem, unexpected_tensors
 from safe_loading._model.layout.layout import CheckpointLayout, Conversion, read_layout
 from safe_loading._model.quantized.four_bit_on_meta import packed_from
+from safe_loading._model.quantized.to_plain import how_to_dequantize
 from safe_loading._model.tensors import tensor_places
 from safe_loading.errors import CheckpointError
 
@@ -140,10 +141,11 @@ def _not_castable(checkpoint: Checkpoint, layout: CheckpointLayout, slots: Mappi
             stored = DTYPES.get(tensors[disk].dtype)
             expected = expected_dtype or stored
             if stored is None or expected is None or not _casts(stored, expected):
+                kind = tensors[disk].dtype
+                road = how_to_dequantize("fp8" if kind.startswith("F8") else "bitsandbytes")
                 problems.append(
-                    f"{name}: the model has {expected}, {checkpoint.file_of[disk]} holds {disk} as "
-                    f"{tensors[disk].dtype}, which is quantized. Load it with from_pretrained, call "
-                    f"dequantize(), save it, and pass that folder"
+                    f"{name}: the model has {expected}, {checkpoint.file_of[disk]} holds {disk} as {kind}, which is "
+                    f"quantized. To pass a plain checkpoint, {road}"
                 )
     return problems
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, counted
 from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import DeviceError
 
@@ -62,8 +62,8 @@ def stale_optimizers(replaced: Iterable[ModelTensor]) -> list[Finding]:
                     "optimizer-before-wrap",
                     "warning",
                     type(candidate).__name__,
-                    f"it was made before the wrap and has {len(names)} parameters that are no longer the model's "
-                    f"({names[0]}, ...): its steps change nothing.",
+                    f"it was made before the wrap: the model no longer has {counted(len(names), 'parameter')} of it "
+                    f"({names[0]}, ...), so that its steps change nothing.",
                     "make the optimizer after wrap_fsdp_meta_safe; assert_optimizer_sharded checks it.",
                 )
             )

@@ -13,7 +13,7 @@ from torch import nn
 
 from safe_loading._checkpoint.hub import adapter_files, resolve
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, counted
 from safe_loading._loading.adapter_facts import AdapterFacts, read_adapter
 from safe_loading._loading.adapter_values import read_tensors, value_findings
 from safe_loading._model.quantized.recognize import is_four_bit
@@ -127,7 +127,7 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
         facts = read_adapter(folder)
         problems += _other_settings(facts, configs[name])
         tensors = read_tensors(facts)
-        problems += [str(finding) for finding in value_findings(facts, tensors) if finding.severity == "error"]
+        problems += [finding.problem for finding in value_findings(facts, tensors) if finding.severity == "error"]
         try:
             result = peft.set_peft_model_state_dict(weightless, tensors, adapter_name=name)
         except (RuntimeError, ValueError, KeyError) as error:  # a shape, or a key that peft cannot map
@@ -207,7 +207,7 @@ def initialized_adapters(made: Mapping[str, torch.Tensor]) -> list[Finding]:
             "adapter-initialised",
             "info",
             next(iter(made)),
-            f"{len(made)} parameters of adapters had no values; they have those that peft starts from.",
+            f"{counted(len(made), 'parameter')} of adapters had no values, and got those that peft starts from.",
             "none for a new adapter; for a trained one pass adapters= with its folder.",
             sum(value.nbytes for value in made.values()),
         )

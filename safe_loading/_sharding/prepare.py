@@ -33,7 +33,7 @@ def shard_at_prepare(**options: Any) -> None:
         if not models:
             return true_prepare(self, *args, **keywords)
         if len(models) > 1:
-            raise ArgumentError("accelerate prepares one sharded model a call; load the others outside of the block.")
+            raise ArgumentError("accelerate prepares one sharded model a call; call prepare once for each.")
         (model,) = models
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
         with _prepared(self, model, optimizers, options) as wrapped:

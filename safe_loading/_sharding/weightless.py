@@ -7,17 +7,19 @@ into it an error of torch.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Set
+import os
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from safe_loading._checkpoint.hub import base_files, resolve
 from safe_loading._model.quantized.four_bit_on_meta import four_bit_on_meta, packed_from, weight_on_meta
@@ -34,6 +36,7 @@ _UNKNOWN = (
     *("state_dict", "gguf_file", "device_map", "tp_plan", "distributed_config", "key_mapping"),
     *("variant", "max_memory", "offload_folder"),
 )
+_HUB = ("token", "cache_dir", "local_files_only")
 
 
 class WeightlessParameter(nn.Parameter):
@@ -87,18 +90,17 @@ def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any
             f"from_pretrained({str(name)!r:.200}) in load_at_prepare() has options that the later load does not know: "
             f"{', '.join(given) or 'no name'}. Leave them out, or make this call outside of load_at_prepare()."
         )
+    if _is_quantized(name, options):  # whose codes transformers cannot convert on meta
+        raise _not_as_they_are(name)
     options.pop("device_map", None)
     with_info = bool(options.pop("output_loading_info", False))
     quantization = options.pop("quantization_config", None)
     model, info = load(kind, **options, device_map="meta", output_loading_info=True)
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
-        raise ArgumentError(
-            f"{name} holds quantized weights, or an adapter: load_at_prepare() is for folders whose weights are read "
-            f"as they are, or packed in 4 bits. Make this call outside of it."
-        )
+        raise _not_as_they_are(name)
     if quantization is not None:
         four_bit_on_meta(model, quantization, model.dtype)
-    hub = {key: options[key] for key in ("token", "cache_dir", "local_files_only") if options.get(key) is not None}
+    hub = {key: options[key] for key in _HUB if options.get(key) is not None}
     resolved = resolve(
         name,
         base_files({}),
@@ -150,6 +152,24 @@ def computed_from_nothing(model: nn.Module) -> list[str]:
         and not each.is_meta
         and bool(each.tensor.isnan().any())
     ]
+
+
+def _is_quantized(name: str | os.PathLike[str], options: Mapping[str, Any]) -> bool:
+    """Return whether the config of a folder says that its weights are codes."""
+    config = options.get("config")
+    if config is None:
+        where = {key: options[key] for key in (*_HUB, "revision", "subfolder") if options.get(key) is not None}
+        with contextlib.suppress(OSError):  # of an adapter's folder, which transformers looks into itself
+            config, _ = PreTrainedConfig.get_config_dict(name, **where)
+    held = config if isinstance(config, Mapping) else vars(config) if isinstance(config, PreTrainedConfig) else {}
+    return bool(held.get("quantization_config"))
+
+
+def _not_as_they_are(name: object) -> ArgumentError:
+    return ArgumentError(
+        f"{name} holds quantized weights, or an adapter: load_at_prepare() is for folders whose weights are read "
+        f"as they are, or packed in 4 bits. Make this call outside of it."
+    )
 
 
 def _take_weights_away(model: PreTrainedModel, missing: Set[str]) -> None:

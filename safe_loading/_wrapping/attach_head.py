@@ -12,6 +12,7 @@ from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
+from safe_loading._core.names import method_name
 from safe_loading.errors import ArgumentError, WrapError
 
 from .heads import HEADS, base_and_path, device_and_dtype_of_output, head_problems, saved_head
@@ -107,7 +108,8 @@ def _adapter(model: PeftModel, name: str | None) -> tuple[str, Any]:
     if name not in model.peft_config:
         raise ArgumentError(f"adapter_name={name!r}: the model has {list(model.peft_config)}.")
     if not hasattr(model.peft_config[name], "modules_to_save"):
-        raise ArgumentError(f"{model.peft_config[name].peft_type} adapters save no modules, so they can have no head.")
+        method = method_name(model.peft_config[name].peft_type)
+        raise ArgumentError(f"{method} adapters save no modules, so they can have no head.")
     return name, model.peft_config[name]
 
 

@@ -13,7 +13,7 @@ from faults.checkpoints import LFS_POINTER, entry, safetensors, shard, write_ada
 from safetensors.torch import load_file
 
 from safe_loading import CheckpointError, CheckpointNotFound, PickleRefused
-from safe_loading._checkpoint.index import inspect_checkpoint, read_checkpoint, read_index
+from safe_loading._checkpoint.index import inspect_checkpoint, read_checkpoint, read_index, require_unchanged
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 SHARDS = {ONE: {"a": 4, "b": 2}, TWO: {"c": 3}}
@@ -176,21 +176,21 @@ def test_a_tensor_that_is_not_in_its_shard_and_one_that_the_index_does_not_name(
     folder = write_model(tmp_path, SHARDS, weight_map={"a": ONE, "b": ONE, "x": ONE, "y": TWO})
     assert codes(folder) == {"tensor-missing": "error", "tensor-unindexed": "error"}
     message = refusal(folder)
-    assert f"{folder / ONE}: does not hold 1 tensors that model.safetensors.index.json places in it: 'x'" in message
-    assert f"{folder / TWO}: does not hold 1 tensors" in message
-    assert f"{folder / TWO}: holds 1 tensors that model.safetensors.index.json does not name: 'c'" in message
+    assert f"{folder / ONE}: does not hold 1 tensor that model.safetensors.index.json places in it: 'x'" in message
+    assert f"{folder / TWO}: does not hold 1 tensor" in message
+    assert f"{folder / TWO}: holds 1 tensor that model.safetensors.index.json does not name: 'c'" in message
 
 
 def test_a_tensor_placed_in_the_wrong_shard_is_missing_there(tmp_path):
     folder = write_model(tmp_path, SHARDS, weight_map={"a": ONE, "b": TWO, "c": TWO})
     assert codes(folder) == {"tensor-missing": "error"}
-    assert f"{folder / TWO}: does not hold 1 tensors" in refusal(folder)
+    assert f"{folder / TWO}: does not hold 1 tensor" in refusal(folder)
 
 
 def test_a_tensor_in_two_shards_names_both(tmp_path):
     folder = write_model(tmp_path, {ONE: {"a": 1, "z": 1}, TWO: {"a": 1, "b": 1}})
     message = refusal(folder)
-    assert f"{folder / TWO}: holds 1 tensors that '{folder / ONE}' holds too: 'a'" in message
+    assert f"{folder / TWO}: holds 1 tensor that '{folder / ONE}' holds too: 'a'" in message
 
 
 def test_many_names_are_counted_and_only_some_are_shown(tmp_path):
@@ -276,13 +276,25 @@ def test_a_checkpoint_without_a_tensor_is_refused(tmp_path):
     assert "no tensor at all" in refusal(tmp_path)
 
 
+def test_files_that_changed_since_their_headers_were_read_are_refused(tmp_path):
+    folder = write_model(tmp_path, {"model-1.safetensors": {"a": 4}, "model-2.safetensors": {"b": 2}})
+    checkpoint = read_checkpoint(folder)
+    require_unchanged(checkpoint)
+    os.utime(folder / "model-2.safetensors", ns=(1, 1))
+    with pytest.raises(CheckpointError, match=r"model-2.safetensors.*\(safe-loading explain changed\)"):
+        require_unchanged(checkpoint)
+    require_unchanged(read_checkpoint(folder))  # loaded again when its writer is done
+
+
 def test_folders_that_are_not_there_or_hold_nothing_are_not_found(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointNotFound, match="no such file"):
         read_checkpoint(tmp_path / "none")
     with pytest.raises(CheckpointNotFound, match="holds no weights"):
         read_checkpoint(tmp_path)
-    assert "is not a folder" in refusal(tmp_path / "file")
+    said = refusal(tmp_path / "file")
+    assert "is not a folder" in said
+    assert said.endswith(" (safe-loading explain not-a-folder)")
 
 
 def test_a_folder_of_both_is_a_model_unless_asked(tmp_path):

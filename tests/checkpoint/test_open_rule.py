@@ -21,6 +21,7 @@ THE_RULE = {"_checkpoint/files.py": 1, "_loading/adapter_values.py": 1}  # torch
 OTHER_FILES = {
     "__main__.py": (1, "/dev/null, in the place of a pipe that was closed"),
     "_checkpoint/hub.py": (2, "references of the hub's cache, which huggingface_hub wrote"),
+    "_commands/explain.py": (1, "the explanations, which this package ships"),
     "_demo/torchrun.py": (1, "what the demo's own ranks wrote"),
     "_memory/plan/device_memory.py": (1, "/proc/meminfo"),
     "_merging/weights/offloaded.py": (2, "weights that accelerate has opened and offloaded already"),

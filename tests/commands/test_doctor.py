@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_written_has_no_verdict(tmp_path):
 
 
 def test_places_are_judged():
-    def place(what="output", kind="ext4", total=100 * GiB, exchanges=True, free=GiB):
+    def place(what="output", kind="ext4", total=100 * GiB, exchanges: bool | None = True, free=GiB):
         return disks.Place(what, "/x", kind, total, free, exchanges)
 
     assert disks.judge_places((place(), place(exchanges=None))) == []
@@ -188,7 +188,7 @@ def test_hidden_devices_and_too_many_ranks_are_told(monkeypatch):
 
 def test_a_process_on_two_gpus_is_a_stray(monkeypatch):
     found, findings = read(monkeypatch, count=2, smi=STRAY)
-    assert [(context.pid, context.bytes) for context in found.contexts][-1] == (4003, 0)
+    assert [(context.pid, context.bytes) for context in found.contexts or ()][-1] == (4003, 0)
     assert codes(findings) == ["stray-context"]
     assert findings[0].where == "process 4002 (python)"
     assert findings[0].bytes == 512 * MiB
@@ -199,9 +199,20 @@ def test_nvidia_smi_is_asked_where_it_is_there(tmp_path, monkeypatch):
     tool.write_text(f"#!/bin/sh\ncat <<'END'\n{STRAY}END\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert len(device_facts._contexts()) == 4
+    assert len(device_facts._contexts() or ()) == 4
     tool.write_text("#!/bin/sh\nexit 9\n")
     assert device_facts._contexts() is None
+
+
+def test_a_torch_that_cannot_be_imported_is_told(monkeypatch):
+    def broken():
+        raise ImportError("libtorch.so: no such file")
+
+    monkeypatch.setattr(device_facts, "_count", broken)
+    (finding,) = [finding for finding in device_facts.read_devices()[1] if finding.severity == "error"]
+    assert (finding.code, finding.where) == ("engine-broken", "torch")
+    assert "libtorch.so" in finding.message
+    assert codes(read(monkeypatch)[1]) == []  # once it is installed again
 
 
 def test_the_report_as_text_html_and_json(tmp_path):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import PeftType
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import _common_utils
 
-from safe_loading._core.names import WRAPPER_PARTS, ancestors, canonical, nearest, without_peft_prefix
+from safe_loading._core.names import WRAPPER_PARTS, ancestors, canonical, method_name, nearest, without_peft_prefix
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,11 @@ def test_the_prefix_of_peft_is_taken_off_once_and_only_in_front() -> None:
     assert without_peft_prefix("base_model.model.lm_head") == "lm_head"
     assert without_peft_prefix("base_model.model.base_model.model.x") == "base_model.model.x"
     assert without_peft_prefix("model.base_model.model.x") == "model.base_model.model.x"
+
+
+@pytest.mark.parametrize("peft_type", [PeftType.LORA, "LORA"])
+def test_a_method_has_one_name_in_an_object_and_in_a_file(peft_type: object) -> None:
+    assert method_name(peft_type) == "LORA"
 
 
 def test_ancestors_begin_with_the_name_and_end_with_the_root() -> None:

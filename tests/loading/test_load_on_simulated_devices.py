@@ -73,6 +73,9 @@ LOADS = """
 
     elsewhere = AutoModelForCausalLM.from_pretrained(base, device_map={"": torch.device("npu", 5)})
     report({"elsewhere": tried(base=elsewhere, device=3)})
+    run("advised", lambda: load_peft_on_rank(adapter, elsewhere, device="npu:5"))
+    elsewhere = AutoModelForCausalLM.from_pretrained(base, device_map={"": torch.device("npu", 3)})
+    run("advised base", lambda: load_peft_on_rank(adapter, elsewhere, device=3))
     del elsewhere
     spread = AutoModelForCausalLM.from_pretrained(base, device_map={
         "model.embed_tokens": 1, "model.layers": 1, "model.norm": 2, "model.rotary_emb": 1, "lm_head": 2})
@@ -166,6 +169,10 @@ def test_a_base_on_another_device_is_refused(facts: dict[str, Any]) -> None:
     assert facts["elsewhere"]["error"] == "DeviceError"
     assert "npu:5" in facts["elsewhere"]["text"]
     assert "npu:3" in facts["elsewhere"]["text"]
+    assert "Pass device='npu:5', or load the base on npu:3." in facts["elsewhere"]["text"]
+    for name, device in (("advised", "npu:5"), ("advised base", "npu:3")):
+        assert facts[name]["equal"]
+        assert facts[name]["devices"] == [device]
 
 
 def test_a_base_on_several_devices_is_refused(facts: dict[str, Any]) -> None:

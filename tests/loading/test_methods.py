@@ -143,7 +143,7 @@ def test_the_conversion_that_the_error_names_works(bench: Bench, tmp_path: Path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = METHODS["LoRA"].make(init_lora_weights="pissa_niter_4")
-        trained = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(bench.base), config)
+        trained: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(bench.base), config)
         trained.peft_config["default"].init_lora_weights = True
         trained.save_pretrained(tmp_path / "start")
         trained.peft_config["default"].init_lora_weights = "pissa_niter_4"
@@ -189,6 +189,9 @@ def test_projections_that_differ_from_the_shared_ones_are_refused(bench: Bench, 
     assert state(model) == before
     assert torch.equal(logits(model), outputs)
     load_peft_on_rank(other, bench.base)  # the advice
+    with pytest.warns(UserWarning, match="share this tensor"):
+        report = load_adapter_on_rank(model, other, "other", strict=False)
+    assert "shared-tensor-differs" in {finding.code for finding in report.findings}
 
 
 @pytest.mark.parametrize("loaded", ["LoRA", "LoRA, PiSSA"])
@@ -225,8 +228,8 @@ class _Attention(torch.nn.Module):
 
 def test_the_base_weights_of_an_attention_module_stay_frozen(tmp_path: Path) -> None:
     config = peft.LoraConfig(target_modules=["attention"], init_lora_weights=False)
-    base = _Attention()
-    peft.get_peft_model(_copy_of(base), config).save_pretrained(tmp_path / "adapter")
+    base: Any = _Attention()
+    peft.get_peft_model(_copy_of(base), config).save_pretrained(str(tmp_path / "adapter"))
     ours = load_peft_on_rank(tmp_path / "adapter", _copy_of(base), is_trainable=True)
     plain = peft.PeftModel.from_pretrained(_copy_of(base), tmp_path / "adapter", is_trainable=True)
 
@@ -238,7 +241,7 @@ def test_the_base_weights_of_an_attention_module_stay_frozen(tmp_path: Path) -> 
     assert torch.equal(ours(tokens), plain(tokens))
 
 
-def _copy_of(base: _Attention) -> _Attention:
+def _copy_of(base: _Attention) -> Any:
     copied = _Attention()
     copied.load_state_dict(base.state_dict())
     return copied

@@ -9,6 +9,7 @@ the device. And three CPU kernels allocate scratch of their own, some KiB, and f
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable
@@ -16,17 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from plan_truth import experts_as_generate_decodes
 from torch.profiler import ProfilerActivity, profile
 
 from safe_loading._memory.trace.records import StepTrace
 
+NEVER = 1 << 20  # an id that no tiny model writes
 NUMBER = 8  # bytes of a Python number
 KERNELS_WITH_SCRATCH = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::mkldnn_convolution",
     "aten::convolution_backward",
 )
-CACHES = ("past_key_values", "cache_params", "state")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def _events(profiler: Any) -> list[_Event]:
     found, stack = [], [(event, 0, 0) for event in profiler.profiler.kineto_results.experimental_event_tree()]
     while stack:
         event, operation, kernel = stack.pop()
-        if event.tag == torch._C._profiler._EventType.Allocation:
+        kinds: Any = torch._C
+        if event.tag == kinds._profiler._EventType.Allocation:
             fields = event.extra_fields
             if fields.device.type == "cpu":
                 found.append(_Event(event.start_time_ns, fields.alloc_size, fields.ptr, operation, kernel))
@@ -116,36 +119,22 @@ def make_batch(model: Any, rows: int, columns: int, inputs: dict[str, Any] | Non
     return {name: tensor for name, tensor in tokens(model, rows, columns).items() if name in takes}
 
 
-@torch.no_grad()
-def generation(model: Any, rows: int, columns: int, inputs: dict[str, Any] | None = None) -> dict[str, int]:
-    """Measure the prompt, and then the step of one token if the model has a cache; bytes by phase."""
+def generation(model: Any, rows: int, columns: int, inputs: dict[str, Any] | None = None, *, steps: int = 1) -> int:
+    """Measure the model's own ``generate()`` with `steps` tokens after the first; a forward pass for other models."""
     model.eval()
-    takes = inspect.signature(model.forward).parameters
-    extra = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-    extra |= {"use_cache": True} if hasattr(model.config.get_text_config(), "use_cache") else {}
-    kept: dict[str, Any] = {}
-    encoder_decoder = model.config.is_encoder_decoder
-    mask = torch.ones(rows, columns, dtype=torch.long)
 
-    def prompt() -> Any:
+    def run() -> Any:
         batch = make_batch(model, rows, columns, inputs)
-        if encoder_decoder:
-            batch["decoder_input_ids"] = torch.full((rows, 1), 5)
-        output = model(**batch, **extra)
-        kept.update({name: output[name] for name in (*CACHES, "encoder_last_hidden_state") if name in output})
-        return kept
+        if not model.can_generate():
+            with torch.no_grad():
+                return model(**batch).logits
+        batch.pop("decoder_input_ids", None)  # generate() starts a decoder by itself
+        # an end that no row comes to, since a minimum of tokens would bring a processor of scores
+        if hasattr(model, "_optimize_model_for_decode"):  # as on an accelerator, where experts decode in another way
+            model._optimize_model_for_decode = functools.partial(experts_as_generate_decodes, model)
+        return model.generate(**batch, max_new_tokens=steps + 1, do_sample=False, eos_token_id=NEVER)
 
-    def token() -> Any:
-        if encoder_decoder:
-            batch: dict[str, Any] = {"attention_mask": mask, "decoder_input_ids": torch.full((rows, 1), 5)}
-            batch["encoder_outputs"] = (kept["encoder_last_hidden_state"],)
-        else:
-            batch = {"input_ids": torch.full((rows, 1), 5)}
-            batch |= {"attention_mask": torch.full((rows, columns + 1), 1)} if "attention_mask" in takes else {}
-        return model(**batch, **{name: kept[name] for name in CACHES if name in kept}, **extra)
-
-    peaks = {"prefill": peak_above_start(prompt)}
-    return peaks | ({"decode": peak_above_start(token)} if set(kept) & set(CACHES) else {})
+    return peak_above_start(run)
 
 
 def training(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformers
 from tiny_models import VOCAB, tiny_config
+from transformers.modeling_outputs import BaseModelOutput
 
 from safe_loading import Workload
 from safe_loading._memory.trace.inputs import forward_arguments
@@ -48,13 +51,25 @@ def generation(model: Any, device: Any = "cpu") -> list[torch.Tensor]:
     last = torch.full((ROWS, 1), 14, device=device)
     batch = {"input_ids": last}
     if decoder:
-        encoder_outputs = transformers.modeling_outputs.BaseModelOutput(encoded)
+        encoder_outputs = BaseModelOutput(encoded)
         batch = {"decoder_input_ids": last, "encoder_outputs": encoder_outputs}
     if "attention_mask" in names:
         batch["attention_mask"] = torch.ones((ROWS, COLUMNS + (not decoder)), dtype=torch.long, device=device)
     torch.manual_seed(0)
-    output = model(**batch, **{next(name for name in CACHES if name in names): cache}, **extra)
+    with experts_as_generate_decodes(model):
+        output = model(**batch, **{next(name for name in CACHES if name in names): cache}, **extra)
     return [*logits, output.logits.cpu().clone()]
+
+
+@contextlib.contextmanager
+def experts_as_generate_decodes(model: Any) -> Iterator[None]:
+    """Inside, experts of a mixture compute as in the decode steps of ``generate()`` on an accelerator."""
+    before = model.get_experts_implementation()
+    model.set_experts_implementation({key: "batched_mm" if v == "grouped_mm" else v for key, v in before.items()})
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
 
 
 def _field(output: Any, *names: str) -> Any:
@@ -63,15 +78,16 @@ def _field(output: Any, *names: str) -> Any:
 
 def step_of(model: Any, workload: Workload, device: Any) -> Any:
     """Return a function that runs a workload once, as training loops and ``generate()`` do."""
-    names, rows, columns = forward_arguments(model), workload.batch_size, workload.sequence_length
+    rows, columns = workload.batch_size, workload.sequence_length
 
     def tokens(width: int, value: int = 5) -> torch.Tensor:
         return torch.full((rows, width), value, device=device)
 
     if workload.kind == "generate":
         model.eval()
-        keep = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
-        return lambda: _generate(model, workload, tokens, {"use_cache": True, **keep})
+        # an end that no row comes to, and no draw
+        how = {"max_new_tokens": workload.decode_steps + 1, "do_sample": False, "eos_token_id": 1 << 20}
+        return lambda: model.generate(input_ids=tokens(columns), attention_mask=tokens(columns, 1), **how)
     model.train()
     if workload.gradient_checkpointing:
         # the states of the random generators lie on the host, whatever the device
@@ -92,12 +108,3 @@ def step_of(model: Any, workload: Workload, device: Any) -> Any:
         optimizer.zero_grad(set_to_none=True)
 
     return train
-
-
-@torch.no_grad()
-def _generate(model: Any, workload: Workload, tokens: Any, extra: dict[str, Any]) -> None:
-    length = workload.context_length
-    cache = model(input_ids=tokens(length), attention_mask=tokens(length, 1), **extra).past_key_values
-    for step in range(workload.decode_steps):
-        mask = tokens(length + step + 1, 1)
-        cache = model(input_ids=tokens(1), attention_mask=mask, past_key_values=cache, **extra).past_key_values

@@ -81,3 +81,21 @@ def test_the_kernel_that_cuda_chooses(
         assert key.grad is not None
         assert query.grad.shape == query.shape
         assert key.grad.shape == key.shape
+
+
+def test_a_trained_bias_has_a_gradient_for_each_row_and_head_in_lines_of_16_numbers() -> None:
+    """As T5's relative positions: one bias for all rows, whose gradient is summed over them afterwards."""
+    with FakeTensorMode():
+        query = torch.empty(2, 8, 128, 64, dtype=HALF, requires_grad=True)
+        key = torch.empty(2, 8, 120, 64, dtype=HALF)
+        bias = torch.empty(1, 8, 128, 120, dtype=HALF, requires_grad=True)
+        gradients: list[torch.Tensor] = []
+        output = fused_attention(A100, query, key, key, bias, False, (0.0, False, None))
+        assert output is not None
+        assert output.grad_fn is not None
+        output.grad_fn.register_hook(lambda found, _: gradients.append(found[3]))
+        output.sum().backward()  # type: ignore[no-untyped-call]  # torch's
+        assert gradients[0].shape == (2, 8, 128, 120)
+        assert gradients[0].untyped_storage().nbytes() == 2 * 8 * 128 * 128 * 2
+        assert bias.grad is not None
+        assert bias.grad.shape == bias.shape

@@ -26,14 +26,17 @@ SCRIPT = """
         case(lambda: compare(Row("qwen3", "full", "H100", "device_map")), "whole")
         case(lambda: compare(Row("qwen3", "dora", "H100", "to", checkpointing=True)), "dora")
         case(lambda: compare(Row("llama", "nf4", "H100", "device_map")), "nf4")
+        case(lambda: compare(Row("gpt2", "nf4", "H100", "device_map")), "nf4 with biases")
         case(lambda: compare(Row("llama", "generate", "H100", "to")), "generate")
     elif os.environ["SIMCUDA_GPU"] == "T4":  # products of experts one by one, and the scratch of Adafactor's reductions
         case(lambda: compare(Row("mixtral", "lora", "T4", "to", dtype="float16")), "mixture")
         case(lambda: compare(Row("mistral", "full", "T4", "device_map", dtype="float16", optimizer="adafactor",
                                  checkpointing=True)), "adafactor")
+        case(lambda: compare(Row("qwen3-moe", "full", "T4", "to", dtype="float16", checkpointing=True)), "recomputed")
         case(lambda: compare(Row("gemma3", "generate", "T4", "made", dtype="float16")), "generate")
     else:  # flash attention, and the efficient kernel in float32
         case(lambda: compare(Row("mistral", "full", "A100", "made", optimizer="sgd")), "whole")
+        case(lambda: compare(Row("t5", "full", "A100", "to", checkpointing=True)), "trained bias of attention")
         case(lambda: compare(Row("llama", "lora", "A100", "to", dtype="float32")), "float32")
         case(lambda: compare(Row("mixtral", "lora", "A100", "made")), "mixture")
 """

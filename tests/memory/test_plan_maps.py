@@ -1,5 +1,8 @@
 """Maps of random models, over devices with gaps in their numbers, against every other map there is."""
 
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
+# mypy checks the keys and the modules of these tests, which pyright takes for wider types
+
 from __future__ import annotations
 
 import itertools
@@ -162,14 +165,14 @@ def test_a_model_without_a_byte_has_a_place(model: nn.Module) -> None:
 def test_a_plan_says_where_the_search_for_it_ended() -> None:
     draw = random.Random(3)
     sizes = [draw.randint(50, 100) for _ in range(60)]
-    many = {number: sum(sizes) // 18 * 5 // 4 + 3 * number for number in range(18)}  # 2^18 choices of devices
+    many = {number: sum(sizes) // 19 * 5 // 4 + 3 * number for number in range(19)}  # 2^19 choices of devices
     plan = plan_device_map(Parts(sizes, []), many, verify=False)
     assert [finding.code for finding in plan.findings] == ["not-proven-best"]
     assert plan.ok
     assert "a better placement may exist: so many kinds of devices" in str(plan)
     for fewer in (dict.fromkeys(many, max(many.values())), {number: many[number] * 2 for number in range(12)}):
         assert not plan_device_map(Parts(sizes, []), fewer, verify=False).findings  # as the fix says
-    # a search over sizes explains no refusal, and this one would take a minute to explain
+    # a search over sizes explains no refusal, and so says no bound
     request = plan_request(Parts(sizes, []), {n: limit * 3 // 4 for n, limit in many.items()}, verify=False)
     with pytest.raises(DeviceMapInfeasible, match="That nothing fits is not proven: so many kinds of devices"):
         Planner(replace(request, explains=False)).plan()

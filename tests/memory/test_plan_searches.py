@@ -34,6 +34,10 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ({0: "30MB"}, Workload.generate(1, 256), "batch", 3),
         ({0: "12MB", 1: "12MB"}, Workload.generate(1, 1), "length", 5),
         ({0: "12MB", 1: "12MB"}, Workload.generate(1, 256), "batch", 5),
+        ({0: "30MB"}, Workload.train(1, 1), "length", 3),
+        ({0: "30MB"}, Workload.train(1, 256), "batch", 3),
+        ({0: "20MB", 1: "20MB"}, Workload.train(1, 1), "length", 11),
+        ({0: "20MB", 1: "20MB"}, Workload.train(1, 256), "batch", 9),
     ],
 )
 def test_the_largest_size_is_found_with_few_traces(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 from xml.etree import ElementTree
 
@@ -21,6 +21,7 @@ from transformers.core_model_loading import dot_natural_key
 from safe_loading import ArgumentError, Workload, largest_micro_batch, predict_memory
 from safe_loading._core.cards import CARDS
 from safe_loading._core.report import MiB
+from safe_loading._memory.trace.allocator import EMPTY_CACHE
 from safe_loading._memory.trace.cuda_paths import cuda_paths
 from safe_loading._memory.trace.records import Allocation, Event, StepTrace
 from safe_loading._memory.trace.timeline import Loading, natural_key, run_events
@@ -96,20 +97,18 @@ def test_a_run_is_loaded_as_the_engines_do_and_each_thread_takes_its_scratch_at_
         "m.layers.10.q.code",
         "m.layers.2.q.weight",
     ]
-    parts = ["weights", "weights", "buffers", "buffers", "weights"]
+    parts: Any = ["weights", "weights", "buffers", "buffers", "weights"]
     load = [
         Allocation(100 + i, 0, part, "", "load", name) for i, (name, part) in enumerate(zip(names, parts, strict=True))
     ]
     adapter = Allocation(200, 0, "adapters", "", "load", "m.layers.2.q.lora_A.default.weight")
-    step = [
-        Allocation(size, 0, "temporary", "", phase, op)
-        for size, phase, op in (
-            (300, "forward", "aten.add.Tensor"),
-            (301, "forward", "aten.mm.default"),
-            (302, "backward", "aten.bmm.default"),
-            (303, "backward", "aten.mm.default"),
-        )
-    ]
+    made: Any = (
+        (300, "forward", "aten.add.Tensor"),
+        (301, "forward", "aten.mm.default"),
+        (302, "backward", "aten.bmm.default"),
+        (303, "backward", "aten.mm.default"),
+    )
+    step = [Allocation(size, 0, "temporary", "", phase, op) for size, phase, op in made]
     blocks = (*load, adapter, *step)
     trace = StepTrace("", blocks, tuple(Event(index, freed=False) for index in range(len(blocks))), {}, {})
     loading = Loading(True, {"m.layers.10.q.weight": (50, 51)}, {"m.embed.weight": 60})
@@ -121,6 +120,22 @@ def test_a_run_is_loaded_as_the_engines_do_and_each_thread_takes_its_scratch_at_
     assert said[2:12] == [60, 104, 50, 51, 102, 101, 103, -50, -51, 100]
     assert said[12:15] == [-60, -2, 200]
     assert said[15:21] == [300, 301, 8, 302, 9, 303]
+
+
+def test_biases_of_quantized_layers_come_by_themselves_and_are_cast_once() -> None:
+    """bitsandbytes casts a bias to the dtype of the inputs in the first step, and later steps find it so."""
+    weight = Allocation(100, 0, "weights", "q", "load", "q.weight")
+    bias = Allocation(16, 0, "weights", "q", "load", "q.bias")
+    recast = Allocation(8, 0, "temporary", "q", "forward", "aten._to_copy.default")
+    output = Allocation(300, 0, "activations", "q", "forward", "aten.mm.default")
+    steps = [(0, False), (1, False), (2, False), (1, True), (3, False), (3, True)]
+    trace = StepTrace("", (weight, bias, recast, output), tuple(Event(i, freed=freed) for i, freed in steps), {}, {})
+    events = run_events(trace, 0, Loading(True, {"q.weight": (50,)}, {"q.bias": 9}), ())
+    sizes = {key: size for key, size in events if size > 0}
+    said = [size if size > 0 else -sizes[key] for key, size in (e for e in events if e != EMPTY_CACHE)]
+    # all at once; the bias in 16 bits, the weight and its packed form; the bias in float32
+    assert said[:8] == [109, -109, 9, 50, 100, -50, 16, -9]
+    assert said[8:] == [8, -16, *3 * [300, -300]]
 
 
 @needs("transformers", "5.10")
@@ -220,7 +235,7 @@ def test_a_model_of_bitsandbytes_own_layers_is_forecast_as_its_config(bits: int,
     config = tiny(**sizes, quantization_config=quantized)
     modules = [(name, id(module)) for name, module in real.named_modules()]
 
-    def same(prepared: bool, **on: bool) -> None:
+    def same(prepared: bool, **on: Any) -> None:
         workload = Workload.train(2, 128, adapter=lora(), **on)
         mine, expected = predict_memory(real, workload), predict_memory(config, workload, prepare_for_kbit=prepared)
         assert mine.components == expected.components
@@ -284,7 +299,7 @@ def test_the_users_own_batch_is_what_is_run() -> None:
     ]
     assert sizes[0] == sizes[1] > 2 * sizes[2]
     with pytest.raises(ArgumentError, match="pass tensors by argument name"):
-        predict_memory(tiny(), Workload.train(1, 8), inputs={"input_ids": [[1, 2]]})
+        predict_memory(tiny(), Workload.train(1, 8), inputs=cast(Any, {"input_ids": [[1, 2]]}))
     with pytest.raises(ArgumentError, match="fixes the number of rows"):
         largest_micro_batch(tiny(), Workload.train(1, 8), 2**30, inputs=batch)
 
@@ -314,6 +329,14 @@ def test_an_output_that_the_loop_holds_across_steps_is_alive_in_the_next_forward
     assert within.allocated_peak_bytes == across.allocated_peak_bytes
     with pytest.raises(ArgumentError, match="keep_outputs='always': True, False or 'across_steps'"):
         predict_memory(config, step, keep_outputs="always")  # type: ignore[arg-type]
+
+
+def test_a_loop_that_empties_the_cache_between_steps() -> None:
+    config, step = tiny(vocab_size=4096), Workload.train(1, 256)
+    kept, emptied = (predict_memory(config, step, empties_cache=empties) for empties in (False, True))
+    assert [place for place, event in enumerate(emptied.events) if event == EMPTY_CACHE][-1] == len(emptied.events) - 1
+    assert [event for event in emptied.events if event != EMPTY_CACHE] == list(kept.events)
+    assert emptied.allocated_peak_bytes == kept.allocated_peak_bytes
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,8 @@ def test_a_plan_counts_the_cache_and_what_the_step_takes(name: str) -> None:
     assert use.kv_cache > 0
     assert use.activations > 0
     plain = plan_device_map(config, {0: "1GB"}, workload=Workload.generate(2, 64))
-    assert use.kv_cache == plain.devices[0].kv_cache
+    # plain experts may peak at the token after the prompt, for which their weights are copied
+    assert use.kv_cache <= plain.devices[0].kv_cache <= use.kv_cache * 65 / 64
     assert use.weights < plain.devices[0].weights or name == "compressed-tensors"
 
 

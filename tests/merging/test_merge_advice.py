@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import copy
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines import needs
 from models import save_adapter, save_llama
 from peft import LoraConfig, get_peft_model
 from test_merge_lora_checkpoint import TOKENS, loaded
+from test_merge_lora_checkpoint_expert_codes import adapter_of as experts_adapter
+from test_merge_lora_checkpoint_expert_codes import qwen_moe
 from test_merge_lora_inplace import dora_on_merged, peft_model, zoo
+from test_merge_lora_inplace_quantized import adapted, experts
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from torchrun import run_ranks
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
 
 from safe_loading import MergeError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
+from safe_loading._merging.disk.base import MergeBase
 
 
 def output(model: Any) -> torch.Tensor:
@@ -199,3 +206,95 @@ def test_a_base_of_another_shape_is_refused_and_its_own_is_merged(tmp_path: Path
     model = load_peft_on_rank(adapter, base)
     expected = logits(model)
     assert torch.allclose(logits(merge_lora_inplace(model)), expected, atol=1e-5)
+
+
+def test_a_base_that_cannot_be_built_on_meta_is_merged_in_memory(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("it reads its weights")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MergeBase, "on_meta", fails)
+        with pytest.raises(MergeError, match=r"Load it, merge it with merge_lora_inplace and save it\."):
+            merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / "disk")
+        merge_lora_inplace(load_peft_on_rank(tiny_adapter, tiny_llama)).save_pretrained(tmp_path / "memory")
+    merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / "disk")
+    found, expected = (loaded(tmp_path / name).state_dict() for name in ("memory", "disk"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+class Coded(torch.Tensor):
+    """A tensor whose values stand for others, as torchao's do: those times 2."""
+
+
+@needs("transformers", "5.10")
+def test_what_is_dequantized_first_is_merged(tmp_path: Path) -> None:
+    advice = "Dequantize the model first"
+    coded = nn.Linear(32, 32)
+    coded.weight = nn.Parameter(coded.weight.detach().as_subclass(Coded), requires_grad=False)
+    with pytest.raises(MergeError, match=f"a Coded, not a plain tensor. {advice}"):
+        merge_lora_inplace(adapted(nn.Sequential(coded), target_modules=["0"]))
+    coded.weight = nn.Parameter(2 * coded.weight.detach().as_subclass(torch.Tensor))
+    inputs = torch.randn(3, 32)
+    model = adapted(nn.Sequential(coded), target_modules=["0"])
+    expected = model(inputs)
+    torch.testing.assert_close(merge_lora_inplace(model)(inputs), expected)
+
+    model = adapted(nn.ModuleDict({"0": experts()}), target_modules=[], target_parameters=["0.gate_up_proj"])
+    text = rf"float8_e4m3fn. {advice}: from_pretrained\(..., quantization_config=FineGrainedFP8Config\(dequantize=True"
+    with pytest.raises(MergeError, match=text):
+        merge_lora_inplace(model)
+    folder, plain = qwen_moe(tmp_path)
+    adapter = experts_adapter(tmp_path / "adapter", plain)
+    auto: Any = AutoModelForCausalLM
+    base = auto.from_pretrained(folder, quantization_config=FineGrainedFP8Config(dequantize=True))
+    assert {parameter.dtype for parameter in base.parameters()} <= {torch.float32, torch.bfloat16}
+    model = load_peft_on_rank(adapter, base.float())
+    tokens = torch.arange(1, 13).reshape(1, 12)
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+        torch.testing.assert_close(merge_lora_inplace(model)(input_ids=tokens).logits, expected)
+
+
+ZERO_3 = """
+import os
+os.environ["DS_ACCELERATOR"] = "cpu"
+import deepspeed, torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+from safe_loading import MergeError, merge_lora_inplace
+
+def make():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    options = dict(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    return get_peft_model(LlamaForCausalLM(LlamaConfig(**sizes)), LoraConfig(**options))
+
+deepspeed.init_distributed("gloo")
+expected, model = merge_lora_inplace(make()).state_dict(), make()
+config = {
+    "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "zero_force_ds_cpu_optimizer": False,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+}
+trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+deepspeed.initialize(model=model, model_parameters=trained, config=config)
+try:
+    merge_lora_inplace(model)
+except MergeError as error:
+    report(error=str(error))
+with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+    merged = merge_lora_inplace(model)
+report(spread=all(parameter.numel() == 0 for parameter in merged.parameters()))
+with deepspeed.zero.GatheredParameters(list(merged.parameters())):
+    report(equal=all(torch.equal(value, expected[name]) for name, value in merged.state_dict().items()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_what_zero_3_has_spread_is_merged_once_it_is_gathered() -> None:
+    advice = "GatheredParameters(list(model.parameters()), modifier_rank=0)"
+    for facts in run_ranks(ZERO_3, 2, timeout=300).found:
+        assert advice in facts.pop("error")
+        assert facts == {"spread": True, "equal": True}

@@ -778,7 +778,7 @@ def test_models_without_adapters_that_merge() -> None:
         merge_lora_inplace(nn.Linear(2, 2))
     base = AutoModelForCausalLM.from_config(tied_llama(target_modules=["q_proj"]).config)
     prompt = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(ArgumentError, match="adds inputs"):
+    with pytest.raises(ArgumentError, match=r"\(PROMPT_TUNING adds inputs"):
         merge_lora_inplace(prompt)
     with pytest.raises(ArgumentError, match="scratch_bytes"):
         merge_lora_inplace(zoo({}), scratch_bytes=0)

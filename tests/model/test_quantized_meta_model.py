@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import COSTLY, QUANTIZABLE
 from torch import nn
 from transformers import (
     BitsAndBytesConfig,
@@ -23,15 +24,6 @@ from safe_loading._model.quantized.request import TargetCard, read_request
 from safe_loading._model.quantized_meta_model import quantized_meta_model
 from safe_loading.errors import ArgumentError
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 640,
-}
-COSTLY = r"(.*.*)*(.*.*)*x"  # never ends on the name of a module
 INT8_OF_TORCHAO = {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}
 FP8_GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
 INT4_GROUP = {
@@ -41,11 +33,11 @@ INT4_GROUP = {
 
 
 def llama(**changes: Any) -> LlamaConfig:
-    return LlamaConfig(**SIZES, **changes)
+    return LlamaConfig(**QUANTIZABLE, **changes)
 
 
 def gpt_oss() -> GptOssConfig:
-    return GptOssConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2, head_dim=64)
+    return GptOssConfig(**QUANTIZABLE, num_local_experts=8, num_experts_per_tok=2, head_dim=64)
 
 
 def tensors_of(quantization: object, layer: str = "model.layers.0.mlp.down_proj", **options: Any) -> dict[str, Any]:
@@ -190,7 +182,7 @@ def test_the_experts_of_gpt_oss_store_blocks_of_32_with_a_byte_for_each() -> Non
 
 
 def test_experts_in_fp8_are_transformers_own() -> None:
-    config = Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, head_dim=64)
+    config = Qwen3MoeConfig(**QUANTIZABLE, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, head_dim=64)
     stored = tensors_of(FineGrainedFP8Config(), "model.layers.0.mlp.experts", config=config)
     assert stored["gate_up_proj"] == ((8, 256, 256), torch.float8_e4m3fn)
     assert stored["gate_up_proj_scale_inv"] == ((8, 2, 2), torch.float32)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from models import save_llama
-from peft import PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import PeftConfig, PeftModel, PeftType, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
@@ -276,6 +276,6 @@ def test_a_prompt_has_a_head_too(tiny_llama: Path, tmp_path: Path) -> None:
 
 def test_an_adapter_that_saves_no_modules_has_no_head() -> None:
     model = peft_llama()
-    model.peft_config["default"] = PeftConfig(peft_type="LORA")  # as the configs of some tuners, without the field
-    with pytest.raises(ArgumentError, match="save no modules"):
+    model.peft_config["default"] = PeftConfig(peft_type=PeftType.LORA)  # as some configs, without the field
+    with pytest.raises(ArgumentError, match=r"^LORA adapters save no modules"):
         attach_head(model, "value_head", nn.Linear(32, 1))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from safe_loading._core.names import nearest
-from safe_loading._core.report import Finding, format_bytes
+from safe_loading._core.report import Finding, counted, format_bytes
 from safe_loading._ranks.device_guard import contexts
 
 from .audited_model import AuditedModel, size_of
@@ -36,8 +36,8 @@ def check_device_map(audited: AuditedModel) -> Iterator[Finding]:
     if misplaced:
         name, parameter = next(iter(misplaced.items()))
         message = (
-            f"{len(misplaced)} parameters are not on the device that hf_device_map gives; this one is on "
-            f"{parameter.device}."
+            f"{counted(len(misplaced), 'parameter is', 'parameters are')} not on the device that hf_device_map gives; "
+            f"this one is on {parameter.device}."
         )
         fix = "do not call .to(), .cuda() or .cpu() on a model that was dispatched."
         yield Finding("SL110", "error", name, message, fix, size_of(misplaced.values()))

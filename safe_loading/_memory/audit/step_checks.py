@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from safe_loading._core.report import Finding, format_bytes
+from safe_loading._core.report import Finding, counted, format_bytes
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading.errors import TraceError
@@ -110,7 +110,8 @@ def _check_gradients(audited: AuditedModel, trace: StepTrace) -> Iterator[Findin
             "SL121",
             "error" if reached == 0 else "warning",
             type(audited.model).__name__,
-            f"{len(trainable)} parameters are trainable, but only {reached} got a gradient in one step.",
+            f"{counted(len(trainable), 'parameter is', 'parameters are')} trainable, but only {reached} got a gradient "
+            "in one step.",
             "with reentrant checkpointing over a frozen base call enable_input_require_grads(); else look for a "
             "detach(), a no_grad() or a branch that is never taken.",
             sum(p.nbytes for p in trainable.values()),
@@ -132,9 +133,8 @@ def _check_survivors(trace: StepTrace) -> Iterator[Finding]:
     if survivors:
         size = sum(allocation.bytes for allocation in survivors)
         largest = max(survivors, key=lambda allocation: allocation.bytes)
-        message = (
-            f"{len(survivors)} tensors of the step, {format_bytes(size)}, are alive after it: something keeps them."
-        )
+        alive = counted(len(survivors), "tensor of the step is", "tensors of the step are")
+        message = f"{alive} alive after it, {format_bytes(size)}: something keeps them."
         fix = (
             "look for self.last_output = ..., a list of losses, or a hook that stores its arguments; keep .detach()ed "
             "values on the CPU."

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from safe_loading._core.report import Finding, format_bytes
+from safe_loading._core.report import Finding, counted, format_bytes
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._wrapping.heads import missing_heads
 
@@ -32,7 +32,8 @@ def check_trainable(audited: AuditedModel) -> Iterator[Finding]:
         # a gradient and Adam's two moments
         yield Finding("SL109", "error", type(audited.inner).__name__, message, fix, 3 * size)
     elif trainable:
-        message = f"{len(trainable)} parameters outside the adapter are trainable."
+        found = counted(len(trainable), "parameter outside the adapter is", "parameters outside the adapter are")
+        message = f"{found} trainable."
         fix = "freeze them, or name them in modules_to_save so that they are saved with the adapter."
         yield Finding("SL103", "warning", _first_names(trainable), message, fix, 3 * size_of(trainable.values()))
     yield from _check_saved(audited)
@@ -42,12 +43,15 @@ def _check_saved(audited: AuditedModel) -> Iterator[Finding]:
     saved = audited.saved
     unsaved = {name: p for name, p in audited.parameters.items() if p.requires_grad and name not in saved}
     if unsaved:
-        message = f"{len(unsaved)} parameters are trained, but save_pretrained of the adapter does not write them."
+        found = counted(len(unsaved), "trained parameter")
+        message = f"save_pretrained of the adapter does not write {found}."
         fix = "name their modules in modules_to_save, or attach new heads with attach_head."
         yield Finding("SL104", "error", _first_names(unsaved), message, fix, size_of(unsaved.values()))
     untrained = {name: p for name, p in saved.items() if not p.requires_grad}
     if untrained:
-        message = f"{len(untrained)} parameters are saved with the adapter, but not trained."
+        message = (
+            f"{counted(len(untrained), 'parameter is', 'parameters are')} saved with the adapter, but not trained."
+        )
         fix = "load the adapter with is_trainable=True, and make it the active one before training."
         yield Finding("SL105", "warning", _first_names(untrained), message, fix, size_of(untrained.values()))
 
@@ -66,9 +70,8 @@ def check_outside(audited: AuditedModel) -> Iterator[Finding]:
     inside = {id(p) for p in audited.inner.parameters()}
     outside = {n: p for n, p in audited.model.named_parameters() if p.requires_grad and id(p) not in inside}
     if outside:
-        message = (
-            f"{len(outside)} parameters around the {type(audited.inner).__name__} are trained, but nothing saves them."
-        )
+        trained = counted(len(outside), "trained parameter")
+        message = f"nothing saves {trained} around the {type(audited.inner).__name__}."
         fix = "attach them to the model with attach_head."
         yield Finding("SL104", "error", _first_names(outside), message, fix, size_of(outside.values()))
 
@@ -104,8 +107,8 @@ def check_optimizer(audited: AuditedModel) -> Iterator[Finding]:
     if stale:
         state = [v for p in stale for v in inner.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
         message = (
-            f"the optimizer holds {len(stale)} parameters that are no longer the model's: they keep their memory, and "
-            f"the parameters that replaced them are not trained."
+            f"the optimizer holds {counted(len(stale), 'parameter that is', 'parameters that are')} no longer the "
+            f"model's: memory is kept for nothing, and what came in the place is not trained."
         )
         fix = "make the optimizer after the model is wrapped, sharded, cast or given its adapter."
         yield Finding("SL118", "error", type(inner).__name__, message, fix, size_of([*stale, *state]))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-MOST_STATES = 250_000
+MOST_STATES = 1 << 18
 """Up to so many choices of devices the search over their orders is exact; beyond, the most promising are kept."""
 
 KINDS_OF_DEVICES = "so many kinds of devices have too many orders, and only those that get furthest were tried"
@@ -192,6 +192,30 @@ def _search_arrays(
             used = tuple(cell // stride % (n + 1) for stride, n in zip(grid.strides, counts, strict=True))
             break
     return used, lambda key: int(stops[sum(n * stride for n, stride in zip(key, grid.strides, strict=True))])
+
+
+def furthest_stops(reaches: Sequence[Sequence[int]], counts: Counts) -> npt.NDArray[np.int32]:
+    """Return how far each choice of devices gets from the start of the chain, the empty one first."""
+    grid = _grid(counts)
+    stops = np.zeros(grid.size, np.int32)
+    ways = [np.array(own, np.int32) for own in reaches]
+    for cells, has_one in zip(grid.levels[1:], grid.has_one[1:], strict=True):
+        best = np.zeros(len(cells), np.int32)
+        for way, stride, inside in zip(ways, grid.strides, has_one, strict=True):
+            best[inside] = np.maximum(best[inside], way[stops[cells[inside] - stride]])
+        stops[cells] = best
+    return stops
+
+
+def kinds_with(counts: Counts, kind: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the choices of devices that leave out one of a kind, and for each the choice of all others but that one.
+
+    Both are places in the table of `furthest_stops`.
+    """
+    grid = _grid(counts)
+    cells = np.arange(grid.size)
+    before = cells[cells // grid.strides[kind] % (counts[kind] + 1) < counts[kind]]
+    return before, grid.size - 1 - grid.strides[kind] - before
 
 
 class _Grid(NamedTuple):

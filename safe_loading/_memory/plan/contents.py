@@ -12,8 +12,8 @@ def contents_of(paths: Iterable[str]) -> str:
         paths: The keys of the map with that device, in the order of the model.
 
     Returns:
-        Names without the part before the last point, such as ``"layers 0-34, norm, lm_head"``; what lies inside a
-        layer counts as a part of it. ``"the whole model"`` for the root, and an empty text for no path.
+        Names without the part before the last point, such as ``"layers 0-34, norm, lm_head"`` or ``"layer 7"``; what
+        lies inside a layer counts as a part of it. ``"the whole model"`` for the root, and an empty text for no path.
     """
     ranges: list[list[str | int]] = []  # [name, first, last] of neighbors in one list
     for path in paths:
@@ -36,4 +36,4 @@ def contents_of(paths: Iterable[str]) -> str:
 
 
 def _text(name: str | int, first: str | int, last: str | int) -> str:
-    return f"{name} {first}" if first == last else f"{name} {first}-{last}"
+    return f"{str(name).removesuffix('s')} {first}" if first == last else f"{name} {first}-{last}"

@@ -10,11 +10,13 @@ from safe_loading._core.report import format_bytes
 from safe_loading.errors import DeviceMapInfeasible
 
 from .layer_groups import Puzzle
-from .offload import Away, OffloadPlan, offload
+from .offload import Away, OffloadPlan
 from .request import PlanRequest
 
 _T = TypeVar("_T", int, str)
 _MOST_GROUPS = 400  # for more groups the advice would take longer than the plan
+_MOST_KINDS = 4  # of cards, for the same reason
+_MOST_MAINS = 2  # cards that are tried as the one that runs what is offloaded
 
 
 def infeasible(
@@ -48,6 +50,7 @@ def infeasible(
         + (f", or the same for any one of the cards {_names(alike)}" if len(alike) > 1 else "")
         for size, alike in _alike(shortages).items()
     ]
+    bounds = set(puzzle.bounds)
     more = _more_cards(request, puzzle)
     for card, count in more.items():
         limit = request.limits.get(card, 0)
@@ -65,14 +68,21 @@ def infeasible(
         sentences.append(f"Kept on one device, because an operation there met tensors of two: {', '.join(merged)}.")
     if extra:
         sentences.append(f"The traced step needed more than was counted: {dict(extra)} bytes by device.")
-    if puzzle.bounds:
-        unproven = "That nothing fits" if refused_within and needs <= there else "That no smaller change does"
+    if bounds or (more and puzzle.bounds):
+        unproven = "That fewer cards more do not do" if not bounds else "That no smaller change does"
+        unproven = "That nothing fits" if refused_within and needs <= there else unproven
         sentences.append(f"{unproven} is not proven: {'; '.join(sorted(puzzle.bounds))}.")
     sentences.append(_by_offloading(request, puzzle, away))
     message = " ".join(filter(None, sentences)) + " Any one of these changes is enough:"
     return DeviceMapInfeasible(
         message, problems, missing_bytes=missing, device=device, shortages=shortages, more_cards=more
     )
+
+
+def unexplained(request: PlanRequest, name: str, puzzle: Puzzle) -> DeviceMapInfeasible:
+    """Return the exception without what would do, for searches that only ask whether a model fits."""
+    proven = f" That nothing fits is not proven: {'; '.join(sorted(puzzle.bounds))}." if puzzle.bounds else ""
+    return DeviceMapInfeasible(f"{name} for {request.workload!r} does not fit.{proven}")
 
 
 def _alike(values: Mapping[Device, _T]) -> dict[_T, list[Device]]:
@@ -98,6 +108,7 @@ def _names(devices: Sequence[Device]) -> str:
 def _more_cards(request: PlanRequest, puzzle: Puzzle) -> dict[Device, int]:
     """Return for each kind of card, by the first one, how many more like it would do; without those of which none do.
 
+    Of many kinds only the largest are asked about.
     What a traced step needed beyond the count is taken to be needed on a card more, too.
     """
     running = request.running
@@ -107,7 +118,8 @@ def _more_cards(request: PlanRequest, puzzle: Puzzle) -> dict[Device, int]:
     for number, device in enumerate(running):
         kinds.setdefault((request.limits.get(device, 0), request.overhead.get(device, 0)), []).append(number)
     found: dict[Device, int] = {}
-    for numbers in kinds.values():
+    largest = sorted(kinds, key=lambda kind: kind[1] - kind[0])[:_MOST_KINDS]
+    for numbers in (numbers for kind, numbers in kinds.items() if kind in largest):
         limit = min(puzzle.limits[number] for number in numbers)
         low, high = 0, len(puzzle.links) + len(puzzle.pins)  # then each piece has a card of its own
         if not puzzle.with_limits([*puzzle.limits, *[limit] * high]).fits():
@@ -123,14 +135,19 @@ def _more_cards(request: PlanRequest, puzzle: Puzzle) -> dict[Device, int]:
 
 
 def _by_offloading(request: PlanRequest, puzzle: Puzzle, away: Sequence[Away]) -> str:
-    if not request.explains or request.running == ["cpu"]:
+    if request.running == ["cpu"]:
         return ""
     # the objective decides where the rest goes, and not what leaves: "fill" is found sooner
     if request.offload == "never":
         if len(puzzle.groups) > _MOST_GROUPS:
             return ""
-        split = offload(puzzle, away, [UNLIMITED], "fill", request.main_of)
-        return f"Or pass offload='cpu', which would keep {format_bytes(split.bytes)} on the host." if split else ""
+        many = len(set(puzzle.limits)) > _MOST_KINDS
+        most_mains = _MOST_MAINS if many else len(puzzle.limits)
+        split = OffloadPlan(puzzle, away, [UNLIMITED], "fill", request.main_of, most_mains).solve()
+        most = "at most " if many else ""
+        return (
+            f"Or pass offload='cpu', which would keep {most}{format_bytes(split.bytes)} on the host." if split else ""
+        )
     there = ", ".join(f"{host} {format_bytes(request.limits.get(host, 0))}" for host in request.hosts)
     search = OffloadPlan(puzzle, away, [UNLIMITED], "fill", request.main_of)
     split = search.solve()

@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice, pairwise
 
+from safe_loading._core.parse_size import UNLIMITED
+
 from .chain import Chain, DeviceSlot
 from .crossings import BETWEEN_NODES, MOST_CROSSING_STATES
+from .least_load import LeastLoads
 from .search import ChainStage, Objective, Search
 
 MOST_PINNINGS = 512
 """Up to so many ways of pinning groups to devices are tried; beyond, the smallest groups go to one device together."""
+
+_MOST_TABLES = 32  # that are kept, of so many ways of pinning groups
 
 PINNINGS = f"groups that share a device have over {MOST_PINNINGS} placements, and only those were tried that keep the\
  smallest of them together"
@@ -132,24 +137,49 @@ class Puzzle:
 
     def shortages(self) -> dict[int, int]:
         """Return for each device the least bytes which, added to its limit alone, make the groups fit."""
-        whole = sum(group.resident for group in self.groups) + max((g.transient for g in self.groups), default=0)
+        tables: dict[tuple[int, ...], tuple[Search, LeastLoads | None]] = {}
         missing: dict[int, int] = {}
-        for number, limit in enumerate(self.limits):
+        for number in range(len(self.limits)):
             same = next((other for other in missing if self._kind(other) == self._kind(number)), None)
-            if same is not None:
-                missing[number] = missing[same]
-                continue
-            occupied = self.occupied[number].resident + self.occupied[number].transient
-            low, high = -1, max(whole + occupied - limit, limit == 0)  # a limit of 0 takes nothing, not even 0 bytes
-            while high - low > 1:
-                middle = (low + high) // 2
-                limits = (*self.limits[:number], limit + middle, *self.limits[number + 1 :])
-                if self.with_limits(limits).fits():
-                    high = middle
-                else:
-                    low = middle
-            missing[number] = high
+            missing[number] = self._shortage(number, tables) if same is None else missing[same]
         return missing
+
+    def _shortage(self, number: int, tables: dict[tuple[int, ...], tuple[Search, LeastLoads | None]]) -> int:
+        """Return the same for one device; ``tables`` has what was found for each pinning."""
+        limit, needed = self.limits[number], list[int]()
+        for pinning in self._with_limit(number, UNLIMITED).pinnings:
+            if pinning not in tables:
+                search = self._search(pinning)
+                if len(tables) >= _MOST_TABLES:
+                    tables.clear()
+                tables[pinning] = search, search.least_loads()
+            search, loads = tables[pinning]
+            if loads is None:
+                return self._shortage_by_halving(number)
+            slots = enumerate(search.slots)
+            if all(other == number or not slot.pinned_load or slot.pinned_load <= slot.limit for other, slot in slots):
+                needed.append(loads.of(search.kind_of[number], search.slots[number]))
+        return max(min(needed), 1) - limit if needed else self._shortage_by_halving(number)
+
+    def _shortage_by_halving(self, number: int) -> int:
+        """Return the same where the devices have too many orders for a table."""
+        limit, occupied = self.limits[number], self.occupied[number]
+        resident = sum(group.resident for group in self.groups)
+        whole = resident + max((group.transient for group in self.groups), default=0)
+        # what stays allocated has to be somewhere
+        low = max(resident + sum(own.resident for own in self.occupied) - sum(self.limits) - 1, -1)
+        # a limit of 0 takes nothing, not even 0 bytes
+        high = max(whole + occupied.resident + occupied.transient - limit, limit == 0)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._with_limit(number, limit + middle).fits():
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _with_limit(self, number: int, limit: int) -> Puzzle:
+        return self.with_limits((*self.limits[:number], limit, *self.limits[number + 1 :]))
 
     def with_limits(self, limits: Sequence[int]) -> Puzzle:
         """Return the same groups over other limits; devices beyond those that there are have nothing on them."""

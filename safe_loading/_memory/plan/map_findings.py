@@ -10,7 +10,7 @@ import torch
 
 from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.parse_size import HOST, Device
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, counted
 from safe_loading._memory.trace.records import Crossing
 
 from .map_keys import device_of, execution_devices
@@ -39,7 +39,10 @@ def incomplete_map(
     reasons: list[str] = []
     lost = [unit.path for unit in tree.units if device_of(unit.path, device_map) is None]
     if lost:
-        message, fix = f"{len(lost)} modules or tensors have no device.", "name it in the map, or plan anew."
+        message, fix = (
+            f"{counted(len(lost), 'module or tensor has', 'modules or tensors have')} no device.",
+            "name it in the map, or plan anew.",
+        )
         findings.append(Finding("not-placed", "error", lost[0], message, fix))
         reasons.append(f"no device for {lost[0]}")
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}

@@ -86,7 +86,10 @@ def offload(
 
 
 class OffloadPlan:
-    """Tries each accelerator as the main device, and each way of placing what is pinned."""
+    """Tries each accelerator as the main device, and each way of placing what is pinned.
+
+    With `most_mains` only so many are tried, those beside which the most memory may be used.
+    """
 
     def __init__(
         self,
@@ -95,8 +98,10 @@ class OffloadPlan:
         hosts: Sequence[int],
         objective: Objective,
         main_of: Callable[[Sequence[int]], int] = min,
+        most_mains: int | None = None,
     ) -> None:
         self.puzzle, self.away, self.hosts, self.main_of = puzzle, away, hosts, main_of
+        self.most_mains = most_mains
         self.objective: Objective = objective
         self.bounds = set(puzzle.bounds) - {PINNINGS}  # the pinnings are others here
         self.links = [_link(puzzle, members, away, self.bounds) for members in puzzle.links]
@@ -108,7 +113,7 @@ class OffloadPlan:
         # without splitting a block first: what that moves is the bound that keeps the search with it short
         for splits in dict.fromkeys((False, any(choice.is_split for link in self.links for choice in link.parts))):
             self.effort.left = MOST_STATES
-            for main in self._mains():
+            for main in sorted(self._mains(), key=self._room_beside)[: self.most_mains]:
                 for number, pinning in enumerate(self._pinnings(main)):
                     if number == MOST_PINNINGS:
                         self.bounds.add(PINNINGS)
@@ -122,6 +127,10 @@ class OffloadPlan:
         if self.effort.ended_early:
             self.bounds.add(STATES)
         return None if best is None else replace(best, bounds=frozenset(self.bounds))
+
+    def _room_beside(self, main: int) -> int:
+        """Return what may be used when this one is main, the most first; or 0, to leave the order as it is."""
+        return 0 if self.most_mains is None else -sum(self.puzzle.limits[number] for number in self._beside(main))
 
     def _mains(self) -> Iterator[int]:
         """Yield the devices that may be main, without those that another one like them replaces."""

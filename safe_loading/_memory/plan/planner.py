@@ -16,7 +16,7 @@ from safe_loading.errors import ArgumentError, DeviceMapInfeasible, TraceError
 
 from .costs import Cost, counted_uses, reserved_uses, traced_uses, unit_costs
 from .device_map_plan import DeviceMapPlan, DeviceUse, Facts
-from .infeasible import infeasible
+from .infeasible import infeasible, unexplained
 from .layer_groups import Puzzle
 from .map_findings import between_nodes, count_crossings, incomplete_map, moved_by_the_model, not_proven_best
 from .map_keys import collapse, device_of
@@ -154,7 +154,8 @@ class Planner:
         places = placement.device_of if placement is not None else None
         split: Split | None = None
         if places is None:
-            away = OffloadedUnits(tree, request, self.alone).away(costs, self.undivided)
+            explains = request.explains or request.hosts
+            away = OffloadedUnits(tree, request, self.alone).away(costs, self.undivided) if explains else []
             if request.hosts:
                 hosts = [request.limits.get(host, 0) for host in request.hosts]
                 split = offload(puzzle, away, hosts, request.objective, request.main_of)
@@ -175,7 +176,11 @@ class Planner:
         request = self.request
         names = [module or "the whole model" for module in self.kept_whole]
         names += [" with ".join(group) for group in self.kept_together]
-        self.refusal = infeasible(request, self.name, puzzle, away, self.extra, names)
+        self.refusal = (
+            infeasible(request, self.name, puzzle, away, self.extra, names)
+            if request.explains
+            else unexplained(request, self.name, puzzle)
+        )
         if self.doubted or self.reason or request.workload.kind == "weights_only":
             raise self.refusal
         self.doubted, self.extra = True, {}

@@ -32,7 +32,7 @@ class PlanRequest:
     findings: tuple[Finding, ...] = ()  # what the building of the model had to say
     offload_buffers: bool = False  # whether saved buffers leave with the weights
     node_of: Mapping[Device, int] = field(default_factory=dict)  # of each card; empty where all are in one machine
-    explains: bool = True  # whether a refusal says what offloading would do, which is a search of its own
+    explains: bool = True  # whether a refusal says what would do, for which there are searches of their own
 
     @property
     def running(self) -> list[Device]:

@@ -12,10 +12,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Literal, NamedTuple
 
-from .chain import Chain, DeviceSlot, fewest_devices, reach
+from .chain import MOST_STATES, Chain, DeviceSlot, fewest_devices, reach
 from .crossings import BETWEEN_NODES, MOST_CROSSING_STATES, Crossings, Gap, Leg
+from .least_load import LeastLoads
 
 Objective = Literal["balance", "fill"]
 
@@ -88,6 +90,13 @@ class Search:
         """Return whether the chain fits when each device takes at most ``fraction`` of its limit."""
         caps = self._caps(fraction)
         return self._pinned_fit(caps) and self._fewest(self._reaches(caps)) is not None
+
+    def least_loads(self) -> LeastLoads | None:
+        """Return what each device needs at the least beside the others; None where not every way can be tried."""
+        counts = tuple(map(len, self.members))
+        if prod(count + 1 for count in counts) > MOST_STATES:
+            return None
+        return LeastLoads(self.chain, self._reaches(self._caps(Fraction(1))), counts)
 
     def stages(
         self, fraction: Fraction, objective: Objective, most: int | None = None, states: int = MOST_CROSSING_STATES

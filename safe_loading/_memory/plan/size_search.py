@@ -1,47 +1,40 @@
-"""The largest size of a workload that fits: few plans, each predicted from what the ones before showed.
+"""The largest size of a workload that fits: few plans, each predicted from what the steps before showed.
 
-In the length of a row and in the rows of a batch each allocation of a step is a polynomial, and its peak a piecewise
-one. A step is traced once at a size that is a prime number, so that the bytes of an allocation tell by which power of
-the size they grow. Replayed at another size, it says where a limit is reached. That is a guess; the answer is always a
-size whose plan was made and proved, and the next larger one was planned, too, and refused.
+Each step is traced at a size that is a prime number, from which those of other sizes are predicted, and trial plans
+with predicted steps say where a limit is reached. That is a guess; the answer is always a size whose plan was made and
+proved, and the next larger one was planned, too, and refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
-
-import numpy as np
 
 from safe_loading._core.log import logger
-from safe_loading._core.names import without_peft_prefix
-from safe_loading._core.parse_size import Device
 from safe_loading._core.workload import Workload
-from safe_loading._memory.trace.records import StepTrace
 from safe_loading.errors import DeviceMapInfeasible
 
-from .device_map_plan import DeviceMapPlan
-from .map_keys import device_of, execution_devices
 from .planner import Planner
+from .predicted_steps import Placement, PredictedSteps, RecordedSteps, TrialPlanner, Vary
 from .request import PlanRequest
 from .require_traced import require_traced
+from .sized_steps import NEARBY, PROBES, Homes
 from .step_traces import StepTraces
 
-# Primes p with (p + 1) / 2 prime, too: a cache has one position more after a step than before it.
-_PROBES = {"length": 673, "batch": 61}
 _GUESSES = 10  # plans at predicted sizes; from then on the interval is halved
-_FIXED = ("weights", "buffers", "adapters", "optimizer", "gradients")
+_MOST_MAPS = 8  # so many maps of trials are traced at the prime size, to make one prediction
+_MOST_TRIALS = 40
 
 
 class SizeSearch:
     """Searches the largest size up to `top` for which a request has a plan."""
 
-    def __init__(self, request: PlanRequest, vary: Literal["length", "batch"], top: int) -> None:
+    def __init__(self, request: PlanRequest, vary: Vary, top: int) -> None:
         self.request, self.vary, self.top = replace(request, explains=False), vary, top
-        self.traces = StepTraces(request)
-        self.plans = self._misses = self._proofs = 0
-        self._last: tuple[int, DeviceMapPlan, StepTrace] | None = None  # the largest size that fitted
+        self.traces = RecordedSteps(request, vary)
+        self.plans = self._misses = self._proofs = self._trials = 0
+        self._map: Placement | None = None  # of the largest size that fitted, or of the last trial that did
+        self._guess = 0  # the last size that was predicted
+        self._limits = {d: max(request.limits.get(d, 0) - request.overhead.get(d, 0), 0) for d in request.running}
 
     def sized(self, size: int) -> Workload:
         """Return the workload with this size."""
@@ -60,27 +53,28 @@ class SizeSearch:
         if fits_up_to == 0:
             # again, so that the caller learns why not even the smallest fits
             require_traced(Planner(replace(self.request, workload=self.sized(1), explains=True), self.traces).plan())
-        logger.info("%d plans to find the size %d", self.plans, fits_up_to)
+        logger.info("%d plans and %d trials to find the size %d", self.plans, self._trials, fits_up_to)
         return fits_up_to
 
     def _fits(self, size: int) -> bool:
         self.plans += 1
-        planner = Planner(replace(self.request, workload=self.sized(size)), self.traces)
         try:
-            plan = planner.plan()
+            plan = Planner(self._request(size), self.traces).plan()
         except DeviceMapInfeasible:
             return False
         require_traced(plan)
-        if planner.alone is not None:
-            self._last = size, plan, planner.alone
+        self._map = dict(plan)
         return True
+
+    def _request(self, size: int) -> PlanRequest:
+        return replace(self.request, workload=self.sized(size))
 
     def _next(self, fits_up_to: int, too_large: int) -> int:
         """Return the size to plan next."""
         middle = (fits_up_to + too_large) // 2
         if self.plans >= _GUESSES:
             return middle
-        guess = self._predicted(too_large)
+        guess = self._predicted(fits_up_to, too_large)
         if guess is None:
             return middle
         if guess == too_large - 1 <= self.top - 1 and guess > fits_up_to + 1:
@@ -93,99 +87,92 @@ class SizeSearch:
             guess = fits_up_to + (1 if self._proofs == 1 else max(1, fits_up_to >> max(10 - 3 * self._proofs, 1)))
         return min(max(guess, fits_up_to + 1), too_large - 1)
 
-    def _by_weights(self) -> DeviceMapPlan | None:
-        """Return where the weights alone would go, which is near to where they go with anything; None without room."""
-        if len(self.request.running) == 1:
+    def _predicted(self, fits_up_to: int, too_large: int) -> int | None:
+        """Return the largest size from ``fits_up_to`` to below ``too_large`` that is predicted to fit.
+
+        None without a traced step.
+        """
+        prime = self.sized(PROBES[self.vary])
+        if self.traces.run(prime, None) is None:
             return None
-        alone = replace(self.request, workload=Workload.weights_only(), verify=False)
-        try:
-            return Planner(alone, self.traces).plan()
-        except DeviceMapInfeasible:
-            return None
+        if self.request.hosts:
+            return self._by_map(fits_up_to, too_large)  # what leaves is a search of its own, too long for trials
+        # little crosses between cards in generating, so that what is estimated is often right
+        as_estimated = self.plans == 0 and self.request.workload.kind == "generate"
+        for _ in range(_MOST_MAPS):
+            trials = _Trials(self, fits_up_to, too_large, as_estimated=as_estimated)
+            self._guess = trials.largest(self._guess or self._by_map(fits_up_to, too_large))
+            self._trials += trials.count
+            # the prediction is as good as that of the maps on which it rests
+            unsure = trials.unsure()
+            if unsure is None or as_estimated or self.traces.run(prime, unsure) is None:
+                break
+        return self._guess
 
-    def _predicted(self, too_large: int) -> int | None:
-        """Return the largest size below ``too_large`` whose replayed step keeps the limits; None without a trace."""
-        if self._last is None:
-            prime = _PROBES[self.vary]
-            trace = self.traces.run(self.sized(prime), None)
-            replay = _Replay(trace, prime, self.vary, self._by_weights(), proved=False) if trace is not None else None
-        else:
-            size, plan, trace = self._last
-            replay = _Replay(trace, size, self.vary, plan)
-            prime = _PROBES[self.vary]
-            known = self.traces.run(self.sized(prime), None)
-            if known is not None and size != prime:
-                replay.learn(known, prime)
-        if replay is None:
-            return None
-        limits = {d: self.request.limits.get(d, 0) - self.request.overhead.get(d, 0) for d in self.request.running}
-        low, high = 0, too_large
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if replay.keeps(middle, limits) else (low, middle)
-        return low
+    def _by_map(self, low: int, high: int) -> int:
+        """Return the largest size that a known map takes, at first that of the weights alone."""
+        if self._map is None:
+            alone = replace(self.request, workload=Workload.weights_only(), verify=False)
+            try:
+                self._map = dict(Planner(alone, StepTraces(alone)).plan())
+            except DeviceMapInfeasible:
+                return low
+        return self.kept_up_to(self._map, low, high)
+
+    def kept_up_to(self, device_map: Placement, low: int, high: int) -> int:
+        """Return the largest size from ``low`` to below ``high`` for which a map is predicted to keep the limits."""
+        steps = self.traces.of(device_map)
+        if steps.knows(low) and steps.knows(high):
+            return steps.largest_within(self._limits, low, high)
+        return self.traces.of(None).largest_within(self._limits, low, high, Homes(device_map))
+
+    def trial(self, size: int) -> TrialPlanner:
+        """Return the planner that made a trial plan for a size."""
+        planner = TrialPlanner(self._request(size), PredictedSteps(self.request, self.traces))
+        planner.run()
+        return planner
 
 
-class _Replay:
-    """A traced step with its allocations as functions of the size, on the devices of a plan, or all on one."""
+class _Trials:
+    """Trial plans between a size that fits and one that does not."""
 
-    def __init__(
-        self, trace: StepTrace, size: int, vary: str, plan: DeviceMapPlan | None, *, proved: bool = True
-    ) -> None:
-        self.size, self.proved = size, proved
-        self.bytes = np.array([allocation.bytes for allocation in trace.allocations], np.float64)
-        self.fixed = np.array([allocation.component in _FIXED for allocation in trace.allocations], bool)
-        self.ops = [(allocation.op, allocation.module) for allocation in trace.allocations]
-        self.index = np.array([event.allocation for event in trace.events], np.int64)
-        self.sign = np.array([event.sign for event in trace.events], np.float64)
-        self.plan = plan
-        whole = np.array([allocation.bytes for allocation in trace.allocations], np.int64)
-        power = (whole % size == 0).astype(np.float64) + (whole % (size * size) == 0)
-        power[self.fixed | (whole == 0)] = 0
-        self.power = power
-        half = (size + 1) // 2
-        self.one_more = (power == 0) & ~self.fixed & (whole % half == 0) if vary == "length" and half > 1 else power < 0
-        self.device: list[Device] = []
-        if plan is not None:
-            main = execution_devices(plan)[0]
-            homes = [device_of(without_peft_prefix(allocation.module), plan) for allocation in trace.allocations]
-            self.device = [main if home is None else home for home in homes]
-        self.beyond = self._beyond()
+    def __init__(self, search: SizeSearch, low: int, high: int, *, as_estimated: bool) -> None:
+        self.search, self.low, self.high, self.as_estimated = search, low, high, as_estimated
+        self.count = 0
+        self._made: dict[int, TrialPlanner] = {}
 
-    def learn(self, other: StepTrace, size: int) -> None:
-        """Take the powers from a step of another size, which is prime, if it had the same operations."""
-        probe = _Replay(other, size, "length", None)
-        if probe.ops == self.ops:
-            self.power, self.one_more = probe.power, probe.one_more
-            self.beyond = self._beyond()
+    def largest(self, guess: int) -> int:
+        """Return a size whose trial fits, while that of the next larger does not; the guess is tried first.
 
-    def _beyond(self) -> dict[Device, float]:
-        """Return the bytes by which each device of the plan needed more than the replay says, such as copies."""
-        if self.plan is None:
-            return {}
-        peaks = self._peaks(self.size)
-        uses = [use for use in self.plan.devices if use.device in peaks and self.proved]
-        return {use.device: use.used - use.overhead - peaks[use.device] for use in uses}
+        As long as steps are only estimated, and not taken as they are, a size nearby will do.
+        """
+        known, up = self.low, 1
+        size, down = max(guess, known + 1), max(guess >> 8, 1)
+        while self.high - self.low > 1 and self.count < _MOST_TRIALS:
+            size = min(max(size, self.low + 1), self.high - 1)
+            self.count += 1
+            trial = self._made[size] = self.search.trial(size)
+            nearby = max(size >> NEARBY, 1) if trial.unsure and not self.as_estimated else 1
+            up = max(up, nearby)
+            if trial.device_map is not None:
+                # at first as far as this map goes, then in steps that grow
+                further = self.search.kept_up_to(trial.device_map, size, self.high) if self.low == known else size
+                self.low = size
+                size, up = (further, up) if further > size else (size + up, 2 * up)
+            else:
+                self.high = size
+                size = self.low + up
+                if self.low == known:
+                    size, down = max(self.high - down, (known + self.high) // 2), 4 * down
+            if self.low > known and self.high - self.low <= nearby:
+                break
+            if size >= self.high or self.high - self.low < 4 * up:
+                size = (self.low + self.high) // 2
+        return self.low
 
-    def _peaks(self, size: int) -> dict[Device, float]:
-        ratio = size / self.size
-        sizes = self.bytes * np.where(self.one_more, (size + 1) / (self.size + 1), ratio**self.power)
-        steps = self.sign * sizes[self.index]
-        if self.plan is None:
-            return {"": float(np.cumsum(steps).max(initial=0))}
-        numbers = {device: number for number, device in enumerate(dict.fromkeys(self.device))}
-        where = np.array([numbers[device] for device in self.device], np.int64)[self.index]
-        return {
-            device: float(np.cumsum(np.where(where == number, steps, 0)).max(initial=0))
-            for device, number in numbers.items()
-        }
-
-    def keeps(self, size: int, limits: Mapping[Device, int]) -> bool:
-        """Return whether each limit is kept, or their sum where no plan says what is on which device."""
-        peaks = self._peaks(size)
-        if self.plan is None:
-            return peaks[""] <= sum(limits.values())
-        more = size / self.size
-        return all(
-            peaks.get(device, 0) + self.beyond.get(device, 0) * more <= limit + 0.5 for device, limit in limits.items()
-        )
+    def unsure(self) -> Placement | None:
+        """Return the first map whose step was only estimated for the last trials around the limit; None without one."""
+        for size in (self.low, self.high):
+            if size in self._made and self._made[size].unsure:
+                return self._made[size].unsure[0]
+        return None

@@ -217,12 +217,13 @@ class _EfficientAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, *grads: torch.Tensor) -> _Gradients:
-        query, key, value, _, output, _ = ctx.saved_tensors
+        query, key, value, bias, output, _ = ctx.saved_tensors
         grad = grads[0].transpose(1, 2).contiguous()
         gradients = [
             torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
             for t in (query, key, value)
         ]
+        bias_gradient = _gradient_of_bias(bias) if ctx.needs_input_grad[3] else None
         if query.dtype == torch.float32:  # kKernelComputesDelta: not in float32
             product = grad * output.transpose(1, 2)
             delta = product.sum(-1).transpose(-2, -1).contiguous()
@@ -231,7 +232,13 @@ class _EfficientAttention(torch.autograd.Function):
             delta = query.new_empty(query.shape[:3], dtype=torch.float32)
         workspace = query.new_empty(_efficient_workspace(ctx.capability, query, key, value), dtype=torch.uint8)
         del delta, grad, workspace
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, bias_gradient, None, None, None, None)
+
+
+def _gradient_of_bias(bias: torch.Tensor) -> torch.Tensor:
+    """Return a gradient for each row and head, although they share the bias, in lines of a multiple of 16 numbers."""
+    *leading, width = bias.shape
+    return bias.new_empty((*leading, -(-width // 16) * 16))[..., :width]
 
 
 class _Tile(NamedTuple):

@@ -123,7 +123,7 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
     def _fills_gradient(self, target: torch.Tensor) -> bool:
         """Whether autograd itself, and not a module that is computed again, fills a gradient of zeros."""
-        if self.ledger.phase != "backward" or self.ledger.stack:
+        if not self._between_nodes:
             return False
         index = self.ledger.index_of(target)
         return index is not None and self.ledger.allocations[index].op in _ZEROS
@@ -133,7 +133,7 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
         The rule is ``can_accumulate_inplace`` of ``torch/csrc/autograd/input_buffer.cpp``, which leaves subclasses out.
         """
-        if self.ledger.phase != "backward" or self.ledger.stack or not isinstance(call.args[1], torch.Tensor):
+        if not self._between_nodes or not isinstance(call.args[1], torch.Tensor):
             return False
         first, second = call.args
         storage = first.untyped_storage()
@@ -149,6 +149,14 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     def content(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a real tensor with the values of a fake one; ones, noted as an assumption, where they are unknown."""
         return self.values.value_or_guess(tensor, self._module)
+
+    @property
+    def _between_nodes(self) -> bool:
+        """Whether the backward pass itself runs, and no module, nor a layer that a checkpoint computes again.
+
+        A checkpoint may call a layer's ``forward`` alone, and not its hooks; it records a graph, as autograd does not.
+        """
+        return self.ledger.phase == "backward" and not self.ledger.stack and not torch.is_grad_enabled()
 
     @property
     def _module(self) -> str:

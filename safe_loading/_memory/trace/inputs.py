@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
 
 import torch
 from transformers import PreTrainedModel
 
+from safe_loading._core.engines import drops_full_masks
 from safe_loading.errors import TraceError
 
 from .known_values import KnownValues
@@ -83,8 +87,11 @@ class StepInputs:
     ) -> None:
         self.names = forward_arguments(model)
         outermost = engine_model(model)
-        base = getattr(outermost, "get_base_model", None)
-        self._class_name = type(base() if callable(base) else outermost).__name__
+        base: Any = getattr(outermost, "get_base_model", None)
+        self._base: torch.nn.Module = outermost if base is None else base()
+        self._class_name = type(self._base).__name__
+        # with which peft's forward takes no positions
+        self._has_prompts = bool(getattr(getattr(outermost, "active_peft_config", None), "is_prompt_learning", False))
         self._config: object = getattr(outermost, "config", None)
         self._is_encoder_decoder = bool(getattr(self._config, "is_encoder_decoder", False))
         # of a Sequential around a model, which calls it with one argument by position
@@ -99,6 +106,60 @@ class StepInputs:
         # 1 is a valid id, in a mask it hides nothing, and as a label it is not ignored, as -100 would be
         self._values.fill(fake, 1)
         return fake
+
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[None]:
+        """Inside, experts of a mixture compute as ``generate()`` lets them on an accelerator, token by token.
+
+        It copies the weights of each token's experts and multiplies them in one batch (``batched_mm``), where a prompt
+        is sorted by experts (``grouped_mm``).
+        """
+        switch: Any = getattr(self._base, "_optimize_model_for_decode", None)
+        with contextlib.ExitStack() as stack:
+            if switch is not None and self._device.index is not None:
+                # it asks for the type of the model's device, which is the host's here
+                with mock.patch.object(type(self._base), "device", torch.device("cuda")):
+                    stack.enter_context(switch())
+            yield
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model is one of tokens that ``generate()`` of transformers runs."""
+        can_generate = getattr(self._base, "can_generate", None)
+        tokens = "input_ids" in self.names and "inputs_embeds" not in self._user_inputs
+        return callable(can_generate) and bool(can_generate()) and tokens
+
+    def positions(
+        self, ids: torch.Tensor, mask: torch.Tensor | None, others: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Return the positions that ``generate()`` gives each row; None for a model whose forward takes none."""
+        if self._has_prompts or "position_ids" not in inspect.signature(self._base.forward).parameters:
+            return None
+        masked = {} if mask is None else {"attention_mask": mask}
+        prepare: Any = getattr(self._base, "_prepare_position_ids_for_generation", None)  # since transformers 5.3
+        if prepare is not None:
+            positions: torch.Tensor = prepare(ids, {**others, **masked})
+            return positions
+        counted = self.tokens(*ids.shape) if mask is None else mask
+        return (counted.long().cumsum(-1) - 1).masked_fill_(counted == 0, 1)
+
+    def special_tokens(self) -> list[torch.Tensor]:
+        """Return the ids of the special tokens, which ``generate()`` puts on the device."""
+        config = getattr(self._base, "generation_config", None)
+        names = ["bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"]
+        ids = (getattr(config, name, None) for name in names)
+        return [self.tokens(len(each) if isinstance(each, (list, tuple)) else 1) for each in ids if each is not None]
+
+    @property
+    def ends(self) -> bool:
+        """Whether ``generate()`` looks for an end in each row."""
+        return getattr(getattr(self._base, "generation_config", None), "eos_token_id", None) is not None
+
+    def drops_mask(self, mask: torch.Tensor) -> bool:
+        """Return whether ``generate()`` leaves a mask out, because nothing is hidden by it."""
+        # what is made here is all ones, even where that is too large to be known
+        made_here = "attention_mask" not in self._user_inputs
+        return drops_full_masks() and (made_here or self._values.are_all(mask, 1))
 
     def rows(self, rows: int) -> int:
         """Return how many rows a batch has: as many as the user's tokens, else `rows`."""

@@ -23,7 +23,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .operation import OperationCall, tensors_in
 
 MAX_ELEMENTS = 1 << 21  # of an integer or boolean tensor whose values are computed
-MAX_FLOATS = 64  # the same for floating point and complex tensors
+MAX_FLOATS = 1 << 18  # the same for floating point and complex tensors: masks of rows, as peft's prompts make them
+MAX_ZEROED = 64  # of an uninitialized integer or boolean tensor that is read as zeros: code fills it piece by piece
 aten = torch.ops.aten
 _UNINITIALIZED = frozenset(
     {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided}
@@ -68,6 +69,14 @@ class KnownValues:
         if fake.numel() <= MAX_ELEMENTS:
             with _on_real_tensors():
                 self._values[fake] = torch.full(fake.shape, number, dtype=fake.dtype)
+
+    def are_all(self, fake: torch.Tensor, number: int) -> bool:
+        """Return whether the value of a fake tensor is known, and every element is `number`."""
+        value = self.get(fake)
+        if value is None:
+            return False
+        with _on_real_tensors():
+            return bool((value == number).all())
 
     def set_last(self, fake: torch.Tensor, number: int) -> None:
         """Set the last element of each row of a fake tensor to `number`, if its value is known."""
@@ -157,7 +166,7 @@ class KnownValues:
             if call.mutates:
                 self._forget(call)
         elif call.func.overloadpacket in _UNINITIALIZED:
-            if out.numel() <= MAX_FLOATS and not out.is_floating_point():
+            if out.numel() <= MAX_ZEROED and not out.is_floating_point():
                 self.fill(out, 0)
         elif call.mutates:
             self._update_in_place(call)

@@ -87,58 +87,85 @@ def run_events(
     workspaces: tuple[int, ...],
     *,
     left_across_steps: bool = False,
+    emptied: bool = False,
 ) -> tuple[_Event, ...]:
     """Return the allocations and frees of a run on one device, as ``replay`` takes them.
 
     The workspaces are what cuBLAS takes from the allocator at the first product of each thread, and keeps: the thread
     of the forward pass, and that of the backward pass. What a step leaves is freed at its end or, with
-    `left_across_steps`, when the next one's forward pass has returned and the loop's variable gets its output.
+    `left_across_steps`, when the next one's forward pass has returned and the loop's variable gets its output. With
+    `emptied` the loop empties the allocator's cache after each step.
     """
-    allocations = trace.allocations
-    own = [event for event in trace.events if allocations[event.allocation].device == device]
-    resident = [index for index, freed in own if not freed and allocations[index].phase == "load"]
-    at_start = set(resident)
-    loaded = [_Keyed(i, allocations[i]) for i in resident if allocations[i].component != "optimizer"]
-    events = list(_loading_events(loaded, loading))
-    base = len(allocations)
-    scratch = {thread: (-1 - 2 * base - thread, size) for thread, size in enumerate(workspaces)}
-    # a resident tensor that the step itself frees stays, since the next step finds it again, or what replaced it
-    step = [event for event in own if event.allocation not in at_start]
-    survivors = {event.allocation for event in step} - {event.allocation for event in step if event.freed}
-    replaced = _replaced_state(own, at_start, survivors, allocations)
-    step = [
-        event for event in own if event.allocation not in at_start or (event.freed and event.allocation in replaced)
-    ]
-    # torch's optimizers make their state in their first step, what each step replaces like the step itself
-    of_optimizer = [i for i in resident if allocations[i].component == "optimizer" and i not in replaced]
-    state = [_Keyed(i, allocations[i]).event for i in of_optimizer]
-    stepping, returned = _start_of_optimizer(step, allocations), _end_of_forward(step, allocations)
-    held: list[_Event] = []
+    step = _Step(trace, device)
+    events = list(_loading_events(step.loaded, loading))
+    scratch = {thread: (-1 - 2 * step.base - thread, size) for thread, size in enumerate(workspaces)}
+    state, held = step.state, list[_Event]()
     for number in range(_STEPS):
-        shift = (number + 1) * base
-        for place, (index, freed) in enumerate(step):
-            allocation = allocations[index]
-            if place == returned:
+        for place, (index, freed) in enumerate(step.events):
+            if place == step.returned:
                 events += held
                 held = []
-            if place == stepping:
+            if place == step.stepping:
                 events += state
                 state = []
-            if freed:
-                # what is replaced was made by the step before
-                key = replaced[index] - base if index in replaced else index
-                if key + shift >= base:
-                    events.append((key + shift, -1))
+            event = step.event(number, index, freed)
+            if event is None:
                 continue
-            events.append((index + shift, allocation.bytes))
+            events.append(event)
+            allocation = trace.allocations[index]
             thread = _THREAD_OF.get(allocation.phase)
-            if thread in scratch and allocation.op.startswith(_PRODUCTS):
+            if not freed and thread in scratch and allocation.op.startswith(_PRODUCTS):
                 events.append(scratch.pop(thread))
         events += state  # where the trace counts the state and runs no step
         state = []
-        left: list[_Event] = [(index + shift, -1) for index in sorted(survivors - set(replaced.values()))]
+        left = step.left(number)
         events, held = (events, held + left) if left_across_steps else (events + left, [])
+        events += [EMPTY_CACHE] * emptied
     return tuple(events)
+
+
+class _Step:
+    """The traced step on one device, and what becomes of its events when it is run again and again."""
+
+    def __init__(self, trace: StepTrace, device: int | str) -> None:
+        allocations = trace.allocations
+        own = [event for event in trace.events if allocations[event.allocation].device == device]
+        resident = [index for index, freed in own if not freed and allocations[index].phase == "load"]
+        at_start = set(resident)
+        # a resident tensor that the step itself frees stays, since the next step finds it again, or what replaced it
+        made = {event.allocation for event in own} - at_start
+        survivors = made - {event.allocation for event in own if event.freed}
+        self._allocations = allocations
+        self._replaced = _replaced_state(own, at_start, survivors, allocations)
+        self._recast = _recast(own, at_start, survivors, allocations)
+        self._survivors = survivors - {*self._replaced.values(), *self._recast}
+        gone = {*self._replaced, *self._recast}
+        self.base = len(allocations)
+        self.events = [
+            event for event in own if event.allocation not in at_start or (event.freed and event.allocation in gone)
+        ]
+        self.loaded = [_Keyed(i, allocations[i]) for i in resident if allocations[i].component != "optimizer"]
+        # torch's optimizers make their state in their first step, what each step replaces like the step itself
+        of_optimizer = [i for i in resident if allocations[i].component == "optimizer" and i not in self._replaced]
+        self.state = [_Keyed(i, allocations[i]).event for i in of_optimizer]
+        self.stepping = _start_of_optimizer(self.events, allocations)
+        self.returned = _end_of_forward(self.events, allocations)
+
+    def event(self, number: int, index: int, freed: bool) -> _Event | None:
+        """Return one of the step's events when it is run for the `number`-th time, from 0 on; None where it is none."""
+        shift = (number + 1) * self.base
+        if index in self._recast:  # in the first step only: later ones find it as that one left it
+            event = (index, -1) if freed else (index + shift, self._allocations[index].bytes)
+            return event if number == 0 else None
+        if not freed:
+            return index + shift, self._allocations[index].bytes
+        # what is replaced was made by the step before
+        key = shift + (self._replaced[index] - self.base if index in self._replaced else index)
+        return (key, -1) if key >= self.base else None
+
+    def left(self, number: int) -> list[_Event]:
+        """Return the end of what a step leaves."""
+        return [(index + (number + 1) * self.base, -1) for index in sorted(self._survivors)]
 
 
 def _replaced_state(
@@ -152,6 +179,17 @@ def _replaced_state(
     old = [event.allocation for event in events if event.freed and event.allocation in at_start]
     old = [index for index in old if allocations[index].component == "optimizer"]
     return {index: made[allocations[index].bytes].pop() for index in old if made[allocations[index].bytes]}
+
+
+def _recast(
+    events: Sequence[Event], at_start: set[int], survivors: set[int], allocations: Sequence[Allocation]
+) -> set[int]:
+    """Return the base's tensors that their module casts for good, as bitsandbytes its biases, and the results."""
+    freed = [event.allocation for event in events if event.freed and event.allocation in at_start]
+    old = {index for index in freed if allocations[index].component in _OF_THE_BASE}
+    modules = {allocations[index].module for index in old}
+    made = (index for index in survivors if allocations[index].op.startswith("aten._to_copy"))
+    return old | {index for index in made if allocations[index].module in modules}
 
 
 def _end_of_forward(step: Sequence[Event], allocations: Sequence[Allocation]) -> int:
@@ -185,36 +223,37 @@ def _loading_events(resident: list[_Keyed], loading: Loading) -> Iterator[_Event
     if loading.warmed:
         yield _BULK, sum(loading.recast.get(name, r.allocation.bytes) for name, r in weights.items())
         yield _BULK, -1
-    # the statistics and the bias of a quantized weight
-    companions: defaultdict[str, list[_Keyed]] = defaultdict(list)
+    # the key and the bytes with which a tensor comes: a tensor that is cast afterwards is another one first
+    cast = [name for name in base if name in loading.recast]
+    before_cast = {name: (_BULK - 1 - place, loading.recast[name]) for place, name in enumerate(cast)}
+    comes = {name: r.event for name, r in base.items()} | before_cast
+    # the statistics of a quantized weight; a bias comes by itself
+    companions: defaultdict[str, list[str]] = defaultdict(list)
     for name in base:
-        weight = f"{name.rpartition('.')[0]}.weight"
-        if name != weight and weight in loading.unpacked:
-            companions[weight].append(base[name])
-    made_with_weight = {companion.key for several in companions.values() for companion in several}
-    before_cast: dict[str, int] = {}
+        layer, _, attribute = name.rpartition(".")
+        weight = f"{layer}.weight"
+        if attribute not in ("weight", "bias") and weight in loading.unpacked:
+            companions[weight].append(name)
+    made_with_weight = {name for several in companions.values() for name in several}
     for name in sorted(base, key=natural_key) if loading.warmed else base:
-        if name in loading.recast:
-            before_cast[name] = _BULK - 1 - len(before_cast)
-            yield before_cast[name], loading.recast[name]
-        elif name in loading.unpacked:
-            yield from _quantizing_events(base[name], companions[name], loading.unpacked[name])
-        elif base[name].key not in made_with_weight:
-            yield base[name].event
-    for name, weight_allocation in weights.items():
-        if name in before_cast:
-            yield weight_allocation.event
-            yield before_cast[name], -1
+        if name in loading.unpacked:
+            made = [comes[part] for part in sorted([*companions[name], name], key=_order_in_layer)]
+            yield from _quantizing_events(made, loading.unpacked[name])
+        elif name not in made_with_weight:
+            yield comes[name]
+    for name, (key, _) in before_cast.items():
+        yield base[name].event
+        yield key, -1
     if before_cast:
         yield EMPTY_CACHE
     yield from (r.event for r in resident if r.allocation.component not in _OF_THE_BASE)
 
 
-def _quantizing_events(weight: _Keyed, companions: list[_Keyed], unpacked: tuple[int, ...]) -> Iterator[_Event]:
-    """Yield a weight as it came, its statistics, its packed form, its other companions, and the end of the first."""
+def _quantizing_events(made: list[_Event], unpacked: tuple[int, ...]) -> Iterator[_Event]:
+    """Yield a weight as it came, what is made of it, its companions among that, and the end of the first."""
     keys = [_UNPACKED - place for place in range(len(unpacked))]
     yield from zip(keys, unpacked, strict=True)
-    yield from (r.event for r in sorted([*companions, weight], key=lambda r: _order_in_layer(r.allocation.op)))
+    yield from made
     yield from ((key, -1) for key in keys)
 
 

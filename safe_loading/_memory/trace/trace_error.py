@@ -11,8 +11,10 @@ from types import TracebackType
 import accelerate
 import numpy
 import torch
+from peft import PeftConfig
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from safe_loading._core.names import method_name
 from safe_loading._core.workload import Workload
 from safe_loading.errors import TraceError
 
@@ -28,6 +30,11 @@ _FIX_FOR_VALUES = (
     "A trace knows integers that follow from the inputs (pass the ones that matter in inputs=, with their values), and "
     "no value that follows from weights. Use an operation with a fixed output shape (torch.where in place of x[mask]), "
     "or skip the line when its tensor is a torch._subclasses.FakeTensor."
+)
+_SPARSE = {"SHIRA": "SHiRA", "FROD": "FRoD"}
+_FIX_FOR_SPARSE = (
+    "Sparse tensors have no storage whose bytes could be counted. Measure a step on the GPU "
+    "(torch.cuda.max_memory_reserved()), or forecast another method: adapter=LoraConfig(...)."
 )
 _MOST_CHARACTERS = 600  # of the error's own message
 
@@ -51,7 +58,19 @@ def trace_error(
     )
 
 
+def refuse_sparse_methods(config: PeftConfig) -> None:
+    """Raise `TraceError` for an adapter whose layers compute with sparse tensors, before peft looks for values."""
+    kind = method_name(config.peft_type)
+    if kind in _SPARSE:
+        raise TraceError(
+            f"adapter={type(config).__name__}(...) cannot be traced: {_SPARSE[kind]} computes with sparse tensors. "
+            f"{_FIX_FOR_SPARSE}"
+        )
+
+
 def _fix(model: torch.nn.Module, error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
+    if "SparseTensorImpl" in str(error):
+        return _FIX_FOR_SPARSE
     if isinstance(error, _DEPENDS_ON_VALUES):
         return _FIX_FOR_VALUES
     missing_argument = "missing" in str(error) and "required" in str(error) and isinstance(error, TypeError)

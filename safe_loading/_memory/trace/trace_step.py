@@ -37,9 +37,10 @@ from .ledger import Ledger, device_traces, fake_device
 from .operation_cache import CachedOutputs, OperationCache
 from .records import StepTrace
 from .replicated_step import ReplicatedParameters, replicated, shares
-from .run_step import run_generation, run_training
+from .run_generation import run_generation
+from .run_training import run_training
 from .sharded_step import ShardedParameters, alike, fake_ranks, sharded
-from .trace_error import trace_error
+from .trace_error import refuse_sparse_methods, trace_error
 from .trained_parameters import TrainedParameters
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ def _with_adapter(
     )
 
     config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter
+    refuse_sparse_methods(config)
     if config is not adapter:
         refuse_costly_patterns(config, model, adapter)
     if lora_layers() and isinstance(config, LoraConfig):

@@ -22,15 +22,10 @@ from safe_loading._loading.folder_findings import refuse_quantizer_patterns
 from safe_loading._loading.sources import HUB_OPTIONS
 from safe_loading._model.meta_model import build_on_meta, weights_dtype
 from safe_loading._model.model_config import CONFIG
-from safe_loading.errors import MergeError
+from safe_loading.errors import ArgumentError, MergeError
 
-from .quantized_base import (
-    MERGE_BEFORE_QUANTIZED,
-    READ_FROM_DISK,
-    PlainCheckpoint,
-    QuantizedTensor,
-    read_as_plain,
-)
+from .kept_format import KEPT_FORMATS, weights_by_part
+from .quantized_base import MERGE_BEFORE_QUANTIZED, READ_FROM_DISK, QuantizedTensor, read_as_plain
 
 # Arguments of from_pretrained that say where files are, and not what model is built.
 _NOT_OF_THE_CONFIG = HUB_OPTIONS | {"variant", "trust_remote_code"}
@@ -47,8 +42,19 @@ class MergeBase:
     config: JsonObject  # its config.json; empty where there is none
     checkpoint: Checkpoint  # of a quantized base, the plain tensors that its codes stand for
     quantized: Mapping[str, QuantizedTensor]  # what those are on disk
-    stale_headers: frozenset[str]  # the files whose headers do not describe ``checkpoint``
+    stale_headers: frozenset[str]  # the files whose headers do not describe ``template``
+    template: Checkpoint  # what the output is like: ``checkpoint``, or the files as they are where codes are kept
     dtype: torch.dtype | None = None  # of the output; None for that of the config
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether the output is quantized as the base is."""
+        return bool(self.quantized) and self.template is not self.checkpoint
+
+    @functools.cached_property
+    def weight_of(self) -> dict[str, str]:
+        """Which weight each tensor of codes or scales is a part of, where the output keeps them."""
+        return weights_by_part(self.quantized) if self.keeps_codes else {}
 
     @functools.cached_property
     def model_config(self) -> PreTrainedConfig:
@@ -79,14 +85,27 @@ class MergeBase:
 
 
 def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dtype: torch.dtype | None, dequantize: bool) -> MergeBase:
-    """Read the config and the headers of a base; with ``dequantize`` a quantized one is taken as the plain one."""
+    """Read the config and the headers of a base; ``dequantize`` says what becomes of a quantized one."""
     checkpoint = read_checkpoint(resolved.folder, variant=kwargs.get("variant"), kind="model")
     path = resolved.folder / CONFIG
     config = read_json_object(path) if path.is_file() else {}
     refuse_quantizer_patterns(checkpoint, config)
     quantization = config.get("quantization_config")
-    if quantization and not dequantize:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    facts = resolved.source, resolved.folder, resolved.commit, kwargs, config
+    if not quantization:
+        return MergeBase(*facts, checkpoint, {}, frozenset(), checkpoint, dtype)
+    if not dequantize:
+        _require_kept_format(path, quantization, dtype)
+    plain, quantized, stale = read_as_plain(checkpoint, config)
+    if dequantize:
+        return MergeBase(*facts, plain, quantized, stale, plain, dtype)
+    return MergeBase(*facts, plain, quantized, frozenset(), checkpoint)
+
+
+def _require_kept_format(path: Path, quantization: object, dtype: torch.dtype | None) -> None:
+    """Refuse a base whose codes are not merged into."""
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method not in KEPT_FORMATS:
         road = (
             "Merge into the base that it was made from, and quantize the result; or pass dequantize=True, which writes "
             "a plain one."
@@ -95,5 +114,8 @@ def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dtype: torch.dtype | 
             f"{path} says that the base is quantized ({method}); adding to its codes would be wrong. "
             f"{road if method in READ_FROM_DISK else MERGE_BEFORE_QUANTIZED}"
         )
-    plain = read_as_plain(checkpoint, config) if quantization else PlainCheckpoint(checkpoint, {}, frozenset())
-    return MergeBase(resolved.source, resolved.folder, resolved.commit, kwargs, config, *plain, dtype)
+    if dtype is not None:
+        raise ArgumentError(
+            f"dtype={dtype}: {path} says that the base is quantized ({method}), and codes keep their dtype. Leave it "
+            f"out; or pass dequantize=True (--dequantize) too, which writes a plain base in that dtype."
+        )

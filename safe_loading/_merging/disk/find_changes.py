@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from peft import PeftConfig, PeftType
 
+from safe_loading._core.names import method_name
 from safe_loading._core.protocols import ModelClass
 from safe_loading._loading.attach import Adapter, prepare
 from safe_loading._loading.peft_config import can_build_on_meta, changes_base, is_lora
@@ -14,6 +15,7 @@ from safe_loading.errors import MergeError
 from .base_changing_init import REPEATABLE, init_kind
 from .changes import Changes
 from .collect_edits import collect_edits
+from .kept_format import why_not_kept
 from .output_model import adapt_config, build_output_model, cast_dtypes, decides_more_by_tie_flag
 from .place_edits import place_edits
 from .sources import MergeSources
@@ -48,6 +50,8 @@ def find_changes(
     )
     adapt_config(changes, output, base)
     problems += changes.problems
+    if base.keeps_codes:
+        problems += why_not_kept(base.quantized, changes)
     if problems:
         raise MergeError(f"The adapters cannot be merged into {str(base.folder)!r}; nothing was written:", problems)
     return changes, {} if dtype is None else cast_dtypes(changes, output, base, dtype)
@@ -66,7 +70,7 @@ def _not_scalable(adapter: Adapter, weight: float) -> list[str]:
         f"init_lora_weights={init_kind(config)!r}": changes_base(config),
     }
     if not is_lora(config):
-        kinds[str(getattr(config.peft_type, "value", config.peft_type))] = True
+        kinds[method_name(config.peft_type)] = True
     found = [kind for kind, is_there in kinds.items() if is_there]
     if not found:
         return []
@@ -110,7 +114,7 @@ def _method(config: PeftConfig) -> str:
     """Return the name of an adapter's method for a message."""
     if getattr(config, "monteclora_config", None) is not None:
         return "MonteCLoRA"
-    return str(getattr(config.peft_type, "value", config.peft_type))
+    return method_name(config.peft_type)
 
 
 def _is_merged_on_disk(config: PeftConfig) -> bool:

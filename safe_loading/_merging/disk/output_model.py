@@ -163,7 +163,7 @@ def adapt_config(changes: Changes, output: OutputModel, base: MergeBase) -> None
         problems = _not_found(changes, output, base)
         advice = _NO_SUCH_VOCABULARY.format(type(output.model).__name__, max(output.resized.values(), default=0))
         changes.problems += [problem + advice if output.resized else problem for problem in problems]
-    if base.quantized:
+    if base.quantized and not base.keeps_codes:
         changes.config["quantization_config"] = None
 
 

@@ -18,9 +18,10 @@ from safe_loading._checkpoint.header import BITS, Header, TensorInfo
 
 from .base import MergeBase
 from .changes import NAMES, ChangedRows, Changes
+from .kept_format import CodesMerge
 from .quantized_base import QuantizedTensor
 
-Action = Literal["copied", "cast", "merged", "replaced", "re-tied", "added"]
+Action = Literal["copied", "cast", "merged", "rescaled", "replaced", "re-tied", "added"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,17 +31,18 @@ class TensorPlan:
     target: TensorInfo
     action: Action
     source: TensorInfo | None  # the tensor of the base that it is made from
-    path: Path | None  # the file of the base that holds ``source``
+    path: Path | None  # the file of the base that it is made from
     rows: tuple[ChangedRows, ...] = ()  # in their order, without overlap
     columns: int = 1  # of the matrix that it is seen as
     value: torch.Tensor | None = None  # what takes the place of ``source`` in a tensor that is replaced whole
     quantized: QuantizedTensor | None = None  # what ``source`` is on disk when it is quantized there
+    codes: CodesMerge | None = None  # what it is a part of: the codes or the scales of a weight that keeps its format
 
     @property
     def is_copy(self) -> bool:
         """Whether its bytes are those of ``source``."""
         same_dtype = self.source is not None and self.source.dtype == self.target.dtype
-        return same_dtype and not self.rows and self.value is None and self.quantized is None
+        return same_dtype and not self.rows and self.value is None and self.quantized is None and self.codes is None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,12 +58,18 @@ class FilePlan:
 
 def plan_files(base: MergeBase, changes: Changes, dtypes: Mapping[str, str], shard_bytes: int | None) -> list[FilePlan]:
     """Plan every weight file; ``dtypes`` has only tensors that get another one, and no shard size keeps the files."""
-    checkpoint = base.checkpoint
+    checkpoint = base.template
+    merges = codes_merges(base, changes)
     files: dict[str, list[TensorPlan]] = {}
     for file, header in checkpoint.headers.items():
         order = sorted(header.tensors.values(), key=lambda info: (info.start, info.stop))
-        names = [info.name for info in order if info.name not in changes.dropped]
-        files[file] = [_plan_tensor(name, name, base, changes, dtypes) for name in names]
+        kept = [info for info in order if base.weight_of.get(info.name, info.name) not in changes.dropped]
+        files[file] = [
+            _plan_part(info, merges[info.name])
+            if info.name in merges
+            else _plan_tensor(info.name, info.name, base, changes, dtypes)
+            for info in kept
+        ]
     # All new tensors go to the last file, so that the others can stay as they are, byte for byte.
     last = next(reversed(files))
     files[last] += [_plan_tensor(name, source, base, changes, dtypes) for name, source in changes.added.items()]
@@ -73,13 +81,29 @@ def plan_files(base: MergeBase, changes: Changes, dtypes: Mapping[str, str], sha
     return [_plan_file(name, tensors, headers.get(name), metadata) for name, tensors in files.items() if tensors]
 
 
+def codes_merges(base: MergeBase, changes: Changes) -> dict[str, CodesMerge]:
+    """Return the weights that change and keep their codes, under the names of their codes and of their scales."""
+    merges: dict[str, CodesMerge] = {}
+    for name, weight in base.quantized.items() if base.keeps_codes else ():
+        if name in changes.merges:
+            merge = CodesMerge(weight, base.template.file_of[weight.info.name], changes.merges[name][0])
+            merges |= {weight.info.name: merge, merge.scales.name: merge}
+    return merges
+
+
+def _plan_part(info: TensorInfo, merge: CodesMerge) -> TensorPlan:
+    """Plan the codes or the scales of a weight that changes in its own format; both are made from the codes."""
+    action: Action = "merged" if info.name == merge.weight.info.name else "rescaled"
+    return TensorPlan(info, action, info, merge.path, codes=merge)
+
+
 def _plan_tensor(
     name: str, source_name: str | None, base: MergeBase, changes: Changes, dtypes: Mapping[str, str]
 ) -> TensorPlan:
     """Plan one tensor; ``source_name`` is the base's tensor that it starts from."""
     source = path = None
     if source_name is not None:
-        source, path = base.checkpoint.tensors[source_name], base.checkpoint.file_of[source_name]
+        source, path = base.template.tensors[source_name], base.template.file_of[source_name]
     value = changes.values.get(name)
     if value is not None:
         dtype, shape = dtypes.get(name, NAMES[value.dtype]), tuple(value.shape)
@@ -88,7 +112,8 @@ def _plan_tensor(
     else:
         raise ValueError(f"{name} has neither a source nor a value")
     target = TensorInfo(name, dtype, shape, 0, math.prod(shape) * BITS[dtype] // 8)
-    quantized = base.quantized.get(source_name) if value is None and source_name is not None else None
+    decoded = {} if base.keeps_codes else base.quantized
+    quantized = decoded.get(source_name) if value is None and source_name is not None else None
     rows, columns = changes.merges.get(name, ((), 1 if quantized is None else quantized.shape[-1]))
     # In this order: a tensor that is added, re-tied or replaced may have rows that change, too.
     action: Action = "merged" if rows else "copied"

@@ -255,7 +255,7 @@ def _rows_of_matrix(index: tuple[int, ...], update: Update, block: DiskBlock, in
     row, column = block.dims[lead], block.dims[lead + 1]
     first_row, first_column = block.at[lead], block.at[lead + 1]
     if row > column:  # the disk holds the matrix transposed
-        update, first_row, first_column = _transposed(update), first_column, first_row
+        update, first_row, first_column = transposed(update), first_column, first_row
         row, column = column, row
     if column != len(info.shape) - 1 or row != column - 1 or block.size[column] != info.shape[column]:
         raise _CannotPlaceError(f"{block.tensor} holds it in another layout")
@@ -292,7 +292,7 @@ def _cut_value(value: torch.Tensor, block: DiskBlock) -> torch.Tensor:
     return cut.permute([disk_dims.index(dim) for dim in range(len(disk_dims))]).contiguous()
 
 
-def _transposed(update: Update) -> Update:
+def transposed(update: Update) -> Update:
     """Return the update of the transposed weight; DoRA's norms stay those of the weight as the model has it."""
     terms = tuple(Term(t.right.T, t.left.T, t.scaling, t.magnitude, t.name) for t in update.terms)
     return Update((update.shape[1], update.shape[0]), terms, 1 - update.axis)

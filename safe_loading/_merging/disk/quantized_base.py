@@ -16,14 +16,21 @@ from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.header import BITS, TensorInfo
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.protocols import JsonObject
+from safe_loading._merging.weights.mxfp4_merge import spread_exponents, unpack_mxfp4
 from safe_loading._model.dtypes import DTYPES
-from safe_loading._model.quantized.decode import decode_four_bits, decode_fp8, decode_mxfp4, decode_nested_scales
+from safe_loading._model.quantized.decode import (
+    MX_BLOCK,
+    decode_four_bits,
+    decode_fp8,
+    decode_mxfp4,
+    decode_nested_scales,
+)
+from safe_loading._model.quantized.to_plain import how_to_dequantize
 from safe_loading.errors import MergeError
 
 from .changes import FLOATS
 
 _STATE = ".quant_state.bitsandbytes__"  # and the kind of code: transformers' name for bitsandbytes' own description
-_MX_BLOCK = 32  # elements that share a scale in MXFP4
 _INT8 = 7.874015718698502e-3  # 1 / 127, as bitsandbytes writes it in int8_vectorwise_dequant
 _MX_CODES = "_blocks"  # what the names of gpt-oss's codes end with
 MERGE_BEFORE_QUANTIZED = (
@@ -36,9 +43,7 @@ _ROADS = {
         ("bitsandbytes", "fp8", "mxfp8", "torchao"),
         "Load it, call merge_lora_inplace(dequantize=True), and save it; or merge into the base that it was made from.",
     ),
-    "compressed-tensors": (
-        "Load it with quantization_config=CompressedTensorsConfig(dequantize=True), save it, and merge into that."
-    ),
+    "compressed-tensors": f"To merge into a plain base, {how_to_dequantize('compressed-tensors')}.",
 }
 
 
@@ -50,7 +55,8 @@ class QuantizedTensor:
     info: TensorInfo  # the codes
     shape: tuple[int, ...]
     scales: Mapping[str, tuple[Path, TensorInfo]]  # all that decodes them, with its file, by its role
-    facts: JsonObject  # what bitsandbytes wrote of its 4-bit code; for fp8 the ``block`` of a scale
+    # What bitsandbytes wrote of its 4-bit code; for fp8 the ``block`` of a scale, and if all are ``powers_of_two``.
+    facts: JsonObject
 
 
 class PlainCheckpoint(NamedTuple):
@@ -68,6 +74,8 @@ class Decoder:
         self._weight, self._source = weight, source
         self._expert: tuple[int, torch.Tensor] | None = None  # the one whose MXFP4 codes are in memory
         self._tensors = {role: _read_tensor(path, info) for role, (path, info) in weight.scales.items()}
+        if weight.kind == "fp8" and self._tensors["scales"].dtype == torch.uint8:  # exponents, as MXFP8 saves them
+            self._tensors["scales"] = self._tensors["scales"].view(torch.float8_e8m0fnu)
         if "nested_absmax" in self._tensors:  # the scales are codes themselves
             self._tensors["absmax"] = decode_nested_scales(
                 self._tensors["absmax"],
@@ -85,10 +93,10 @@ class Decoder:
         first, last = start * columns, stop * columns
         if weight.kind == "4 bits":
             # A byte holds two codes; where the number of columns is odd, a row may begin within a byte.
-            packed, size = self._bytes(first // 2, -(-last // 2)), int(weight.facts["blocksize"])
+            packed, size = self.stored(first // 2, -(-last // 2)), int(weight.facts["blocksize"])
             values = decode_four_bits(packed, tensors["quant_map"], tensors["absmax"], size, first, last)
             return values.double().view(-1, columns)
-        codes = self._bytes(first, last).view(DTYPES[weight.info.dtype]).view(-1, columns)
+        codes = self.stored(first, last).view(DTYPES[weight.info.dtype]).view(-1, columns)
         if weight.kind == "8 bits":  # in float32, the order of bitsandbytes
             return (codes.float() * tensors["SCB"].float().view(-1, 1)[start:stop] * _INT8).double()
         return decode_fp8(codes, tensors["scales"], weight.facts["block"], start)
@@ -99,7 +107,7 @@ class Decoder:
         parts = []
         for expert in range(start // rows, min(-(-stop // rows), experts)):
             first, last = max(start - expert * rows, 0), min(stop - expert * rows, rows)
-            exponents = self._tensors["scales"][expert].repeat_interleave(_MX_BLOCK, 1)[:, first:last]
+            exponents = spread_exponents(self._tensors["scales"][expert])[:, first:last]
             parts.append(decode_mxfp4(self._codes_of(expert)[:, first:last], exponents).t())
         return torch.cat(parts)
 
@@ -107,12 +115,17 @@ class Decoder:
         """Return the codes of one expert, a byte for each, as the disk has them: (output rows, input columns)."""
         if self._expert is None or self._expert[0] != expert:
             size = self._weight.info.nbytes // self._weight.shape[0]
-            packed = self._bytes(expert * size, (expert + 1) * size).view(self._weight.shape[2], -1)
-            # the lower half of a byte comes first
-            self._expert = expert, torch.stack([packed & 15, packed >> 4], -1).view(self._weight.shape[2], -1)
+            packed = self.stored(expert * size, (expert + 1) * size).view(self._weight.shape[2], -1)
+            self._expert = expert, unpack_mxfp4(packed)
         return self._expert[1]
 
-    def _bytes(self, start: int, stop: int) -> torch.Tensor:
+    @property
+    def scales(self) -> torch.Tensor:
+        """The scales of an fp8 or MXFP4 weight."""
+        return self._tensors["scales"]
+
+    def stored(self, start: int, stop: int) -> torch.Tensor:
+        """Return some bytes of the codes as the disk has them."""
         data = bytearray(stop - start)
         read_into(self._source, memoryview(data), self._weight.info.start + start)
         return torch.frombuffer(data, dtype=torch.uint8)
@@ -164,24 +177,26 @@ def _quantized(name: str, checkpoint: Checkpoint, config: JsonObject) -> Quantiz
     scales = tensors.get(f"{name}_scale_inv")
     if info.dtype in ("F8_E4M3", "F8_E5M2") and scales is not None and len(info.shape) == 2:
         rows, columns = info.shape
-        block = tuple(config.get("quantization_config", {}).get("weight_block_size") or (rows, columns))
+        settings = config.get("quantization_config", {})
+        block = tuple(settings.get("weight_block_size") or (rows, columns))
         grid = (1, 1) if math.prod(scales.shape) == 1 else tuple(scales.shape)
         if grid != (-(-rows // block[0]), -(-columns // block[1])):
             raise MergeError(
                 f"{name}_scale_inv has the shape {list(scales.shape)}, which does not fit the shape "
                 f"{list(info.shape)} of its weight and the weight_block_size {list(block)} of the config."
             )
-        return QuantizedTensor("fp8", info, (rows, columns), with_files({"scales": scales}), {"block": block})
+        facts = {"block": block, "powers_of_two": scales.dtype == "U8" or settings.get("scale_fmt") == "ue8m0"}
+        return QuantizedTensor("fp8", info, (rows, columns), with_files({"scales": scales}), facts)
     row_scales = tensors.get(f"{name.removesuffix('weight')}SCB")
     if info.dtype == "I8" and row_scales is not None and len(info.shape) == 2:
         return QuantizedTensor("8 bits", info, (info.shape[0], info.shape[1]), with_files({"SCB": row_scales}), {})
     exponents = tensors.get(f"{name.removesuffix(_MX_CODES)}_scales") if name.endswith(_MX_CODES) else None
     if info.dtype == "U8" and exponents is not None and len(info.shape) == 4:
         experts, rows, blocks, size = info.shape
-        if exponents.shape != (experts, rows, blocks) or size * 2 != _MX_BLOCK:
+        if exponents.shape != (experts, rows, blocks) or size * 2 != MX_BLOCK:
             raise MergeError(
                 f"{exponents.name} has the shape {list(exponents.shape)}, which does not fit the shape "
-                f"{list(info.shape)} of {name}: a scale for each block of {_MX_BLOCK} elements, two of them a byte."
+                f"{list(info.shape)} of {name}: a scale for each block of {MX_BLOCK} elements, two of them a byte."
             )
         return QuantizedTensor("mxfp4", info, (experts, blocks * size * 2, rows), with_files({"scales": exponents}), {})
     state = tensors.get(f"{name}{_STATE}nf4") or tensors.get(f"{name}{_STATE}fp4")

@@ -14,6 +14,7 @@ from safe_loading._checkpoint.tensor_hash import KEY, named, new_hash
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 
+from .loss_findings import loss_findings
 from .output_plan import FilePlan, TensorPlan
 from .report import MergedTensor, MergeReport
 from .sources import MergeSources
@@ -47,6 +48,7 @@ def job_of(sources: MergeSources, options: Mapping[str, object]) -> JsonObject:
         "files": files,
         "adapters": dict(sources.digests),
         **_other_weights(sources),
+        **({"codes": "kept"} if sources.base.keeps_codes else {}),
         "options": dict(options),
     }
 
@@ -86,7 +88,9 @@ def report_file(sources: MergeSources, plans: Sequence[FilePlan], written: Mappi
     for plan in plans:
         for tensor in plan.tensors:
             known = written[plan.name][tensor.target.name]
-            entry = {"file": plan.name, "action": tensor.action, "max_delta": known.largest}
+            entry: JsonObject = {"file": plan.name, "action": tensor.action, "max_delta": known.largest}
+            if known.loss is not None:
+                entry["rounding"] = dataclasses.asdict(known.loss)
             tensors[tensor.target.name] = {**entry, **named(known.digest)}
     document = {
         "base": {"source": sources.base.source, "commit": sources.base.commit},
@@ -120,7 +124,7 @@ def make_report(output: Path, outcome: Outcome, seconds: float) -> MergeReport:
                 bytes_read += tensor.source.nbytes
             result, hashes = (info.nbytes, known.seconds, known.largest), named(known.digest)
             kinds = hashes.get("sha256"), hashes.get(KEY)
-            tensors.append(MergedTensor(info.name, plan.name, tensor.action, info.dtype, *result, *kinds))
+            tensors.append(MergedTensor(info.name, plan.name, tensor.action, info.dtype, *result, *kinds, known.loss))
     return MergeReport(
         output=str(output),
         base={"source": sources.base.source, "commit": sources.base.commit},
@@ -133,7 +137,7 @@ def make_report(output: Path, outcome: Outcome, seconds: float) -> MergeReport:
         bytes_written=bytes_written,
         resumed=tuple(outcome.resumed),
         seconds=seconds,
-        findings=tuple(outcome.findings),
+        findings=(*outcome.findings, *loss_findings(tensors)),
         weights=_weights(sources),
     )
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from safe_loading._core.report import Finding, Table, Verdict, format_bytes
+from safe_loading._merging.weights.rounding_loss import RoundingLoss
 
 _HEADER = ("what", "tensors", "size", "largest change")
 
@@ -18,15 +19,18 @@ class MergedTensor:
     Attributes:
         name: Its name on disk.
         file: Its file.
-        action: ``"merged"`` (the delta was added), ``"re-tied"`` (the same, under another name of a tied weight),
-            ``"replaced"`` (its content is the adapter's, with the delta on top where there is one), ``"added"`` (the
-            base has no tensor of that name), ``"cast"`` (only its dtype changed) or ``"copied"``.
+        action: ``"merged"`` (the delta was added), ``"rescaled"`` (the scales of codes to which it was added),
+            ``"re-tied"`` (merged, under another name of a tied weight), ``"replaced"`` (its content is the adapter's,
+            with the delta on top where there is one), ``"added"`` (the base has no tensor of that name), ``"cast"``
+            (only its dtype changed) or ``"copied"``.
         dtype: Its safetensors dtype, such as ``"BF16"``.
         bytes: Its size.
         seconds: The time that a thread spent on it; 0 when an interrupted call wrote it.
         max_delta: The largest absolute change of an element; None where nothing was added.
         sha256: The SHA-256 of its bytes, where an interrupted call of an earlier release wrote it; None otherwise.
         xxh3_128: The XXH3-128 of its bytes, as hexadecimal; None with ``verify=False``.
+        rounding: What rounding the merged weight to codes again lost, where the output keeps the base's fp8 or MXFP4;
+            None otherwise.
     """
 
     name: str
@@ -38,6 +42,7 @@ class MergedTensor:
     max_delta: float | None
     sha256: str | None = None
     xxh3_128: str | None = None
+    rounding: RoundingLoss | None = None
 
 
 @dataclasses.dataclass(frozen=True)

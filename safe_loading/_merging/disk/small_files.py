@@ -51,7 +51,7 @@ def _content(path: Path) -> bytes:
 
 def _index_of(base: MergeBase, plans: Sequence[FilePlan], *, resharded: bool) -> dict[str, bytes]:
     """Return the content of the index of the output by its name; nothing when one file has all tensors."""
-    checkpoint, index = base.checkpoint, base.checkpoint.index
+    checkpoint, index = base.template, base.template.index
     if len(plans) == 1 and (resharded or index is None):
         return {}
     tensors = {tensor.target.name: (tensor.target, plan.name) for plan in plans for tensor in plan.tensors}

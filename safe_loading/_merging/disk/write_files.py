@@ -9,12 +9,14 @@ on, and the others never wait for it.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -24,10 +26,13 @@ import torch
 from safe_loading._checkpoint.copy_bytes import clone, start_writing_back, write_from
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._core.protocols import JsonObject
+from safe_loading._merging.weights.rounding_loss import RoundingLoss
 from safe_loading._output.stage import Stage
 
+from .kept_format import CodesMerge
 from .output_plan import FilePlan, TensorPlan
 from .thread_buffers import Buffers
+from .write_codes import CodesWriter, PartTarget, Role
 from .write_tensors import TensorWriter
 
 WRITE_BACK_BYTES = 16 << 20  # how much is handed to the disk at once
@@ -40,6 +45,7 @@ class Written:
     digest: str | None  # None when no hash was taken
     largest: float | None  # the largest absolute change of an element; None when nothing was added
     seconds: float = 0.0  # the time of a thread; 0 when an interrupted call wrote it
+    loss: RoundingLoss | None = None  # of what was rounded to codes again
 
 
 WrittenFile = dict[str, Written]
@@ -48,12 +54,18 @@ WrittenFile = dict[str, Written]
 
 def to_journal(written: WrittenFile) -> JsonObject:
     """Return what a second call must know of the tensors of a file, as JSON."""
-    return {name: [tensor.digest, tensor.largest] for name, tensor in written.items()}
+    return {
+        name: [tensor.digest, tensor.largest, *(dataclasses.astuple(tensor.loss) if tensor.loss else ())]
+        for name, tensor in written.items()
+    }
 
 
 def from_journal(tensors: JsonObject) -> WrittenFile:
     """Return what :func:`to_journal` was given, without the times."""
-    return {name: Written(digest, largest) for name, (digest, largest) in tensors.items()}
+    return {
+        name: Written(digest, largest, loss=RoundingLoss(*loss) if loss else None)
+        for name, (digest, largest, *loss) in tensors.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +88,7 @@ def write_files(plans: Sequence[FilePlan], job: WriteJob, advance: Callable[[int
         concurrent.futures.ThreadPoolExecutor(job.threads, "merge", torch.set_num_threads, (1,)) as pool,
     ):
         files = [_OutputFile(plan, job, advance, inputs, disk) for plan in plans]
-        tasks = [pool.submit(file.run, tensor, memory) for file, tensor in _in_lanes(files, job.threads)]
+        tasks = [pool.submit(task, memory) for task in _tasks(files, job.threads)]
         try:
             for task in concurrent.futures.as_completed(tasks):
                 task.result()
@@ -138,14 +150,19 @@ class _Disk:
         self._hints.shutdown(cancel_futures=True)
         self._syncs.shutdown(cancel_futures=True)
 
-    def _unless_stopped(self, work: Callable[[], None]) -> None:
-        if self.stop.is_set():
-            return
+    @contextmanager
+    def unless_stopped(self) -> Iterator[bool]:
+        """Say whether work may begin; when it fails, nothing more is begun."""
         try:
-            work()
+            yield not self.stop.is_set()
         except BaseException:
             self.stop.set()  # at once, before another thread begins another tensor
             raise
+
+    def _unless_stopped(self, work: Callable[[], None]) -> None:
+        with self.unless_stopped() as may_begin:
+            if may_begin:
+                work()
 
 
 class _Inputs:
@@ -203,19 +220,41 @@ class _OutputFile:
 
     def run(self, tensor: TensorPlan | None, memory: _ThreadMemory) -> None:
         """Write one tensor; None stands for a file without tensors."""
-        if self._disk.stop.is_set():
-            return
-        try:
-            self._write(tensor, memory)
-        except BaseException:
-            self._disk.stop.set()
-            raise
+        with self._disk.unless_stopped() as may_begin:
+            if not may_begin:
+                return
+            self.descriptor()
+            if tensor is not None:
+                with self._inputs.opened(tensor.path) as source:
+                    self.written[tensor.target.name] = self._write_tensor(tensor, source, memory.buffers)
+            self._one_less()
 
-    def _write(self, tensor: TensorPlan | None, memory: _ThreadMemory) -> None:
-        self._open()
-        if tensor is not None:
-            with self._inputs.opened(tensor.path) as source:
-                self.written[tensor.target.name] = self._write_tensor(tensor, source, memory.buffers)
+    def run_codes(self, merge: CodesMerge, parts: Mapping[Role, _Part]) -> None:
+        """Write a quantized weight in its own format: its codes, its scales, or both, which may lie in two files."""
+        with self._disk.unless_stopped() as may_begin:
+            if not may_begin:
+                return
+            begin, targets = time.perf_counter(), _opened(parts, hashed=self._job.hashes)
+            with contextlib.ExitStack() as inputs:
+                # Both parts are made from one file, which each of them was counted for.
+                sources = [inputs.enter_context(self._inputs.opened(tensor.path)) for _, tensor in parts.values()]
+                writer = CodesWriter(merge, sources[0], self._job.device, targets)
+                for role, place, count in writer.run():
+                    self._advance(count)
+                    if self._disk.stop.is_set():
+                        return
+                    if role == "codes":
+                        self._disk.begin(targets[role].descriptor, place, count)
+            seconds = time.perf_counter() - begin
+            for role, (file, tensor) in parts.items():
+                known = Written(targets[role].digest, None)  # of the scales
+                if role == "codes":
+                    known = Written(known.digest, writer.meter.largest, seconds, writer.meter.result())
+                file.written[tensor.target.name] = known
+                file._one_less()
+
+    def _one_less(self) -> None:
+        """Hand the file to the disk when its last task is done."""
         # A tensor may have been left half written then, so its file must not be recorded as complete.
         if self._disk.stop.is_set():
             return
@@ -253,16 +292,49 @@ class _OutputFile:
             os.close(self._target)
         self._target = -1
 
-    def _open(self) -> None:
+    def descriptor(self) -> int:
+        """Return the descriptor of the file, which is made when it is first asked for."""
         with self._guard:
             if self._target >= 0:
-                return
+                return self._target
             self._target = self._job.stage.create(self.plan.name)
             with self._inputs.opened(self.plan.same_as) as source:
                 self._cloned = source >= 0 and clone(source, self._target)
             if not self._cloned:
                 os.ftruncate(self._target, self.plan.nbytes)
                 write_from(self._target, memoryview(self.plan.header), 0)
+            return self._target
+
+
+_Part = tuple[_OutputFile, TensorPlan]  # the codes or the scales of a weight, and the file that they go to
+
+
+def _opened(parts: Mapping[Role, _Part], *, hashed: bool) -> dict[Role, PartTarget]:
+    return {
+        role: PartTarget.beginning_at(file.descriptor(), tensor.target.start, hashed=hashed)
+        for role, (file, tensor) in parts.items()
+    }
+
+
+def _tasks(files: Sequence[_OutputFile], threads: int) -> list[Callable[[_ThreadMemory], None]]:
+    """Return what threads do, in its order; the codes and the scales of a weight are written by one task."""
+    lanes = _in_lanes(files, threads)
+    parts: dict[CodesMerge, dict[Role, _Part]] = {}
+    for file, tensor in lanes:
+        if tensor is not None and tensor.codes is not None:
+            role: Role = "codes" if tensor.action == "merged" else "scales"
+            parts.setdefault(tensor.codes, {})[role] = (file, tensor)
+    tasks: list[Callable[[_ThreadMemory], None]] = []
+    for file, tensor in lanes:
+        if tensor is None or tensor.codes is None:
+            tasks.append(functools.partial(file.run, tensor))
+        elif both := parts.pop(tensor.codes, None):  # the first of them brings the other along
+            tasks.append(functools.partial(_run_codes, file, tensor.codes, both))
+    return tasks
+
+
+def _run_codes(file: _OutputFile, merge: CodesMerge, parts: Mapping[Role, _Part], _: _ThreadMemory) -> None:
+    file.run_codes(merge, parts)
 
 
 def _in_lanes(files: Sequence[_OutputFile], threads: int) -> list[tuple[_OutputFile, TensorPlan | None]]:

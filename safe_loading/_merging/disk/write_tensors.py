@@ -140,6 +140,10 @@ class TensorWriter:
             return
         blocks = range(changed.start, changed.stop, ROWS)
         weight = torch.cat([self._read(row, min(changed.stop, row + ROWS)).clone() for row in blocks])
+        if self._decoder is not None and self._plan.source is not None:  # the adapter saw it dequantized to this dtype
+            plain = torch.empty_like(weight, dtype=DTYPES[self._plan.source.dtype])
+            round_into(weight, plain)
+            weight = plain
         for init in changed.inits:
             weight = init.subtract_from(weight)
         self._remainder = (changed.start, weight)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from safe_loading._model.quantized.decode import Fp8Matrix, scale_grid, spread_scales
@@ -61,14 +63,13 @@ def _merger(update: Update, matrix: Fp8Matrix, scratch_bytes: int) -> RowMerger:
 
 def _rows_at_once(matrix: Fp8Matrix) -> int:
     """Return how many rows are merged together: whole blocks, and whole groups of :class:`RowMerger`."""
-    return max(ROWS, -(-matrix.block[0] // ROWS) * ROWS) if matrix.scales is not None else 16 * ROWS
+    return math.lcm(ROWS, matrix.block[0]) if matrix.scales is not None else 16 * ROWS
 
 
 def store_fp8(matrix: Fp8Matrix, values: torch.Tensor, start: int) -> None:
     """Write float64 values, whole blocks from row ``start`` on, each rounded once.
 
-    A block keeps its scale when its values fit under it. Otherwise it gets the least scale under which they fit,
-    largest value / largest fp8 number, rounded up; a power of two where scales are powers of two.
+    The scales are those of :func:`fitted_scales`.
     """
     rows = matrix.codes[start : start + len(values)]
     if matrix.scales is None:
@@ -76,18 +77,35 @@ def store_fp8(matrix: Fp8Matrix, values: torch.Tensor, start: int) -> None:
         return
     height, grid = matrix.block[0], scale_grid(matrix.scales)
     stored = grid[start // height : (start + len(values) - 1) // height + 1]
-    needed = _largest_of_blocks(values, matrix.block) / torch.finfo(matrix.codes.dtype).max
-    current = stored.float().double()
-    scales = _round_up(torch.where(needed <= current, current, needed), grid.dtype)
-    spread = spread_scales(scales, matrix.block, 0, values.shape)
-    # A block of zeros may have the scale 0.
-    codes = round_to_fp8(torch.where(spread == 0, 0.0, values / spread), rows.dtype)
+    scales = fitted_scales(largest_of_blocks(values, matrix.block), stored, rows.dtype)
+    codes = codes_under(values, scales, matrix.block, rows.dtype)
     # Both are computed before either is written: when the memory runs out, codes and scales still fit together.
     stored.copy_(scales)
     rows.copy_(codes)
 
 
-def _largest_of_blocks(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def fitted_scales(
+    largest: torch.Tensor, stored: torch.Tensor, codes: torch.dtype, *, powers_of_two: bool = False
+) -> torch.Tensor:
+    """Return the scales of blocks, in the dtype of those that are ``stored``.
+
+    A block keeps its scale when its values fit under it. Otherwise it gets the least one under which they fit: its
+    ``largest`` absolute value / the largest number of the dtype of the ``codes``, rounded up; a power of two where
+    scales are powers of two, by their dtype or by the config (``scale_fmt``).
+    """
+    needed, current = largest / torch.finfo(codes).max, stored.float().double()
+    grown = _round_up(needed, torch.float8_e8m0fnu if powers_of_two else stored.dtype)
+    return torch.where(needed <= current, current, grown.float().double()).to(stored.dtype)
+
+
+def codes_under(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Return float64 rows that begin with a block as codes under its scales, each rounded once."""
+    spread = spread_scales(scales, block, 0, values.shape)
+    # A block of zeros may have the scale 0.
+    return round_to_fp8(torch.where(spread == 0, 0.0, values / spread), dtype)
+
+
+def largest_of_blocks(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """Return the largest absolute value of each block of rows that begin with a block."""
     (height, width), (rows, columns) = block, values.shape
     padded = torch.zeros(
@@ -104,3 +122,12 @@ def _round_up(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     rounded = scales.to(dtype)
     above = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
     return torch.where(rounded.double() < scales, above, rounded)
+
+
+def steps_of_fp8(codes: torch.Tensor) -> torch.Tensor:
+    """Return the distance of the numbers around each code of a matrix, in float64, before its scale."""
+    every = torch.arange(256, dtype=torch.uint8, device=codes.device).view(codes.dtype).double().abs()
+    finfo = torch.finfo(codes.dtype)
+    _, exponent = torch.frexp(every.nan_to_num(0, 0, 0).clamp_min_(finfo.tiny))
+    table = finfo.eps * torch.exp2(exponent.double() - 1)
+    return table[codes.view(torch.uint8).long()]

@@ -254,7 +254,8 @@ def _matrix_target(base: torch.nn.Module, attribute: str, terms: list[Term], *, 
     weight = data_of(base, attribute)
     if weight.dim() != 2:
         raise CannotMergeError(
-            f"its {attribute} has the shape {list(weight.shape)}, not two dimensions (ZeRO-3? Gather it)"
+            f"its {attribute} has the shape {list(weight.shape)}, not two dimensions. Merge what ZeRO-3 has spread in "
+            f"`with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):`, on every rank"
         )
     try:
         fp8 = fp8_matrix_of(base, attribute)

@@ -9,6 +9,8 @@ import torch
 
 from .recognize import FP8, fp8_scales_name, is_eight_bit, is_four_bit, is_torchao
 
+MX_BLOCK = 32  # elements that share a scale in MXFP4
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fp8Matrix:

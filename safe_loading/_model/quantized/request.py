@@ -8,6 +8,8 @@ from typing import Any
 
 from safe_loading.errors import ArgumentError
 
+from .to_plain import how_to_dequantize
+
 # What from_pretrained lets a second config of the same method change of a checkpoint's own (LOADING_ATTRIBUTES of
 # transformers/quantizers/auto.py, as far as it matters for memory).
 _CHANGED_WHILE_LOADING = ("dequantize", "use_optimized_inference", "backend")
@@ -62,8 +64,7 @@ def read_request(on_disk: object, asked: object = None) -> QuantizationRequest |
         if other != method:
             raise ArgumentError(
                 f"The checkpoint is quantized ({method}), and quantization_config asks for {other}; from_pretrained "
-                f"refuses that. Leave quantization_config out, or dequantize the checkpoint first: from_pretrained "
-                f"without it, dequantize(), save_pretrained."
+                f"refuses that. Leave quantization_config out, or quantize a plain one: {how_to_dequantize(method)}."
             )
         names = (*_CHANGED_WHILE_LOADING, "modules_to_not_convert") if method == "fp8" else _CHANGED_WHILE_LOADING
         options |= {name: changes[name] for name in names if name in changes}

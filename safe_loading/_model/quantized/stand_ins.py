@@ -42,6 +42,7 @@ class StandIn(nn.Module):
     in_features: int
     out_features: int
     original_dtype: torch.dtype
+    transposed: bool = False  # whether the weight arrives as transformers' Conv1D stores it
 
 
 class Params4bit(nn.Parameter):
@@ -90,7 +91,9 @@ def quantize_with_stand_ins(model: nn.Module, config: BitsAndBytesConfig) -> Non
             rows, columns = module.weight.shape
             linear = nn.Linear(rows, columns, bias=False, device="meta", dtype=module.weight.dtype)
             linear.bias = module.bias
-            model.set_submodule(name, _stand_in(linear, config))
+            made = _stand_in(linear, config)
+            made.transposed = True
+            model.set_submodule(name, made)
     four = config.load_in_4bit
     marks = {"is_loaded_in_4bit": four, "is_loaded_in_8bit": not four, "is_quantized": True}
     vars(model).update({**marks, "quantization_method": config.quant_method})
@@ -104,10 +107,11 @@ def stand_ins_of(model: nn.Module) -> dict[str, StandIn]:
 def unpacked_copies(layer: StandIn) -> tuple[int, ...]:
     """Return the bytes that a stand-in's weight takes on the GPU while it is loaded, before it is packed.
 
-    It arrives in 16 bits. An 8-bit weight goes from there to the host to be quantized, and takes its place twice.
+    It arrives in 16 bits. An 8-bit weight goes from there to the host to be quantized, and takes its place twice; so
+    does a transposed one, since bitsandbytes quantizes rows that lie one after the other.
     """
     size = layer.out_features * layer.in_features * layer.original_dtype.itemsize
-    return (size, size) if hasattr(layer, "scales") else (size,)
+    return (size, size) if hasattr(layer, "scales") or layer.transposed else (size,)
 
 
 @contextlib.contextmanager
@@ -153,6 +157,8 @@ def _stand_in(linear: nn.Linear, config: BitsAndBytesConfig) -> StandIn:
 
 def _stand_in_of_layer(module: Any) -> StandIn:
     """Return the stand-in of a layer of bitsandbytes."""
+    from transformers.pytorch_utils import Conv1D
+
     weight = module.weight
     state = getattr(weight, "quant_state", None)
     dtype = state.dtype if state is not None else weight.dtype if weight.is_floating_point() else torch.float16
@@ -169,6 +175,7 @@ def _stand_in_of_layer(module: Any) -> StandIn:
         made = four_bit_class()(linear, options)
     else:
         made = eight_bit_class()(linear, module.state.threshold)
+    made.transposed = getattr(module, "source_cls", None) is Conv1D
     return made.train(module.training)
 
 

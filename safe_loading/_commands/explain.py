@@ -1,0 +1,79 @@
+"""``python -m safe_loading explain``."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+from safe_loading._core.report import text_table
+from safe_loading.errors import ArgumentError
+
+from .answer import Answer, Commands
+
+_WIDTH = 100
+_INDENT = "  "
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    summary = "what a code or an exception means, an example that makes it, and what to do; without one, all of them"
+    parser = commands.add_parser("explain", help=summary, description=summary)
+    parser.add_argument("name", metavar="CODE", nargs="*", help="such as truncated, SL120 or AdapterError")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> Answer:
+    if not arguments.name:
+        rows = [(name, each.get("severity", ""), each["page"]) for name, found in _all().items() for each in found]
+        return Answer([text_table(("name", "severity", "page"), rows)])
+    return Answer([explain(name) for name in arguments.name])
+
+
+@functools.cache
+def _all() -> Mapping[str, Sequence[Mapping[str, str]]]:
+    text = resources.files(__package__ or "").joinpath("explanations.json").read_text(encoding="utf-8")
+    found: Mapping[str, Sequence[Mapping[str, str]]] = json.loads(text)
+    return found
+
+
+def explain(name: str) -> str:
+    """Return what a code of a finding or an exception means, an example, and what to do.
+
+    Args:
+        name: The code as a message has it, such as ``"truncated"``, or the name of an exception; in any letter case.
+
+    Returns:
+        A paragraph for each part of the package that uses the code.
+
+    Raises:
+        ArgumentError: There is no such code; the message has the nearest ones.
+    """
+    known = {each.lower(): each for each in _all()}
+    # people copy the brackets of a message along with the code
+    asked = name.strip(" []().:`'\"").lower()
+    if asked not in known:
+        near = difflib.get_close_matches(asked, known, n=3) or [code for code in known if asked and asked in code][:3]
+        hint = f" The nearest are {', '.join(known[code] for code in near)}." if near else ""
+        raise ArgumentError(f"there is no code {name!r}.{hint} `python -m safe_loading explain` lists all.")
+    return "\n\n".join(_paragraph(known[asked], facts) for facts in _all()[known[asked]])
+
+
+def _paragraph(name: str, facts: Mapping[str, str]) -> str:
+    if "text" in facts:
+        return f"{name}\n\n{facts['text']}"
+    severity = f" ({facts['severity']})" if "severity" in facts else ""
+    lines = [f"{name}{severity}", "", *_wrapped(facts["means"]), "", *_wrapped(f"What to do: {facts['fix']}")]
+    for heading, key in (("For example, this makes it:", "wrong"), ("And this ends it:", "right")):
+        if key in facts:
+            statements = [statement.strip() for statement in facts[key].split(";")]
+            lines += ["", _INDENT + heading, *(f"{_INDENT * 3}{statement}" for statement in statements if statement)]
+    return "\n".join([*lines, "", f"{_INDENT}The names in it, and the rest: {facts['page']}"])
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)

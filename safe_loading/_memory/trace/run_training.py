@@ -1,0 +1,133 @@
+"""What is run in a trace of a training step: forward, loss, backward and the optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from safe_loading._core.workload import OptimizerRule, Workload
+
+from .inputs import StepInputs
+from .ledger import Ledger
+from .step_tensors import autocast, classify_inputs, field, tensors_of
+from .trained_parameters import TrainedParameters
+
+
+def run_training(
+    model: torch.nn.Module,
+    workload: Workload,
+    inputs: StepInputs,
+    ledger: Ledger,
+    trained: TrainedParameters,
+) -> None:
+    """Run one training step in its steady state, with the optimizer's state already allocated."""
+    optimizer = _make_optimizer(workload, trained.stepped, ledger)
+    ledger.make_resident()
+    for parameter in trained.parameters:
+        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # of torch
+            lambda p: ledger.classify(ledger.index_of(p.grad), "gradients") if p.grad is not None else None
+        )
+    micro_batches = min(workload.gradient_accumulation_steps, 2)  # every further one is like the first
+    for number in range(micro_batches):
+        last = number == micro_batches - 1
+        trained.begin_micro_batch(last)
+        ledger.phase = "forward"
+        batch = inputs.batch(workload.batch_size, workload.sequence_length)
+        if workload.labels and "labels" in inputs.names and "labels" not in batch:
+            batch["labels"] = inputs.labels(workload.batch_size, workload.sequence_length)
+        classify_inputs(batch, ledger)
+        options = {"use_cache": workload.use_cache} if "use_cache" in inputs.names else {}
+        with torch.enable_grad(), autocast(workload), _offloaded(workload):
+            output = model(**batch, **options)
+            del batch  # as the Trainer does before the backward pass
+            loss = _loss_of(output)
+            del output
+        _classify_activations(ledger)
+        # from here on what a checkpoint recomputes is temporary, since it was not alive after the forward pass
+        ledger.phase = "backward"
+        trained.begin_backward(last)
+        loss.backward()  # type: ignore[no-untyped-call]  # of torch
+        del loss
+        trained.bring_gradients(ledger)
+    ledger.phase = "optimizer"
+    if optimizer is not None:
+        _drop_unused_state(optimizer, ledger)
+        optimizer.step()
+        for tensor in tensors_of(list(optimizer.state.values())):  # which outlives this function
+            ledger.keep_alive(tensor)
+    trained.drop_gradients()
+
+
+def _loss_of(output: object) -> torch.Tensor:
+    """Return the model's own loss, or the mean of its first differentiable output."""
+    loss = field(output, "loss")
+    if loss is None:
+        tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
+        return torch.stack([t.float().mean() for t in tensors[:1]]).sum()
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"the loss is a {type(loss).__name__}, not a tensor")
+    return loss
+
+
+def _make_optimizer(
+    workload: Workload, parameters: Sequence[torch.nn.Parameter], ledger: Ledger
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer with its state, which is there from the second step on; None where only state is counted."""
+    rule = workload.rule
+    if not parameters or (rule is not None and rule.source is None):
+        _allocate_state(rule, parameters, ledger)
+        return None
+    if rule is None:
+        optimizer_class, options = workload.optimizer, {}
+    else:
+        module, _, name = (rule.source or "").partition(":")
+        optimizer_class, options = getattr(importlib.import_module(module), name), dict(rule.options)
+    optimizer: torch.optim.Optimizer = optimizer_class(parameters, **options)  # type: ignore[operator]  # a class
+    # Whether a CUDA graph is being captured is asked of the current GPU, which makes a context on it (torch 2.13).
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        setattr(optimizer, name, lambda: None)
+    # optimizers allocate their state in the first step; only the fake gradients' shapes matter
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        for tensor in tensors_of(state):
+            ledger.classify(ledger.index_of(tensor), "optimizer")
+    return optimizer
+
+
+def _drop_unused_state(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+    """Take back the state of parameters that the step gave no gradient, for which a real optimizer makes none."""
+    for parameter, state in optimizer.state.items():
+        if parameter.grad is None:
+            for tensor in tensors_of(state):
+                ledger.take_back(tensor)
+
+
+def _allocate_state(rule: OptimizerRule | None, parameters: Iterable[torch.nn.Parameter], ledger: Ledger) -> None:
+    """Allocate what an optimizer that is not run would keep."""
+    if rule is None:
+        return
+    for parameter in parameters:
+        size = rule.state_bytes(parameter.shape, parameter.itemsize)
+        if size:
+            state = torch.empty(size, dtype=torch.uint8, device=parameter.device)
+            ledger.classify(ledger.index_of(state), "optimizer")
+            ledger.keep_alive(state)
+
+
+def _offloaded(workload: Workload) -> AbstractContextManager[object]:
+    # pinned memory of the host would make no difference on the device
+    return torch.autograd.graph.save_on_cpu() if workload.activation_offload else contextlib.nullcontext()
+
+
+def _classify_activations(ledger: Ledger) -> None:
+    """What the forward pass made and is alive after it is there for the backward pass."""
+    for index in list(ledger.live.values()):
+        if ledger.allocations[index].component == "temporary":
+            ledger.classify(index, "activations")

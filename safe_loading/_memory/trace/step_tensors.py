@@ -1,0 +1,57 @@
+"""The tensors that a step passes to a model and gets back, and the components that they count as."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+
+from safe_loading._core.workload import Workload
+
+from .ledger import Ledger
+
+_DEEPEST_CACHE = 6  # containers and objects inside one another
+
+
+def autocast(workload: Workload) -> AbstractContextManager[object]:
+    """Return the autocast under which the workload's forward passes run."""
+    if workload.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype=getattr(torch, workload.autocast))
+
+
+def classify_inputs(batch: object, ledger: Ledger) -> None:
+    """Count the tensors of a batch as inputs, as far as they are nothing else."""
+    for tensor in tensors_of(batch):
+        index = ledger.index_of(tensor)
+        if index is not None and ledger.allocations[index].component == "temporary":
+            ledger.classify(index, "inputs", module="")
+
+
+def classify_cache(cache: object, ledger: Ledger) -> None:
+    """Count the tensors of a cache as ``kv_cache``."""
+    for tensor in tensors_of(cache):
+        ledger.classify(ledger.index_of(tensor), "kv_cache")
+
+
+def field(output: object, *names: str) -> object:
+    """Return the first of a model output's fields that is there and not None."""
+    for name in names:
+        value: object = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def tensors_of(value: object, depth: int = _DEEPEST_CACHE) -> list[torch.Tensor]:
+    """Return the tensors in containers and in the attributes of objects such as caches."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if depth == 0 or value is None or isinstance(value, (str, int, float, type, torch.nn.Module)):
+        return []
+    items: list[object] = list(value.values()) if isinstance(value, dict) else []
+    items += list(value) if isinstance(value, (list, tuple)) else []
+    if hasattr(value, "__dict__"):
+        items += list(vars(value).values())
+    return [tensor for item in items for tensor in tensors_of(item, depth - 1)]

@@ -1,0 +1,43 @@
+"""What a model notes of how it was loaded from codes, which is forgotten once its layers are plain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from safe_loading._core.engines import targets_of
+from safe_loading._model.quantized.recognize import is_quantized
+
+_RECORD = "_weight_conversions"  # what ``from_pretrained`` converted, and ``save_pretrained`` converts back
+
+
+def forget_codes(model: torch.nn.Module) -> None:
+    """Have ``save_pretrained`` write plain weights as they are, and under the names that the class has on disk.
+
+    Without this it fails, or makes codes of them for a config that says of none, and they are lost when it is loaded
+    (``revert_weight_conversion`` of transformers 5.23).
+    """
+    recorded = [
+        module for module in model.modules() if isinstance(module, PreTrainedModel) and vars(module).get(_RECORD)
+    ]
+    if not recorded or any(is_quantized(module) for module in model.modules()):
+        return
+    for module in recorded:
+        conversions: list[Any] = vars(module)[_RECORD]
+        if not any(map(_makes_codes, conversions)):
+            continue
+        plain: list[Any] = get_model_conversion_mapping(module)
+        kept: list[Any] = []
+        for conversion in conversions:
+            targets = targets_of(conversion)
+            of_codes = _makes_codes(conversion)
+            kept += [other for other in plain if targets_of(other) == targets] if of_codes else [conversion]
+        vars(module)[_RECORD] = kept
+
+
+def _makes_codes(conversion: Any) -> bool:
+    """Return whether one of its operations is a quantizer's."""
+    return any(hasattr(operation, "hf_quantizer") for operation in getattr(conversion, "operations", ()))

@@ -1,0 +1,54 @@
+"""The advice on the command line and of the doctor, and the test that takes each."""
+
+from __future__ import annotations
+
+from .reasons import HELP, OUTSIDE
+
+_RUN = "commands/test_command_advice.py::test_a_line_is_run_once_the_advice_is_taken"
+_DOCTOR = "commands/test_doctor.py::"
+_CHECKED = "commands/test_main.py::test_check_of_a_bad_folder_lists_the_faults_and_leaves_with_1"
+
+TAKEN: dict[str, dict[str, str]] = {
+    "_commands/audit.py": {"run the repository's own code": HELP},
+    "_commands/check.py": {"read every tensor": HELP},
+    "_commands/demo.py": {"keep the checkpoints": HELP, "name a new folder": _RUN},
+    "_commands/merge.py": {
+        "merge LoRA adapters into their base": HELP,
+        "write a quantized base as a plain one": HELP,
+        "read adapters that were saved as .bin": HELP,
+        "make the repository of --push-to-hub": HELP,
+        "run the base's own code": HELP,
+    },
+    "_commands/plan.py": {
+        "load evenly": HELP,
+        "run the repository's own code": HELP,
+        "write one limit per device": _RUN,
+    },
+    "_commands/predict.py": {
+        "train a LoRA": HELP,
+        "keep FSDP2's shards": HELP,
+        "keep what is saved": HELP,
+        "write the bars": HELP,
+        "run the repository's own code": HELP,
+        "write whole numbers": _RUN,
+        "give one of them": _RUN,
+        "write ROWSxTOKENS": _RUN,
+        "write r=16": _RUN,
+    },
+    "_commands/quantization.py": {
+        "quantize the base": HELP,
+        "write major and minor": _RUN,
+        "pass one of {}": _RUN,
+    },
+    "_commands/training.py": {"write ROWSxTOKENS": _RUN, "add {}, or drop it": _RUN},
+    "_doctor/devices.py": {
+        "correct the variable": f"{_DOCTOR}test_hidden_devices_and_too_many_ranks_are_told",
+        "start at most {} ranks": "ranks/test_rank_advice.py::test_more_ranks_than_devices",
+        "install it again": OUTSIDE,
+    },
+    "_doctor/disks.py": {
+        "load from a local disk": OUTSIDE,
+        "free some space": OUTSIDE,
+    },
+    "_doctor/versions.py": {"run `python -m safe_loading check DIR`": _CHECKED},
+}

@@ -1,0 +1,148 @@
+"""The advice of _loading, and the test that takes each."""
+
+from __future__ import annotations
+
+from .reasons import AS_IT_IS, LABEL, OUTSIDE, VALUES
+
+_ADVISED = "loading/test_load_advice.py::"
+_MENDED = f"{_ADVISED}test_an_adapter_loads_once_it_is_mended"
+_SOUND = f"{_ADVISED}test_a_base_is_sound_once_the_finding_is_mended"
+_ARGUMENTS = f"{_ADVISED}test_arguments_of_other_names_have_one_here"
+_SWAPPED = f"{_ADVISED}test_what_cannot_be_swapped_in_has_a_name_of_its_own"
+_STARTS = "loading/test_methods.py::"
+_LOADS = "loading/test_load_peft_on_rank.py::"
+_DISK = "merging/test_merge_lora_checkpoint"
+_OPTIONS = f"{_DISK}_options.py::"
+
+TAKEN: dict[str, dict[str, str]] = {
+    "_loading/adapter_facts.py": {
+        "pass adapter_subfolder=": f"{_ADVISED}test_an_adapter_in_a_subfolder_is_named",
+        "Convert it once": f"{_LOADS}test_a_pickle_is_refused_with_a_command_that_works",
+    },
+    "_loading/adapter_values.py": {
+        "save the adapter again; dequantize": _MENDED,
+        "take an earlier checkpoint": _MENDED,
+        "check that the adapter was trained": OUTSIDE,
+        "Load it again when its writer": OUTSIDE,
+    },
+    "_loading/allocation_limit.py": {
+        "Correct its numbers": "loading/test_hostile_configs.py::"
+        "test_an_adapter_allocates_in_proportion_to_its_file_and_its_base"
+    },
+    "_loading/attach.py": {
+        "Leave is_trainable=True out": f"{_STARTS}test_a_prompt_whose_encoder_is_in_no_file_is_not_trained",
+        "choose another": VALUES,
+    },
+    "_loading/base_arguments.py": {
+        "use device=": _ARGUMENTS,
+        "use dtype=": _ARGUMENTS,
+        "use base_revision=": _ARGUMENTS,
+        "use base_subfolder=": _ARGUMENTS,
+        "use auto_class=": _ARGUMENTS,
+        "use allow_pickle=": f"{_OPTIONS}test_a_pickled_adapter_is_read_when_the_argument_of_the_error_is_passed",
+        "leave it out": _ARGUMENTS,
+        "leave {} out": AS_IT_IS,
+        "pass a floating-point torch.dtype": "loading/test_base_arguments.py::test_dtypes_and_classes_by_name",
+        "pass for example transformers.AutoModelForCausalLM": "loading/test_base_arguments.py::"
+        "test_dtypes_and_classes_by_name",
+        "Pass the class of the base": "loading/test_base_arguments.py::test_dtypes_and_classes_by_name",
+        "correct or leave out": "loading/test_base_arguments.py::test_a_typo_is_named_with_what_is_near",
+    },
+    "_loading/base_model.py": {
+        "set tie_word_embeddings to false": f"{_ADVISED}test_two_values_of_a_tied_weight_are_one_or_untied",
+        ") name a class that loads the base. Pass": f"{_OPTIONS}test_the_class_that_the_error_asks_for_can_be_passed",
+        "Pass the base that the adapter was trained on, or auto": f"{_ADVISED}"
+        "test_the_class_that_a_base_was_saved_as_is_passed",
+        "pass the base that the adapter was trained on, or auto": f"{_ADVISED}"
+        "test_the_class_that_a_base_was_saved_as_is_passed",
+    },
+    "_loading/check_checkpoint.py": {"convert it once": f"{_LOADS}test_a_pickle_is_refused_with_a_command_that_works"},
+    "_loading/folder_findings.py": {
+        "save the adapter again": _MENDED,
+        "save the model that is inside the wrapper": _SOUND,
+        "delete the one that is left over": _SOUND,
+        "pass base_model=": f"{_ADVISED}test_a_base_that_no_config_names_is_passed",
+        "delete those that are not needed": _SOUND,
+        "read them before you pass": OUTSIDE,
+        "copy the model's config.json here": _SOUND,
+        'set "model_type"': _SOUND,
+        "keep the adapter in a folder": f"{_ADVISED}test_an_adapter_beside_a_base_gets_a_folder_of_its_own",
+    },
+    "_loading/hot_swap.py": {
+        "Load it onto a new base": f"{_STARTS}test_a_swap_between_starts_is_refused",
+        "Call model.unmerge_adapter()": f"{_ADVISED}test_a_swap_of_another_dtype_and_of_a_merged_adapter",
+        "Load it under another name": _SWAPPED,
+        "load it under another name": _SWAPPED,
+        "pass adapter_dtype=": f"{_ADVISED}test_a_swap_of_another_dtype_and_of_a_merged_adapter",
+    },
+    "_loading/key_names.py": {"keep one of them": _MENDED},
+    "_loading/layer_findings.py": {
+        "copy or download the whole folder": OUTSIDE,
+        "correct config.json": _SOUND,
+        "save the model again in": _SOUND,
+    },
+    "_loading/load.py": {
+        "call torch.accelerator.set_device_index": "loading/test_contexts_on_cuda.py::"
+        "test_the_device_of_a_rank_is_made_current",
+        "Move the adapter's files": f"{_ADVISED}test_an_adapter_beside_a_base_gets_a_folder_of_its_own",
+        "add the modules": "loading/test_load_onto_device_map.py::test_what_contradicts_a_map_is_refused",
+    },
+    "_loading/load_adapter_on_rank.py": {
+        "check the arguments": LABEL,
+        "load the adapter": LABEL,
+        "leave both arguments out": AS_IT_IS,
+        "Use load_peft_on_rank": f"{_ADVISED}test_the_first_adapter_is_loaded_by_the_other_function",
+        "Call model.delete_adapter": "loading/test_mixed_models.py::"
+        "test_what_a_mixed_model_cannot_do_is_refused_and_names_what_can",
+        "Choose another name, call model.delete": f"{_ADVISED}test_each_way_out_of_a_name_that_is_taken",
+        "Leave device out": AS_IT_IS,
+    },
+    "_loading/load_peft_on_rank.py": {
+        "check the arguments": LABEL,
+        "check the adapter against its base": LABEL,
+        "pass {name: folder": VALUES,
+        "Pass its name; for several": "loading/test_base_arguments.py::"
+        "test_several_active_adapters_as_the_refusal_says",
+        "Leave device out": "loading/test_load_onto_device_map.py::"
+        "test_a_base_over_several_devices_gets_each_tensor_beside_its_layer",
+        "leave it out": AS_IT_IS,
+        "Use load_adapter_on_rank": f"{_ADVISED}test_the_first_adapter_is_loaded_by_the_other_function",
+        "Pass the folder or id of the base": "loading/test_load_onto_device_map.py::"
+        "test_a_base_over_several_devices_gets_each_tensor_beside_its_layer",
+        "Pass device='{}'": "loading/test_load_on_simulated_devices.py::test_a_base_on_another_device_is_refused",
+    },
+    "_loading/match.py": {
+        "pass the base that the adapter": _MENDED,
+        ", or correct r and rank_pattern": _MENDED,
+        "load it onto a base of its own": f"{_STARTS}test_projections_that_differ_from_the_shared_ones_are_refused",
+        "load the base with dtype=": f"{_LOADS}test_the_check_before_the_load_knows_the_dtype",
+        "add {} to modules_to_save": _MENDED,
+        "save the adapter again with save_pretrained, or take": _MENDED,
+        "load the base yourself, call": f"{_LOADS}test_a_resized_vocabulary_says_how_to_resize",
+        "add the module to target_modules": _MENDED,
+        ", or save the adapter again": _MENDED,
+        "load the base, call attach_head": "wrapping/test_attach_head.py::"
+        "test_a_head_of_several_layers_that_was_loaded_without_is_told",
+    },
+    "_loading/peft_config.py": {"upgrade peft": _MENDED, "Upgrade peft": OUTSIDE},
+    "_loading/sources.py": {
+        "look for the folders": LABEL,
+        "read the adapter": LABEL,
+        "Pass base_model=.": f"{_ADVISED}test_a_base_that_no_config_names_is_passed",
+        "pass a folder or a hub id": VALUES,
+        "Pass base_model= and base_revision=": "loading/test_hostile_configs.py::"
+        "test_a_revision_in_an_adapters_config_names_no_path",
+        "pass the same to all ranks": "loading/test_load_on_ranks.py::"
+        "test_some_ranks_or_one_can_load_without_the_others",
+        "Pin base_revision=": OUTSIDE,
+        "Pin the revision": OUTSIDE,
+    },
+    "_loading/starts.py": {
+        "convert it to a plain LoRA": f"{_STARTS}test_the_conversion_that_the_error_names_works",
+        "load it onto a base of its own": f"{_STARTS}"
+        "test_a_start_that_would_change_the_base_again_is_refused_and_undone",
+        "Load it onto a base of its own": f"{_STARTS}test_another_replication_of_layers_is_refused",
+        ", or pass strict=False": f"{_STARTS}test_a_start_that_cannot_be_repeated_is_an_error",
+        "load the base again where its own": OUTSIDE,
+    },
+}

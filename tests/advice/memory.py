@@ -1,0 +1,116 @@
+"""The advice about plans, forecasts and audits, and the test that takes each."""
+
+from __future__ import annotations
+
+from .reasons import PAGE, VALUES
+
+_ADVISED = "memory/test_memory_advice.py::"
+_CALL = f"{_ADVISED}test_a_call_works_once_the_advice_is_taken"
+_TRACED = f"{_ADVISED}test_a_step_is_traced_once_the_advice_is_taken"
+_EDITED = f"{_ADVISED}test_edits_of_a_map_are_mended"
+_PASSED = f"{_ADVISED}test_what_a_workload_does_not_describe_is_passed"
+_AUDIT = PAGE.format("audit")  # makes nearly each code on purpose, and ends it
+
+TAKEN: dict[str, dict[str, str]] = {
+    "_memory/audit/device_checks.py": {
+        "add the missing modules": _AUDIT,
+        "call torch.cuda.set_device": "loading/test_contexts_on_cuda.py::test_a_rank_that_trains_has_one_context",
+    },
+    "_memory/audit/dtypes_and_ties.py": {
+        "load it with from_pretrained(quantization_config=": _AUDIT,
+        "load it with dtype=": _AUDIT,
+        "call model.tie_weights()": _AUDIT,
+        ", or cast them back": _AUDIT,
+    },
+    "_memory/audit/kept_memory.py": {"pass ref_model=None": _AUDIT, "keep loss.detach()": _AUDIT},
+    "_memory/audit/loss.py": {
+        "add **kwargs": _AUDIT,
+        "pass **kwargs on": "memory/test_audit_loss.py::test_the_size_of_the_error_and_the_fix",
+        ", or add the term in compute_loss": _AUDIT,
+    },
+    "_memory/audit/step_checks.py": {
+        "call model.train()": _AUDIT,
+        "pass what the model needs": _AUDIT,
+        "use gradient_checkpointing_kwargs=": "memory/test_audit_model.py::"
+        "test_what_layers_in_8_bits_keep_under_checkpointing",
+        "look for self.last_output": _AUDIT,
+    },
+    "_memory/audit/training.py": {
+        "use target_modules='all-linear'": _AUDIT,
+        "name their modules in modules_to_save": _AUDIT,
+        "load the adapter with is_trainable=True": _AUDIT,
+        "attach them to the model": _AUDIT,
+        "make the optimizer after": _AUDIT,
+        ", or name them in modules_to_save": _AUDIT,
+    },
+    "_memory/audit/untrained.py": {
+        "cast them": "memory/test_audit_model.py::test_float16_weights_that_the_scaler_refuses"
+    },
+    "_memory/audit/wrappers.py": {
+        "save the {}": _AUDIT,
+        "put the wrapper's code": "memory/test_audit_wrappers.py::test_one_finding_for_each_wrapper_at_any_depth",
+    },
+    "_memory/audit_model.py": {"pass a Workload": VALUES, "pass a torch optimizer": VALUES},
+    "_memory/forecast/build_model.py": {
+        "Pass the base, and this adapter": f"{_ADVISED}test_an_adapter_that_names_no_base_is_put_into_the_workload"
+    },
+    "_memory/largest_micro_batch.py": {
+        "pass a Workload": VALUES,
+        "Pass Workload.train": _CALL,
+        ", or train an adapter": f"{_ADVISED}test_a_row_that_is_too_much_is_made_to_fit",
+    },
+    "_memory/largest_workload.py": {"pass for example Workload.generate": VALUES},
+    "_memory/plan/device_map_plan.py": {"plan again with plan_device_map": _CALL},
+    "_memory/plan/device_memory.py": {"Pass the limits": f"{_ADVISED}test_free_memory_that_cannot_be_read_is_passed"},
+    "_memory/plan/map_findings.py": {
+        "keep the modules that it reads together": "memory/test_plan_device_map_merges.py::"
+        "test_a_cache_that_the_model_moves_is_a_finding_with_its_bytes",
+        "name it in the map": _EDITED,
+        "write {}, or remove the key": "memory/test_plan_maps.py::test_a_key_that_names_nothing_fails_the_check",
+        "remove the key": _EDITED,
+    },
+    "_memory/plan/pipeline_stages.py": {
+        "Plan without offload=": "memory/test_plan_stages.py::test_what_is_no_pipeline_is_refused_and_the_advice_works"
+    },
+    "_memory/plan/planned_model.py": {
+        "pass a hub id": _CALL,
+        "Pass the module itself": f"{_ADVISED}test_a_module_that_cannot_be_built_on_meta_is_passed_itself",
+    },
+    "_memory/plan/planner.py": {
+        "put the modules that it reads on one device": "memory/test_plan_device_map_merges.py::"
+        "test_a_map_that_was_edited_is_counted_anew",
+        "plan anew": _EDITED,
+        "leave room for them": f"{_ADVISED}test_room_for_a_step_that_cannot_be_traced_is_left",
+    },
+    "_memory/plan_device_map.py": {
+        "name it in nodes": _CALL,
+        "pass a Workload": _CALL,
+        "add {0": _CALL,
+        "pass a list of class names": _CALL,
+        "pass the cards of each node": _CALL,
+        "name one of these": _CALL,
+        "name it in max_memory": _CALL,
+        "name it once": _CALL,
+    },
+    "_memory/predict_memory.py": {
+        "Pass it as it is before it is sharded": "memory/test_forecast_spread.py::test_the_forecast_of_a_job",
+        "pass a Workload": VALUES,
+        "pass tensors by argument name": _CALL,
+        'pass "to" or "device_map"': _CALL,
+        "pass a Spread": _CALL,
+    },
+    "_memory/smallest_limits.py": {"pass how many there are": VALUES},
+    "_memory/trace/function_mode.py": {"call .cpu()": _TRACED, "call .detach()": _TRACED},
+    "_memory/trace/inputs.py": {
+        "Pass the tokens": _CALL,
+        "Pass them, for example inputs={'input_features'": _PASSED,
+        "Pass them, for example inputs={'pixel_values'": _PASSED,
+    },
+    "_memory/trace/trace_error.py": {
+        "Use an operation with a fixed output shape": _TRACED,
+        "Pass what else the model needs": _PASSED,
+    },
+    "_memory/trace/trace_step.py": {
+        "Switch it on in the model itself": f"{_ADVISED}test_checkpointing_is_switched_on_in_the_model_itself"
+    },
+}

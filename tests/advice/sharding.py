@@ -1,0 +1,122 @@
+"""The advice about sharding, and the test that takes each."""
+
+from __future__ import annotations
+
+from .reasons import LABEL, OUTSIDE
+
+_ADVISED = "sharding/test_wrap_fsdp_advice.py::"
+_SHARDED = f"{_ADVISED}test_a_model_is_sharded_once_the_advice_is_taken"
+_OPTIMIZER = f"{_ADVISED}test_an_optimizer_is_made_after_the_wrap"
+_WRAP = "sharding/test_wrap_fsdp_meta_safe"
+_PEFT = f"{_WRAP}_peft.py::test_an_adapter_starts_and_trains_as_in_one_process"
+_PREPARE = "sharding/test_load_at_prepare_advice.py::test_the_advice_is_right"
+_AFTER = f"{_WRAP}_afterwards.py::"
+
+TAKEN: dict[str, dict[str, str]] = {
+    "_sharding/accelerate_findings.py": {
+        "pass version={}": "sharding/test_accelerate_findings.py::test_what_accelerate_was_told_is_compared",
+        "pass mixed_precision=": "sharding/test_accelerate_findings.py::"
+        "test_a_report_has_what_is_found_and_the_fix_is_right",
+    },
+    "_sharding/accelerate_settings.py": {"load this model outside of it": _PREPARE, "Use FSDP2 with": _PREPARE},
+    "_sharding/adapter_methods.py": {
+        "Save the adapter with save_pretrained": f"{_AFTER}"
+        "test_merges_that_would_be_lost_are_refused_and_the_road_is_right"
+    },
+    "_sharding/added_after_wrap.py": {
+        "Attach this adapter first": _PEFT,
+        "Attach the adapter first": _PEFT,
+        "attach it first": _PEFT,
+    },
+    "_sharding/agree.py": {
+        "name what differs": LABEL,
+        "Build it the same way on every rank": f"{_WRAP}.py::test_everything_equals_one_process",
+    },
+    "_sharding/assert_optimizer_sharded.py": {"pass a torch optimizer": _OPTIMIZER, "Make it after": _OPTIMIZER},
+    "_sharding/buffers.py": {
+        "Give {} a method reset_buffers()": "sharding/test_sharding_buffers.py::test_both_remedies_of_the_error_work"
+    },
+    "_sharding/checkpoint_folder.py": {"copy the same files": OUTSIDE},
+    "_sharding/checkpoint_source.py": {
+        "Pass the checkpoint that the model was built from": "sharding/test_checkpoint_source.py::"
+        "test_new_parameters_are_named_by_the_caller"
+    },
+    "_sharding/checks.py": {"make the optimizer after": _OPTIMIZER},
+    "_sharding/four_bit.py": {
+        "Pass the folder of the checkpoint": "sharding/test_four_bit.py::"
+        "test_codes_statistics_and_a_step_are_those_of_a_base_that_was_loaded_whole"
+    },
+    "_sharding/fsdp1.py": {
+        "pass a bool or a CPUOffload": _SHARDED,
+        "call .contiguous()": _SHARDED,
+        "load the base with BitsAndBytesConfig": f"{_WRAP}_fsdp1.py::"
+        "test_four_bit_weights_kept_in_bytes_are_refused_with_the_way_out",
+    },
+    "_sharding/fsdp2.py": {
+        "pass a bool or an OffloadPolicy": _SHARDED,
+        "make it a tensor of one element": _SHARDED,
+        "call .contiguous()": _SHARDED,
+        "wrap the plain model": f"{_AFTER}test_tensor_parallelism_is_refused_and_the_road_is_right",
+    },
+    "_sharding/fsdp_units.py": {
+        "wrap names what the model does not have": LABEL,
+        "wrap names containers": _SHARDED,
+        "cast them, or pass wrap=": _SHARDED,
+        "pass classes, names or patterns": _SHARDED,
+        "wrap holds {}": _SHARDED,
+    },
+    "_sharding/load_at_prepare.py": {"pass 'off', 'structure' or 'bytes'": _SHARDED},
+    "_sharding/new_values.py": {"Attach it to a base with weights": _PEFT},
+    "_sharding/parameters.py": {"pass modules, parameters": _SHARDED},
+    "_sharding/prepare.py": {
+        "launch with `accelerate launch": "sharding/test_launched_scripts.py::"
+        "test_the_script_of_the_tutorial_gives_what_it_gives_without_the_line",
+        "Attach an adapter whose values come from the base": _PREPARE,
+        "call prepare once for each": _PREPARE,
+        "use its auto_wrap_policy": "sharding/test_load_at_prepare.py::test_a_sample_of_trainers_equals_its_plain_runs",
+    },
+    "_sharding/reading.py": {"set tie_word_embeddings=False": f"{_ADVISED}test_a_config_unties_two_values"},
+    "_sharding/run.py": {
+        "make the device mesh": LABEL,
+        "read the headers": LABEL,
+        "make room for the shards": LABEL,
+        "read the weights": LABEL,
+        "check the wrapped model": LABEL,
+    },
+    "_sharding/saving.py": {
+        "call save_pretrained": LABEL,
+        "gather the weights": LABEL,
+        "write the gathered model": LABEL,
+        "pass rank == {}": f"{_ADVISED}test_the_rank_that_writes_is_passed_or_left_out",
+    },
+    "_sharding/setup.py": {
+        "Start the ranks with torchrun": f"{_ADVISED}test_a_process_group_is_made_first",
+        "pass a torch.nn.Module": _SHARDED,
+        "pass a folder, a hub id, a state dict": _SHARDED,
+        "pass 'off', 'structure' or 'bytes'": _SHARDED,
+        "pass a function": _SHARDED,
+        "attach it first": _PEFT,
+        "read the adapter with PeftModel.from_pretrained": f"{_WRAP}_peft.py::"
+        "test_of_an_adapter_that_came_later_rank_0_sends_the_parts",
+        "pass a bool, a number of ranks": _SHARDED,
+        "Wrap with the base's folder": f"{_AFTER}test_a_checkpoint_of_shards_is_no_source_and_the_road_is_right",
+        "pass a folder or hub id": _SHARDED,
+        "pass (shards,)": _SHARDED,
+        "Use version=2": f"{_WRAP}.py::test_replicas_are_sent_their_part_once",
+        "Make them the same": "sharding/test_load_at_prepare_advice.py::test_a_mesh_and_a_device_are_made_the_same",
+        "pass a DeviceMesh": _SHARDED,
+    },
+    "_sharding/value_sources.py": {
+        "pass its full_tensor()": _SHARDED,
+        "build the model in the dtype": f"{_ADVISED}test_the_dtype_of_the_checkpoint_rounds_nothing",
+        "set it on rank 0": _SHARDED,
+        "Build the model with it": _SHARDED,
+        "pass init_new=": _SHARDED,
+    },
+    "_sharding/weightless.py": {
+        "Leave them out": _PREPARE,
+        "Make this call outside of it": _PREPARE,
+        "load them outside of it": _PREPARE,
+    },
+    "_sharding/wrap_fsdp_meta_safe.py": {"check the arguments": LABEL},
+}

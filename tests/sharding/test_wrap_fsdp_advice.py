@@ -1,0 +1,273 @@
+"""The advice of errors about sharding, taken on one rank: what a message names is done, and every bit is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, OffloadPolicy
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+
+from safe_loading import SafeLoadingError, assert_optimizer_sharded, meta_model, wrap_fsdp_meta_safe
+
+
+def any_of(wrong: object) -> Any:
+    """Return what a type checker would refuse."""
+    return wrong
+
+
+def on_meta(folder: Path, **options: Any) -> Any:
+    return meta_model(folder, **options)
+
+
+def wrapped(folder: Path, **options: Any) -> Any:
+    return wrap_fsdp_meta_safe(on_meta(folder), folder, **options)
+
+
+def with_buffer(model: Any, value: torch.Tensor) -> Any:
+    model.register_buffer("scale", value)
+    return model
+
+
+def with_parameter(model: Any, value: torch.Tensor) -> Any:
+    model.value = nn.Parameter(value)
+    return model
+
+
+def with_head(model: Any) -> Any:
+    with torch.device("meta"):
+        model.value = nn.Linear(32, 3)
+    return model
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def on_mesh(value: torch.Tensor) -> DTensor:
+    return distribute_tensor(value, init_device_mesh("cpu", (1,)), [Replicate()])
+
+
+def zero(module: nn.Module) -> None:
+    nn.init.zeros_(any_of(module).weight)
+    nn.init.zeros_(any_of(module).bias)
+
+
+class Case(NamedTuple):
+    """A call that is refused, the advice, and the calls that take it; each gets the folder of a model."""
+
+    refused: Callable[[Path], Any]
+    advice: str
+    taken: tuple[Callable[[Path], Any], ...]
+
+
+CASES: dict[str, Case] = {
+    "no module": Case(
+        lambda f: wrap_fsdp_meta_safe(any_of(f), f), r"pass a torch\.nn\.Module; meta_model makes one", (wrapped,)
+    ),
+    "no source": Case(
+        lambda f: wrap_fsdp_meta_safe(on_meta(f), any_of(3)),
+        "pass a folder, a hub id, a state dict or None",
+        (wrapped, lambda f: wrap_fsdp_meta_safe(on_meta(f), state_of(f))),
+    ),
+    "another check": Case(
+        lambda f: wrapped(f, verify="all"),
+        "pass 'off', 'structure' or 'bytes'",
+        tuple(lambda f, verify=verify: wrapped(f, verify=verify) for verify in ("off", "structure", "bytes")),
+    ),
+    "no function": Case(
+        lambda f: wrapped(f, init_new=3),
+        "pass a function that initializes a module",
+        (lambda f: wrapped(f, init_new=zero),),
+    ),
+    "freed or not": Case(
+        lambda f: wrapped(f, reshard_after_forward="yes"),
+        "pass a bool, a number of ranks or None",
+        tuple(lambda f, free=free: wrapped(f, reshard_after_forward=free) for free in (True, False, None)),
+    ),
+    "no mesh": Case(
+        lambda f: wrapped(f, mesh="all"),
+        r"pass a DeviceMesh, sizes as \(replicas, shards\), or None",
+        (
+            lambda f: wrapped(f, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))),
+            lambda f: wrapped(f, mesh=(1, 1)),
+        ),
+    ),
+    "another mesh": Case(
+        lambda f: wrapped(f, mesh=(3,)),
+        r"pass \(shards,\) or \(replicas, shards\)",
+        (lambda f: wrapped(f, mesh=(1,)), lambda f: wrapped(f, mesh=(1, 1))),
+    ),
+    "offload of FSDP2": Case(
+        lambda f: wrapped(f, cpu_offload="yes"),
+        r"pass a bool or an OffloadPolicy of torch\.distributed\.fsdp",
+        (lambda f: wrapped(f, cpu_offload=True), lambda f: wrapped(f, cpu_offload=OffloadPolicy())),
+    ),
+    "offload of FSDP1": Case(
+        lambda f: wrapped(f, cpu_offload="yes", version=1),
+        r"pass a bool or a CPUOffload of torch\.distributed\.fsdp",
+        (
+            lambda f: wrapped(f, cpu_offload=True, version=1),
+            lambda f: wrapped(f, cpu_offload=CPUOffload(offload_params=False), version=1),
+        ),
+    ),
+    "units of a number": Case(
+        lambda f: wrapped(f, wrap=3),
+        r"pass classes, names or patterns of modules, or fn\(module\) -> bool",
+        (
+            lambda f: wrapped(f, wrap="LlamaDecoderLayer"),
+            lambda f: wrapped(f, wrap="model.layers.*.mlp"),
+            lambda f: wrapped(f, wrap=lambda module: isinstance(module, nn.Linear)),
+        ),
+    ),
+    "a unit of a number": Case(
+        lambda f: wrapped(f, wrap=[3]),
+        "pass classes, or names of classes or modules",
+        (lambda f: wrapped(f, wrap=[nn.Linear, "LlamaMLP", "lm_head"]),),
+    ),
+    "a list as a unit": Case(
+        lambda f: wrapped(f, wrap=["model.layers"]),
+        "which have no forward; name the modules in them",
+        (lambda f: wrapped(f, wrap=["model.layers.0", "model.layers.1"]),),
+    ),
+    "ignored numbers": Case(
+        lambda f: wrapped(f, ignored=any_of(3)),
+        "pass modules, parameters, or names or patterns of them",
+        (lambda f: wrapped(f, ignored=["model.norm"]), lambda f: wrapped(f, ignored=["*.o_proj.weight"])),
+    ),
+    "adapters as a list": Case(
+        lambda f: wrapped(f, adapters=["a"]),
+        r"pass a folder or hub id, or \{name: folder\} for several",
+        (wrapped,),
+    ),
+    "a scalar": Case(
+        lambda f: wrap_fsdp_meta_safe(with_parameter(on_meta(f), torch.ones(())), f, init_new=lambda module: None),
+        r"make it a tensor of one element, or pass it in ignored=",
+        (lambda f: wrap_fsdp_meta_safe(with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(1))),),
+    ),
+    **{
+        f"strides for FSDP{version}": Case(
+            lambda f, version=version: wrap_fsdp_meta_safe(
+                with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(3, 4).T), version=version
+            ),
+            r"call \.contiguous\(\)",
+            (
+                lambda f, version=version: wrap_fsdp_meta_safe(
+                    with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(3, 4).T.contiguous()),
+                    version=version,
+                ),
+            ),
+        )
+        for version in any_of((2, 1))
+    },
+    "a DTensor in a state dict": Case(
+        lambda f: wrap_fsdp_meta_safe(on_meta(f), {name: on_mesh(value) for name, value in state_of(f).items()}),
+        r"pass its full_tensor\(\)",
+        (
+            lambda f: wrap_fsdp_meta_safe(
+                on_meta(f), {name: on_mesh(value).full_tensor() for name, value in state_of(f).items()}
+            ),
+        ),
+    ),
+    "another dtype": Case(
+        lambda f: wrap_fsdp_meta_safe(
+            with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(1, dtype=torch.float64))
+        ),
+        "cast them, or pass wrap= with units of one dtype each",
+        (lambda f: wrap_fsdp_meta_safe(with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(1))),),
+    ),
+    "a buffer on meta": Case(
+        lambda f: wrap_fsdp_meta_safe(with_buffer(on_meta(f), torch.ones(3, device="meta")), f),
+        "a buffer: set it on rank 0",
+        (lambda f: wrap_fsdp_meta_safe(with_buffer(on_meta(f), torch.ones(3)), f),),
+    ),
+    "a new head": Case(
+        lambda f: wrap_fsdp_meta_safe(with_head(on_meta(f)), f),
+        r"pass init_new=fn\(module\) if they are new",
+        (lambda f: wrap_fsdp_meta_safe(with_head(on_meta(f)), f, init_new=zero),),
+    ),
+    "a head that is left out": Case(
+        lambda f: wrap_fsdp_meta_safe(on_meta(f, auto_class=LlamaModel), f),
+        r"Build the model with it, or pass init_new=fn\(module\) where the model has a new one",
+        (wrapped, lambda f: wrap_fsdp_meta_safe(on_meta(f, auto_class=LlamaModel), f, init_new=zero)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_model_is_sharded_once_the_advice_is_taken(one_rank: None, tiny_llama: Path, kind: str) -> None:
+    case = CASES[kind]
+    with pytest.raises(SafeLoadingError, match=case.advice):
+        case.refused(tiny_llama)
+    expected = state_of(tiny_llama)
+    for take in case.taken:
+        model = take(tiny_llama)
+        assert model.fsdp_report.ok
+        for name, parameter in model.named_parameters():
+            bare = name.replace("_fsdp_wrapped_module.", "")
+            bare = bare if bare in expected else f"model.{bare}"
+            if bare in expected and isinstance(parameter, DTensor):  # FSDP1 shows flat parameters
+                assert torch.equal(parameter.full_tensor(), expected[bare]), name
+
+
+def test_a_process_group_is_made_first(tiny_llama: Path) -> None:
+    with pytest.raises(SafeLoadingError, match=r"call torch\.distributed\.init_process_group\(\) first; gloo"):
+        wrapped(tiny_llama)
+    dist.init_process_group("gloo", store=any_of(dist).HashStore(), rank=0, world_size=1)
+    try:
+        assert wrapped(tiny_llama).fsdp_report.ok
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_optimizer_is_made_after_the_wrap(one_rank: None, tiny_llama: Path) -> None:
+    model = on_meta(tiny_llama)
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = any_of(wrap_fsdp_meta_safe(model, tiny_llama))
+    (finding,) = [finding for finding in model.fsdp_report.findings if finding.code == "optimizer-before-wrap"]
+    assert "make the optimizer after wrap_fsdp_meta_safe; assert_optimizer_sharded checks it" in finding.fix
+    with pytest.raises(SafeLoadingError, match=r"Make it after wrap_fsdp_meta_safe, from model\.parameters\(\)"):
+        assert_optimizer_sharded(early, model)
+    with pytest.raises(SafeLoadingError, match=r"pass a torch optimizer"):
+        assert_optimizer_sharded(any_of(3), model)
+    assert_optimizer_sharded(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def test_the_rank_that_writes_is_passed_or_left_out(one_rank: None, tiny_llama: Path, tmp_path: Path) -> None:
+    model = wrapped(tiny_llama)
+    with pytest.raises(SafeLoadingError, match="pass rank == 0, or not at all"):
+        model.save_pretrained(tmp_path / "no", is_main_process=False)
+    model.save_pretrained(tmp_path / "left out")
+    model.save_pretrained(tmp_path / "passed", is_main_process=dist.get_rank() == 0)
+    for folder in (tmp_path / "left out", tmp_path / "passed"):
+        assert all(torch.equal(value, state_of(tiny_llama)[name]) for name, value in state_of(folder).items())
+
+
+def test_the_dtype_of_the_checkpoint_rounds_nothing(one_rank: None, tiny_llama: Path) -> None:
+    half = any_of(wrap_fsdp_meta_safe(on_meta(tiny_llama, dtype=torch.bfloat16), state_of(tiny_llama)))
+    fixes = {finding.fix for finding in half.fsdp_report.findings if finding.code == "dtype-cast"}
+    assert fixes == {"none needed; build the model in the dtype of the checkpoint to avoid the rounding."}
+    same = any_of(wrap_fsdp_meta_safe(on_meta(tiny_llama), state_of(tiny_llama)))
+    assert "dtype-cast" not in {finding.code for finding in same.fsdp_report.findings}
+
+
+def test_a_config_unties_two_values(one_rank: None, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 101}
+    config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    state = {name: value.clone() for name, value in state_of(tmp_path).items()}
+    state["lm_head.weight"] = state["model.embed_tokens.weight"] + 1
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SafeLoadingError, match="set tie_word_embeddings=False in the config that the model is built"):
+        wrapped(tmp_path)
+    config.tie_word_embeddings = False
+    model: Any = wrap_fsdp_meta_safe(meta_model(config), tmp_path)
+    assert torch.equal(model.lm_head.weight.full_tensor(), state["lm_head.weight"])
