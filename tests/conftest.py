@@ -49,6 +49,30 @@ for _name in list(os.environ):
         del os.environ[_name]
 
 
+def _of_the_process() -> dict[str, Any]:
+    """What one test could leave behind for the next one in its process."""
+    torch = sys.modules.get("torch")
+    found: dict[str, Any] = {n: v for n, v in os.environ.items() if n != "PYTEST_CURRENT_TEST"}
+    if torch is not None and hasattr(torch, "get_float32_matmul_precision"):
+        found["default dtype"] = torch.get_default_dtype()
+        found["default device"] = torch.get_default_device()
+        found["gradients"] = torch.is_grad_enabled()
+        found["autocast"] = torch.is_autocast_enabled("cpu")
+        found["precision of products"] = torch.get_float32_matmul_precision()
+        found["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail the test that leaves the process other than it found it, instead of a later one that computes otherwise."""
+    before = _of_the_process()
+    yield
+    after = _of_the_process()
+    changed = {name for name in before if before[name] != after.get(name)}
+    assert {name: (before[name], after.get(name)) for name in sorted(changed)} == {}
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A float32 Llama of three tiny layers, in several shards. Do not write to it."""
