@@ -7,7 +7,7 @@ import difflib
 import functools
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 
 from safe_loading._core.report import text_table
@@ -31,7 +31,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
     if not arguments.name:
         rows = [(name, each.get("severity", ""), each["page"]) for name, found in _all().items() for each in found]
         return Answer([text_table(("name", "severity", "page"), rows)])
-    return Answer([explain(name) for name in arguments.name])
+    return Answer(["\n\n".join(explain(name) for name in arguments.name)])
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def explain(name: str) -> str:
 
 def _paragraph(name: str, facts: Mapping[str, str]) -> str:
     if "text" in facts:
-        return f"{name}\n\n{facts['text']}"
+        return "\n".join([name, "", *_from_markdown(facts["text"])])
     severity = f" ({facts['severity']})" if "severity" in facts else ""
     lines = [f"{name}{severity}", "", *_wrapped(facts["means"]), "", *_wrapped(f"What to do: {facts['fix']}")]
     for heading, key in (("For example, this makes it:", "wrong"), ("And this ends it:", "right")):
@@ -73,6 +73,20 @@ def _paragraph(name: str, facts: Mapping[str, str]) -> str:
             statements = [statement.strip() for statement in facts[key].split(";")]
             lines += ["", _INDENT + heading, *(f"{_INDENT * 3}{statement}" for statement in statements if statement)]
     return "\n".join([*lines, "", f"{_INDENT}The names in it, and the rest: {facts['page']}"])
+
+
+def _from_markdown(text: str) -> Iterator[str]:
+    """Yield the lines of a page's section for a terminal: code is set in, and the fences around it are left out."""
+    code = False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            code = not code
+            if line == "```text":
+                yield f"{_INDENT}It prints:"
+        elif code:
+            yield f"{_INDENT * 3}{line}".rstrip()
+        else:
+            yield from _wrapped(line) or [""]
 
 
 def _wrapped(text: str) -> list[str]:

@@ -37,7 +37,9 @@ def test_every_exception_is_explained() -> None:
     for name in safe_loading.__all__:
         value = getattr(safe_loading, name)
         if isinstance(value, type) and issubclass(value, Exception):
-            assert explain(name).startswith(name)
+            text = explain(name)
+            assert text.startswith(name)
+            assert "```" not in text  # a page's fences are no use in a terminal
 
 
 def test_the_command_prints_one_or_all_and_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
