@@ -51,16 +51,17 @@ for _name in list(os.environ):
 
 def _of_the_process() -> dict[str, Any]:
     """What one test could leave behind for the next one in its process."""
-    torch = sys.modules.get("torch")
-    found: dict[str, Any] = {n: v for n, v in os.environ.items() if n != "PYTEST_CURRENT_TEST"}
-    if torch is not None and hasattr(torch, "get_float32_matmul_precision"):
-        found["default dtype"] = torch.get_default_dtype()
-        found["default device"] = torch.get_default_device()
-        found["gradients"] = torch.is_grad_enabled()
-        found["autocast"] = torch.is_autocast_enabled("cpu")
-        found["precision of products"] = torch.get_float32_matmul_precision()
-        found["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    return found
+    import torch
+
+    return {
+        **{name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradients": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "precision of products": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +70,8 @@ def nothing_left_behind() -> Iterator[None]:
     before = _of_the_process()
     yield
     after = _of_the_process()
-    changed = {name for name in before if before[name] != after.get(name)}
-    assert {name: (before[name], after.get(name)) for name in sorted(changed)} == {}
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert {name: (before.get(name), after.get(name)) for name in sorted(changed)} == {}
 
 
 @pytest.fixture(scope="session")
