@@ -53,8 +53,9 @@ def _of_the_process() -> dict[str, Any]:
     """What one test could leave behind for the next one in its process."""
     import torch
 
+    ignored = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # the latter torch sets by itself when it compiles
     return {
-        **{name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        **{name: value for name, value in os.environ.items() if name not in ignored},
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
         "gradients": torch.is_grad_enabled(),
