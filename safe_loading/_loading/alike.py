@@ -121,11 +121,14 @@ def remember(
     if not len(values) == len(tensors) == len(slots) == len({slot.storage for slot in slots.values()}):
         return  # tied to one another, or with values of their own
     places = {}
+    layers: dict[str, torch.nn.Module] = {}
     for key, value in values.items():
         path, _, attribute = key.rpartition(".")
         path, _, own_name = path.rpartition(".")
         layer_path, _, factor = path.rpartition(".")
-        layer = model.get_submodule(layer_path) if own_name == name and factor in _FACTORS else None
+        if own_name != name or factor not in _FACTORS:
+            return
+        layer = layers.get(layer_path) or layers.setdefault(layer_path, model.get_submodule(layer_path))
         plain = is_lora_layer(layer) and name not in layer.lora_variant
         if not plain or isinstance(layer, (MultiheadAttention, ParamWrapper)) or id(value) not in key_in_file:
             return

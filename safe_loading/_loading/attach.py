@@ -24,11 +24,12 @@ from safe_loading.errors import AdapterError, ArgumentError, SafeLoadingError
 
 from .adapter_facts import AdapterFacts
 from .adapter_values import key_mapping_for, read_tensors, rename_keys, value_findings
-from .alike import find_alike, remember
+from .alike import find_alike, plan_for, remember
 from .allocation_limit import allocation_limit
 from .dispatched import bring_inputs
 from .fill_slots import fill_slots, overwrite_base
 from .match import Match, match_tensors
+from .move_modules import move_modules
 from .peft_config import as_trained, build_config, refuse_costly_patterns
 from .slots import AdapterSlot, RoutedTensors, new_slots, own_tensor, route
 from .starts import (
@@ -124,9 +125,22 @@ def check_adapter_name(name: str) -> None:
         raise ArgumentError(f"{name!r} is a name that peft or torch gives to a part of a module; choose another.")
 
 
-def check_on_meta(meta_model: torch.nn.Module, adapters: Sequence[Adapter]) -> None:
-    """Attach the adapters to a model on meta, so that what does not fit is refused before the base is loaded."""
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """The modules that peft built for an adapter on a model on meta, where all of it fitted."""
+
+    adapter: Adapter
+    injection: Injection
+    before: Snapshot  # of the model on meta, without them
+
+
+def check_on_meta(meta_model: torch.nn.Module, adapters: Sequence[Adapter]) -> Checked | None:
+    """Attach the adapters to a model on meta, so that what does not fit is refused before the base is loaded.
+
+    Returns what peft built for the first adapter, if the model holds the modules of no other one.
+    """
     problems: list[str] = []
+    built: list[Checked] = []
     model = meta_model
     for adapter in adapters:
         if find_alike(model, adapter.facts, adapter.tensors, adapter.key_mapping):
@@ -146,8 +160,26 @@ def check_on_meta(meta_model: torch.nn.Module, adapters: Sequence[Adapter]) -> N
         model = injection.model
         problems += errors_in((*adapter.findings, *injection.match.findings, *_findings_of_start(adapter, injection)))
         _remember(adapter, injection)
+        built.append(Checked(adapter, injection, before))
     if problems:
         raise refusal(adapters, type(meta_model).__name__, problems)
+    return built[0] if len(built) == 1 and built[0].adapter is adapters[0] else None
+
+
+def attach_checked(
+    base: torch.nn.Module, checked: Checked, devices: RankDevices, *, dtype: torch.dtype | None = None
+) -> Attached | None:
+    """Attach an adapter to a loaded base with the modules that peft built for it on meta.
+
+    None, and the base as it was, where they cannot be used (`move_modules`), or a value is not in the file.
+    """
+    adapter, injection = checked.adapter, checked.injection
+    plan = plan_for(injection.model, adapter.facts)
+    layers = plan.layers(injection.model) if plan is not None else None
+    if layers is None or not move_modules(injection.model, base, layers, checked.before):
+        return None
+    fill_slots(injection.slots, injection.match.values, devices, dtype)
+    return _attached(adapter, injection, ())
 
 
 def attach(
@@ -188,11 +220,15 @@ def attach(
     _refuse(adapter, injection, start, strict=strict)
     fill_slots(injection.slots, injection.match.values, devices, dtype, copy=copy)
     overwritten = overwrite_base(injection.model, injection.match.base_writes, adapter.file, undo)
-    now = (own_tensor(slot.owner, slot.name) for slot in injection.slots.values())
-    tensors = [tensor for tensor in now if tensor is not None]
     bring_inputs(injection.model, devices)
     _remember(adapter, injection)
-    findings = [*adapter.findings, *injection.match.findings, *start, *overwritten]
+    return _attached(adapter, injection, (*start, *overwritten))
+
+
+def _attached(adapter: Adapter, injection: Injection, findings: Iterable[Finding]) -> Attached:
+    now = (own_tensor(slot.owner, slot.name) for slot in injection.slots.values())
+    tensors = [tensor for tensor in now if tensor is not None]
+    findings = [*adapter.findings, *injection.match.findings, *findings]
     return Attached.of(injection.model, findings, tensors, injection.renamed)
 
 
@@ -281,7 +317,7 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
                 injected = _inject(model, config, adapter, on_meta=False)
     with _in_the_model(injected, adapter.name):
         routed = _route(injected, adapter, file.tensors)
-        slots = new_slots(injected, before)  # after peft has routed, which replaces parameters of AdaLoRA
+        slots = new_slots(routed.places, before)  # after peft has routed, which replaces parameters of AdaLoRA
         if config.is_prompt_learning:
             # peft loads these straight into the prompt encoder, so no tensor goes through a state-dict key
             return Injection(injected, Match({}, {}, file.findings), slots, file.renamed, file.tensors, on_meta)

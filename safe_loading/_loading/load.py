@@ -30,7 +30,7 @@ from safe_loading._ranks.rank_devices import DeviceMap, RankDevices, devices_of
 from safe_loading.errors import AdapterError, ArgumentError
 
 from .alike import find_alike
-from .attach import Adapter, Attached, attach, check_on_meta
+from .attach import Adapter, Attached, Checked, attach, attach_checked, check_on_meta
 from .attach_alike import attach_alike
 from .base_arguments import check_class
 from .base_model import (
@@ -69,6 +69,7 @@ class BaseOnDisk:
     auto_class: ModelClass  # its from_pretrained loads the base
     checkpoint: Checkpoint | None  # its weight files; None where they are no safetensors files
     findings: tuple[Finding, ...] = ()  # what check_checkpoint says of the folder
+    checked: Checked | None = None  # what peft built for the check, to be moved to the base
 
 
 class Loaded(NamedTuple):
@@ -101,6 +102,7 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
         refuse_quantizer_patterns(checkpoint, document or {})
         refuse_index_without_metadata(checkpoint)
     read_generation_config(folder)
+    checked = None
     meta_model = base_on_meta(auto_class, folder, options.dtype, options.base_kwargs)
     if meta_model is not None and checkpoint is not None:
         on_disk = sum(info.nbytes for info in checkpoint.tensors.values())
@@ -110,8 +112,9 @@ def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: Load
     if meta_model is not None and options.strict:
         if checkpoint is not None:
             check_fit(meta_model, checkpoint, adapters, key_mapping=options.base_kwargs.get("key_mapping"))
-        check_on_meta(meta_model, adapters)
-    return BaseOnDisk(base, auto_class, checkpoint, () if checkpoint is None else tuple(base_findings(checkpoint)))
+        checked = check_on_meta(meta_model, adapters)
+    findings = () if checkpoint is None else tuple(base_findings(checkpoint))
+    return BaseOnDisk(base, auto_class, checkpoint, findings, checked)
 
 
 def _require_devices(devices: RankDevices, meta_model: torch.nn.Module) -> None:
@@ -154,7 +157,7 @@ def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options
     if errors and options.strict:
         raise AdapterError(f"{source!r} does not fill {type(model).__name__}:", errors)
     part = _base_part(model, source, base.resolved.commit, options.devices, time.perf_counter() - start)
-    attached = _attach_all(model, adapters, options, [])
+    attached = _attach_all(model, adapters, options, [], base.checked)
     findings = [*base.findings, *findings, *attached.findings]
     return Loaded(attached.model, [part, *attached.parts], findings)
 
@@ -205,30 +208,39 @@ def restored_by(undo: list[Snapshot]) -> Iterator[list[Snapshot]]:
 
 
 def _attach_all(
-    base: torch.nn.Module, adapters: Sequence[Adapter], options: LoadOptions, undo: Sequence[Snapshot]
+    base: torch.nn.Module,
+    adapters: Sequence[Adapter],
+    options: LoadOptions,
+    undo: Sequence[Snapshot],
+    checked: Checked | None = None,
 ) -> Loaded:
     model = base
     parts: list[LoadedPart] = []
     findings: list[Finding] = []
     for adapter in adapters:
         start = time.perf_counter()
-        # The first adapter can be undone with the caller's snapshot. A later one needs a snapshot with the earlier
-        # adapters in it, and what it overwrites of the base is kept in the caller's too.
-        dtype, strict = options.adapter_dtype, options.strict
-        alike = find_alike(model, adapter.facts, adapter.tensors, adapter.key_mapping)
-        if alike is not None and has_adapters(model):
-            attached = attach_alike(model, adapter, alike, options.devices, dtype=dtype, strict=strict)
-        else:
-            snapshots = undo if undo and not parts else [Snapshot(model), *undo]
-            attached = attach(
-                model, adapter, options.devices, undo=snapshots, keep_base=bool(undo), dtype=dtype, strict=strict
-            )
+        attached = attach_checked(base, checked, options.devices, dtype=options.adapter_dtype) if checked else None
+        checked = None
+        attached = attached or _attach(model, adapter, options, undo, is_first=not parts)
         model = attached.model
         parts.append(adapter_part(adapter, attached, options.devices, time.perf_counter() - start))
         findings += attached.findings
     if not isinstance(model, PeftModel):
         raise AdapterError("There is no adapter to attach.")
     return Loaded(model, parts, findings)
+
+
+def _attach(
+    model: torch.nn.Module, adapter: Adapter, options: LoadOptions, undo: Sequence[Snapshot], *, is_first: bool
+) -> Attached:
+    dtype, strict = options.adapter_dtype, options.strict
+    alike = find_alike(model, adapter.facts, adapter.tensors, adapter.key_mapping)
+    if alike is not None and has_adapters(model):
+        return attach_alike(model, adapter, alike, options.devices, dtype=dtype, strict=strict)
+    # The first adapter can be undone with the caller's snapshot. A later one needs a snapshot with the earlier
+    # adapters in it, and what it overwrites of the base is kept in the caller's too.
+    snapshots = undo if undo and is_first else [Snapshot(model), *undo]
+    return attach(model, adapter, options.devices, undo=snapshots, keep_base=bool(undo), dtype=dtype, strict=strict)
 
 
 def adapter_part(adapter: Adapter, attached: Attached, devices: RankDevices, seconds: float) -> LoadedPart:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from peft import PeftModel, set_peft_model_state_dict
 from peft.utils import AuxiliaryTrainingWrapper
 
 from safe_loading._core.engines import engines_that_fit
-from safe_loading._model.tensors import tensor_places
+from safe_loading._model.tensors import TensorPlace, tensor_places, walk_modules
 
 from .key_names import canonical_key
 
@@ -37,10 +37,11 @@ class AdapterSlot:
 
 
 class RoutedTensors(NamedTuple):
-    """A file's tensors by their state-dict key in the model, and the keys that the file should have and does not."""
+    """Where the tensors of a file belong in a model."""
 
-    tensors: dict[str, torch.Tensor]
-    missing: list[str]
+    tensors: dict[str, torch.Tensor]  # by their state-dict key in the model
+    missing: list[str]  # the keys that the file should have and does not
+    places: list[TensorPlace]  # all of the model, each under every name
 
 
 def own_tensor(owner: torch.nn.Module, name: str) -> torch.Tensor | None:
@@ -57,11 +58,13 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def new_slots(model: torch.nn.Module, before: set[int]) -> dict[str, AdapterSlot]:
-    """Return the slots of all tensors whose id is not in ``before``, by key."""
+def new_slots(places: Iterable[TensorPlace], before: set[int]) -> dict[str, AdapterSlot]:
+    """Return the slots of the tensors in ``places`` whose id is not in ``before``, by key.
+
+    The places are under every name: where a module has two, the file may use either.
+    """
     slots = {}
-    # Under every name: where a module has two, the file may use either.
-    for place in tensor_places(model):
+    for place in places:
         # peft's LoRA of MultiheadAttention registers the base's weights anew, as new objects (_restore_weights, even
         # when its modules are listed), so those are known by their path.
         of_base = place.name.rpartition(".")[0].endswith("base_layer")
@@ -113,12 +116,14 @@ def route(model: PeftModel, adapter_name: str, tensors: Mapping[str, torch.Tenso
             set_peft_model_state_dict(model, state_dict, adapter_name=adapter_name)
     finally:
         del model.__dict__["load_state_dict"]
-    _undo_lossy_renames(model, adapter_name, tensors, routed)
-    return RoutedTensors({key: value for key, value in routed.items() if id(value) not in placeholders}, missing)
+    places = list(tensor_places(model))
+    _undo_lossy_renames({place.name for place in places if place.persistent}, adapter_name, tensors, routed)
+    found = {key: value for key, value in routed.items() if id(value) not in placeholders}
+    return RoutedTensors(found, missing, places)
 
 
 def _undo_lossy_renames(
-    model: PeftModel, adapter_name: str, tensors: Mapping[str, torch.Tensor], routed: dict[str, torch.Tensor]
+    places: Set[str], adapter_name: str, tensors: Mapping[str, torch.Tensor], routed: dict[str, torch.Tensor]
 ) -> None:
     """Use a tensor's name in the file where peft's renaming of it leads to no parameter.
 
@@ -126,7 +131,6 @@ def _undo_lossy_renames(
     With Laguna, Mistral Large 4, Inkling 2 and PI0 it so loses tensors of adapters that it saved itself, and before
     0.21 the projections of VeRA and PVeRA, which it then draws anew.
     """
-    places = {place.name for place in tensor_places(model) if place.persistent}
     lost = {id(value): name for name, value in routed.items() if name not in places}
     if not lost:
         return
@@ -144,7 +148,7 @@ def _wrapper_keys(model: PeftModel, adapter_name: str) -> list[str]:
     """Return the file keys that ``modules_to_save`` and trainable tokens ask for."""
     return [
         f"{path}.{key}"
-        for path, module in model.named_modules()
+        for path, module in walk_modules(model)
         if isinstance(module, AuxiliaryTrainingWrapper)
         for key in module.adapter_state_dict_load_map(adapter_name)  # type: ignore[no-untyped-call]  # peft's
     ]

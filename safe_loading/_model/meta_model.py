@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -26,6 +27,7 @@ from .model_config import CONFIG, building, read_config, read_generation_config
 from .module_limit import module_limit
 from .quantized.four_bit_on_meta import four_bit_on_meta
 from .quantized.to_plain import how_to_dequantize
+from .stand_ins import NoInit
 from .tensors import tensor_places
 
 QuantizationConfig = Mapping[str, object] | BitsAndBytesConfig | None
@@ -118,7 +120,12 @@ def build_on_meta(
     options: dict[str, object] = {"dtype": dtype, **(arguments or {})}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), quiet(), module_limit(type(config).__name__):
+    with ExitStack() as around:
+        around.enter_context(torch.random.fork_rng(devices=[]))
+        around.enter_context(torch.device("meta"))
+        around.enter_context(NoInit())  # on meta an initializer does nothing, by way of torch's slow decompositions
+        around.enter_context(quiet())
+        around.enter_context(module_limit(type(config).__name__))
         model: torch.nn.Module
         if hasattr(model_class, "_from_config") or hasattr(model_class, "from_config"):
             set_config_dtype(config, dtype)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from safe_loading._core.walk import walk_modules, walk_parameters
+
+_ABSENT = object()
 
 
 class Snapshot:
@@ -32,6 +34,12 @@ class Snapshot:
     def keep(self, tensor: torch.Tensor) -> None:
         """Copy a tensor's data to the host, because it is about to be overwritten."""
         self._data.append((tensor, tensor.detach().to("cpu", copy=True)))
+
+    def changes(self) -> Iterator[tuple[object, str]]:
+        """Yield each module or config with an attribute that is another object since then, or has another content."""
+        for item, state in self._states:
+            for name in state.changes(vars(item)):
+                yield item, name
 
     def restore(self) -> None:
         """Put every module back into the state in which it was."""
@@ -58,6 +66,15 @@ class _ObjectState:
         self.empty = [value for value in containers if not value]
         self.contents = [(value, value.copy()) for value in containers if value]
 
+    def changes(self, attributes: dict[str, object]) -> Iterator[str]:
+        for name in self.attributes.keys() | attributes.keys():
+            if name not in self.attributes or attributes.get(name, _ABSENT) is not self.attributes[name]:
+                yield name
+        changed = [container for container in self.empty if container]
+        changed += [container for container, content in self.contents if not _equal_items(container, content)]
+        for container in changed:
+            yield from (name for name, value in self.attributes.items() if value is container)
+
     def restore(self, attributes: dict[str, object]) -> None:
         attributes.clear()
         attributes.update(self.attributes)
@@ -67,6 +84,10 @@ class _ObjectState:
             # What was not changed stays: some containers refuse to be written to (the configs of diffusers).
             if not _same_items(container, content):
                 _refill(container, content)
+
+
+def _equal_items(container: object, content: object) -> bool:
+    return container == content if isinstance(container, set) else _same_items(container, content)
 
 
 def _same_items(container: object, content: object) -> bool:

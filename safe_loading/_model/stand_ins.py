@@ -86,5 +86,10 @@ def _make_stand_in(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tenso
         vars(stand_in).update(vars(tensor))
         return stand_in
     if type(tensor) is torch.nn.Parameter:
-        return torch.nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
-    return torch.empty_like(tensor, device="meta") if type(tensor) is torch.Tensor else tensor
+        return torch.nn.Parameter(_empty_on_meta(tensor), requires_grad=tensor.requires_grad)
+    return _empty_on_meta(tensor) if type(tensor) is torch.Tensor else tensor
+
+
+def _empty_on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    # empty_like on meta is computed in Python, and takes ten times as long.
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

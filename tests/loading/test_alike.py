@@ -87,7 +87,7 @@ def test_several_in_one_call_are_checked_and_attached_by_the_plan(
     inject = BaseTuner.inject_adapter
     monkeypatch.setattr(BaseTuner, "inject_adapter", lambda *a, **k: (injections.append(1), inject(*a, **k))[1])
     model = load_peft_on_rank(adapters, base, active="c")
-    assert len(injections) == 2, "once on meta, once on the base"
+    assert len(injections) == 1, "on meta, from where the modules went to the base"
     for name, adapter in adapters.items():
         model.set_adapter(name)
         assert torch.equal(logits(model), logits(two_steps(adapter, base)))
