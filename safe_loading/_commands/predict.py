@@ -46,6 +46,7 @@ def add(commands: Commands) -> None:
     )
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--fsdp", action="store_true", help="shard with FSDP2")
+    ways.add_argument("--fsdp1", action="store_true", help="shard with FSDP1, FullyShardedDataParallel")
     ways.add_argument("--ddp", action="store_true", help="the whole model on each GPU, with DistributedDataParallel")
     ways.add_argument("--zero", type=int, metavar="STAGE", help="1: DDP with a shared ZeroRedundancyOptimizer")
     declare("--cpu-offload", action="store_true", help="keep FSDP2's shards and the optimizer on the host")
@@ -196,10 +197,12 @@ def _spread(arguments: argparse.Namespace) -> Spread | None:
     from safe_loading._core.spread import Spread
 
     if arguments.gpus is None:
-        refuse_unused(arguments, "fsdp", "ddp", "zero", "cpu_offload", needs="--gpus")
+        refuse_unused(arguments, "fsdp", "fsdp1", "ddp", "zero", "cpu_offload", needs="--gpus")
         return None
-    if arguments.ddp or arguments.zero is not None:
+    if arguments.fsdp1 or arguments.ddp or arguments.zero is not None:
         refuse_unused(arguments, "cpu_offload", needs="--fsdp")
+        if arguments.fsdp1:
+            return Spread.fsdp1(arguments.gpus)
         return Spread.ddp(arguments.gpus) if arguments.ddp else Spread.zero(arguments.gpus, stage=arguments.zero)
     if arguments.gpus == 1 and not (arguments.fsdp or arguments.cpu_offload):
         return None

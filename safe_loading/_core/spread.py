@@ -14,7 +14,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class Spread:
-    """How a job is spread over ranks, each with one GPU and a micro-batch of its own. Make one with `fsdp2` or `ddp`.
+    """How a job is spread over ranks, each with one GPU and a micro-batch. Make one with `fsdp2`, `fsdp1` or `ddp`.
 
     Attributes:
         ranks: Over how many ranks each parameter is sharded; with DDP, how many hold the model.
@@ -22,7 +22,7 @@ class Spread:
         param_dtype: The dtype in which parameters are gathered; None for their own.
         reduce_dtype: The dtype in which gradients are reduced; None for theirs.
         reshard_after_forward: Whether gathered parameters are freed after the forward pass and gathered again.
-        kind: ``"fsdp2"`` or ``"ddp"``.
+        kind: ``"fsdp2"``, ``"fsdp1"`` or ``"ddp"``.
         cpu_offload: Whether shards, gradients and the optimizer's state stay on the host.
         sync_each_batch: Whether gradients are reduced in each micro-batch, or only in the last.
         bucket_cap_mb: The size of DDP's buckets in MiB.
@@ -36,7 +36,7 @@ class Spread:
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     reshard_after_forward: bool = True
-    kind: Literal["fsdp2", "ddp"] = "fsdp2"
+    kind: Literal["fsdp2", "fsdp1", "ddp"] = "fsdp2"
     cpu_offload: bool = False
     sync_each_batch: bool = True
     bucket_cap_mb: float = 25
@@ -70,11 +70,7 @@ class Spread:
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown dtype.
         """
-        whole_number(ranks, "ranks", least=1, what="a number of ranks")
-        whole_number(replicas, "replicas", least=1, what="a number of groups")
-        for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
-            if dtype is not None and dtype not in DTYPES:
-                raise ArgumentError(f"{name}={dtype!r:.80}: one of {list(DTYPES)}, or None.")
+        _sharded(ranks, replicas, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         _flags(reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload, sync_each_batch=sync_each_batch)
         return Spread(
             ranks,
@@ -83,6 +79,45 @@ class Spread:
             reduce_dtype,
             reshard_after_forward,
             cpu_offload=cpu_offload,
+            sync_each_batch=sync_each_batch,
+        )
+
+    @staticmethod
+    def fsdp1(
+        ranks: int,
+        *,
+        replicas: int = 1,
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
+        reshard_after_forward: bool = True,
+        sync_each_batch: bool = True,
+    ) -> Spread:
+        """FSDP1, ``FullyShardedDataParallel``, with the units of `wrap_fsdp_meta_safe` and ``use_orig_params=True``.
+
+        The parameters of a unit are one flat tensor, whose gradient is whole where only some of them are trained, as
+        with LoRA. It is for training.
+
+        Args:
+            ranks: Over how many ranks each unit is sharded.
+            replicas: How many such groups there are; from 2 on this is ``HYBRID_SHARD``.
+            param_dtype: ``"bfloat16"`` or ``"float16"`` for mixed precision.
+            reduce_dtype: The same for the reduction of gradients, ``"float32"`` for example.
+            reshard_after_forward: True for ``FULL_SHARD``, False for ``SHARD_GRAD_OP``.
+            sync_each_batch: False for gradient accumulation under ``no_sync()``: until the last micro-batch the
+                gradients stay whole on each rank.
+
+        Raises:
+            ArgumentError: A number that is not a positive integer, or an unknown dtype.
+        """
+        _sharded(ranks, replicas, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        _flags(reshard_after_forward=reshard_after_forward, sync_each_batch=sync_each_batch)
+        return Spread(
+            ranks,
+            replicas,
+            param_dtype,
+            reduce_dtype,
+            reshard_after_forward,
+            kind="fsdp1",
             sync_each_batch=sync_each_batch,
         )
 
@@ -152,6 +187,14 @@ class Spread:
         default = Spread(self.ranks, kind=self.kind)
         words = [f"{name}={value!r}" for name, value in vars(self).items() if value != vars(default)[name]]
         return f"Spread.{self.kind}({', '.join([f'ranks={self.ranks}', *words])})"
+
+
+def _sharded(ranks: int, replicas: int, **dtypes: str | None) -> None:
+    whole_number(ranks, "ranks", least=1, what="a number of ranks")
+    whole_number(replicas, "replicas", least=1, what="a number of groups")
+    for name, dtype in dtypes.items():
+        if dtype is not None and dtype not in DTYPES:
+            raise ArgumentError(f"{name}={dtype!r:.80}: one of {list(DTYPES)}, or None.")
 
 
 def _flags(**flags: object) -> None:

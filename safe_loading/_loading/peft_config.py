@@ -96,7 +96,10 @@ def injecting(adapter: object, model: object) -> Iterator[None]:
         raise
     except Exception as error:  # each method has its own checks, and its own errors
         name = repr(os.fspath(adapter)) if isinstance(adapter, (str, os.PathLike)) else type(adapter).__name__
-        raise AdapterError(f"peft cannot add {name} to {type(model).__name__}: {error}") from error
+        raise AdapterError(
+            f"peft cannot add {name} to {type(model).__name__}: {type(error).__name__}: {str(error).rstrip('. ')}. "
+            f"peft.get_peft_model says the same of this config and this model: change what it speaks of."
+        ) from error
 
 
 def changes_base(config: PeftConfig) -> bool:

@@ -174,6 +174,8 @@ def _traces(
         raise ArgumentError("spread= needs a step, because units are gathered in it: Workload.train(...) or generate.")
     if spread.kind == "ddp" and workload.kind != "train":
         raise ArgumentError("Spread.ddp is for training: a rank that generates holds its model as one GPU alone does.")
+    if spread.kind == "fsdp1" and workload.kind != "train":
+        raise ArgumentError("Spread.fsdp1 is for training. Spread.fsdp2 can be forecast for generation too.")
     traces: dict[int, StepTrace] = {}
     for group in ranks_alike(model, workload, spread):
         traces |= dict.fromkeys(group, trace_step(model, workload, inputs=inputs, spread=spread, rank=group[0]))

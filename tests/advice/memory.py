@@ -9,6 +9,7 @@ _CALL = f"{_ADVISED}test_a_call_works_once_the_advice_is_taken"
 _TRACED = f"{_ADVISED}test_a_step_is_traced_once_the_advice_is_taken"
 _EDITED = f"{_ADVISED}test_edits_of_a_map_are_mended"
 _PASSED = f"{_ADVISED}test_what_a_workload_does_not_describe_is_passed"
+_METHODS = "memory/test_forecast_every_method.py::"
 _AUDIT = PAGE.format("audit")  # makes nearly each code on purpose, and ends it
 
 TAKEN: dict[str, dict[str, str]] = {
@@ -100,11 +101,17 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass a Spread": _CALL,
     },
     "_memory/smallest_limits.py": {"pass how many there are": VALUES},
+    "_memory/trace/attached_adapter.py": {
+        "Pass {}({}), with values of yours": f"{_METHODS}test_a_config_without_what_peft_needs_is_completed_as_advised"
+    },
     "_memory/trace/function_mode.py": {"call .cpu()": _TRACED, "call .detach()": _TRACED},
     "_memory/trace/inputs.py": {
         "Pass the tokens": _CALL,
         "Pass them, for example inputs={'input_features'": _PASSED,
         "Pass them, for example inputs={'pixel_values'": _PASSED,
+    },
+    "_memory/trace/run_training.py": {
+        "Pass a peft config with inference_mode=False": f"{_METHODS}test_a_step_that_trains_nothing_is_refused"
     },
     "_memory/trace/trace_error.py": {
         "Use an operation with a fixed output shape": _TRACED,

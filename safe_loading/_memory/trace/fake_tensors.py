@@ -13,6 +13,8 @@ from .known_values import KnownValues
 from .ledger import Ledger, fake_device
 from .records import Component
 
+# read by CPT, which brings each row that has become longer than zero back to a length
+_READ_ROW_BY_ROW = "delta_embedding.weight"
 _ADAPTER_PARTS = ("lora_", "vera_", "modules_to_save", "trainable_tokens_")
 
 
@@ -80,6 +82,8 @@ class FakeTensors:
         self._ledger.add(fake, name, component, module, device=device)
         if isinstance(tensor, torch.nn.Parameter):
             fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            if name.endswith(_READ_ROW_BY_ROW):
+                self._values.fill(fake, 1)
         # what engines attach to tensors, such as the quant_state of bitsandbytes, is read by layers and optimizers
         for key, value in vars(tensor).items() if hasattr(tensor, "__dict__") else ():
             if key != "grad":

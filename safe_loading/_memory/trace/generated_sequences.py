@@ -40,6 +40,8 @@ class GeneratedSequences:
         # generate() itself holds what it starts with, and its loop what that becomes
         self._first = self._positions if start is None else self._ids
         self._of_prompt = others  # such as images: only the prompt is read with them
+        # the tasks of peft's Poly choose what its layers compute for every token
+        self._of_rows = {name: others[name] for name in ("task_ids",) if name in others and not inputs.has_prompts}
         self._unfinished: torch.Tensor | None = None
         self._special_tokens = inputs.special_tokens()
         self._chosen: torch.Tensor | None = None
@@ -55,7 +57,7 @@ class GeneratedSequences:
     def last_token(self) -> dict[str, torch.Tensor]:
         """Return the arguments of a forward pass over the last token of each row."""
         positions = None if self._positions is None else self._positions[..., -1:].clone()
-        return {**self._of_encoder, **self._masked(self._ids[:, -1:].clone(), positions)}
+        return {**self._of_encoder, **self._of_rows, **self._masked(self._ids[:, -1:].clone(), positions)}
 
     def _masked(self, ids: torch.Tensor, positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
         named = {self._name: ids, "position_ids": positions, "attention_mask": self._mask}

@@ -12,12 +12,14 @@ import torch
 from transformers import PreTrainedModel
 
 from safe_loading._core.engines import drops_full_masks
+from safe_loading._core.names import method_name
 from safe_loading.errors import TraceError
 
 from .known_values import KnownValues
 
 _ONE_LABEL_PER_ROW = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")
 _VISION_CONFIGS = ("vision_config", "encoder")  # where a config may describe the images
+_OF_TASKS = ("POLY", "MULTITASK_PROMPT_TUNING")  # methods of peft that are told the task of each row
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _MOST_WRAPPERS = 8  # around one another; ends the search should a model contain itself
 
@@ -90,8 +92,10 @@ class StepInputs:
         base: Any = getattr(outermost, "get_base_model", None)
         self._base: torch.nn.Module = outermost if base is None else base()
         self._class_name = type(self._base).__name__
+        adapter = getattr(outermost, "active_peft_config", None)
         # with which peft's forward takes no positions
-        self._has_prompts = bool(getattr(getattr(outermost, "active_peft_config", None), "is_prompt_learning", False))
+        self.has_prompts = bool(getattr(adapter, "is_prompt_learning", False))
+        self._has_tasks = method_name(getattr(adapter, "peft_type", "")) in _OF_TASKS
         self._config: object = getattr(outermost, "config", None)
         self._is_encoder_decoder = bool(getattr(self._config, "is_encoder_decoder", False))
         # of a Sequential around a model, which calls it with one argument by position
@@ -122,6 +126,10 @@ class StepInputs:
                     stack.enter_context(switch())
             yield
 
+    def of_next_token(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return what ``generate()`` runs after the prompt: with prompts of peft, which are in the cache, the base."""
+        return self._base if self.has_prompts else model
+
     @property
     def generates(self) -> bool:
         """Whether the model is one of tokens that ``generate()`` of transformers runs."""
@@ -133,7 +141,7 @@ class StepInputs:
         self, ids: torch.Tensor, mask: torch.Tensor | None, others: Mapping[str, torch.Tensor]
     ) -> torch.Tensor | None:
         """Return the positions that ``generate()`` gives each row; None for a model whose forward takes none."""
-        if self._has_prompts or "position_ids" not in inspect.signature(self._base.forward).parameters:
+        if self.has_prompts or "position_ids" not in inspect.signature(self._base.forward).parameters:
             return None
         masked = {} if mask is None else {"attention_mask": mask}
         prepare: Any = getattr(self._base, "_prepare_position_ids_for_generation", None)  # since transformers 5.3
@@ -181,6 +189,8 @@ class StepInputs:
                 batch[name] = self.tokens(*size)
         if self._only_input is not None and self._only_input not in batch:
             batch[self._only_input] = self.tokens(*shape)
+        if self._has_tasks and "task_ids" not in batch:
+            batch["task_ids"] = self.tokens(shape[0]) - 1  # the first task
         if "input_ids" in batch:
             self._end_with_eos(batch["input_ids"])
         # a model of text and images gets images only where its forward requires them

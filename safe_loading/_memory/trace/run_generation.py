@@ -43,10 +43,11 @@ def run_generation(model: torch.nn.Module, workload: Workload, inputs: StepInput
         sequences.append(output)
         output = None  # generate() deletes it too before the next token
         ledger.phase = "decode"
+        decoder = inputs.of_next_token(model)
         with inputs.decoding():
             for _ in range(workload.decode_steps if cache is not None and name else 0):
                 arguments = sequences.last_token()  # those of the step before are alive until these are there
-                output = model(**arguments, **again, **{name: cache}, **options)
+                output = decoder(**arguments, **again, **{name: cache}, **options)
                 cache = field(output, name)
                 classify_cache(cache, ledger)
                 sequences.append(output)

@@ -10,11 +10,17 @@ from contextlib import AbstractContextManager
 import torch
 
 from safe_loading._core.workload import OptimizerRule, Workload
+from safe_loading.errors import TraceError
 
 from .inputs import StepInputs
 from .ledger import Ledger
 from .step_tensors import autocast, classify_inputs, field, tensors_of
 from .trained_parameters import TrainedParameters
+
+NOTHING_TRAINED = (
+    "Nothing is trained: no parameter that the loss depends on has requires_grad. Pass a peft config with "
+    "inference_mode=False, or call requires_grad_() on what the step trains."
+)
 
 
 def run_training(
@@ -45,6 +51,8 @@ def run_training(
             output = model(**batch, **options)
             del batch  # as the Trainer does before the backward pass
             loss = _loss_of(output)
+            if not loss.requires_grad:
+                raise TraceError(NOTHING_TRAINED)
             del output
         _classify_activations(ledger)
         # from here on what a checkpoint recomputes is temporary, since it was not alive after the forward pass

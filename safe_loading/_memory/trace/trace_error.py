@@ -32,10 +32,10 @@ _FIX_FOR_VALUES = (
     "or skip the line when its tensor is a torch._subclasses.FakeTensor."
 )
 _SPARSE = {"SHIRA": "SHiRA", "FROD": "FRoD"}
-_FIX_FOR_SPARSE = (
-    "Sparse tensors have no storage whose bytes could be counted. Measure a step on the GPU "
-    "(torch.cuda.max_memory_reserved()), or forecast another method: adapter=LoraConfig(...)."
+_FIX_FOR_METHODS = (
+    "Measure a step on the GPU (torch.cuda.max_memory_reserved()), or forecast another method: adapter=LoraConfig(...)."
 )
+_FIX_FOR_SPARSE = f"Sparse tensors have no storage whose bytes could be counted. {_FIX_FOR_METHODS}"
 _MOST_CHARACTERS = 600  # of the error's own message
 
 
@@ -58,14 +58,14 @@ def trace_error(
     )
 
 
-def refuse_sparse_methods(config: PeftConfig) -> None:
-    """Raise `TraceError` for an adapter whose layers compute with sparse tensors, before peft looks for values."""
+def refuse_untraced_methods(config: PeftConfig) -> None:
+    """Raise `TraceError` for an adapter whose layers no trace can follow, before peft looks for values."""
     kind = method_name(config.peft_type)
+    refused = f"adapter={type(config).__name__}(...) cannot be traced:"
     if kind in _SPARSE:
-        raise TraceError(
-            f"adapter={type(config).__name__}(...) cannot be traced: {_SPARSE[kind]} computes with sparse tensors. "
-            f"{_FIX_FOR_SPARSE}"
-        )
+        raise TraceError(f"{refused} {_SPARSE[kind]} computes with sparse tensors. {_FIX_FOR_SPARSE}")
+    if getattr(config, "monteclora_config", None) is not None:
+        raise TraceError(f"{refused} MonteCLoRA draws samples of its own on a GPU that it chooses. {_FIX_FOR_METHODS}")
 
 
 def _fix(model: torch.nn.Module, error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:

@@ -6,8 +6,6 @@ The model's own forward, backward and cache run on tensors that have a shape and
 from __future__ import annotations
 
 import contextlib
-import copy
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -20,16 +18,16 @@ from safe_loading._core import progress
 from safe_loading._core.spread import Spread
 from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.kernels import kernel_stand_ins
-from safe_loading._model.quantized.stand_ins import lora_layers
 from safe_loading._model.snapshot import Snapshot
-from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading._ranks.launcher import local_rank
 from safe_loading.errors import TraceError
 
 from .accelerate_hooks import TracePlacement, install_hooks
+from .attached_adapter import with_adapter
 from .attention_kernels import attention_stand_ins
 from .dispatch_mode import TraceDispatchMode
 from .fake_tensors import FakeTensors
+from .flat_sharded_step import FlatShardedParameters, flat_sharded, trained_by_rank
 from .function_mode import TraceFunctionMode
 from .inputs import StepInputs
 from .known_values import KnownValues
@@ -40,11 +38,10 @@ from .replicated_step import ReplicatedParameters, replicated, shares
 from .run_generation import run_generation
 from .run_training import run_training
 from .sharded_step import ShardedParameters, alike, fake_ranks, sharded
-from .trace_error import refuse_sparse_methods, trace_error
+from .trace_error import trace_error
 from .trained_parameters import TrainedParameters
 
 if TYPE_CHECKING:
-    from peft import PeftConfig
     from torch.distributed.device_mesh import DeviceMesh
 
 # the model's attributes and torch's modes are replaced for a while, and the modes are the process's
@@ -80,7 +77,7 @@ def trace_step(
         with contextlib.ExitStack() as stack:
             mesh = stack.enter_context(fake_ranks(spread, rank))
             stack.callback(Snapshot(model).restore)
-            running = stack.enter_context(_with_adapter(model, workload.adapter))
+            running = stack.enter_context(with_adapter(model, workload.adapter))
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             mode = TraceDispatchMode(ledger, values, OperationCache(fake, cached_outputs), multi_device=where.hooked)
             try:
@@ -125,13 +122,14 @@ def _run(
         inputs = StepInputs(model, mode.values, fake_device(where.main), user_inputs)
         install_hooks(model, where, ledger, mode.in_hook)
         main = fake_device(where.main)
-        with _progress_bar(model), mode, _trained(model, list(tensors.trainable()), sharding, main, ledger) as trained:
+        with _progress_bar(model), mode, _spread(model, list(tensors.trainable()), sharding, main, ledger) as of_rank:
             tensors.forget()
+            running, trained = of_rank
             if workload.kind == "train":
-                run_training(model, workload, inputs, ledger, trained)
+                run_training(running, workload, inputs, ledger, trained)
                 cache = None
             else:
-                cache = run_generation(model, workload, inputs, ledger)
+                cache = run_generation(running, workload, inputs, ledger)
         ledger.close()
         del cache  # after the ledger is closed, because it outlives the step
 
@@ -141,12 +139,14 @@ def ranks_alike(model: torch.nn.Module, workload: Workload, spread: Spread) -> l
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         stack.enter_context(fake_ranks(spread))
         stack.callback(Snapshot(model).restore)
-        running = stack.enter_context(_with_adapter(model, workload.adapter))
+        running = stack.enter_context(with_adapter(model, workload.adapter))
         held: dict[int, tuple[int, ...]]
         if spread.kind == "ddp":
             trained = [parameter for parameter in running.parameters() if parameter.requires_grad]
             parts = shares(trained, spread)
             held = {rank: tuple(sorted(p.numel() for p in part)) for rank, part in enumerate(parts)}
+        elif spread.kind == "fsdp1":
+            held = trained_by_rank(running, spread)
         else:
             held = alike(running.parameters(), spread)
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -156,73 +156,29 @@ def ranks_alike(model: torch.nn.Module, workload: Workload, spread: Spread) -> l
 
 
 @contextlib.contextmanager
-def _trained(
+def _spread(
     model: torch.nn.Module,
     parameters: list[torch.nn.Parameter],
     sharding: tuple[Spread, DeviceMesh, int] | None,
     device: torch.device,
     ledger: Ledger,
-) -> Iterator[TrainedParameters]:
-    """Spread the model as the job does, and yield what is trained."""
+) -> Iterator[tuple[torch.nn.Module, TrainedParameters]]:
+    """Spread the model as the job does, and yield what a rank runs and what it trains."""
     if sharding is None:
-        yield TrainedParameters(parameters)
+        yield model, TrainedParameters(parameters)
         return
     spread, mesh, rank = sharding
     if spread.kind == "ddp":
         with replicated(model, spread):
-            yield ReplicatedParameters(parameters, spread, rank, ledger)
+            yield model, ReplicatedParameters(parameters, spread, rank, ledger)
         return
     parameters.clear()  # the whole parameters are freed as they are sharded
-    with sharded(model, spread, mesh, device, ledger):
-        yield ShardedParameters(model, spread)
-
-
-@contextlib.contextmanager
-def _with_adapter(
-    model: torch.nn.Module, adapter: PeftConfig | str | os.PathLike[str] | None
-) -> Iterator[torch.nn.Module]:
-    """Yield the model with the adapter attached: a peft config, the folder of an adapter, or None.
-
-    While peft builds, the model's tensors are stand-ins on ``meta``, so nothing is allocated or initialized. They are
-    its own again when this yields, but their ``requires_grad`` is as peft set it; the caller's snapshot restores that.
-    """
-    if adapter is None:
-        yield model
+    if spread.kind == "fsdp1":
+        with flat_sharded(model, spread, mesh, device, ledger) as wrapped:
+            yield wrapped, FlatShardedParameters(wrapped, spread)
         return
-    from peft import LoraConfig, get_peft_model
-
-    from safe_loading._loading.allocation_limit import allocation_limit
-    from safe_loading._loading.peft_config import (
-        as_trained,
-        injecting,
-        is_lora,
-        read_peft_config,
-        refuse_costly_patterns,
-    )
-
-    config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter
-    refuse_sparse_methods(config)
-    if config is not adapter:
-        refuse_costly_patterns(config, model, adapter)
-    if lora_layers() and isinstance(config, LoraConfig):
-        config = copy.copy(config)
-        config._custom_modules = {**(config._custom_modules or {}), **lora_layers()}
-    # Only LoRA's modules are the same when they are made on meta. Other methods compute with what they make, such as
-    # BOFT its permutations, and peft moves and casts it (AdaLoRA's ranks become trainable): made on the host, a layer
-    # at a time, and moved to the stand-ins' device.
-    on_meta = is_lora(config)
-    uninitialized = NoInit() if on_meta else contextlib.nullcontext()
-    limit = contextlib.nullcontext() if on_meta else allocation_limit(model, {}, adapter)
-    device = torch.device("meta" if on_meta else "cpu")
-    with MetaStandIns(model), uninitialized, device, injecting(adapter, model), as_trained(config), limit:
-        wrapped = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
-    # a saved config has inference_mode=True, with which nothing would be trained
-    if isinstance(adapter, (str, os.PathLike)):
-        prefix = str(wrapped.base_model.prefix)
-        for name, parameter in wrapped.named_parameters():
-            if prefix in name or "modules_to_save" in name:
-                parameter.requires_grad_(True)
-    yield wrapped
+    with sharded(model, spread, mesh, device, ledger):
+        yield model, ShardedParameters(model, spread)
 
 
 def _progress_bar(model: torch.nn.Module) -> progress.Bar:

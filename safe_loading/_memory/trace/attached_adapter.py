@@ -1,0 +1,104 @@
+"""The adapter of a workload, attached to a model for a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from safe_loading._model.quantized.stand_ins import lora_layers
+from safe_loading._model.stand_ins import MetaStandIns, NoInit
+from safe_loading.errors import AdapterError
+
+from .trace_error import refuse_untraced_methods
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+# what peft computes with before it looks whether it is there, with an example of each
+_NEEDED = {
+    "task_type": "'CAUSAL_LM'",
+    "num_virtual_tokens": "20",
+    "adapter_len": "10",
+    "adapter_layers": "2",
+}
+# which begin with what was computed of data or of quantized weights, and from there on are as every LoRA
+_FROM_DATA = ("corda", "loftq")
+
+
+@contextlib.contextmanager
+def with_adapter(
+    model: torch.nn.Module, adapter: PeftConfig | str | os.PathLike[str] | None
+) -> Iterator[torch.nn.Module]:
+    """Yield the model with the adapter attached: a peft config, the folder of an adapter, or None.
+
+    While peft builds, the model's tensors are stand-ins on ``meta``, so nothing is allocated or initialized. They are
+    its own again when this yields, but their ``requires_grad`` is as peft set it; the caller's snapshot restores that.
+    """
+    if adapter is None:
+        yield model
+        return
+    from peft import get_peft_model
+
+    from safe_loading._loading.allocation_limit import allocation_limit
+    from safe_loading._loading.peft_config import (
+        as_trained,
+        injecting,
+        is_lora,
+        read_peft_config,
+        refuse_costly_patterns,
+    )
+
+    config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter
+    refuse_untraced_methods(config)
+    _refuse_incomplete(config)
+    if config is not adapter:
+        refuse_costly_patterns(config, model, adapter)
+    config = _as_attached(config)
+    # Only LoRA's modules are the same when they are made on meta. Other methods compute with what they make, such as
+    # BOFT its permutations, and peft moves and casts it (AdaLoRA's ranks become trainable): made on the host, a layer
+    # at a time, and moved to the stand-ins' device.
+    on_meta = is_lora(config)
+    uninitialized = NoInit() if on_meta else contextlib.nullcontext()
+    limit = contextlib.nullcontext() if on_meta else allocation_limit(model, {}, adapter)
+    device = torch.device("meta" if on_meta else "cpu")
+    with MetaStandIns(model), uninitialized, device, injecting(adapter, model), as_trained(config), limit:
+        wrapped = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
+    # a saved config has inference_mode=True, with which nothing would be trained
+    if isinstance(adapter, (str, os.PathLike)):
+        prefix = str(wrapped.base_model.prefix)
+        for name, parameter in wrapped.named_parameters():
+            if prefix in name or "modules_to_save" in name:
+                parameter.requires_grad_(True)
+    yield wrapped
+
+
+def _refuse_incomplete(config: PeftConfig) -> None:
+    """Raise `AdapterError` for a config without what peft needs, of which its own errors do not speak."""
+    fields = vars(config)
+    prompts = [name for name in ("task_type", "num_virtual_tokens") if config.is_prompt_learning]
+    missing = [name for name in (*prompts, "adapter_len", "adapter_layers") if name in fields and fields[name] is None]
+    if missing:
+        kind = type(config).__name__
+        example = ", ".join(f"{name}={_NEEDED[name]}" for name in missing)
+        raise AdapterError(f"{kind} has no {' and no '.join(missing)}. Pass {kind}({example}), with values of yours.")
+
+
+def _as_attached(config: PeftConfig) -> PeftConfig:
+    """Return a LoRA's config so that it can be attached here: without a GPU, data or values, and to stand-ins."""
+    from peft import LoraConfig, LoraRuntimeConfig
+
+    if not isinstance(config, LoraConfig):
+        return config
+    config = copy.copy(config)
+    if config.init_lora_weights in _FROM_DATA:
+        config.init_lora_weights = True
+    if config.runtime_config.ephemeral_gpu_offload:  # which moves weights to the GPU while DoRA begins, and back
+        config.runtime_config = LoraRuntimeConfig(ephemeral_gpu_offload=False)
+    if lora_layers():
+        config._custom_modules = {**(config._custom_modules or {}), **lora_layers()}
+    return config

@@ -1,0 +1,142 @@
+"""FSDP1 in a traced step: torch's ``FullyShardedDataParallel`` on fake tensors, whose collectives do nothing.
+
+As with FSDP2, what a rank allocates follows from torch's own hooks: the flat shard of each unit, the flat parameter
+that is gathered, its copy in the dtype of mixed precision, the flat gradient and its shard. FSDP1 resizes the storages
+of what it gathers, and asks for addresses that fake tensors do not have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import utils
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, _flat_param, _init_utils
+
+from safe_loading._core.names import canonical
+from safe_loading._core.spread import Spread
+from safe_loading._model.tensors import inventory
+from safe_loading._sharding import fsdp1
+from safe_loading._sharding.fsdp_units import plan_units
+from safe_loading.errors import ArgumentError
+
+from .fake_tensors import is_adapter
+from .ledger import Ledger
+from .trained_parameters import TrainedParameters
+
+
+class FlatShardedParameters(TrainedParameters):
+    """The parts of the trained parameters that a rank holds: views into flat shards, as FSDP1 gives an optimizer."""
+
+    def __init__(self, model: FullyShardedDataParallel, spread: Spread) -> None:
+        super().__init__([p for p in model.parameters() if p.requires_grad and p.numel()])
+        self._model, self._sync_each_batch = model, spread.sync_each_batch
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Reduce gradients in the last micro-batch only where the job does: the others run under ``no_sync()``."""
+        if not self._sync_each_batch:
+            for module in FullyShardedDataParallel.fsdp_modules(self._model):
+                module._sync_gradients = last  # type: ignore[assignment]  # a flag that FSDP1 sets in its __init__
+
+    def bring_gradients(self, ledger: Ledger) -> None:
+        """FSDP1 has set them; count what they are views of."""
+        for module in FullyShardedDataParallel.fsdp_modules(self._model):
+            flat = module._flat_param
+            for gradient in (getattr(flat, "grad", None), getattr(flat, "_saved_grad_shard", None)):
+                if gradient is not None:
+                    ledger.classify(ledger.index_of(gradient), "gradients")
+
+
+def trained_by_rank(model: torch.nn.Module, spread: Spread) -> dict[int, tuple[int, ...]]:
+    """Return for each rank how much it trains of each unit: ranks of the same amounts allocate the same.
+
+    Torch aligns the parameters inside a unit to 16 bytes, which is left out.
+    """
+    named = {canonical(name): parameter for name, parameter in model.named_parameters()}
+    trained: dict[int, list[int]] = {rank: [] for rank in range(spread.ranks)}
+    for unit in plan_units(model, flat=True):
+        parameters = [named[name] for name in unit.parameters if name in named]
+        ends = list(itertools.accumulate(parameter.numel() for parameter in parameters))
+        size = -(-(ends[-1] if ends else 0) // spread.ranks)
+        for rank, amounts in trained.items():
+            amount = 0
+            for parameter, end in zip(parameters, ends, strict=True):
+                overlap = min(end, (rank + 1) * size) - max(end - parameter.numel(), rank * size)
+                amount += max(overlap, 0) if parameter.requires_grad else 0
+            amounts.append(amount)
+    return {rank: tuple(amounts) for rank, amounts in trained.items()}
+
+
+@contextlib.contextmanager
+def flat_sharded(
+    model: torch.nn.Module, spread: Spread, mesh: DeviceMesh, device: torch.device, ledger: Ledger
+) -> Iterator[FullyShardedDataParallel]:
+    """Yield the model sharded by FSDP1; the ledger sees what FSDP1 allocates and frees by itself.
+
+    The attributes of the modules are the caller's to restore.
+    """
+    units = plan_units(model, flat=True)
+    problems = fsdp1.check([found for found in inventory(model) if not found.is_buffer])
+    if problems:
+        raise ArgumentError("FSDP1 cannot shard this model:", problems)
+    dtypes = {name: getattr(torch, name) for name in (spread.param_dtype, spread.reduce_dtype) if name is not None}
+    policy = MixedPrecision(
+        param_dtype=dtypes.get(spread.param_dtype or ""), reduce_dtype=dtypes.get(spread.reduce_dtype or "")
+    )
+    # which tells the device by its type, and so drops its number
+    with _storages_seen(ledger), mock.patch.object(_init_utils, "_get_compute_device", return_value=device):
+        wrapped = fsdp1.wrap(model, units, mesh, device, policy, None, (), spread.reshard_after_forward)
+        _classify_shards(wrapped, ledger)
+        yield wrapped
+
+
+def _classify_shards(model: FullyShardedDataParallel, ledger: Ledger) -> None:
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        flat = module._flat_param
+        if flat is not None:
+            component = "adapters" if all(is_adapter(name) for name in flat._fqns) else "weights"
+            ledger.classify(ledger.index_of(flat), component)  # type: ignore[arg-type]  # one of the two
+
+
+@contextlib.contextmanager
+def _storages_seen(ledger: Ledger) -> Iterator[None]:
+    """Tell the ledger when FSDP1 resizes a storage, and answer what it asks of addresses."""
+    allocate, free = utils._alloc_storage, utils._free_storage
+
+    def alloc_storage(tensor: torch.Tensor, size: torch.Size) -> None:
+        was_empty = not tensor.untyped_storage().size()
+        allocate(tensor, size)
+        if was_empty and tensor.untyped_storage().size():
+            ledger.reallocate(tensor, "fsdp.all_gather")
+            ledger.classify(ledger.index_of(tensor), "weights")
+
+    def free_storage(tensor: torch.Tensor) -> None:
+        ledger.release(tensor)
+        free(tensor)
+
+    with (
+        mock.patch.object(_flat_param, "_alloc_storage", alloc_storage),
+        mock.patch.object(_flat_param, "_free_storage", free_storage),
+        mock.patch.object(_flat_param, "_same_storage", _share_storage),
+        mock.patch.object(_flat_param, "_data_ptr_allocated", _has_memory),
+        mock.patch.object(FakeTensor, "data_ptr", _address, create=True),
+    ):
+        yield
+
+
+def _share_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return bool(tensor.untyped_storage().size())
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return a number that two tensors share only where they begin at the same element of one storage."""
+    return int(tensor.untyped_storage()._cdata + tensor.storage_offset())

@@ -1,0 +1,191 @@
+"""FSDP1 in a forecast: torch's own wrapper on fake tensors, held against real tensors and against real ranks."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from allocator_truth import above_start
+from models import SIZES
+from peft import LoraConfig
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchrun import run_ranks
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from safe_loading import ArgumentError, Spread, Workload, predict_memory
+from safe_loading.__main__ import main
+from safe_loading._memory.trace.trace_step import trace_step
+
+PHASES = ("forward", "backward")
+STEP = """
+    import contextlib
+    import warnings
+    import torch
+    import torch.distributed as dist
+    from allocator_truth import peak_above_start
+    from peft import LoraConfig, get_peft_model
+    from torch.distributed.fsdp import MixedPrecision
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from safe_loading._sharding import fsdp1
+    from safe_loading._sharding.fsdp_units import plan_units
+
+    warnings.simplefilter("ignore")
+    START
+    for name, options in CASES.items():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+        if options.get("lora"):
+            model = get_peft_model(model, LoraConfig(**LORA))
+        model.train()
+        if options.get("checkpointing"):
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+            )
+        ranks, replicas = options["ranks"], options.get("replicas", 1)
+        shape, names = ((replicas, ranks), ("replicate", "shard")) if replicas > 1 else ((ranks,), ("shard",))
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        dtypes = {key: getattr(torch, options[key]) for key in ("param_dtype", "reduce_dtype") if key in options}
+        wrapped = fsdp1.wrap(
+            model, plan_units(model, flat=True), mesh, torch.device("cpu"), MixedPrecision(**dtypes), None, (),
+            options.get("reshard_after_forward", True),
+        )
+        steps = options.get("gradient_accumulation_steps", 1)
+
+        def step():
+            for number in range(steps):
+                ids = torch.full((2, 48), 5)
+                batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full((2, 48), 5)}
+                del ids
+                with wrapped.no_sync() if number < steps - 1 else contextlib.nullcontext():
+                    loss = wrapped(**batch, use_cache=False).loss
+                    del batch
+                    loss.backward()
+                del loss
+
+        report(**{name: peak_above_start(step)})
+    dist.destroy_process_group()
+"""
+LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+CASES: dict[str, dict[str, Any]] = {
+    "two": {"ranks": 2},
+    "three, uneven": {"ranks": 3},
+    "kept": {"ranks": 2, "reshard_after_forward": False},
+    "mixed precision": {"ranks": 2, "param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    "all in 16 bits": {"ranks": 2, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
+    "kept, mixed precision": {"ranks": 2, "param_dtype": "bfloat16", "reshard_after_forward": False},
+    "checkpointed": {"ranks": 4, "checkpointing": True},
+    "hybrid": {"ranks": 2, "replicas": 2},
+    "lora": {"ranks": 2, "lora": True},
+    "lora, mixed precision": {"ranks": 3, "lora": True, "param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    "accumulated": {"ranks": 2, "gradient_accumulation_steps": 2},
+}
+OF_DEFAULT = ("three, uneven", "kept", "mixed precision", "lora")
+
+
+def on_meta() -> LlamaForCausalLM:
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def script(start: str, cases: dict[str, Any]) -> str:
+    return f"SIZES = {SIZES!r}\nLORA = {LORA!r}\nCASES = {cases!r}\n{textwrap.dedent(STEP).replace('START', start)}"
+
+
+def traced(rank: int, options: dict[str, Any]) -> int:
+    options = dict(options)
+    steps = options.pop("gradient_accumulation_steps", 1)
+    adapter = LoraConfig(**LORA) if options.pop("lora", False) else None
+    workload = Workload.train(
+        2,
+        48,
+        options.pop("checkpointing", False),
+        optimizer="none",
+        gradient_accumulation_steps=steps,
+        adapter=adapter,
+    )
+    spread = Spread.fsdp1(**options, sync_each_batch=steps == 1)
+    return above_start(trace_step(on_meta(), workload, spread=spread, rank=rank), *PHASES)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in OF_DEFAULT else pytest.mark.slow) for case in CASES]
+)
+def test_a_rank_allocates_what_torchs_hooks_allocate_on_real_tensors(case: str) -> None:
+    """To the byte: FullyShardedDataParallel on real parameters, in a group whose other ranks are not there."""
+    options = CASES[case]
+    for rank in sorted({0, options["ranks"] - 1}):
+        world = options["ranks"] * options.get("replicas", 1)
+        start = f"""dist.init_process_group("fake", store=FakeStore(), rank={rank}, world_size={world})"""
+        found: dict[str, int] = {}
+        names = {"FakeStore": FakeStore, "report": lambda into=found, **values: into.update(values)}
+        exec(script(start, {case: options}), names)
+        assert traced(rank, options) == found[case]
+
+
+def test_real_ranks_allocate_nearly_the_same() -> None:
+    """Gloo works in threads of its own, so when it lets go of a buffer differs from run to run."""
+    cases = {name: CASES[name] for name in ("two", "kept", "mixed precision", "lora")}
+    run = run_ranks(script('dist.init_process_group("gloo")', cases), 2)
+    for name, options in cases.items():
+        for rank, found in enumerate(run.found):
+            assert found[name] == pytest.approx(traced(rank, options), rel=0.1)
+
+
+def test_the_forecast_of_a_job() -> None:
+    step = Workload.train(2, 48)
+    whole = predict_memory(on_meta(), step)
+    four = predict_memory(on_meta(), step, spread=Spread.fsdp1(4))
+    assert four.components["optimizer"] == pytest.approx(whole.components["optimizer"] / 4, rel=0.1)
+    assert sorted(four.ranks) == [0, 1, 2, 3]
+    assert "Spread.fsdp1(ranks=4)" in four.notes[1]
+    assert four.ranks[0] < predict_memory(on_meta(), step, spread=Spread.fsdp1(2)).ranks[0]
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    before = {name: (parameter, parameter.data_ptr()) for name, parameter in model.named_parameters()}
+    step = Workload.train(2, 48, adapter=LoraConfig(**LORA))
+    first, again = (predict_memory(model, step, spread=Spread.fsdp1(2)) for _ in range(2))
+    assert first == again
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is parameter and parameter.data_ptr() == at for name, (parameter, at) in before.items())
+    ids = torch.ones(1, 4, dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_gradients_that_are_reduced_once_stay_whole_until_then() -> None:
+    step = Workload.train(2, 48, gradient_accumulation_steps=4)
+    each, once = (predict_memory(on_meta(), step, spread=Spread.fsdp1(4, sync_each_batch=on)) for on in (True, False))
+    weights = sum(parameter.nbytes for parameter in on_meta().parameters())
+    assert once.components["gradients"] >= weights * 0.9
+    assert each.components["gradients"] < weights / 2
+
+
+def test_a_job_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    command = ["predict", str(tmp_path), "--train", "2x48", "--fsdp1", "--card", "24GB", "--json"]
+    assert main([*command, "--gpus", "2"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    expected = predict_memory(str(tmp_path), Workload.train(2, 48), spread=Spread.fsdp1(2))
+    assert row["forecast"]["allocated_peak_bytes"] == expected.allocated_peak_bytes
+    assert main(command) == 1
+    assert "--gpus" in capsys.readouterr().err
+    assert main([*command, "--gpus", "2", "--cpu-offload"]) == 1
+    assert "--fsdp" in capsys.readouterr().err
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"Spread.fsdp1 is for training. Spread.fsdp2 can"):
+        predict_memory(on_meta(), Workload.generate(1, 8), spread=Spread.fsdp1(2))
+    assert predict_memory(on_meta(), Workload.generate(1, 8), spread=Spread.fsdp2(2))
+    wrong: list[dict[str, Any]] = [{"ranks": 0}, {"ranks": 2, "replicas": 0}, {"ranks": 2, "param_dtype": "int8"}]
+    for options in wrong:
+        with pytest.raises(ArgumentError):
+            Spread.fsdp1(**options)
