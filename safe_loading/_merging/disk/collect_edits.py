@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from safe_loading._core.names import without_peft_prefix
 from safe_loading._loading.adapter_values import rename_keys, same_tensor
+from safe_loading._loading.alike import plan_for
 from safe_loading._loading.attach import Adapter, attach
 from safe_loading._loading.peft_config import changes_base
 from safe_loading._loading.slots import route
@@ -108,6 +109,9 @@ class _Collector:
         own_module = any(name == "module" for name, _ in base.named_children())
         for adapter in adapters:
             renamed = rename_keys(adapter.facts, adapter.tensors, prompt_learning=False, own_module=own_module).tensors
+            plan = plan_for(model, adapter.facts)
+            if plan is not None and plan.places.keys() == renamed.keys():
+                continue  # each of them is a factor of LoRA, as it was found when the adapter was attached
             for key, value in route(model, adapter.name, renamed).tensors.items():
                 path, _, name = key.rpartition(".")
                 if path.endswith(".original_module"):

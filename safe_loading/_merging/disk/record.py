@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
@@ -101,7 +102,8 @@ def report_file(sources: MergeSources, plans: Sequence[FilePlan], written: Mappi
     return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
 
 
-def _versions() -> dict[str, str]:
+@functools.cache  # they do not change in a process, and to look each up reads files
+def _versions() -> Mapping[str, str]:
     """Return the versions that decide the bytes, and the names of tensors."""
     versions = {}
     for name in ("safe-loading", "torch", "transformers", "peft"):
