@@ -246,16 +246,15 @@ def _rows() -> Iterator[Row]:
 def forecast(row: Row) -> MemoryForecast:
     """Forecast a row, without a card."""
     model = MODELS[row.model]
-    quantized = _nf4() if row.method == "nf4" else None
     return predict_memory(
         model.config(),
         row.workload,
-        inputs=_inputs(row, "meta"),
+        inputs=inputs_of(row, "meta"),
         capability=CAPABILITIES[row.card],
         dtype=getattr(torch, row.dtype),
         attn_implementation=row.attention,
         auto_class=getattr(transformers, model.kind),
-        quantization_config=quantized,
+        quantization_config=quantization(row),
         scan_kernels=False,  # none are installed there
         loaded_by="device_map" if row.road == "device_map" else "to",
     )
@@ -263,28 +262,34 @@ def forecast(row: Row) -> MemoryForecast:
 
 def run(row: Row) -> dict[str, int]:
     """Run a row on the first card, and return what torch's allocator counted."""
-    model = _on_card(row)
-    if row.method == "nf4":
-        prepare: Any = prepare_model_for_kbit_training
-        model = prepare(model, use_gradient_checkpointing=False)
-    if row.adapter is not None:
-        model = get_peft_model(model, row.adapter)
-    step = _step(model, row)
+    step = step_of(load(row), row)
     for _ in range(STEPS):
         step()
     return {"allocated": torch.cuda.max_memory_allocated(0), "reserved": torch.cuda.max_memory_reserved(0)}
 
 
-def _nf4() -> Any:
+def quantization(row: Row) -> Any:
+    """Return the config of bitsandbytes for a row in NF4; None for any other."""
     make: Any = BitsAndBytesConfig
+    if row.method != "nf4":
+        return None
     return make(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 
-def _on_card(row: Row) -> Any:
+def load(row: Row, device_map: dict[str, Any] | None = None) -> Any:
+    """Return a row's model with its adapter, on the first card by the row's road, or where a device map says."""
+    model = _on_card(row, device_map)
+    if row.method == "nf4":
+        prepare: Any = prepare_model_for_kbit_training
+        model = prepare(model, use_gradient_checkpointing=False)
+    return model if row.adapter is None else get_peft_model(model, row.adapter)
+
+
+def _on_card(row: Row, device_map: dict[str, Any] | None) -> Any:
     model, dtype = MODELS[row.model], getattr(torch, row.dtype)
     kind, config = getattr(transformers, model.kind), model.config()
     config._attn_implementation = row.attention
-    if row.road == "made":
+    if row.road == "made" and device_map is None:
         with torch.device("cuda", 0):
             return kind._from_config(config, dtype=dtype)
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
@@ -292,15 +297,15 @@ def _on_card(row: Row) -> Any:
         sparse_checkpoint(config, folder, dtype, kind=kind)
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": row.attention}
         if row.method == "nf4":
-            options["quantization_config"] = _nf4()
-        if row.road == "device_map":
-            return kind.from_pretrained(folder, device_map={"": 0}, **options)
+            options["quantization_config"] = quantization(row)
+        if row.road == "device_map" or device_map is not None:
+            return kind.from_pretrained(folder, device_map=device_map or {"": 0}, **options)
         return kind.from_pretrained(folder, **options).to("cuda:0")
     finally:
         shutil.rmtree(folder)
 
 
-def _inputs(row: Row, device: str) -> dict[str, torch.Tensor] | None:
+def inputs_of(row: Row, device: str) -> dict[str, torch.Tensor] | None:
     """Return the inputs that are not tokens alone."""
     shape = MODELS[row.model].image
     if shape is None:
@@ -311,7 +316,8 @@ def _inputs(row: Row, device: str) -> dict[str, torch.Tensor] | None:
     return {"input_ids": ids.to("cuda:0") if device != "meta" else ids, **images}
 
 
-def _step(model: Any, row: Row) -> Callable[[], None]:
+def step_of(model: Any, row: Row) -> Callable[[], None]:
+    """Return a function that runs a row's step once."""
     from safe_loading._memory.trace.inputs import forward_arguments
 
     names = forward_arguments(model)
@@ -331,7 +337,7 @@ def _step(model: Any, row: Row) -> Callable[[], None]:
         return torch.full((row.batch, row.length), value, device="cuda:0")
 
     def step() -> None:
-        batch = _inputs(row, "cuda:0") or {}
+        batch = inputs_of(row, "cuda:0") or {}
         if "input_ids" in names and "input_ids" not in batch:
             batch["input_ids"] = tokens(1)
         if "attention_mask" in names:

@@ -6,53 +6,15 @@ every card can be chosen. Elsewhere it says so and ends with status 75.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import io
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from _common import headline, options, table, write_json
+from _common import table
+from _simulated_cards import over_rows
 
-CANNOT_RUN = 75
-CARDS = ("T4", "A100", "H100")
-# Operations on so few bytes are computed: masks and lengths, which decide what runs. Larger copies are left out, so
-# that a model of any size takes no memory of the host.
-ENVIRONMENT = {"SIMCUDA_VALUES": "65536", "SIMCUDA_COPY_LIMIT": "1M", "TRANSFORMERS_VERBOSITY": "error"}
 WORST = 20
-
-
-def in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what a function returns in a process of its own, in which no device was used yet."""
-    import torch
-
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:
-        torch.cuda._is_in_bad_fork = lambda: False  # no device was used before the fork
-        try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                result = work()
-        except BaseException:
-            result = {"error": traceback.format_exc().strip().rpartition("\n")[2]}
-        with os.fdopen(writer, "w") as results:
-            json.dump(result, results)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as results:
-        text = results.read()
-    status = os.waitpid(pid, 0)[1]
-    found: dict[str, Any] = json.loads(text) if text else {"error": f"ended with {status}"}
-    return found
 
 
 def measure(row: Any) -> dict[str, Any]:
@@ -64,56 +26,11 @@ def measure(row: Any) -> dict[str, Any]:
     return {**predicted, **run(row)}
 
 
-def of_card(card: str, every: int, words: Sequence[str], output: Path) -> None:
-    """Measure the rows of the card that this process has, and write them to a file."""
-    import torch
-    from _cuda_rows import MODELS, rows
+def all_rows() -> list[Any]:
+    """Return the rows, which import torch."""
+    from _cuda_rows import rows
 
-    torch.set_num_threads(1)
-    wanted = [row for row in rows()[::every] if row.card == card and set(words) <= set(str(row).split())]
-    found = []
-    for row in wanted:
-        result = in_fork(lambda row=row: measure(row))  # type: ignore[misc]  # bound to this row
-        found.append({"row": str(row), "family": MODELS[row.model].family, "card": card, **result})
-        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-    output.write_text(json.dumps(found))
-
-
-def simulated() -> bool:
-    """Whether CUDA is the simulated one here."""
-    import torch  # first: it knows the folder of its libraries
-
-    if not torch.cuda.is_available():
-        return False
-    return hasattr(ctypes.CDLL("libcudart.so.13"), "sim_used")
-
-
-def main() -> int:
-    """Measure and print."""
-    parser = options(__doc__, "every 20th row")
-    parser.add_argument("--card", choices=CARDS, help="only this one")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only each N-th row")
-    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="only rows with these words")
-    parser.add_argument("--child", metavar="FILE", help="used by the script itself")
-    args = parser.parse_args()
-    every = 20 if args.quick else args.every
-    if args.child:
-        of_card(args.card, every, args.only, Path(args.child))
-        return 0
-    if not simulated():
-        print("needs simulated CUDA devices: run it in the environment of tests/simulated_cuda/make_venv.py")
-        return CANNOT_RUN
-    found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for card in (args.card,) if args.card else CARDS:
-            command = [sys.executable, *sys.argv, "--card", card, "--child", f"{folder}/{card}"]
-            subprocess.run(command, env={**os.environ, **ENVIRONMENT, "SIMCUDA_GPU": card}, check=True)
-            found += json.loads(Path(folder, card).read_text())
-    print(headline())
-    print(f"{len(found)} rows" + (f", each {every}th of all" if every > 1 else ""))
-    report(found)
-    write_json(args.json, {"rows": found})
-    return 0
+    return list(rows())
 
 
 def report(found: list[dict[str, Any]]) -> None:
@@ -158,4 +75,4 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(over_rows(__doc__, measure, report, all_rows))

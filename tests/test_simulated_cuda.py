@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -328,3 +331,43 @@ def test_sizes_and_offsets_are_those_of_the_headers(change: tuple[str, str] | No
     command = ["gcc", "-c", tmp_path / "check_abi.c", f"-I{tmp_path}", f"-I{include}", "-o", tmp_path / "out.o"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode == 0) == (change is None), done.stderr
+
+
+TRAIN = """
+import os, torch
+from transformers import AutoModelForCausalLM
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+model = AutoModelForCausalLM.from_pretrained("checkpoint", device_map={"": rank})
+model(input_ids=torch.ones(1, 64, dtype=torch.long, device="cuda"), use_cache=False).logits.float().sum().backward()
+print("reserved", rank, torch.cuda.max_memory_reserved())
+"""
+
+
+def test_the_commands_that_users_are_told_run(simulated_cuda: CudaRunner, tmp_path: Path) -> None:
+    """Those of docs/memory.md, with two ranks in place of eight; .ci/cuda has run the first of them for this venv."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / "docs").is_dir():
+        pytest.skip("the tests run without the project's pages")
+    section = (root / "docs" / "memory.md").read_text(encoding="utf-8").partition("without a GPU\n")[2]
+    (block,) = re.findall(r"^```bash\n(.*?)^```$", section.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
+    makes, writes, trains = block.replace("\\\n", " ").strip().splitlines()
+    script = makes.split()[1]
+    assert makes.split()[:3] == ["python", "tests/simulated_cuda/make_venv.py", "simulated"]
+    assert (root / script).is_file()
+    assert f"{script} " in (root / ".ci" / "cuda").read_text(encoding="utf-8")
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4000, **sizes}
+    (tmp_path / "CONFIG_FOLDER").mkdir()
+    (tmp_path / "CONFIG_FOLDER" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "tests").symlink_to(root / "tests")
+    assert trains.count("=8 ") == 2
+    for command in (writes, trains.replace("=8 ", "=2 ")):
+        command = command.replace("simulated/bin/python", sys.executable)
+        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    found = re.findall(r"^reserved (\d) (\d+)$", done.stdout, re.MULTILINE)
+    assert sorted(rank for rank, _ in found) == ["0", "1"]
+    assert all(int(size) > 8 * MiB for _, size in found)

@@ -41,6 +41,7 @@ def plan_device_map(
     capability: tuple[int, int] | None = None,
     offload_buffers: bool = False,
     nodes: Sequence[Sequence[object]] | None = None,
+    prepare_for_kbit: bool = True,
 ) -> DeviceMapPlan:
     """Plan which module goes to which device, so that no limit is exceeded and nothing is offloaded without need.
 
@@ -78,6 +79,9 @@ def plan_device_map(
         nodes: The cards of each node, such as ``[[0, 1, 2, 3], [4, 5, 6, 7]]``, for limits of more cards than one
             machine has. Of the placements with the least largest load, the plan is then one with the fewest crossings
             between nodes. :meth:`DeviceMapPlan.stages` hands it to an engine that runs on several nodes.
+        prepare_for_kbit: Whether training in 4 or 8 bits of bitsandbytes starts with peft's
+            ``prepare_model_for_kbit_training``, which casts what is not quantized to float32. Only for a config or a
+            folder.
 
     Returns:
         The map: a ``dict`` for ``device_map=`` that has a table, a picture and ``verified``.
@@ -105,6 +109,7 @@ def plan_device_map(
         capability=capability,
         offload_buffers=offload_buffers,
         nodes=nodes,
+        prepare_for_kbit=prepare_for_kbit,
     )
     return Planner(request).plan()
 
@@ -128,6 +133,7 @@ def plan_request(
     capability: tuple[int, int] | None = None,
     offload_buffers: bool = False,
     nodes: Sequence[Sequence[object]] | None = None,
+    prepare_for_kbit: bool = True,
 ) -> PlanRequest:
     """Return what :func:`plan_device_map` plans for: its arguments, checked, with the model built."""
     if objective not in ("balance", "fill"):
@@ -158,6 +164,7 @@ def plan_request(
             on_host=all(device in HOST for device in limits),
             trains=workload is not None and workload.kind == "train",
         ),
+        prepare=prepare_for_kbit and workload is not None and workload.kind == "train",
     )
     return PlanRequest(
         model=planned,

@@ -49,11 +49,11 @@ def smallest_limits(
             raise ArgumentError(f"smallest_limits takes no {name}=, since it asks what fits without it.")
     objective = options.pop("objective", "balance")
     request = plan_request(model, dict.fromkeys(names, UNLIMITED // 2), objective=objective, **options)
-    search = _LimitSearch(replace(request, explains=False), names)
+    search = LimitSearch(replace(request, explains=False), names)
     return dict.fromkeys(names, search.least())
 
 
-class _LimitSearch:
+class LimitSearch:
     """Plans one request under several limits; each step is traced once."""
 
     def __init__(self, request: PlanRequest, names: Sequence[Device]) -> None:
@@ -62,19 +62,31 @@ class _LimitSearch:
     def least(self) -> int:
         """Return the least limit."""
         # what one device needs for everything is the limit to begin with; a limit of 0 takes not even what has no byte
-        most = self._needed(self.names[:1], UNLIMITED // 2, "balance")
-        high = self._needed(self.names, most, "balance")
+        planned = self._needed(self.names[:1], UNLIMITED // 2, "balance")
+        high = self._needed(self.names, planned, "balance")
         # A balanced plan shows its largest load, which is enough as a limit; one byte less either gives a plan with a
         # smaller load, or is refused. A traced step may differ from its count: the first guess need not be least.
-        refused, plans = 0, 0
-        while high - refused > 1:
-            plans += 1
-            limit = high - 1 if plans <= _GUESSES else (refused + high) // 2
-            try:
-                high = self._needed(self.names, limit, self.request.objective)
-            except DeviceMapInfeasible:
-                refused = limit
-        return high
+        refused, plans, by_load = 0, 0, True
+        while True:
+            while high - refused > 1:
+                plans += 1
+                limit = high - 1 if plans <= _GUESSES and by_load else (refused + high) // 2
+                try:
+                    load = self._needed(self.names, limit, self.request.objective)
+                    planned, high = limit, load if by_load else limit
+                except DeviceMapInfeasible:
+                    refused = limit
+            if planned == high or self._is_planned(high):
+                return high
+            # the planner found that placement with more room only, so from here on limits count, and loads do not
+            refused, high, by_load = high, planned, False
+
+    def _is_planned(self, limit: int) -> bool:
+        """Return whether there is a plan with this limit for each device."""
+        try:
+            return self._needed(self.names, limit, self.request.objective) <= limit
+        except DeviceMapInfeasible:
+            return False
 
     def _needed(self, names: Sequence[Device], limit: int, objective: Objective) -> int:
         """Return the largest load of a plan over these devices, or raise `DeviceMapInfeasible`."""

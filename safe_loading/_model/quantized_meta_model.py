@@ -80,6 +80,17 @@ def quantized_meta_model(
     return QuantizedModel(model, request.method, findings)
 
 
+def cast_for_training(model: torch.nn.Module) -> dict[str, int]:
+    """Freeze and cast as ``prepare_model_for_kbit_training`` does; return what was cast, and its bytes before."""
+    before = {}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = False
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            before[name] = parameter.nbytes
+            parameter.data = parameter.data.to(torch.float32)
+    return before
+
+
 def _of_text_model(config: PreTrainedConfig) -> object:
     """Take the quantization out of the config of the language model inside, where transformers looks for it, too."""
     try:

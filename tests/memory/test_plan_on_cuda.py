@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -94,6 +95,49 @@ def test_tensors_stay_under_their_limit(enforced: dict[str, Any], name: str) -> 
 
 def test_a_cap_is_one_device_s(enforced: dict[str, Any]) -> None:
     assert enforced["caps"] == [[], True, False, True]
+
+
+PLANNED = """
+    sys.path.insert(0, sys.argv[1])
+    from _cuda_plans import run_planned
+    from _cuda_rows import Row
+    torch.set_num_threads(1)
+    card = os.environ["SIMCUDA_GPU"]
+    dtype = "float16" if card == "T4" else "bfloat16"
+
+    def planned(name, cards, *row, **options):
+        case(lambda: run_planned(Row(*row, card, "device_map", dtype=dtype, **options), cards), name)
+
+    if card == "A100":
+        planned("two cards", 2, "qwen3", "full", optimizer="adamw_foreach")
+        planned("two cards, recomputed", 2, "qwen3", "lora", checkpointing=True)
+        planned("mixture", 1, "mixtral", "generate")
+    elif card == "H100":
+        planned("4 bits", 1, "llama", "nf4", checkpointing=True)
+        planned("encoder and decoder", 1, "t5", "full", optimizer="sgd")
+    else:
+        planned("adafactor", 1, "mistral", "full", optimizer="adafactor", checkpointing=True)
+"""
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize("card", ["T4", "A100", "H100"])
+def test_what_a_plan_calls_fitting_stays_under_its_limit(simulated_cuda: CudaRunner, card: str) -> None:
+    """A sample of benchmarks/plan_on_cuda.py: the least limits that the planner calls fitting, and its caps."""
+    if not BENCHMARKS.is_dir():
+        pytest.skip("the tests run without the project's benchmarks")
+    env = {"SIMCUDA_GPU": card, "SIMCUDA_VALUES": "65536", "SIMCUDA_COPY_LIMIT": "1M"}
+    facts = simulated_cuda.run(PLANNED, args=[BENCHMARKS], env=env, timeout=900)
+    found = {name: row for name, row in facts.items() if name != "code"}
+    assert found
+    for name, row in found.items():
+        assert "error" not in row, f"{name}: {row['error']}"
+        assert row["verified"], name
+        assert len(row["cards"]) == (2 if "two cards" in name else 1)
+        for use in row["cards"]:
+            assert max(use["tensors"], use["loading"]) <= use["limit"], name
+            assert use["reserved"] <= use["cap"], name
+        assert max(use["tensors"] / use["limit"] for use in row["cards"]) > 0.98, name  # a least limit is no ample one
 
 
 FREE = """

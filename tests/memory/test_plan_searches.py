@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from peft import LoraConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from safe_loading import DeviceMapInfeasible, Workload, largest_workload, plan_device_map, smallest_limits
 from safe_loading._memory.plan import step_traces
@@ -66,3 +67,15 @@ def test_limits_are_searched_with_one_step_on_one_device(traced: list[str]) -> N
         plan_device_map(
             CONFIG, {device: size - 1 for device, size in least.items()}, workload=Workload.generate(1, 128)
         )
+
+
+def test_there_is_a_plan_under_the_smallest_limits() -> None:
+    """A step over two devices needs more on one of them than was counted, and less on the other."""
+    sizes: Any = SIZES | {"num_attention_heads": 8, "vocab_size": 4000, "num_hidden_layers": 3}
+    config = Qwen3Config(hidden_size=256, intermediate_size=704, head_dim=64, dtype="bfloat16", **sizes)
+    adapter = LoraConfig(r=8, target_modules="all-linear")
+    step = Workload.train(2, 128, gradient_checkpointing=True, adapter=adapter)
+    limits = smallest_limits(config, 2, workload=step)
+    assert plan_device_map(config, limits, workload=step).verified
+    with pytest.raises(DeviceMapInfeasible):
+        plan_device_map(config, {device: size - 1 for device, size in limits.items()}, workload=step)

@@ -19,7 +19,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from safe_loading import Workload, audit_model, largest_workload, plan_device_map, predict_memory, smallest_limits
+from safe_loading import (
+    Workload,
+    audit_model,
+    largest_workload,
+    meta_model,
+    plan_device_map,
+    predict_memory,
+    smallest_limits,
+)
 from safe_loading.errors import ArgumentError, TraceError
 
 SIZES: dict[str, Any] = {
@@ -111,6 +119,20 @@ def test_training_with_lora_is_traced_or_refused(name: str) -> None:
     assert use.gradients >= 2 * 4 * trained  # two states of AdamW in float32, gradients where the peak has them
     found = predict_memory(config, work, quantization_config=quantization)
     assert found.components["saved_activations"] > 0
+
+
+def test_a_plan_of_training_in_4_bits_counts_what_peft_casts_first() -> None:
+    config, quantization = METHODS["nf4"]
+    work = Workload.train(2, 32, adapter=lora())
+    rest = sum(p.numel() for name, p in meta_model(config).named_parameters() if "proj" not in name)
+    weights = []
+    for prepared in (True, False):
+        options: Any = {"workload": work, "quantization_config": quantization, "prepare_for_kbit": prepared}
+        (use,) = plan_device_map(config, {0: "1GB"}, **options).devices
+        found = predict_memory(config, **options)
+        assert use.weights + use.buffers == found.components["weights"] + found.components["adapters"]
+        weights.append(use.weights)
+    assert weights[0] - weights[1] == 2 * rest  # four bytes for two
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4", "gptq", "hqq"])

@@ -20,7 +20,7 @@ from safe_loading._memory.trace.timeline import Loading, original_name
 from safe_loading._model.model_config import read_config
 from safe_loading._model.quantized.request import AMPERE, TargetCard
 from safe_loading._model.quantized.stand_ins import StandIn, stand_ins_of, unpacked_copies
-from safe_loading._model.quantized_meta_model import quantized_meta_model
+from safe_loading._model.quantized_meta_model import cast_for_training, quantized_meta_model
 from safe_loading.errors import ArgumentError
 
 ForecastSource = torch.nn.Module | PreTrainedConfig | str | os.PathLike[str]
@@ -68,7 +68,7 @@ def build(
     notes = [f"{finding.message[:1].upper()}{finding.message[1:]}" for finding in made.findings]
     if made.method != "bitsandbytes":
         return Built(model, name, workload, Loading(), tuple(notes), made.capability)
-    recast = _cast_for_training(model) if prepare and workload.kind == "train" else {}
+    recast = cast_for_training(model) if prepare and workload.kind == "train" else {}
     if recast:
         notes.append("What is not quantized is cast to float32, as prepare_model_for_kbit_training does.")
     return Built(model, name, workload, _quantized_loading(stand_ins_of(model), recast), tuple(notes))
@@ -111,14 +111,3 @@ def _config_of(source: str | os.PathLike[str] | PreTrainedConfig, options: Mappi
     folder = resolve(source, small_files, revision=options["revision"]).folder
     asked = [name for name, value in options.items() if value is not None]
     return read_config(folder, trust_remote_code=options["trust_remote_code"], asked=asked)
-
-
-def _cast_for_training(model: torch.nn.Module) -> dict[str, int]:
-    """Freeze and cast as ``prepare_model_for_kbit_training`` does; return what was cast, and its bytes before."""
-    before = {}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = False
-        if parameter.dtype in (torch.float16, torch.bfloat16):
-            before[name] = parameter.nbytes
-            parameter.data = parameter.data.to(torch.float32)
-    return before

@@ -15,7 +15,7 @@ from safe_loading._core.report import Finding
 from safe_loading._model.meta_model import dtype_on_disk
 from safe_loading._model.model_config import read_config
 from safe_loading._model.quantized.request import TargetCard
-from safe_loading._model.quantized_meta_model import quantized_meta_model
+from safe_loading._model.quantized_meta_model import cast_for_training, quantized_meta_model
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
 ModelSource = str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
@@ -32,8 +32,11 @@ def model_of(
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     card: TargetCard | None = None,
+    prepare: bool = False,
 ) -> tuple[torch.nn.Module, list[Finding]]:
     """Return the model to plan for: the module itself, or one on meta that a config describes, and what to know of it.
+
+    `prepare` says whether what bitsandbytes quantizes is cast as ``prepare_model_for_kbit_training`` does.
 
     Raises `ArgumentError` when the config needs code of its repository or cannot be built, or an argument is for
     configs only; `CheckpointError` when the folder's weights are incomplete or damaged; `CheckpointNotFound` without a
@@ -64,6 +67,8 @@ def model_of(
             f"The model of this config ({name}) cannot be built on meta: {type(error).__name__}: {error}. Pass the "
             f"module itself, or auto_class=."
         ) from error
+    if prepare and made.method == "bitsandbytes":
+        cast_for_training(made.model)
     return made.model, list(made.findings)
 
 

@@ -183,12 +183,16 @@ class Planner:
         )
         if self.doubted or self.reason or request.workload.kind == "weights_only":
             raise self.refusal
-        self.doubted, self.extra = True, {}
-        wider = [request.limits.get(device, 0) * _OVERCOUNT_TOLERANCE // 100 for device in request.running]
-        placement = puzzle.with_limits(wider).solve()
-        if placement is None:
-            raise self.refusal
-        return placement.device_of
+        self.doubted = True
+        # first with what earlier maps showed to be needed beyond the count, which need not hold for other maps
+        for extra in (self.extra, {}) if self.extra else ({},):
+            self.extra = extra
+            sizes = {device: request.limits.get(device, 0) for device in request.running}
+            wider = [size * _OVERCOUNT_TOLERANCE // 100 - extra.get(device, 0) for device, size in sizes.items()]
+            placement = puzzle.with_limits([max(limit, 0) for limit in wider]).solve()
+            if placement is not None:
+                return placement.device_of
+        raise self.refusal
 
     def _keep_together(self, trace: StepTrace, device_map: Mapping[str, Device], tree: ModuleTree) -> bool:
         """Keep together what an operation reads from two devices; return whether there was anything new.

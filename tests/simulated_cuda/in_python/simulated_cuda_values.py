@@ -21,9 +21,15 @@ from typing import Any
 import torch
 from simulated_cuda_attention import attention
 from torch._C import _len_torch_dispatch_stack
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import graph
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    is_traceable_wrapper_subclass,
+)
 
 SHADOW = 0x200000000000  # memory.c: where the bytes of a device pointer can be read
 DONE_BY_TORCH = {"set_", "resize_", "resize_as_", "empty", "empty_strided", "empty_like", "new_empty", "record_stream"}
@@ -66,6 +72,10 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __i
         kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]
         leaves = pytree.tree_leaves((args, kwargs))
+        if any(map(is_traceable_wrapper_subclass, leaves)):
+            return NotImplemented  # a DTensor calls operations on what is inside, and these come here
+        if any(isinstance(x, FakeTensor) for x in leaves):
+            return func(*args, **kwargs)  # it has no values: a DTensor asks for shapes so
         devices = {d for d in map(_device, leaves) if d is not None}
         if not devices or func.is_view or name in DONE_BY_TORCH or func.namespace not in FOLLOWED:
             return func(*args, **kwargs)

@@ -147,11 +147,23 @@ static void run(void *given) {
     }
 }
 
+/* A communicator runs its work in the order of the calls, on whatever streams they are. */
+static void enqueue(void *stream, struct operation *first) {
+    for (struct operation *each = first; each != NULL; each = each->next)
+        sim_let_wait(stream, each->communicator->last);
+    struct communicator *members[MAX_RANKS];
+    int count = 0;
+    for (struct operation *each = first; each != NULL && count < MAX_RANKS; each = each->next)
+        if (count == 0 || members[count - 1] != each->communicator) members[count++] = each->communicator;
+    sim_enqueue(stream, run, first); /* which frees the operations */
+    for (int i = 0; i < count; i++) members[i]->last = sim_end_of(stream);
+}
+
 static status add(struct operation described, void *stream) {
     if (described.count == 0) return OK;
     struct operation *copy = malloc(sizeof *copy);
     *copy = described;
-    if (depth == 0) return sim_enqueue(stream, run, copy), OK;
+    if (depth == 0) return enqueue(stream, copy), OK;
     if (group == NULL) group_end = &group;
     *group_end = copy;
     group_end = &copy->next;
@@ -162,7 +174,7 @@ static status add(struct operation described, void *stream) {
 API status ncclGroupStart(void) { return depth++, OK; }
 API status ncclGroupEnd(void) {
     if (--depth > 0 || group == NULL) return OK;
-    sim_enqueue(group_stream, run, group);
+    enqueue(group_stream, group);
     group = NULL;
     return OK;
 }

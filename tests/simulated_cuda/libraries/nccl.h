@@ -33,6 +33,7 @@ struct communicator {
     struct shared *shared;
     _Atomic int aborted;
     _Atomic status error;
+    struct sim_point last; /* the end of its work so far, on whatever stream that is */
     float premultipliers[MAX_PREMULTIPLIERS];
 };
 
