@@ -43,6 +43,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Poly": {"r": 4, "n_tasks": 2},
     "Road": {"group_size": 8},
     "Shadow": {"target_modules": None},
+    "TrainableTokens": {"token_indices": [1, 2], "target_modules": None},
     "VBLoRA": {"num_vectors": 16, "vector_length": 16},
     "WaveFT": {"n_frequency": 16},
 }
