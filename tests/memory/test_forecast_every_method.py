@@ -66,13 +66,6 @@ OF_DEFAULT = random.Random(3).sample(sorted(set(CLASSES) - set(REFUSED)), 3)
 NEW = ("Poly", "MultitaskPromptTuning", "CPT", "Shadow", "Cartridge", "AdaptionPrompt")  # in other tests the others
 
 
-@pytest.fixture(autouse=True)
-def boft_leaves_its_compiler_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """peft's BOFT names one to build its kernels for CUDA, and forgets to take it back where they cannot be built."""
-    for name in ("CC", "CXX"):
-        monkeypatch.setenv(name, "gcc")
-
-
 def config_of(name: str) -> Any:
     """A config of this class that peft can add to the tiny model; skips the test where a package is missing."""
     fields = {field.name for field in dataclasses.fields(CLASSES[name])}
