@@ -83,6 +83,20 @@ def test_the_kernel_that_cuda_chooses(
         assert key.grad.shape == key.shape
 
 
+@pytest.mark.parametrize(
+    ("dropout", "mask", "kernel"),
+    [(0.5, False, "Cudnn"), (0.0625, True, "Cudnn"), (0.1, False, "Flash"), (0.1, True, "Efficient")],
+)
+def test_cudnn_takes_a_dropout_of_so_many_sixteenths_only(dropout: float, mask: bool, kernel: str) -> None:
+    with FakeTensorMode():
+        query = torch.empty(2, 8, 128, 64, dtype=torch.bfloat16, requires_grad=True)
+        bias = torch.empty(2, 1, 128, 128, dtype=torch.bfloat16) if mask else None
+        output = fused_attention(H100, query, query, query, bias, False, (dropout, not mask, None))
+        assert output is not None
+        assert output.grad_fn is not None
+        assert kernel in output.grad_fn.name()
+
+
 def test_a_trained_bias_has_a_gradient_for_each_row_and_head_in_lines_of_16_numbers() -> None:
     """As T5's relative positions: one bias for all rows, whose gradient is summed over them afterwards."""
     with FakeTensorMode():

@@ -52,7 +52,7 @@ def fused_attention(
     """
     if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):
         return None
-    if _takes_cudnn(capability, query, value, mask):
+    if _takes_cudnn(capability, query, value, mask, options[0]):
         return _apply_cudnn_attention(query, key, value, _additive(mask, query), *options)
     if mask is None and _takes_flash(capability, query, key, value, options):
         return _padded_flash_attention(query, key, value, options)
@@ -64,9 +64,11 @@ def fused_attention(
 
 
 def _takes_cudnn(
-    capability: tuple[int, int], query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    capability: tuple[int, int], query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float
 ) -> bool:
     if capability[0] not in _CUDNN_PREFERRED or query.dtype not in _HALF or (mask is not None and mask.requires_grad):
+        return False
+    if dropout * 16 % 1:  # check_cudnn_dropout: cuDNN knows multiples of 1/16 only
         return False
     return all(size % 8 == 0 and size <= 256 for size in (query.shape[-1], value.shape[-1]))
 
