@@ -125,7 +125,8 @@ KERNELS = """
     @case
     def kernels():
         properties = torch.cuda.get_device_properties(0)
-        CARD.set(Processors(properties.multi_processor_count, properties.max_threads_per_multi_processor))
+        threads = properties.max_threads_per_multi_processor
+        CARD.set(Processors(properties.multi_processor_count, threads, groups=properties.major == 9))
         wrong, seen = [], 0
         def compare(func, *args, **kwargs):
             nonlocal seen
@@ -163,6 +164,21 @@ KERNELS = """
         scores = torch.empty(2, 8, 128, 128, device="cuda")
         compare(aten._safe_softmax.default, scores, -1)
         compare(aten._softmax_backward_data.default, scores, scores, -1, torch.float32)
+        for number in (8, 512, 4096):
+            compare(aten.sort.default, torch.empty(number, dtype=torch.int64, device="cuda"))
+            compare(aten.sort.stable, torch.empty(number, dtype=torch.int32, device="cuda"), stable=True)
+        for groups in (1, 4, 7):
+            offsets = torch.zeros(groups, dtype=torch.int32, device="cuda")
+            rows, expert = (torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
+                            for shape in ((512, 256), (groups, 256, 128)))
+            compare(aten._grouped_mm.default, rows, expert, offsets)
+        indices, values = torch.zeros(512, dtype=torch.int64, device="cuda"), torch.empty(512, 64, device="cuda")
+        call = OperationCall(aten.index_put.default, (torch.empty(256, 64, device="cuda"), [indices], values, True), {})
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out, _ = requests(call)
+        added = torch.cuda.max_memory_allocated() - before - out.nbytes
+        added = [sum(round_size(size) for size in scratch_of(call, [out])), added]
         # of the gradient of an embedding the sorting is left out, which CUB does; the peak is that of its parts
         gradient = torch.empty(2, 2048, 256, dtype=torch.bfloat16, device="cuda")
         call = OperationCall(aten.embedding_dense_backward.default,
@@ -172,7 +188,7 @@ KERNELS = """
         out, _ = requests(call)
         peak = torch.cuda.max_memory_allocated() - before - out.nbytes
         mine = sum(round_size(size) for size in scratch_of(call, [out]))
-        return {"wrong": wrong, "seen": seen, "embedding": [mine, peak]}
+        return {"wrong": wrong, "seen": seen, "embedding": [mine, peak], "added": added}
 """
 
 
@@ -181,5 +197,6 @@ def test_kernels_take_what_torch_s_own_take(simulated_cuda: CudaRunner) -> None:
     facts = simulated_cuda.run(KERNELS, env={"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "0"})["kernels"]
     assert facts["wrong"] == []
     assert facts["seen"] > 100
+    assert facts["added"][0] == facts["added"][1]
     mine, peak = facts["embedding"]
     assert peak - 4096 <= mine <= peak + 4096

@@ -1,14 +1,15 @@
 """What CUDA's kernels take beside what the CPU's take, for tensors without data.
 
 A reduction whose threads would each add up many numbers is split over several blocks of threads, which meet in a buffer
-of the caching allocator. The rules are those of ``setReduceConfig`` in ``ATen/native/cuda/Reduce.cuh`` and of
-``TensorIterator.cpp``, torch 2.13; tests hold them against torch's own code.
+of the caching allocator; sorts, grouped products and some gradients have buffers of their own. The rules of reductions
+are those of ``setReduceConfig`` in ``ATen/native/cuda/Reduce.cuh`` and of ``TensorIterator.cpp``, torch 2.13; tests
+hold all of them against torch's own code.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +24,8 @@ _FEWEST_VALUES, _MOST_VALUES = 16, 256  # that a thread adds up
 _INDEXABLE = 2**31 - 1  # bytes that a kernel with 32-bit indices reaches
 _FEW_TOKENS = 3072  # for which the gradient of an embedding is added up in place
 _ROWS_OF_A_PART = 10  # NROWS_PER_THREAD of EmbeddingBackwardKernel.cu
+_FEW_KEYS = 4096  # which one block of threads sorts
+_KEYS_OF_A_TILE = 4608  # of CUB's sort on an H100; on other cards the counters differ by a few KiB
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
@@ -31,6 +34,7 @@ class Processors(NamedTuple):
 
     number: int
     threads: int  # of each
+    groups: bool = False  # whether CUTLASS's grouped products of bfloat16 run on them
 
 
 # by compute capability; cards of one capability differ in their multiprocessors, and the largest common one is here
@@ -40,7 +44,7 @@ _CARDS = {
     (8, 0): Processors(108, 2048),
     (8, 6): Processors(84, 1536),
     (8, 9): Processors(58, 1536),
-    (9, 0): Processors(132, 2048),
+    (9, 0): Processors(132, 2048, groups=True),
     (10, 0): Processors(148, 2048),
     (12, 0): Processors(170, 1536),
 }
@@ -107,13 +111,8 @@ def scratch_of(call: OperationCall, outputs: Sequence[torch.Tensor]) -> tuple[in
     card, rule = CARD.get(), _RULES.get(call.func)
     if card is None or not outputs:
         return ()
-    if call.func is aten._softmax_backward_data.default:  # gradient * output, which the kernel adds up
-        return (call.args[0].numel() * max(tensor.itemsize for tensor in call.args[:2]),)
-    if call.func is aten._safe_softmax.default:  # what is masked, the rows that are, and a number
-        (out,), dim = outputs, call.args[1]
-        return out.numel(), out.numel() // max(out.shape[dim], 1), out.itemsize
-    if call.func is aten.embedding_dense_backward.default:
-        return _embedding_scratch(call.args[0], call.args[1], call.args[2])
+    if call.func in _OTHERS:
+        return _OTHERS[call.func](call, outputs[0], card)
     if rule is None:
         return ()
     x = call.args[0]
@@ -134,8 +133,19 @@ def scratch_of(call: OperationCall, outputs: Sequence[torch.Tensor]) -> tuple[in
     return (*converted, *split)
 
 
-def _embedding_scratch(gradient: torch.Tensor, indices: torch.Tensor, weights: int) -> tuple[int, ...]:
+def _of_softmax_backward(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
+    # gradient * output, which the kernel adds up
+    return (call.args[0].numel() * max(tensor.itemsize for tensor in call.args[:2]),)
+
+
+def _of_safe_softmax(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
+    # what is masked, the rows that are, and a number
+    return out.numel(), out.numel() // max(out.shape[call.args[1]], 1), out.itemsize
+
+
+def _of_embedding_backward(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
     """Return what the gradient of an embedding takes (``embedding_backward_cuda_kernel``): parts of it, in float32."""
+    gradient, indices, weights = call.args[:3]
     if indices.numel() <= _FEW_TOKENS:
         return ()
     segments = min(indices.numel(), weights)
@@ -143,6 +153,50 @@ def _embedding_scratch(gradient: torch.Tensor, indices: torch.Tensor, weights: i
     # sorted tokens, their places, where each token begins, its parts, and where they begin
     lists = (indices.numel(), indices.numel(), indices.numel(), segments, segments, parts)
     return (*(8 * length for length in lists), parts * gradient.shape[-1] * 4)
+
+
+def _of_grouped_products(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
+    """Return what CUTLASS's grouped products take (``GroupMM.cu``): addresses and sizes of each, and its workspace."""
+    if not card.groups:
+        return ()
+    offsets = call.args[2] if len(call.args) > 2 else call.kwargs.get("offs")
+    groups = call.args[0].shape[0] if offsets is None else offsets.numel()
+    # six lists of 8 bytes a group, three of which begin at multiples of 16, and the sizes
+    return 60 * groups + 24 * (groups % 2), 512 * card.number
+
+
+def _of_sort(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
+    """Return what the sort of a list takes: its places; and for a long one, CUB's copies of both, and its counters."""
+    keys = call.args[0]
+    places = 8 * keys.numel()
+    if keys.dim() != 1:
+        return ()
+    if keys.numel() <= _FEW_KEYS:
+        return (places,)
+    copies = sum(-(-size // 256) * 256 for size in (keys.nbytes, places))
+    return places, copies + 2048 * keys.itemsize + 1024 * -(-keys.numel() // _KEYS_OF_A_TILE) + 511
+
+
+def _of_index_put(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
+    """Return what adding up at indices takes (``index_put_with_sort_kernel``): lists as long as the indices."""
+    accumulates = call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)
+    indices = [index for index in call.args[1] if index is not None]
+    if not accumulates or any(index.dtype == torch.bool for index in indices):
+        return ()
+    size = 8 * math.prod(torch.broadcast_shapes(*(index.shape for index in indices)))
+    return size, size, size, size, 1  # the last is CUB's, and some KiB for a long list
+
+
+_OTHERS: dict[object, Callable[[OperationCall, torch.Tensor, Processors], tuple[int, ...]]] = {
+    aten._softmax_backward_data.default: _of_softmax_backward,
+    aten._safe_softmax.default: _of_safe_softmax,
+    aten.embedding_dense_backward.default: _of_embedding_backward,
+    aten._grouped_mm.default: _of_grouped_products,
+    aten.sort.default: _of_sort,
+    aten.sort.stable: _of_sort,
+    aten.index_put.default: _of_index_put,
+    aten.index_put_.default: _of_index_put,
+}
 
 
 def _reduced(call: OperationCall, dims: int) -> frozenset[int]:
