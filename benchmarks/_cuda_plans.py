@@ -66,14 +66,16 @@ def plan(row: Row, cards: int) -> DeviceMapPlan:
 def run_planned(row: Row, cards: int) -> dict[str, Any]:
     """Load a row by its plan and run it under the plan's caps; return what each card held, in bytes.
 
-    `tensors` is the most that was asked of the allocator while steps ran, without cuBLAS's scratch; `loading` the most
-    of it before; `cap` what torch was allowed to reserve.
+    `tensors` is the most that was asked of the allocator while steps ran, without cuBLAS's scratch; `loading` the same
+    before; `cap` what torch was allowed to reserve.
     """
     made = plan(row, cards)
     fractions = made.enforce()
     model = load(row, dict(made))
     limits = {use.device: use.limit for use in made.devices if use.used and isinstance(use.device, int)}
-    loading = {card: _requested(card, "peak") for card in limits}
+    # attaching an adapter multiplies too
+    products = _scratch(list(limits))
+    loading = {card: _requested(card, "peak") - products[card] for card in limits}
     step = step_of(model, row)
     step()
     for card in limits:
