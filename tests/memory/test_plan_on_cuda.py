@@ -121,7 +121,9 @@ PLANNED = """
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-@pytest.mark.parametrize("card", ["T4", "A100", "H100"])
+@pytest.mark.parametrize(
+    "card", [pytest.param("T4", marks=pytest.mark.slow), pytest.param("A100", marks=pytest.mark.slow), "H100"]
+)
 def test_what_a_plan_calls_fitting_stays_under_its_limit(simulated_cuda: CudaRunner, card: str) -> None:
     """A sample of benchmarks/plan_on_cuda.py: the least limits that the planner calls fitting, and its caps."""
     if not BENCHMARKS.is_dir():

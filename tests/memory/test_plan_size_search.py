@@ -106,8 +106,8 @@ def scaled(trace: StepTrace, factor: float) -> StepTrace:
         (too_little, "batch", {0: "3MB"}),
         (too_much, "batch", {0: "3MB"}),
         (nothing, "batch", {0: "3MB"}),
-        (too_much, "batch", {0: "2MB", 1: "2MB"}),
-        (too_little, "length", {0: "1.5MB", 1: "1MB"}),
+        pytest.param(too_much, "batch", {0: "2MB", 1: "2MB"}, marks=pytest.mark.slow),
+        pytest.param(too_little, "length", {0: "1.5MB", 1: "1MB"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_prediction_costs_plans_and_no_answer(

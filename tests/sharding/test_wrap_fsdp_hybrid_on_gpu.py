@@ -72,7 +72,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("version", [2, 1])
+@pytest.mark.parametrize("version", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_replicas_of_two_shards_train_as_on_the_host(
     simulated_cuda: CudaRunner, tmp_path: Path, version: int
 ) -> None:
