@@ -159,8 +159,9 @@ def _of_grouped_products(call: OperationCall, out: torch.Tensor, card: Processor
     """Return what CUTLASS's grouped products take (``GroupMM.cu``): addresses and sizes of each, and its workspace."""
     if not card.groups:
         return ()
-    offsets = call.args[2] if len(call.args) > 2 else call.kwargs.get("offs")
-    groups = call.args[0].shape[0] if offsets is None else offsets.numel()
+    rows, _, *others = call.args
+    offsets = others[0] if others else call.kwargs.get("offs")
+    groups = rows.shape[0] if offsets is None else offsets.numel()
     # six lists of 8 bytes a group, three of which begin at multiples of 16, and the sizes
     return 60 * groups + 24 * (groups % 2), 512 * card.number
 
@@ -179,11 +180,13 @@ def _of_sort(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[
 
 def _of_index_put(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
     """Return what adding up at indices takes (``index_put_with_sort_kernel``): lists as long as the indices."""
-    accumulates = call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)
-    indices = [index for index in call.args[1] if index is not None]
+    _, places, _, *others = call.args
+    accumulates = others[0] if others else call.kwargs.get("accumulate", False)
+    indices = [index for index in places if index is not None]
     if not accumulates or any(index.dtype == torch.bool for index in indices):
         return ()
-    size = 8 * math.prod(torch.broadcast_shapes(*(index.shape for index in indices)))
+    shape = torch.broadcast_shapes(*(index.shape for index in indices))  # type: ignore[no-untyped-call]  # of torch
+    size = 8 * math.prod(shape)
     return size, size, size, size, 1  # the last is CUB's, and some KiB for a long list
 
 
