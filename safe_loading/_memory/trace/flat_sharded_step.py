@@ -27,6 +27,7 @@ from safe_loading.errors import ArgumentError
 
 from .fake_tensors import is_adapter
 from .ledger import Ledger
+from .sharded_step import resizing_seen
 from .trained_parameters import TrainedParameters
 
 
@@ -106,19 +107,7 @@ def _classify_shards(model: FullyShardedDataParallel, ledger: Ledger) -> None:
 @contextlib.contextmanager
 def _storages_seen(ledger: Ledger) -> Iterator[None]:
     """Tell the ledger when FSDP1 resizes a storage, and answer what it asks of addresses."""
-    allocate, free = utils._alloc_storage, utils._free_storage
-
-    def alloc_storage(tensor: torch.Tensor, size: torch.Size) -> None:
-        was_empty = not tensor.untyped_storage().size()
-        allocate(tensor, size)
-        if was_empty and tensor.untyped_storage().size():
-            ledger.reallocate(tensor, "fsdp.all_gather")
-            ledger.classify(ledger.index_of(tensor), "weights")
-
-    def free_storage(tensor: torch.Tensor) -> None:
-        ledger.release(tensor)
-        free(tensor)
-
+    alloc_storage, free_storage = resizing_seen(ledger, utils._alloc_storage, utils._free_storage)
     with (
         mock.patch.object(_flat_param, "_alloc_storage", alloc_storage),
         mock.patch.object(_flat_param, "_free_storage", free_storage),

@@ -8,7 +8,7 @@ would see and operations do not show is that FSDP gives the storage of gathered 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
 
 import torch
@@ -145,14 +145,14 @@ def _groups_of(module: FSDPModule) -> list[_fsdp_param_group.FSDPParamGroup]:
     return [group for group in one if group is not None]
 
 
-@contextlib.contextmanager
-def _storages_seen(ledger: Ledger) -> Iterator[None]:
-    """Tell the ledger when FSDP resizes a storage, and that what is gathered are weights."""
-    allocate, free, gathered = _fsdp_param.alloc_storage, _fsdp_param.free_storage, FSDPParam.init_unsharded_param
+def resizing_seen(
+    ledger: Ledger, allocate: Callable[..., None], free: Callable[[torch.Tensor], None]
+) -> tuple[Callable[..., None], Callable[[torch.Tensor], None]]:
+    """Return the functions by which FSDP resizes what it gathers, so that the ledger sees what they do."""
 
-    def alloc_storage(tensor: torch.Tensor) -> None:
+    def alloc_storage(tensor: torch.Tensor, *size: torch.Size) -> None:
         was_empty = not tensor.untyped_storage().size()
-        allocate(tensor)
+        allocate(tensor, *size)
         if was_empty and tensor.untyped_storage().size():
             ledger.reallocate(tensor, "fsdp.all_gather")
             ledger.classify(ledger.index_of(tensor), "weights")
@@ -160,6 +160,15 @@ def _storages_seen(ledger: Ledger) -> Iterator[None]:
     def free_storage(tensor: torch.Tensor) -> None:
         ledger.release(tensor)
         free(tensor)
+
+    return alloc_storage, free_storage
+
+
+@contextlib.contextmanager
+def _storages_seen(ledger: Ledger) -> Iterator[None]:
+    """Tell the ledger when FSDP resizes a storage, and that what is gathered are weights."""
+    gathered = FSDPParam.init_unsharded_param
+    alloc_storage, free_storage = resizing_seen(ledger, _fsdp_param.alloc_storage, _fsdp_param.free_storage)
 
     def init_unsharded_param(self: FSDPParam) -> None:
         for tensor in self.all_gather_outputs:
