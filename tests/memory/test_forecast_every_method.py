@@ -13,25 +13,14 @@ import pytest
 import torch
 from allocator_truth import NEVER, above_start, peak_above_start, tokens
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from test_trace_truth import COLUMNS, ROWS
+from test_trace_truth import SIZES as LLAMA_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import AdapterError, SafeLoadingError, TraceError, Workload, predict_memory
 from safe_loading._memory.trace.trace_step import trace_step
 
-ROWS, COLUMNS = 2, 48
-SIZES: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 101,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], **LLAMA_SIZES}
 TARGETS = ["q_proj", "v_proj"]
 # What a method needs beside its defaults on a model as small as this.
 NEEDED: dict[str, dict[str, Any]] = {
