@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 from safe_loading._core.protocols import JsonObject
 from safe_loading.errors import OutputError
+
+_OWNER_SECONDS = 1.0  # how long a lock may be without the line that names its owner, which comes right after the lock
 
 
 def take_lock(root: Path, output: Path) -> int:
@@ -47,11 +50,15 @@ def take_lock(root: Path, output: Path) -> int:
 
 def lock_owner(root: Path) -> str:
     """Return which process last took the lock of a stage: "pid 7 on a-host"."""
+    end = time.monotonic() + _OWNER_SECONDS
     try:
-        # Between the lock and the line with the owner the file is empty for a moment.
-        return _read(root / "lock").decode(errors="replace").strip() or "just started"
+        while not (owner := _read(root / "lock").decode(errors="replace").strip()):
+            if time.monotonic() > end:
+                return "just started"
+            time.sleep(0.01)
     except OSError:
         return "unknown"
+    return owner
 
 
 def _write_owner(descriptor: int) -> int:

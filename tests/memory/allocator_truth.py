@@ -10,6 +10,7 @@ the device. And three CPU kernels allocate scratch of their own, some KiB, and f
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import itertools
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def peak_above_start(run: Callable[[], Any], log: list[int] | None = None) -> in
 
     `log` receives the size of each allocation, and the negative size of each free.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _profiled() as profiler:
         kept = run()
     sizes = _without_scratch(_events(profiler))
     del kept
@@ -58,11 +59,16 @@ def peak_above_start(run: Callable[[], Any], log: list[int] | None = None) -> in
 
 def bytes_kept_by(run: Callable[[], Any]) -> int:
     """Return the bytes on the CPU that the result of `run` keeps alive, such as the graph of a loss."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _profiled() as profiler:
         kept = run()
     size = sum(_without_scratch(_events(profiler)))
     del kept
     return size
+
+
+def _profiled() -> Any:
+    gc.collect()  # or cycles that earlier tests left would be freed in the middle, and be missing from the peak
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
 def _events(profiler: Any) -> list[_Event]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import re
 import warnings
@@ -102,7 +101,6 @@ def compared(name: str, *, lora: bool, checkpointing: bool) -> tuple[int, int]:
         model, config = built(name, lora=lora)
         workload = Workload.train(ROWS, COLUMNS, checkpointing, adapter=config, optimizer="none")
         mine = above_start(trace_step(model, workload), "forward", "backward")
-        gc.collect()
         return mine, measured(model, config, checkpointing=checkpointing)
 
 

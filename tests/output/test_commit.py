@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,21 @@ def test_another_writer_is_named_and_a_dead_one_blocks_nobody(tmp_path: Path) ->
     save(tmp_path / "late")
     assert held(tmp_path / "late") == FILES
     assert not root.exists()
+
+
+def test_a_writer_that_has_the_lock_and_no_line_yet_is_waited_for(tmp_path: Path) -> None:
+    root = tmp_path / ".out.staged"
+    root.mkdir()
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        later = threading.Timer(0.3, (root / "lock").write_text, ["pid 7 on a-host\n"])
+        later.start()
+        with pytest.raises(OutputError, match=r"pid 7 on a-host\) is writing"):
+            save(tmp_path / "out")
+        later.join()
+        lock.truncate(0)
+        with pytest.raises(OutputError, match=r"just started\) is writing"):
+            save(tmp_path / "out")
 
 
 AT_ONCE = """
