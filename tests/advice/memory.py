@@ -32,6 +32,8 @@ TAKEN: dict[str, dict[str, str]] = {
     "_memory/audit/step_checks.py": {
         "call model.train()": _AUDIT,
         "pass what the model needs": _AUDIT,
+        "load the adapter with is_trainable=True": "memory/test_audit_model.py::"
+        "test_a_step_that_trains_nothing_is_mended_by_what_trains",
         "use gradient_checkpointing_kwargs=": "memory/test_audit_model.py::"
         "test_what_layers_in_8_bits_keep_under_checkpointing",
         "look for self.last_output": _AUDIT,

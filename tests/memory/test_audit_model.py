@@ -316,6 +316,20 @@ def test_adapters_that_are_off() -> None:
     assert "SL127" not in codes(model, STEP)
 
 
+def test_a_step_that_trains_nothing_is_mended_by_what_trains() -> None:
+    model = adapted()
+    model.requires_grad_(requires_grad=False)
+    found = codes(model, STEP)["SL126"]
+    assert "Nothing is trained" in found.message
+    assert "inputs=" not in found.fix
+    assert "is_trainable=True, enable its layers" in found.fix
+    exec("model.base_model.enable_adapter_layers()", {"model": model})
+    assert "SL126" not in codes(model, STEP)
+    model.requires_grad_(requires_grad=False)
+    model.lm_head.requires_grad_()
+    assert "SL126" not in codes(model, STEP)
+
+
 def test_tokens_that_were_added_to_frozen_embeddings(tiny_llama: Path) -> None:
     def grown(**lora: Any) -> Any:
         llama = LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)

@@ -28,13 +28,17 @@ def check_step(step: TracedStep, workload: Workload) -> Iterator[Finding]:
 
 def not_run(audited: AuditedModel, error: TraceError) -> Finding:
     """Return the finding for a step that could not be run, without which an audit says little."""
+    if any(parameter.requires_grad for parameter in audited.model.parameters()):
+        fix = "pass what the model needs in inputs=, or audit the model inside its wrapper."
+    else:
+        fix = "load the adapter with is_trainable=True, enable its layers, or call requires_grad_() on what is trained."
     return Finding(
         "SL126",
         "error",
         type(audited.model).__name__,
         f"the step could not be run, so nothing is known of checkpointing, of gradients and of what outlives it: "
         f"{error}",
-        "pass what the model needs in inputs=, or audit the model inside its wrapper.",
+        fix,
     )
 
 
