@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from safe_loading._core.names import canonical
 from safe_loading._model.quantized.recognize import is_four_bit
@@ -80,7 +81,7 @@ def wrap(
     ignored: Collection[nn.Parameter],
     reshard_after_forward: bool | int | None,
 ) -> FullyShardedDataParallel:
-    """Wrap each unit while it is on meta: ``param_init_fn`` gives one unit at a time empty memory and no values.
+    """Wrap each unit while it is on meta, and give one unit at a time memory: its flat parameter's, and no values.
 
     Neither ``sync_module_states`` nor any rank's own values are used, so nothing is sent and nothing is initialized
     twice. ``use_orig_params`` lets trained and frozen parameters share a unit.
@@ -91,7 +92,7 @@ def wrap(
         strategy = ShardingStrategy._HYBRID_SHARD_ZERO2 if mesh.ndim == 2 else ShardingStrategy.SHARD_GRAD_OP
     else:
         strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _FlatWithoutCopies():  # type: ignore[no-untyped-call]  # torch's __init__
         warnings.simplefilter("ignore")  # FullyShardedDataParallel warns of its own deprecation
         return FullyShardedDataParallel(
             model,
@@ -99,7 +100,7 @@ def wrap(
             cpu_offload=offload,
             auto_wrap_policy=CustomPolicy(lambda module: module in chosen),
             mixed_precision=mixed_precision,
-            param_init_fn=_allocate_empty(device),
+            param_init_fn=_without_memory(device),
             device_id=device,  # for the CPU too: without it FSDP1 looks for an accelerator, and raises if there is none
             sync_module_states=False,
             use_orig_params=True,
@@ -152,8 +153,35 @@ def _through_forward(outer: FullyShardedDataParallel, inner: Any, name: str) -> 
     return gathered
 
 
-def _allocate_empty(device: torch.device) -> Callable[[nn.Module], None]:
-    """Return a ``param_init_fn`` that gives a module's own meta parameters memory, and keeps tied ones tied.
+class _FlatWithoutCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+    """Leaves parameters without memory out of the copy when FSDP1 joins a unit's parameters to a flat one.
+
+    Otherwise a device holds the unit twice at that moment.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.ops.aten.cat.default or all(map(_has_memory, args[0])):
+            return func(*args, **(kwargs or {}))
+        parts: Sequence[torch.Tensor] = args[0]
+        flat = parts[0].new_empty(sum(part.numel() for part in parts))
+        at = 0
+        for part in parts:
+            if _has_memory(part):
+                flat[at : at + part.numel()] = part
+            at += part.numel()
+        return flat
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > 0
+
+
+def _without_memory(device: torch.device) -> Callable[[nn.Module], None]:
+    """Return a ``param_init_fn`` that moves a module's own meta parameters to the device, and keeps tied ones tied.
+
+    Their storages are empty, because FSDP1 replaces them by views of its flat parameter.
 
     ``Module.to_empty`` would untie them, and would also empty a buffer that has values on the host.
     """
@@ -164,6 +192,7 @@ def _allocate_empty(device: torch.device) -> Callable[[nn.Module], None]:
             if parameter is not None and parameter.is_meta:
                 if parameter not in made:
                     empty = torch.empty_like(parameter, device=device)
+                    empty.untyped_storage().resize_(0)
                     made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 module._parameters[name] = made[parameter]
 

@@ -89,9 +89,9 @@ def test_two_replicas_of_two_shards_train_as_on_the_host(
             rounding, largest = 512 * job["tensors"], max(job["units"])
             if name == "hybrid":
                 assert job["local"] <= kept <= job["local"] + rounding
-                # FSDP1 makes the parameters of a unit, and then a flat one of them, before a rank keeps its part
-                assert filled <= kept + (2 * largest + rounding if version == 1 else 0)
+                # FSDP1 makes the flat parameter of a unit whole before a rank keeps its part
+                assert filled <= kept + (largest + rounding if version == 1 else 0)
             else:  # the shards stay on the host, and buffers alone are on the device
                 assert kept <= 4096
                 # FSDP1 cuts a shard, half of a unit here, and only then sends it to the host
-                assert filled <= kept + (2 * largest + largest // 2 + rounding if version == 1 else 0)
+                assert filled <= kept + (largest + largest // 2 + rounding if version == 1 else 0)

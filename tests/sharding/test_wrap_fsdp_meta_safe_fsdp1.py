@@ -107,6 +107,21 @@ try:
 except SafeLoadingError as error:
     four = str(error)
 report(four=four)
+
+# what a rank takes while units are built: each would be there twice if its parameters were joined by a copy
+from safe_loading._sharding import fsdp1
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+with torch.device("meta"):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)) for _ in range(3)))
+units = [fsdp1.ShardingUnit((name,), (), 0) for name, _ in model.named_children()]
+mesh = init_device_mesh("cpu", (2,))
+with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
+    model = fsdp1.wrap(model, units, mesh, torch.device("cpu"), None, None, [], None)
+live = [0]
+for event in running.profiler.kineto_results.events():
+    live += [live[-1] + event.nbytes()] if event.name() == "[memory]" else []
+report(peak=max(live), kept=live[-1], local=fsdp1.local_bytes(model))
 dist.destroy_process_group()
 """
 
@@ -141,3 +156,10 @@ def test_here_it_is_right(found: list[dict[str, Any]]) -> None:
 
 def test_four_bit_weights_kept_in_bytes_are_refused_with_the_way_out(found: list[dict[str, Any]]) -> None:
     assert all("bnb_4bit_quant_storage=torch.bfloat16" in facts["four"] for facts in found)
+
+
+def test_a_rank_takes_its_shards_and_one_unit_while_they_are_built(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        unit = facts["local"] * 2 // 3
+        assert facts["kept"] >= facts["local"]
+        assert facts["peak"] <= facts["local"] + unit + unit // 8

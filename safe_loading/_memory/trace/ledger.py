@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .records import Allocation, Component, DeviceTrace, Event, Phase, devices_in_order
+from .records import Allocation, Component, DeviceTrace, Event, FirstUpdate, Phase, devices_in_order
 
 
 def device_key(device: torch.device) -> int | str:
@@ -42,6 +42,7 @@ class Ledger:
         self.stack: list[str] = []  # the modules that are running, the innermost last
         self.phase: Phase = "load"
         self.live: dict[int, int] = {}  # from the address of a live storage to the index of its allocation
+        self.first_update: tuple[FirstUpdate, ...] = ()
         self._open = True
         self._kept_alive: list[torch.Tensor] = []
 
@@ -152,10 +153,18 @@ class Ledger:
         if index is not None:
             self.allocations[index] = dataclasses.replace(self.allocations[index], bytes=0)
 
-    def make_resident(self) -> None:
-        """Forget what has come and gone so far: what is alive now was there before the step."""
+    def make_resident(self, first_update: slice = slice(0)) -> None:
+        """Forget what has come and gone so far: what is alive now was there before the step.
+
+        The events of the optimizer's first step are remembered.
+        """
         alive = sorted(self.live.values())
         new_index = {old: new for new, old in enumerate(alive)}
+        self.first_update = tuple(
+            FirstUpdate(new_index.get(index, -1 - index), -1 if freed else made.bytes, made.device)
+            for index, freed in self.events[first_update]
+            for made in (self.allocations[index],)
+        )
         self.allocations[:] = [dataclasses.replace(self.allocations[old], phase="load") for old in alive]
         self.events[:] = [Event(index, freed=False) for index in range(len(alive))]
         self.calls.clear()

@@ -37,6 +37,14 @@ class Event(NamedTuple):
         return -1 if self.freed else 1
 
 
+class FirstUpdate(NamedTuple):
+    """What the optimizer's first step makes or frees: a part of its state, or what it needs for a moment."""
+
+    key: int  # the index in `StepTrace.allocations` of what it keeps; below zero for anything else
+    bytes: int  # -1 where it is freed
+    device: int | str  # as in `Allocation`
+
+
 @dataclass(frozen=True)
 class DeviceTrace:
     """The memory of one device over the step. All sizes in bytes."""
@@ -95,6 +103,8 @@ class StepTrace:
     crossings: tuple[Crossing, ...] = ()
     problems: tuple[Problem, ...] = ()  # what hardware would refuse; empty for a placement that runs
     assumptions: tuple[str, ...] = ()  # for values that a trace does not know, but that the step depends on
+    # The optimizer's first step, which makes the state that the traced one finds; empty where it is not known.
+    first_update: tuple[FirstUpdate, ...] = ()
 
     def __repr__(self) -> str:
         """Return the workload and the peaks."""

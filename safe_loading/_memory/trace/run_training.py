@@ -31,8 +31,8 @@ def run_training(
     trained: TrainedParameters,
 ) -> None:
     """Run one training step in its steady state, with the optimizer's state already allocated."""
-    optimizer = _make_optimizer(workload, trained.stepped, ledger)
-    ledger.make_resident()
+    optimizer, first_update = _make_optimizer(workload, trained.stepped, ledger)
+    ledger.make_resident(first_update)
     for parameter in trained.parameters:
         parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # of torch
             lambda p: ledger.classify(ledger.index_of(p.grad), "gradients") if p.grad is not None else None
@@ -83,12 +83,15 @@ def _loss_of(output: object) -> torch.Tensor:
 
 def _make_optimizer(
     workload: Workload, parameters: Sequence[torch.nn.Parameter], ledger: Ledger
-) -> torch.optim.Optimizer | None:
-    """Return the optimizer with its state, which is there from the second step on; None where only state is counted."""
+) -> tuple[torch.optim.Optimizer | None, slice]:
+    """Return the optimizer with its state, which is there from the second step on, and the events of its first one.
+
+    It is None where only state is counted.
+    """
     rule = workload.rule
     if not parameters or (rule is not None and rule.source is None):
         _allocate_state(rule, parameters, ledger)
-        return None
+        return None, slice(0)
     if rule is None:
         optimizer_class, options = workload.optimizer, {}
     else:
@@ -101,18 +104,21 @@ def _make_optimizer(
     # optimizers allocate their state in the first step; only the fake gradients' shapes matter
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
+    begun = len(ledger.events)
     optimizer.step()
+    first_update = slice(begun, len(ledger.events))
     optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
         for tensor in tensors_of(state):
             ledger.classify(ledger.index_of(tensor), "optimizer")
-    return optimizer
+    return optimizer, first_update
 
 
 def _drop_unused_state(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
     """Take back the state of parameters that the step gave no gradient, for which a real optimizer makes none."""
     for parameter, state in optimizer.state.items():
         if parameter.grad is None:
+            ledger.first_update = ()  # it had one for each parameter
             for tensor in tensors_of(state):
                 ledger.take_back(tensor)
 

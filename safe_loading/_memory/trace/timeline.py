@@ -16,7 +16,7 @@ from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.report import KiB, MiB
 
 from .allocator import EMPTY_CACHE
-from .records import Allocation, Event, StepTrace
+from .records import Allocation, Event, FirstUpdate, StepTrace
 
 # Measured after a training step, by nvidia-smi less torch.cuda.memory_reserved(): context, kernels, cuBLAS's handles.
 _CONTEXTS = {(7, 5): (int(140.875 * MiB), "measured on a Tesla T4, 69 runs of torch 2.10 and 2.14")}
@@ -26,6 +26,7 @@ _CONTEXT_ALLOWANCE = 512 * MiB
 # takes for a moment has keys below zero.
 _BULK = -1
 _UNPACKED = -1 << 40
+_FIRST_UPDATE = -1 << 41
 _OF_THE_BASE = ("weights", "buffers")
 _PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")
 _THREAD_OF = {"prefill": 0, "forward": 0, "backward": 1}
@@ -147,18 +148,25 @@ class _Step:
         self.loaded = [_Keyed(i, allocations[i]) for i in resident if allocations[i].component != "optimizer"]
         # torch's optimizers make their state in their first step, what each step replaces like the step itself
         of_optimizer = [i for i in resident if allocations[i].component == "optimizer" and i not in self._replaced]
-        self.state = [_Keyed(i, allocations[i]).event for i in of_optimizer]
+        state = [_Keyed(i, allocations[i]).event for i in of_optimizer]
+        # one that makes its state parameter by parameter, as Adafactor does, works before all of it is there
+        self._first_update = [_first_event(update) for update in trace.first_update if update.device == device]
+        self.state = self._first_update or state
         self.stepping = _start_of_optimizer(self.events, allocations)
         self.returned = _end_of_forward(self.events, allocations)
 
     def event(self, number: int, index: int, freed: bool) -> _Event | None:
         """Return one of the step's events when it is run for the `number`-th time, from 0 on; None where it is none."""
         shift = (number + 1) * self.base
+        if self._first_update and number == 0 and self._allocations[index].phase == "optimizer":
+            return None
         if index in self._recast:  # in the first step only: later ones find it as that one left it
             event = (index, -1) if freed else (index + shift, self._allocations[index].bytes)
             return event if number == 0 else None
         if not freed:
             return index + shift, self._allocations[index].bytes
+        if self._first_update and number == 1 and index in self._replaced:
+            return index, -1
         # what is replaced was made by the step before
         key = shift + (self._replaced[index] - self.base if index in self._replaced else index)
         return (key, -1) if key >= self.base else None
@@ -166,6 +174,10 @@ class _Step:
     def left(self, number: int) -> list[_Event]:
         """Return the end of what a step leaves."""
         return [(index + (number + 1) * self.base, -1) for index in sorted(self._survivors)]
+
+
+def _first_event(update: FirstUpdate) -> _Event:
+    return update.key if update.key >= 0 else _FIRST_UPDATE + update.key, update.bytes
 
 
 def _replaced_state(

@@ -94,6 +94,7 @@ def trace_step(
         crossings=mode.crossings,
         problems=tuple(mode.problems),
         assumptions=tuple(values.assumptions),
+        first_update=ledger.first_update,
     )
 
 
