@@ -24,6 +24,8 @@ def fill_slots(
 ) -> None:
     """Put each value into its slot, on the slot's device, in its own dtype, or in ``dtype`` if that is not None.
 
+    A slot that has a dtype of its own (a saved module) keeps it. Without ``copy`` values are only read, as they are.
+
     Slots that share storage (adapters tied to one another) still share it afterwards, unless their values differ:
     peft casts the factors of a 16-bit base one by one, which ends the tie, so they may have been trained apart. A slot
     without a value keeps its initial value, in the dtype of the others, since a layer computes with both its factors.
@@ -34,22 +36,22 @@ def fill_slots(
     for slot in slots.values():
         groups[slot.storage].append(slot)
     for group in groups.values():
-        device = devices.of(group[0].key)
+        device, own = devices.of(group[0].key), (group[0].dtype if copy else None) or dtype
         with_value = [slot for slot in group if slot.key in values]
         if not with_value:
             for slot in group:
-                if common is not None and slot.is_parameter and slot.tensor.is_floating_point():
+                if common is not None and slot.dtype is None and slot.is_parameter and slot.tensor.is_floating_point():
                     _set(slot, _as_in_slot(slot, slot.tensor.detach().to(common)))
         elif len({id(slot.tensor) for slot in group}) == 1:
             # One tensor under several names stays one tensor.
-            tensor = _as_in_slot(group[0], _moved(values[with_value[0].key], device, dtype, copy=copy))
+            tensor = _as_in_slot(group[0], _moved(values[with_value[0].key], device, own, copy=copy))
             for slot in group:
                 _set(slot, tensor)
         elif len(with_value) < len(group) or _same_in_shared_storage(with_value, values):
-            _fill_shared_storage(group, values, device, dtype)
+            _fill_shared_storage(group, values, device, own)
         else:
             for slot in with_value:
-                _set(slot, _as_in_slot(slot, _moved(values[slot.key], device, dtype, copy=copy)))
+                _set(slot, _as_in_slot(slot, _moved(values[slot.key], device, own, copy=copy)))
 
 
 def _same_in_shared_storage(slots: Sequence[AdapterSlot], values: Mapping[str, torch.Tensor]) -> bool:

@@ -168,7 +168,7 @@ def _differences(
             findings.append(fault("adapter-key-unexpected", where, "the loaded adapter has no such tensor", fix))
             continue
         old, value = slots[key].tensor, new[key]
-        new_dtype = dtype or value.dtype
+        new_dtype = slots[key].dtype or dtype or value.dtype
         if new_dtype != old.dtype:
             message = f"the new adapter is {new_dtype}, the loaded one {old.dtype}; writing it would round it"
             fix = f"pass adapter_dtype={old.dtype}, or load it under another name"

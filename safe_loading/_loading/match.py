@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from peft import PeftConfig, PeftModel
 
-from safe_loading._checkpoint.faults import fault
+from safe_loading._checkpoint.faults import fault, note
 from safe_loading._core.names import PEFT_PREFIX, nearest, without_peft_prefix
 from safe_loading._core.report import Finding
 from safe_loading._model.peft_layers import base_of
@@ -63,6 +63,8 @@ def match_tensors(
             continue
         if slot.tensor.shape == value.shape:
             match.values[key] = value
+            if slot.dtype not in (None, value.dtype):
+                match.findings.append(_saved_dtype(file, key, slot.tensor, value))
         else:
             match.findings.append(_shape_mismatch(file, config, key, slot.tensor, value, rows))
     without_slot = {key: value for key, value in routed.tensors.items() if key not in slots}
@@ -171,6 +173,17 @@ def _base_dtype(file: str, key: str, tensor: torch.Tensor, value: torch.Tensor) 
     )
     fix = f"load the base with dtype={value.dtype}"
     return fault("base-weight-dtype", f"{file}: {key}", message, fix, value.nbytes)
+
+
+def _saved_dtype(file: str, key: str, tensor: torch.Tensor, value: torch.Tensor) -> Finding:
+    message = (
+        f"the saved module is {value.dtype} in the file, and has the dtype of the module that it replaces, "
+        f"{tensor.dtype}, in which the layers around it compute"
+    )
+    if torch.promote_types(tensor.dtype, value.dtype) == tensor.dtype:
+        return note("info", "saved-module-dtype", f"{file}: {key}", message, "none", value.nbytes)
+    fix = f"load the base with dtype={value.dtype} to keep every bit of it"
+    return note("warning", "saved-module-dtype", f"{file}: {key}", f"{message}; this rounds it", fix, value.nbytes)
 
 
 def _undeclared(file: str, key: str, value: torch.Tensor) -> Finding:

@@ -15,6 +15,8 @@ from safe_loading._model.tensors import TensorPlace, tensor_places, walk_modules
 
 from .key_names import canonical_key
 
+_COMPUTED_IN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSlot:
@@ -29,6 +31,13 @@ class AdapterSlot:
     def is_parameter(self) -> bool:
         """Whether it is a parameter; otherwise it is a buffer."""
         return self.name in self.owner._parameters
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that whatever comes here gets: that of the base for a module that takes the place of one of it."""
+        # not of a packed weight, which has the dtype of its codes
+        replaces = ".modules_to_save." in self.key and self.tensor.dtype in _COMPUTED_IN
+        return self.tensor.dtype if replaces else None
 
     @property
     def storage(self) -> int:

@@ -116,6 +116,7 @@ TAKEN: dict[str, dict[str, str]] = {
         ", or correct r and rank_pattern": _MENDED,
         "load it onto a base of its own": f"{_STARTS}test_projections_that_differ_from_the_shared_ones_are_refused",
         "load the base with dtype=": f"{_LOADS}test_the_check_before_the_load_knows_the_dtype",
+        "load the base with dtype={} to keep": "loading/test_saved_module_dtype.py::test_the_advice_keeps_it_as_it_is",
         "add {} to modules_to_save": _MENDED,
         "save the adapter again with save_pretrained, or take": _MENDED,
         "load the base yourself, call": f"{_LOADS}test_a_resized_vocabulary_says_how_to_resize",

@@ -272,8 +272,6 @@ class _Collector:
 
 def _is_tie_kept(record: _ParameterRecord, changes: Mapping[str, WeightChange]) -> bool:
     """Return whether all names of a parameter still share one tensor: the same is done under each of them."""
-    if record.rows and not record.updates and not record.values:
-        return True  # trainable tokens: peft ties the rows of the output to those of the input itself
     if record.saved_names and not record.saved_names.issuperset(record.names):
         return len({_module_of(name) for name in record.names}) == 1
     first, *others = changes.values()
