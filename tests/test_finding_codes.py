@@ -41,6 +41,7 @@ MADE_BY_TESTS = {
         ("requantised", "update-lost"),
         "merging/test_merge_lora_checkpoint_codes.py::test_an_update_that_rounding_loses_is_told_and_dequantized_it_is_kept",
     ),
+    "merging.md": {"update-lost": "merging/test_fp8_merge.py::test_the_report_says_what_rounding_to_codes_lost"},
     "doctor.md": {
         "engine-missing": VERSIONS,
         "engine-too-old": VERSIONS,

@@ -253,6 +253,12 @@ def _checked(workload: Workload) -> Workload:
     )
     if not known:
         problems.append(f"optimizer={workload.optimizer!r}: one of {sorted(OPTIMIZERS)}, or a torch.optim class.")
+    adapter = workload.adapter
+    if not (adapter is None or isinstance(adapter, (str, os.PathLike)) or hasattr(adapter, "peft_type")):
+        kind = type(adapter).__name__
+        problems.append(
+            f"adapter is a {kind}: a config of peft, such as LoraConfig(r=16), or the folder of an adapter."
+        )
     if problems:
         raise ArgumentError(f"Workload.{workload.kind} cannot be made of these:", problems)
     return dataclasses.replace(workload, **numbers)

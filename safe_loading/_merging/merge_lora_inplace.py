@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ from .weights.check_merge import check_merge, reshard
 from .weights.dequantize import replace_quantized
 from .weights.finite import delta_rms
 from .weights.layer_merge import LayerMerge, MergeOptions
+from .weights.loss_findings import IN_MEMORY, loss_findings
 from .weights.merge_plan import MergePlan, make_plan
 from .weights.offloaded import OffloadedWeights
 from .weights.peft_merge import merge_all_by_peft
@@ -102,7 +104,9 @@ def merge_lora_inplace(
         findings += replace_quantized(tuner.model, replacements)
         forget_codes(tuner.model)
         shown = _progress.wanted(0) if progress is None else progress
-        carry_out(tuner, plan, offloaded, options, show_progress=shown)
+        losses = carry_out(tuner, plan, offloaded, options, show_progress=shown)
+        weights = [dataclasses.replace(weight, rounding=losses.get(weight.name)) for weight in weights]
+        findings += loss_findings(weights, IN_MEMORY)
         findings += offloaded.findings()
         result, untied = unload_adapters(tuner, names) if unload else (model, [])
     merged = tuple(dict.fromkeys(name for weight in weights for name in weight.adapters))

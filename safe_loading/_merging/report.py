@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from safe_loading._core.report import Finding, Table, Verdict, format_bytes
 
+from .weights.rounding_loss import RoundingLoss
+
 _HEADER = ("weight", "kind", "dtype", "adapters", "road", "size", "rms of delta")
 
 
@@ -24,6 +26,7 @@ class MergedWeight:
         bytes: Its size.
         delta_rms: The root mean square of what was added, DoRA's scaling left out; None where it is not known.
         also: The paths of other layers that share this memory and have the same adapters.
+        rounding: What was lost where it was rounded to fp8; None otherwise.
     """
 
     name: str
@@ -34,6 +37,7 @@ class MergedWeight:
     bytes: int
     delta_rms: float | None = None
     also: tuple[str, ...] = ()
+    rounding: RoundingLoss | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -213,6 +213,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     **{f"train {bad!r}": lambda bad=bad: s.Workload.train(*bad) for bad in PAIRS},
     **{f"generate {bad!r}": lambda bad=bad: s.Workload.generate(*bad) for bad in PAIRS},
     "train optimizer": lambda: s.Workload.train(1, 8, optimizer="no-such"),
+    **{f"train adapter {bad!r}": lambda bad=bad: s.Workload.train(1, 8, adapter=bad) for bad in ({"r": 8}, 16, ["a"])},
     "train autocast": lambda: s.Workload.train(1, 8, autocast="no-such"),
     **{
         f"train steps {bad!r}": lambda bad=bad: s.Workload.train(1, 8, gradient_accumulation_steps=bad)

@@ -83,7 +83,7 @@ def adapter_of(folder: Path, alpha: float = 8, **config: Any) -> Path:
     return save_adapter(folder / "adapter", save_llama(folder / "plain", torch.bfloat16), lora_alpha=alpha, **config)
 
 
-def in_memory(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+def in_memory(base: Path, adapter: Path) -> Any:
     """The merge of merge_lora_inplace into transformers' own FP8Linear."""
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
@@ -100,8 +100,7 @@ def in_memory(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
             parameter.data.copy_(held[name].float())
         else:
             parameter.data = held[name].clone()
-    merged = merge_lora_inplace(PeftModel.from_pretrained(model, adapter))
-    return dict(merged.state_dict())
+    return merge_lora_inplace(PeftModel.from_pretrained(model, adapter))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,11 +135,15 @@ def test_fp8_keeps_its_format_and_has_the_codes_of_the_merge_in_memory(
     base, adapter = save_fp8(tmp_path / "base", block, fmt), adapter_of(tmp_path)
     monkeypatch.setattr(write_codes, "_ELEMENTS", 300)  # so that a weight is written in several parts
     report = merge_lora_checkpoint(base, adapter, tmp_path / "out")
-    before, found, memory = on_disk(base), on_disk(tmp_path / "out"), in_memory(base, adapter)
+    model = in_memory(base, adapter)
+    before, found, memory = on_disk(base), on_disk(tmp_path / "out"), model.state_dict()
     assert {path.name for path in base.iterdir()} <= {path.name for path in (tmp_path / "out").iterdir()}
     assert (tmp_path / "out" / "config.json").read_bytes() == (base / "config.json").read_bytes()
     merged = {tensor.name for tensor in report.of("merged")}
     assert len(merged) == len(report.of("rescaled")) == 9
+    losses = {weight.name: weight.rounding for weight in model.merge_report.weights}
+    for tensor in report.of("merged"):
+        assert vars(losses[tensor.name]) == pytest.approx(vars(tensor.rounding), rel=1e-4), tensor.name
     grown = 0
     for name, tensor in found.items():
         assert tensor.dtype == before[name].dtype, name
@@ -274,7 +277,7 @@ def test_an_update_that_rounding_loses_is_told_and_dequantized_it_is_kept(tmp_pa
     report = merge_lora_checkpoint(base, adapter, tmp_path / "out")
     (lost,) = [finding for finding in report.findings if finding.code == "update-lost"]
     assert lost.severity == "warning"
-    assert "9 of 9 tensors" in lost.message
+    assert "9 of 9 weights" in lost.message
     assert "dequantize=True" in lost.fix
     again = merge_lora_checkpoint(base, adapter, tmp_path / "plain_out", dequantize=True, dtype="float32")
     assert not [finding for finding in again.findings if finding.code in ("requantised", "update-lost")]

@@ -216,7 +216,9 @@ def test_fp8_is_rounded_once_ties_to_even(dtype: torch.dtype) -> None:
     assert not bool((ties & 1).any())
 
 
-def fp8_model(dtype: torch.dtype, scales: torch.dtype | None, block: tuple[int, int] | None = (8, 16)) -> Any:
+def fp8_model(
+    dtype: torch.dtype, scales: torch.dtype | None, block: tuple[int, int] | None = (8, 16), **config: Any
+) -> Any:
     """Two Linear in fp8; with scales, as FP8Linear of transformers holds them."""
     torch.manual_seed(0)
     layers = []
@@ -231,7 +233,7 @@ def fp8_model(dtype: torch.dtype, scales: torch.dtype | None, block: tuple[int, 
             values = values * 2**9
         layer.weight = nn.Parameter(values.to(dtype), requires_grad=False)
         layers.append(layer)
-    return adapted(nn.Sequential(*layers), lora_alpha=8)
+    return adapted(nn.Sequential(*layers), **{"lora_alpha": 8, **config})
 
 
 def fp8_values(layer: Any) -> torch.Tensor:

@@ -14,8 +14,8 @@ from safe_loading._checkpoint.files import try_open
 from safe_loading._checkpoint.tensor_hash import KEY, named, new_hash
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
+from safe_loading._merging.weights.loss_findings import ON_DISK, loss_findings
 
-from .loss_findings import loss_findings
 from .output_plan import FilePlan, TensorPlan
 from .report import MergedTensor, MergeReport
 from .sources import MergeSources
@@ -139,7 +139,7 @@ def make_report(output: Path, outcome: Outcome, seconds: float) -> MergeReport:
         bytes_written=bytes_written,
         resumed=tuple(outcome.resumed),
         seconds=seconds,
-        findings=(*outcome.findings, *loss_findings(tensors)),
+        findings=(*outcome.findings, *loss_findings(tensors, ON_DISK)),
         weights=_weights(sources),
     )
 

@@ -20,6 +20,7 @@ from .layer_merge import LayerMerge, MergeOptions
 from .lora_layers import MatrixUpdate, data_of
 from .merge_plan import MergePlan
 from .offloaded import OffloadedWeights
+from .rounding_loss import RoundingLoss
 from .trainable_tokens import TokenRows
 from .update import PartlyMergedError, merge_matrix
 from .writable_tensors import parents_of
@@ -33,12 +34,15 @@ class HalfMergedError(Exception):
 
 def carry_out(
     tuner: BaseTuner, plan: MergePlan, offloaded: OffloadedWeights, options: MergeOptions, *, show_progress: bool
-) -> None:
+) -> dict[str, RoundingLoss]:
     """Write, mark and unload the layers of a plan, group by group; what a group held in memory is freed with it.
+
+    Returns what was lost of each weight that was rounded to codes, by its name.
 
     Ctrl-C is raised once the current layer is finished; MergeError when the memory ran out says what is merged.
     """
     parents = parents_of(tuner.model) if options.unload else {}
+    losses: dict[str, RoundingLoss] = {}
     groups, total = plan.groups, len(plan.groups)
     bar = progress.Bar("merging", total, unit=" layers", shown=show_progress)
     with bar, _deferred_interrupts() as interrupts:
@@ -47,7 +51,7 @@ def carry_out(
                 break
             try:
                 for job in groups[0]:
-                    _merge_layer(job, offloaded, options)
+                    losses |= _merge_layer(job, offloaded, options)
             except (MemoryError, RuntimeError, HalfMergedError) as error:
                 raise _stopped(error, plan, total) from error
             # Only now: of tied layers one has the targets for all, so none is done before the whole group is written.
@@ -61,23 +65,28 @@ def carry_out(
             f"merge_lora_inplace: {total - len(groups)} of {total} layers are merged, the others are unchanged "
             f"({', '.join(rest[:3])}, ...). Call it again with the same arguments to merge the rest."
         )
+    return losses
 
 
-def _merge_layer(job: LayerMerge, offloaded: OffloadedWeights, options: MergeOptions) -> None:
-    """Overwrite the weights of a layer, in the offload store too, and mark it as merged.
+def _merge_layer(job: LayerMerge, offloaded: OffloadedWeights, options: MergeOptions) -> dict[str, RoundingLoss]:
+    """Overwrite the weights of a layer, in the offload store too, and mark it as merged; return what codes lost.
 
     HalfMergedError: the memory ran out after something of the layer was written; MemoryError, RuntimeError: before.
     """
     if job.method in ("peft", "dequantised"):
-        return  # merged already
-    written = 0
+        return {}  # merged already
+    written, losses = 0, dict[str, RoundingLoss]()
     for target in job.targets:
         if isinstance(target, TokenRows):
             target.write()
             continue
         for matrix in target.matrices:
             try:  # torch reports an allocation that failed as a RuntimeError
-                norms = _merge_matrix(matrix, options.scratch_bytes, begun=written > 0)
+                if matrix.fp8 is None:
+                    norms = _merge_matrix(matrix, options.scratch_bytes, begun=written > 0)
+                else:
+                    loss = merge_fp8(matrix.update, matrix.fp8, scratch_bytes=options.scratch_bytes)
+                    norms, losses[job.name_of(target)] = {}, loss
             except (MemoryError, RuntimeError, PartlyMergedError) as error:
                 if written or isinstance(error, PartlyMergedError):
                     raise HalfMergedError(f"{job.name_of(target)}: {error}") from error
@@ -91,12 +100,10 @@ def _merge_layer(job: LayerMerge, offloaded: OffloadedWeights, options: MergeOpt
     for layer, names in job.marks:
         layer.merged_adapters.extend(names)
     job.targets.clear()  # views of the adapter's tensors, which unloading frees
+    return losses
 
 
 def _merge_matrix(matrix: MatrixUpdate, scratch_bytes: int, *, begun: bool) -> dict[int, torch.Tensor]:
-    if matrix.fp8 is not None:
-        merge_fp8(matrix.update, matrix.fp8, scratch_bytes=scratch_bytes)
-        return {}
     try:
         return merge_matrix(matrix.update, matrix.matrix, scratch_bytes=scratch_bytes)
     except (MemoryError, RuntimeError):  # before the first row of this matrix was written

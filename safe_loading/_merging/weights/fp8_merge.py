@@ -10,17 +10,21 @@ from safe_loading._model.quantized.decode import Fp8Matrix, scale_grid, spread_s
 from safe_loading._model.tensor_values import is_finite
 
 from .rounding import round_to_fp8
+from .rounding_loss import LossMeter, RoundingLoss
 from .update import ROWS, PartlyMergedError, RowMerger, Update
 
 
-def merge_fp8(update: Update, matrix: Fp8Matrix, *, scratch_bytes: int) -> None:
-    """Overwrite an fp8 weight with its merged values; only PartlyMergedError means that something was written."""
-    merger, step = _merger(update, matrix, scratch_bytes), _rows_at_once(matrix)
+def merge_fp8(update: Update, matrix: Fp8Matrix, *, scratch_bytes: int) -> RoundingLoss:
+    """Overwrite an fp8 weight with its merged values, and return what rounding lost.
+
+    Only PartlyMergedError means that something was written.
+    """
+    merger, step, meter = _merger(update, matrix, scratch_bytes), _rows_at_once(matrix), LossMeter()
 
     def merge(start: int) -> None:  # the rows are written by the last operation on them, so this can be repeated
         values = matrix.rows(start, start + step)
         merger.merge(values, start)
-        store_fp8(matrix, values, start)
+        meter.add_all(store_fp8(matrix, values, start))
 
     for start in range(0, len(matrix.codes), step):
         try:
@@ -32,6 +36,7 @@ def merge_fp8(update: Update, matrix: Fp8Matrix, *, scratch_bytes: int) -> None:
                 if not start:
                     raise MemoryError(str(error)) from error
                 raise PartlyMergedError(start, error) from error
+    return meter.result()
 
 
 def why_fp8_not_finite(update: Update, matrix: Fp8Matrix, *, scratch_bytes: int) -> str | None:
@@ -66,22 +71,37 @@ def _rows_at_once(matrix: Fp8Matrix) -> int:
     return math.lcm(ROWS, matrix.block[0]) if matrix.scales is not None else 16 * ROWS
 
 
-def store_fp8(matrix: Fp8Matrix, values: torch.Tensor, start: int) -> None:
-    """Write float64 values, whole blocks from row ``start`` on, each rounded once.
+def store_fp8(matrix: Fp8Matrix, values: torch.Tensor, start: int) -> LossMeter:
+    """Write float64 values, whole blocks from row ``start`` on, each rounded once; return what that lost.
 
     The scales are those of :func:`fitted_scales`.
     """
-    rows = matrix.codes[start : start + len(values)]
+    rows, stored, scales = matrix.codes[start : start + len(values)], None, None
     if matrix.scales is None:
-        rows.copy_(round_to_fp8(values, rows.dtype))
-        return
-    height, grid = matrix.block[0], scale_grid(matrix.scales)
-    stored = grid[start // height : (start + len(values) - 1) // height + 1]
-    scales = fitted_scales(largest_of_blocks(values, matrix.block), stored, rows.dtype)
-    codes = codes_under(values, scales, matrix.block, rows.dtype)
-    # Both are computed before either is written: when the memory runs out, codes and scales still fit together.
-    stored.copy_(scales)
+        codes = round_to_fp8(values, rows.dtype)
+    else:
+        height, grid = matrix.block[0], scale_grid(matrix.scales)
+        stored = grid[start // height : (start + len(values) - 1) // height + 1]
+        scales = fitted_scales(largest_of_blocks(values, matrix.block), stored, rows.dtype)
+        codes = codes_under(values, scales, matrix.block, rows.dtype)
+    lost = _lost(Fp8Matrix(rows, stored, matrix.block), Fp8Matrix(codes, scales, matrix.block), values)
+    # All is computed before anything is written: when the memory runs out, codes and scales still fit together.
+    if stored is not None and scales is not None:
+        stored.copy_(scales)
     rows.copy_(codes)
+    return lost
+
+
+def _lost(before: Fp8Matrix, after: Fp8Matrix, values: torch.Tensor) -> LossMeter:
+    """Measure what rounding values to codes loses, a few rows at a time, to take little memory."""
+    meter = LossMeter()
+    for first in range(0, len(values), ROWS):
+        last = min(first + ROWS, len(values))
+        steps = steps_of_fp8(before.codes[first:last])
+        if before.scales is not None:
+            steps *= spread_scales(before.scales, before.block, first, steps.shape)
+        meter.add(before.rows(first, last), values[first:last], after.rows(first, last), steps)
+    return meter
 
 
 def fitted_scales(

@@ -46,6 +46,16 @@ class LossMeter:
         self._update += _squares(update)
         self._along += float((written - before).flatten() @ update.flatten())
 
+    def add_all(self, other: LossMeter) -> None:
+        """Add what another meter summed."""
+        self.largest = max(self.largest, other.largest)
+        self._error += other._error
+        self._exact += other._exact
+        self._base += other._base
+        self._steps += other._steps
+        self._update += other._update
+        self._along += other._along
+
     def result(self) -> RoundingLoss:
         """Return the loss of the whole weight, to six digits: the last ones depend on the machine."""
         kept = self._along / self._update if self._update else 1.0
