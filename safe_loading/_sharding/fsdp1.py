@@ -79,6 +79,8 @@ def wrap(
     offload: CPUOffload | None,
     ignored: Collection[nn.Parameter],
     reshard_after_forward: bool | int | None,
+    *,
+    shard: bool = True,
 ) -> FullyShardedDataParallel:
     """Wrap each unit while it is on meta: ``param_init_fn`` gives one unit at a time empty memory and no values.
 
@@ -87,7 +89,9 @@ def wrap(
     """
     modules = dict(model.named_modules())
     chosen = {modules[name] for unit in units for name in unit.modules if name}
-    if reshard_after_forward is False:
+    if not shard:
+        strategy = ShardingStrategy.NO_SHARD
+    elif reshard_after_forward is False:
         strategy = ShardingStrategy._HYBRID_SHARD_ZERO2 if mesh.ndim == 2 else ShardingStrategy.SHARD_GRAD_OP
     else:
         strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
