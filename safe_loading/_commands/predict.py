@@ -48,8 +48,12 @@ def add(commands: Commands) -> None:
     ways.add_argument("--fsdp", action="store_true", help="shard with FSDP2")
     ways.add_argument("--fsdp1", action="store_true", help="shard with FSDP1, FullyShardedDataParallel")
     ways.add_argument("--ddp", action="store_true", help="the whole model on each GPU, with DistributedDataParallel")
-    ways.add_argument("--zero", type=int, metavar="STAGE", help="1: DDP with a shared ZeroRedundancyOptimizer")
-    declare("--cpu-offload", action="store_true", help="keep FSDP2's shards and the optimizer on the host")
+    ways.add_argument("--zero", type=int, metavar="STAGE", help="1 or 2: DeepSpeed's ZeRO with its defaults")
+    declare(
+        "--cpu-offload",
+        action="store_true",
+        help="keep FSDP's shards and the optimizer on the host; with --zero, the optimizer",
+    )
     declare("--activation-offload", action="store_true", help="keep what is saved for the backward pass on the host")
     cards = f"such as h100 'rtx 4090' 24GB (default: {' '.join(_CARDS)})"
     declare("--card", nargs="+", metavar="NAME|SIZE", help=cards)
@@ -199,11 +203,14 @@ def _spread(arguments: argparse.Namespace) -> Spread | None:
     if arguments.gpus is None:
         refuse_unused(arguments, "fsdp", "fsdp1", "ddp", "zero", "cpu_offload", needs="--gpus")
         return None
-    if arguments.fsdp1 or arguments.ddp or arguments.zero is not None:
+    offloaded = arguments.cpu_offload
+    if arguments.fsdp1:
+        return Spread.fsdp1(arguments.gpus, cpu_offload=offloaded)
+    if arguments.zero is not None:
+        return Spread.zero(arguments.gpus, stage=arguments.zero, offload_optimizer=offloaded)
+    if arguments.ddp:
         refuse_unused(arguments, "cpu_offload", needs="--fsdp")
-        if arguments.fsdp1:
-            return Spread.fsdp1(arguments.gpus)
-        return Spread.ddp(arguments.gpus) if arguments.ddp else Spread.zero(arguments.gpus, stage=arguments.zero)
+        return Spread.ddp(arguments.gpus)
     if arguments.gpus == 1 and not (arguments.fsdp or arguments.cpu_offload):
         return None
     return Spread.fsdp2(arguments.gpus, cpu_offload=arguments.cpu_offload)

@@ -13,8 +13,33 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
+class Zero:
+    """DeepSpeed's ``zero_optimization``, under its own names and with its own defaults.
+
+    Attributes:
+        stage: What is shared out: 1 the optimizer's state, 2 the gradients too.
+        reduce_bucket_size: How many elements of gradients are reduced at a time.
+        overlap_comm: Whether gradients are reduced beside the backward pass, with two such buckets.
+        offload_optimizer: Whether the optimizer, its state and the gradients that it reads are on the host.
+    """
+
+    stage: int
+    reduce_bucket_size: int = 500_000_000
+    overlap_comm: bool = False
+    offload_optimizer: bool = False
+
+    def __str__(self) -> str:
+        """Return the arguments of `Spread.zero` that are not as by default."""
+        default = Zero(self.stage)
+        changed = [f"{name}={value!r}" for name, value in vars(self).items() if value != vars(default)[name]]
+        return ", ".join([f"stage={self.stage}", *changed])
+
+
+@dataclass(frozen=True)
 class Spread:
-    """How a job is spread over ranks, each with one GPU and a micro-batch. Make one with `fsdp2`, `fsdp1` or `ddp`.
+    """How a job is spread over ranks, each with one GPU and a micro-batch.
+
+    Make one with `fsdp2`, `fsdp1`, `ddp` or `zero`.
 
     Attributes:
         ranks: Over how many ranks each parameter is sharded; with DDP, how many hold the model.
@@ -22,13 +47,15 @@ class Spread:
         param_dtype: The dtype in which parameters are gathered; None for their own.
         reduce_dtype: The dtype in which gradients are reduced; None for theirs.
         reshard_after_forward: Whether gathered parameters are freed after the forward pass and gathered again.
-        kind: ``"fsdp2"``, ``"fsdp1"`` or ``"ddp"``.
+        kind: ``"fsdp2"``, ``"fsdp1"``, ``"ddp"`` or ``"zero"``.
         cpu_offload: Whether shards, gradients and the optimizer's state stay on the host.
         sync_each_batch: Whether gradients are reduced in each micro-batch, or only in the last.
         bucket_cap_mb: The size of DDP's buckets in MiB.
         gradient_as_bucket_view: Whether gradients are views into DDP's buckets.
         find_unused_parameters: Whether DDP looks for parameters without a gradient, for which it copies the outputs.
-        shard_optimizer: Whether the optimizer's state is shared out (ZeRO-1).
+        shard_optimizer: Whether DDP's optimizer is a ``ZeroRedundancyOptimizer``, which shares out its state.
+        shard: Whether FSDP1 shards at all, or each rank holds everything (``NO_SHARD``).
+        deepspeed: DeepSpeed's settings of ZeRO.
     """
 
     ranks: int
@@ -36,13 +63,15 @@ class Spread:
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     reshard_after_forward: bool = True
-    kind: Literal["fsdp2", "fsdp1", "ddp"] = "fsdp2"
+    kind: Literal["fsdp2", "fsdp1", "ddp", "zero"] = "fsdp2"
     cpu_offload: bool = False
     sync_each_batch: bool = True
     bucket_cap_mb: float = 25
     gradient_as_bucket_view: bool = False
     find_unused_parameters: bool = False
     shard_optimizer: bool = False
+    shard: bool = True
+    deepspeed: Zero | None = None
 
     @staticmethod
     def fsdp2(
@@ -90,6 +119,8 @@ class Spread:
         param_dtype: str | None = None,
         reduce_dtype: str | None = None,
         reshard_after_forward: bool = True,
+        shard: bool = True,
+        cpu_offload: bool = False,
         sync_each_batch: bool = True,
     ) -> Spread:
         """FSDP1, ``FullyShardedDataParallel``, with the units of `wrap_fsdp_meta_safe` and ``use_orig_params=True``.
@@ -103,14 +134,23 @@ class Spread:
             param_dtype: ``"bfloat16"`` or ``"float16"`` for mixed precision.
             reduce_dtype: The same for the reduction of gradients, ``"float32"`` for example.
             reshard_after_forward: True for ``FULL_SHARD``, False for ``SHARD_GRAD_OP``.
+            shard: False for ``NO_SHARD``: each rank holds everything, and gradients are averaged as with DDP.
+            cpu_offload: True for ``CPUOffload(offload_params=True)``. The host's memory is not in the forecast.
             sync_each_batch: False for gradient accumulation under ``no_sync()``: until the last micro-batch the
                 gradients stay whole on each rank.
 
         Raises:
-            ArgumentError: A number that is not a positive integer, or an unknown dtype.
+            ArgumentError: A number that is not a positive integer, an unknown dtype, or what FSDP1 does not combine.
         """
         _sharded(ranks, replicas, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-        _flags(reshard_after_forward=reshard_after_forward, sync_each_batch=sync_each_batch)
+        flags = {"reshard_after_forward": reshard_after_forward, "shard": shard, "cpu_offload": cpu_offload}
+        _flags(**flags, sync_each_batch=sync_each_batch)
+        if not shard and (replicas > 1 or not reshard_after_forward or ranks == 1):
+            raise ArgumentError(
+                "shard=False is NO_SHARD, for two ranks or more: leave out replicas and reshard_after_forward."
+            )
+        if cpu_offload and not sync_each_batch:
+            raise ArgumentError("FSDP1 cannot accumulate gradients under no_sync() with cpu_offload=True.")
         return Spread(
             ranks,
             replicas,
@@ -118,7 +158,9 @@ class Spread:
             reduce_dtype,
             reshard_after_forward,
             kind="fsdp1",
+            cpu_offload=cpu_offload,
             sync_each_batch=sync_each_batch,
+            shard=shard,
         )
 
     @staticmethod
@@ -161,21 +203,47 @@ class Spread:
         )
 
     @staticmethod
-    def zero(ranks: int, *, stage: int) -> Spread:
-        """ZeRO by its stage, as far as torch itself has it: stage 1 is `ddp` with ``shard_optimizer=True``.
+    def zero(
+        ranks: int,
+        *,
+        stage: int,
+        param_dtype: str | None = None,
+        reduce_bucket_size: int = 500_000_000,
+        overlap_comm: bool = False,
+        offload_optimizer: bool = False,
+    ) -> Spread:
+        """ZeRO-1 and ZeRO-2 of DeepSpeed, whose engine keeps flat copies and buckets of its own.
+
+        What torch itself has of ZeRO-1, ``ZeroRedundancyOptimizer``, is `ddp` with ``shard_optimizer=True``. The
+        arguments are those of DeepSpeed's ``zero_optimization``, with its defaults. Gradients are averaged in the
+        dtype of the parameters, ``contiguous_gradients`` and ``reduce_scatter`` are on, and all that is trained is in
+        one group of parameters. It is for training.
+
+        Args:
+            ranks: Over how many ranks the optimizer's state is shared out.
+            stage: 1 or 2.
+            param_dtype: ``"bfloat16"`` where DeepSpeed's config enables ``bf16``, ``"float16"`` for ``fp16``: all
+                parameters are cast to it. None leaves them in their dtype, which has to be one.
+            reduce_bucket_size: How many elements of gradients are reduced at a time; the bucket is there in each
+                backward pass, whatever the size of the model. transformers' ``"auto"`` is ``hidden_size ** 2``.
+            overlap_comm: True for two such buckets, as DeepSpeed reduces beside the backward pass.
+            offload_optimizer: True for ``{"device": "cpu"}``. The host's memory is not in the forecast.
 
         Raises:
-            ArgumentError: Stages 2 and 3, which are DeepSpeed's; the text says what is near to them.
+            ArgumentError: Stage 3, or an argument that DeepSpeed would refuse.
         """
-        if stage == 1:
-            return Spread.ddp(ranks, shard_optimizer=True)
-        near = {2: "Spread.fsdp2(ranks, reshard_after_forward=False)", 3: "Spread.fsdp2(ranks)"}
-        if stage not in near:
+        _sharded(ranks, 1, param_dtype=param_dtype)
+        _flags(overlap_comm=overlap_comm, offload_optimizer=offload_optimizer)
+        whole_number(reduce_bucket_size, "reduce_bucket_size", least=1, what="a number of elements")
+        if stage not in (1, 2, 3) or isinstance(stage, bool):
             raise ArgumentError(f"stage={stage!r:.80}: 1, 2 or 3.")
-        raise ArgumentError(
-            f"ZeRO-{stage} is DeepSpeed's, whose flat copies and buckets follow from its own settings and are not "
-            f"known here. {near[stage]} shards the same tensors by FSDP2, and can be forecast."
-        )
+        if stage == 3:
+            raise ArgumentError(
+                "ZeRO-3 is DeepSpeed's, and when it gathers and frees a parameter is not known here. "
+                "Spread.fsdp2(ranks) shards the same tensors by FSDP2, and can be forecast."
+            )
+        options = Zero(stage, reduce_bucket_size, overlap_comm, offload_optimizer)
+        return Spread(ranks, param_dtype=param_dtype, kind="zero", deepspeed=options)
 
     @property
     def cards(self) -> int:
@@ -184,8 +252,9 @@ class Spread:
 
     def __str__(self) -> str:
         """Return the call that makes it, without what is as by default."""
-        default = Spread(self.ranks, kind=self.kind)
+        default = Spread(self.ranks, kind=self.kind, deepspeed=self.deepspeed)
         words = [f"{name}={value!r}" for name, value in vars(self).items() if value != vars(default)[name]]
+        words = words if self.deepspeed is None else [str(self.deepspeed), *words]
         return f"Spread.{self.kind}({', '.join([f'ranks={self.ranks}', *words])})"
 
 

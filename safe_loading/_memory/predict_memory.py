@@ -174,8 +174,8 @@ def _traces(
         raise ArgumentError("spread= needs a step, because units are gathered in it: Workload.train(...) or generate.")
     if spread.kind == "ddp" and workload.kind != "train":
         raise ArgumentError("Spread.ddp is for training: a rank that generates holds its model as one GPU alone does.")
-    if spread.kind == "fsdp1" and workload.kind != "train":
-        raise ArgumentError("Spread.fsdp1 is for training. Spread.fsdp2 can be forecast for generation too.")
+    if spread.kind in ("fsdp1", "zero") and workload.kind != "train":
+        raise ArgumentError(f"Spread.{spread.kind} is for training. Spread.fsdp2 can be forecast for generation too.")
     traces: dict[int, StepTrace] = {}
     for group in ranks_alike(model, workload, spread):
         traces |= dict.fromkeys(group, trace_step(model, workload, inputs=inputs, spread=spread, rank=group[0]))
@@ -189,7 +189,15 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def _spread_notes(spread: Spread | None) -> tuple[str, ...]:
-    return () if spread is None else (f"One of {spread.cards} ranks: {spread}. NCCL's own buffers are not counted.",)
+    if spread is None:
+        return ()
+    text = f"One of {spread.cards} ranks: {spread}. NCCL's own buffers are not counted."
+    if spread.kind == "zero":
+        text += (
+            " Nor is setting the engine up: DeepSpeed then has what is trained twice, or on the host where the card "
+            "has no room for it."
+        )
+    return (text,)
 
 
 def _scan_notes(kinds: tuple[str, ...]) -> tuple[str, ...]:

@@ -80,6 +80,8 @@ def wrap(
     offload: CPUOffload | None,
     ignored: Collection[nn.Parameter],
     reshard_after_forward: bool | int | None,
+    *,
+    shard: bool = True,
 ) -> FullyShardedDataParallel:
     """Wrap each unit while it is on meta, and give one unit at a time memory: its flat parameter's, and no values.
 
@@ -88,7 +90,9 @@ def wrap(
     """
     modules = dict(model.named_modules())
     chosen = {modules[name] for unit in units for name in unit.modules if name}
-    if reshard_after_forward is False:
+    if not shard:
+        strategy = ShardingStrategy.NO_SHARD
+    elif reshard_after_forward is False:
         strategy = ShardingStrategy._HYBRID_SHARD_ZERO2 if mesh.ndim == 2 else ShardingStrategy.SHARD_GRAD_OP
     else:
         strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD

@@ -177,8 +177,6 @@ def test_a_job_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert row["forecast"]["allocated_peak_bytes"] == expected.allocated_peak_bytes
     assert main(command) == 1
     assert "--gpus" in capsys.readouterr().err
-    assert main([*command, "--gpus", "2", "--cpu-offload"]) == 1
-    assert "--fsdp" in capsys.readouterr().err
 
 
 def test_what_is_refused() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import utils
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, _flat_param, _init_utils
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, _flat_param, _init_utils
 
 from safe_loading._core.names import canonical
 from safe_loading._core.spread import Spread
@@ -91,7 +91,10 @@ def flat_sharded(
     )
     # which tells the device by its type, and so drops its number
     with _storages_seen(ledger), mock.patch.object(_init_utils, "_get_compute_device", return_value=device):
-        wrapped = fsdp1.wrap(model, units, mesh, device, policy, None, (), spread.reshard_after_forward)
+        offload = CPUOffload(offload_params=True) if spread.cpu_offload else None
+        wrapped = fsdp1.wrap(
+            model, units, mesh, device, policy, offload, (), spread.reshard_after_forward, shard=spread.shard
+        )
         _classify_shards(wrapped, ledger)
         yield wrapped
 
@@ -114,6 +117,9 @@ def _storages_seen(ledger: Ledger) -> Iterator[None]:
         mock.patch.object(_flat_param, "_same_storage", _share_storage),
         mock.patch.object(_flat_param, "_data_ptr_allocated", _has_memory),
         mock.patch.object(FakeTensor, "data_ptr", _address, create=True),
+        mock.patch.object(FakeTensor, "data", _DATA, create=True),
+        mock.patch.object(FakeTensor, "pin_memory", _pinned, create=True),
+        mock.patch.object(torch.cpu.Stream, "synchronize", _do_nothing, create=True),
     ):
         yield
 
@@ -129,3 +135,22 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def _address(tensor: torch.Tensor) -> int:
     """Return a number that two tensors share only where they begin at the same element of one storage."""
     return int(tensor.untyped_storage()._cdata + tensor.storage_offset())
+
+
+def _set_data(tensor: FakeTensor, value: torch.Tensor) -> None:
+    """Put other data into a fake tensor, which keeps a note of its device that torch does not change."""
+    _PLAIN_DATA.__set__(tensor, value)
+    tensor.fake_device = value.device
+
+
+def _do_nothing(_: torch.cpu.Stream) -> None:
+    """The stand-in for a GPU's stream has nothing to wait for."""
+
+
+def _pinned(tensor: FakeTensor) -> FakeTensor:
+    """Memory of the host is not forecast, so whether it is pinned does not matter."""
+    return tensor
+
+
+_PLAIN_DATA = torch.Tensor.data
+_DATA = property(_PLAIN_DATA.__get__, _set_data)

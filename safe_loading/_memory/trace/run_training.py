@@ -58,15 +58,17 @@ def run_training(
         # from here on what a checkpoint recomputes is temporary, since it was not alive after the forward pass
         ledger.phase = "backward"
         trained.begin_backward(last)
-        loss.backward()  # type: ignore[no-untyped-call]  # of torch
+        trained.scaled(loss).backward()  # type: ignore[no-untyped-call]  # of torch
         del loss
         trained.bring_gradients(ledger)
     ledger.phase = "optimizer"
+    trained.before_step()
     if optimizer is not None:
         _drop_unused_state(optimizer, ledger)
         optimizer.step()
         for tensor in tensors_of(list(optimizer.state.values())):  # which outlives this function
             ledger.keep_alive(tensor)
+    trained.after_step()
     trained.drop_gradients()
 
 

@@ -230,7 +230,12 @@ def _start_of_optimizer(step: Sequence[Event], allocations: Sequence[Allocation]
 
 def _loading_events(resident: list[_Keyed], loading: Loading) -> Iterator[_Event]:
     """Yield the base's tensors, then what was cast, then the adapters."""
-    base = {original_name(r.allocation.op): r for r in resident if r.allocation.component in _OF_THE_BASE}
+    base: dict[str, _Keyed] = {}
+    for r in resident:
+        if r.allocation.component in _OF_THE_BASE:
+            name = original_name(r.allocation.op)
+            # what an engine made of the weights, such as flat shards, bears the name of an operation
+            base[name if name not in base else f"{name} {r.key}"] = r
     weights = {name: r for name, r in base.items() if r.allocation.component == "weights"}
     if loading.warmed:
         yield _BULK, sum(loading.recast.get(name, r.allocation.bytes) for name, r in weights.items())

@@ -40,6 +40,7 @@ from .run_training import run_training
 from .sharded_step import ShardedParameters, alike, fake_ranks, sharded
 from .trace_error import trace_error
 from .trained_parameters import TrainedParameters
+from .zero_step import ZeroParameters, alike_parts, cast_parameters, one_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -142,10 +143,13 @@ def ranks_alike(model: torch.nn.Module, workload: Workload, spread: Spread) -> l
         stack.callback(Snapshot(model).restore)
         running = stack.enter_context(with_adapter(model, workload.adapter))
         held: dict[int, tuple[int, ...]]
+        trained = [parameter for parameter in running.parameters() if parameter.requires_grad]
         if spread.kind == "ddp":
-            trained = [parameter for parameter in running.parameters() if parameter.requires_grad]
-            parts = shares(trained, spread)
-            held = {rank: tuple(sorted(p.numel() for p in part)) for rank, part in enumerate(parts)}
+            held = {rank: tuple(sorted(p.numel() for p in part)) for rank, part in enumerate(shares(trained, spread))}
+        elif spread.kind == "zero":
+            if spread.param_dtype is None:
+                one_dtype(trained)
+            held = alike_parts(trained, spread.ranks)
         elif spread.kind == "fsdp1":
             held = trained_by_rank(running, spread)
         else:
@@ -172,6 +176,10 @@ def _spread(
     if spread.kind == "ddp":
         with replicated(model, spread):
             yield model, ReplicatedParameters(parameters, spread, rank, ledger)
+        return
+    if spread.kind == "zero":
+        parameters[:] = cast_parameters(model, parameters, spread, ledger)
+        yield model, ZeroParameters(parameters, spread, rank, ledger)
         return
     parameters.clear()  # the whole parameters are freed as they are sharded
     if spread.kind == "fsdp1":

@@ -26,8 +26,18 @@ class TrainedParameters:
     def begin_backward(self, last: bool) -> None:
         """Do what an engine does between the forward and the backward pass."""
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what the backward pass starts from."""
+        return loss
+
     def bring_gradients(self, ledger: Ledger) -> None:
         """Give the optimizer's parameters their gradients after a backward pass."""
+
+    def before_step(self) -> None:
+        """Do what an engine does before the optimizer's step."""
+
+    def after_step(self) -> None:
+        """Do what an engine does after it."""
 
     def drop_gradients(self) -> None:
         """Do what ``zero_grad(set_to_none=True)`` does."""

@@ -1,0 +1,74 @@
+"""The cases of zero_on_cuda.py: jobs under DeepSpeed's ZeRO, and their forecasts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from safe_loading import MemoryForecast, Spread, Workload, predict_memory
+
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "vocab_size": 4000,
+}
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+H100 = (9, 0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job; `zero` is DeepSpeed's ``zero_optimization``."""
+
+    stage: int
+    ranks: int = 2
+    batch: int = 1
+    length: int = 32
+    accumulation: int = 1
+    dtype: str = "bfloat16"
+    checkpointing: bool = False
+    adapter: LoraConfig | None = None
+    zero: dict[str, Any] = field(default_factory=lambda: {"reduce_bucket_size": 2_000_000})
+
+
+SMALL = {"reduce_bucket_size": 500_000}
+BOTH = {"reduce_bucket_size": 2_000_000, "overlap_comm": True}
+HOST = {"reduce_bucket_size": 500_000, "offload_optimizer": True}
+CASES = {
+    "ZeRO-1": Case(1),
+    "ZeRO-1, overlap_comm": Case(1, zero=BOTH),
+    "ZeRO-1, two micro-batches": Case(1, accumulation=2),
+    "ZeRO-1, offload_optimizer": Case(1, zero=HOST),
+    "ZeRO-2": Case(2),
+    "ZeRO-2, defaults": Case(2, zero={}),
+    "ZeRO-2, overlap_comm": Case(2, zero=BOTH),
+    "ZeRO-2, small bucket": Case(2, zero=SMALL),
+    "ZeRO-2, three ranks": Case(2, ranks=3, zero=SMALL),
+    "ZeRO-2, two micro-batches": Case(2, accumulation=2),
+    "ZeRO-2, float32": Case(2, dtype="float32"),
+    "ZeRO-2, LoRA, checkpointing": Case(2, batch=2, length=128, adapter=LORA, checkpointing=True, zero=SMALL),
+    "ZeRO-2, long, checkpointing": Case(2, batch=2, length=512, checkpointing=True),
+    "ZeRO-2, offload_optimizer": Case(2, zero=HOST),
+    "ZeRO-2, offloaded, accumulated": Case(2, accumulation=2, zero=HOST),
+}
+
+
+def forecast(case: Case) -> MemoryForecast:
+    """Forecast a case from its config alone."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(getattr(torch, case.dtype))
+    step = Workload.train(
+        case.batch,
+        case.length,
+        case.checkpointing,
+        gradient_accumulation_steps=case.accumulation,
+        adapter=case.adapter,
+    )
+    spread = Spread.zero(case.ranks, stage=case.stage, param_dtype=case.dtype, **case.zero)
+    return predict_memory(model, step, spread=spread, capability=H100)

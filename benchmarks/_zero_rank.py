@@ -1,0 +1,91 @@
+"""One rank of zero_on_cuda.py: DeepSpeed's own engine runs each case for some steps and says what it allocated."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from _zero_cases import CASES, SIZES, Case
+from peft import get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+STEPS = 3
+
+
+def run(case: Case) -> int:
+    """Return the most bytes that were allocated in the steps of a case, its engine's set-up left out."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype).cuda().train()
+    if case.adapter is not None:
+        model = get_peft_model(model, case.adapter)
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=not case.zero.get("offload_optimizer"))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(case))
+    del model, optimizer, trained
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(STEPS * case.accumulation):
+        ids = torch.full((case.batch, case.length), 5, device="cuda")
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+        del ids
+        loss = engine(**batch, use_cache=False).loss
+        del batch
+        engine.backward(loss)
+        del loss
+        engine.step()
+    torch.cuda.synchronize()
+    if engine.skipped_steps:
+        raise RuntimeError("a step was skipped, so the optimizer has no state")
+    peak = torch.cuda.max_memory_allocated()
+    engine.destroy()
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    return peak
+
+
+def _config(case: Case) -> dict[str, Any]:
+    zero = {"stage": case.stage, **case.zero}
+    if zero.pop("offload_optimizer", False):
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": case.batch,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": case.dtype == "bfloat16"},
+        "steps_per_print": 10**9,
+    }
+
+
+def main() -> None:
+    """Run the cases of this number of ranks, and write what they took."""
+    warnings.simplefilter("ignore")
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    with contextlib.redirect_stdout(sys.stderr):
+        deepspeed.init_distributed("nccl")
+        wanted = sys.argv[2:]
+        found = {name: run(case) for name, case in CASES.items() if name in wanted}
+    Path(sys.argv[1], str(dist.get_rank())).write_text(json.dumps(found))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Forecasts of ZeRO beside DeepSpeed's own engine: what its ranks allocate, by PyTorch's own CUDA allocator.
+
+Each case runs on real ranks over simulated H100s, with every value computed: run it in the environment that
+tests/simulated_cuda/make_venv.py makes, with DeepSpeed installed there. Elsewhere it says so and ends with status 75.
+The figure is that of the rank that takes the most; setting the engine up is left out of it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+from _common import ENVIRONMENT, headline, options, table, write_json
+from _simulated_cards import CANNOT_RUN, simulated
+
+HERE = Path(__file__).resolve().parent
+DEVICES = {"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "all", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda"}
+
+
+def main() -> int:
+    """Run the cases, print the table, and return the exit status."""
+    args = options(__doc__, "four cases").parse_args()
+    if importlib.util.find_spec("deepspeed") is None or not simulated():
+        print("needs DeepSpeed and simulated CUDA devices (tests/simulated_cuda/make_venv.py)")
+        return CANNOT_RUN
+    from _zero_cases import CASES, forecast
+
+    wanted = {name: CASES[name] for name in list(CASES)[:: 4 if args.quick else 1]}
+    real: dict[str, int] = {}
+    for ranks in sorted({case.ranks for case in wanted.values()}):
+        real |= _allocated([name for name, case in wanted.items() if case.ranks == ranks], ranks)
+    rows = []
+    for name, case in wanted.items():
+        predicted = forecast(case).allocated_peak_bytes
+        rows.append((name, real[name], predicted - real[name], f"{100 * (predicted / real[name] - 1):+.2f}"))
+    print(headline([f"deepspeed {importlib.metadata.version('deepspeed')}"]))
+    print(table("Bytes that a rank allocates", ("job", "allocated", "forecast - real", "%"), rows))
+    write_json(args.json, {"rows": [dict(zip(("job", "allocated", "off"), row, strict=False)) for row in rows]})
+    return 0
+
+
+def _allocated(names: list[str], ranks: int) -> dict[str, int]:
+    """Run cases on ranks of their own, and return what the one of them took that took the most."""
+    machine = uuid.uuid4().hex
+    environment = {**os.environ, **ENVIRONMENT, **DEVICES, "SIMCUDA_DEVICES": str(ranks), "SIMCUDA_MACHINE": machine}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            subprocess.run([*launcher, str(HERE / "_zero_rank.py"), folder, *names], env=environment, check=True)
+            found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
+        finally:
+            for file in Path("/dev/shm").glob(f"simcuda-*{machine}*"):
+                file.unlink(missing_ok=True)
+    return {name: max(of_rank[name] for of_rank in found) for name in names}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
