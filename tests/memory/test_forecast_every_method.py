@@ -141,16 +141,40 @@ def test_the_peak_of_every_method_is_that_of_the_allocator(name: str) -> None:
     assert _traced(name, config, train=False) == pytest.approx(_measured(name, config, train=False), rel=rel)
 
 
-def _traced(name: str, config: Any, *, train: bool) -> int:
+@pytest.mark.parametrize("name", ["kasa", "mica", "velora"])
+def test_the_peak_of_a_variant_of_lora_is_that_of_the_allocator(name: str) -> None:
+    """KaSA's SVDs of the base are computed when peft makes the adapter, and are in no step."""
+    config = peft.LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM", **LORA[name])
+    for train in (True, False):
+        assert _traced(name, config, train=train) == _measured(name, config, train=train)
+
+
+@pytest.mark.parametrize("at", [0, COLUMNS // 2])
+def test_the_peak_of_alora_is_that_of_texts_that_turn_it_on(at: int) -> None:
+    """Its layers compute from the invocation on: in a forecast the whole text, or as in the inputs that are passed."""
+    invocation = [6, 7]
+    config = peft.LoraConfig(
+        r=4, target_modules=TARGETS, task_type="CAUSAL_LM", alora_invocation_tokens=invocation
+    )
+    ids = torch.full((ROWS, COLUMNS), 5)
+    ids[:, at : at + 2] = torch.tensor(invocation)
+    inputs = None if at == 0 else {"input_ids": ids}
+    traced = _traced("alora", config, train=True, inputs=inputs)
+    assert traced == _measured("alora", config, train=True, ids=ids)
+    absent = _traced("alora", config, train=True, inputs={"input_ids": torch.full((ROWS, COLUMNS), 5)})
+    assert absent < traced
+
+
+def _traced(name: str, config: Any, *, train: bool, inputs: dict[str, torch.Tensor] | None = None) -> int:
     model = llama("meta", torch.bfloat16 if train else torch.float32)
     if train:
         step = Workload.train(ROWS, COLUMNS, adapter=config, optimizer="none")
-        return above_start(trace_step(model, step), "forward", "backward")
+        return above_start(trace_step(model, step, inputs=inputs), "forward", "backward")
     step = Workload.generate(ROWS, COLUMNS, adapter=config, decode_steps=3)
     return above_start(trace_step(model, step), "prefill", "decode")
 
 
-def _measured(name: str, config: Any, *, train: bool) -> int:
+def _measured(name: str, config: Any, *, train: bool, ids: torch.Tensor | None = None) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted: Any = peft.get_peft_model(llama("cpu", torch.bfloat16 if train else torch.float32), config)
@@ -164,6 +188,7 @@ def _measured(name: str, config: Any, *, train: bool) -> int:
 
     def step() -> Any:
         batch = tokens(adapted, ROWS, COLUMNS)
+        batch |= {} if ids is None else {"input_ids": ids.clone()}
         if has_tasks:
             batch["task_ids"] = torch.ones(ROWS, dtype=torch.long)
         if not train:

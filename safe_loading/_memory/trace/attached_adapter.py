@@ -52,6 +52,7 @@ def with_adapter(
         read_peft_config,
         refuse_costly_patterns,
     )
+    from safe_loading._loading.starts import skip_deferred_start
 
     config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter
     refuse_untraced_methods(config)
@@ -68,6 +69,8 @@ def with_adapter(
     device = torch.device("meta" if on_meta else "cpu")
     with MetaStandIns(model), uninitialized, device, injecting(adapter, model), as_trained(config), limit:
         wrapped = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
+    for name in wrapped.peft_config:
+        skip_deferred_start(wrapped, name)  # KaSA's SVDs: they run when the adapter is made, not in a step
     # a saved config has inference_mode=True, with which nothing would be trained
     if isinstance(adapter, (str, os.PathLike)):
         prefix = str(wrapped.base_model.prefix)

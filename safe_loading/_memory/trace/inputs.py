@@ -95,6 +95,7 @@ class StepInputs:
         adapter = getattr(outermost, "active_peft_config", None)
         # with which peft's forward takes no positions
         self.has_prompts = bool(getattr(adapter, "is_prompt_learning", False))
+        self._invocation: list[int] | None = getattr(adapter, "alora_invocation_tokens", None)
         self._has_tasks = method_name(getattr(adapter, "peft_type", "")) in _OF_TASKS
         self._config: object = getattr(outermost, "config", None)
         self._is_encoder_decoder = bool(getattr(self._config, "is_encoder_decoder", False))
@@ -193,6 +194,7 @@ class StepInputs:
             batch["task_ids"] = self.tokens(shape[0]) - 1  # the first task
         if "input_ids" in batch:
             self._end_with_eos(batch["input_ids"])
+            self._begin_with_invocation(batch["input_ids"])
         # a model of text and images gets images only where its forward requires them
         takes_images = "input_ids" not in self.names or self.names.get("pixel_values")
         if "pixel_values" in self.names and takes_images and "pixel_values" not in batch:
@@ -231,6 +233,11 @@ class StepInputs:
         reads_end = self._is_encoder_decoder and self._class_name.endswith(_ONE_LABEL_PER_ROW)
         if reads_end and eos is not None and "input_ids" not in self._user_inputs:
             self._values.set_last(tokens, eos)
+
+    def _begin_with_invocation(self, tokens: torch.Tensor) -> None:
+        """Begin each text with the tokens that turn an aLoRA on: it computes from there on, so at most all of it."""
+        if self._invocation and "input_ids" not in self._user_inputs:
+            self._values.set_first(tokens, self._invocation)
 
     def _sound(self, rows: int) -> torch.Tensor:
         """Return spectrograms of the one length that Whisper takes: two frames for each position of its encoder."""

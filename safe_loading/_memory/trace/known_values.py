@@ -85,6 +85,13 @@ class KnownValues:
             with _on_real_tensors():
                 value[..., -1] = number
 
+    def set_first(self, fake: torch.Tensor, numbers: list[int]) -> None:
+        """Set the first elements of each row of a fake tensor, if its value is known and a row has so many."""
+        value = self.get(fake)
+        if value is not None and value.shape[-1] >= len(numbers):
+            with _on_real_tensors():
+                value[..., : len(numbers)] = torch.tensor(numbers)
+
     def copy_from(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Give a fake tensor the values of a real one, if that has values, is small and not floating point."""
         self._values.pop(fake, None)
