@@ -16,6 +16,7 @@ from .request import PlanRequest
 _T = TypeVar("_T", int, str)
 _MOST_GROUPS = 400  # for more groups the advice would take longer than the plan
 _MOST_KINDS = 4  # of cards, for the same reason
+_LEAST_MEANT = 4096  # bytes: a smaller limit is a number whose unit was forgotten
 _MOST_MAINS = 2  # cards that are tried as the one that runs what is offloaded
 
 
@@ -59,7 +60,8 @@ def infeasible(
     sentences = [
         f"{name} for {request.workload!r} does not fit: {format_bytes(needs)} stay allocated, and the limits are "
         f"{{{limits}}}, {format_bytes(there)} in all. Device {device!r} is {missing} bytes ({format_bytes(missing)}) "
-        f"short: the smallest change to a single limit that makes it fit is max_memory[{device!r}] = {enough}."
+        f"short: the smallest change to a single limit that makes it fit is max_memory[{device!r}] = {enough}.",
+        _forgotten_unit(request),
     ]
     largest = max(puzzle.groups, key=lambda group: group.resident, default=None)
     if largest is not None and needs <= there:
@@ -77,6 +79,11 @@ def infeasible(
     return DeviceMapInfeasible(
         message, problems, missing_bytes=missing, device=device, shortages=shortages, more_cards=more
     )
+
+
+def _forgotten_unit(request: PlanRequest) -> str:
+    forgotten = any(0 < request.limits.get(device, 0) < _LEAST_MEANT for device in request.running)
+    return 'A number without a unit is in bytes: write "16GB".' if forgotten else ""
 
 
 def unexplained(request: PlanRequest, name: str, puzzle: Puzzle) -> DeviceMapInfeasible:
