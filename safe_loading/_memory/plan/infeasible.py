@@ -60,8 +60,7 @@ def infeasible(
     sentences = [
         f"{name} for {request.workload!r} does not fit: {format_bytes(needs)} stay allocated, and the limits are "
         f"{{{limits}}}, {format_bytes(there)} in all. Device {device!r} is {missing} bytes ({format_bytes(missing)}) "
-        f"short: the smallest change to a single limit that makes it fit is max_memory[{device!r}] = {enough}.",
-        _forgotten_unit(request),
+        f"short: the smallest change to a single limit that makes it fit is max_memory[{device!r}] = {enough}."
     ]
     largest = max(puzzle.groups, key=lambda group: group.resident, default=None)
     if largest is not None and needs <= there:
@@ -74,7 +73,7 @@ def infeasible(
         unproven = "That fewer cards more do not do" if not bounds else "That no smaller change does"
         unproven = "That nothing fits" if refused_within and needs <= there else unproven
         sentences.append(f"{unproven} is not proven: {'; '.join(sorted(puzzle.bounds))}.")
-    sentences.append(_by_offloading(request, puzzle, away))
+    sentences += [_forgotten_unit(request), _by_offloading(request, puzzle, away)]
     message = " ".join(filter(None, sentences)) + " Any one of these changes is enough:"
     return DeviceMapInfeasible(
         message, problems, missing_bytes=missing, device=device, shortages=shortages, more_cards=more
