@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m safe_loading", description="Safe loading of large PyTorch / Hugging Face models."
+        prog="python -m safe_loading",
+        description="Safe loading of large PyTorch / Hugging Face models.",
+        epilog="`python -m safe_loading COMMAND --help` lists a command's options, with an example.",
     )
     parser.add_argument("--version", action="version", version=f"safe_loading {__version__}")
     parser.set_defaults(run=None)

@@ -7,6 +7,7 @@ file is then fetched by that commit, for which huggingface_hub needs no request 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import glob
 import os
 import re
@@ -61,10 +62,10 @@ def resolve(
         if not folder.is_dir():
             raise CheckpointNotFound(f"{folder} is not a folder. Pass the folder that holds the files.")
         return Resolved(text, folder)
-    if not _is_hub_id(text):
+    if not is_hub_id(text):
         raise CheckpointNotFound(
             f"{text!r:.300} is not a folder on this machine (working folder {Path.cwd()}) and cannot be a hub id, "
-            f"which is 'name' or 'owner/name'. Check the path."
+            f"which is 'name' or 'owner/name'. Check the path.{_did_you_mean(path)}"
         )
     return _resolve_on_hub(text, choose, revision, subfolder, dict(hub or {}))
 
@@ -123,13 +124,24 @@ def small_files(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str
     return [name for name in sorted(names) if "/" not in name and name.endswith((".json", ".py"))]
 
 
-def _is_hub_id(text: str) -> bool:
+def is_hub_id(text: str) -> bool:
+    """Return whether a text that is no path on this machine may be a hub id, ``name`` or ``owner/name``."""
     names = text.split("/")
     return (
         len(text) <= _MOST_CHARACTERS
         and len(names) <= 2
         and all(name and name[0] not in ".~" and "\\" not in name for name in names)
     )
+
+
+def _did_you_mean(path: Path) -> str:
+    """Return a sentence with the folders beside a missing one whose names are like its name; "" if none is."""
+    try:
+        folders = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    except OSError:
+        return ""
+    alike = difflib.get_close_matches(path.name, folders)
+    return f" Did you mean {' or '.join(repr(str(path.with_name(name))) for name in alike)}?" if alike else ""
 
 
 def _resolve_on_hub(
@@ -160,7 +172,7 @@ def _resolve_on_hub(
         raise CheckpointNotFound(
             f"{repo!r} (revision {revision or 'main'}) is not a folder here, and could not be fetched from the hub: "
             f"{type(error).__name__}: {error}. Check the name, the token and the network; set HF_HUB_OFFLINE=1 to "
-            f"use what was downloaded before; or pass a local folder."
+            f"use what was downloaded before; or pass a local folder.{_did_you_mean(Path(repo))}"
         ) from error
     if not paths:
         raise CheckpointError(
@@ -229,6 +241,6 @@ def _cached_snapshot(repo: str, revision: str | None, cache_dir: str | os.PathLi
         raise CheckpointNotFound(
             f"{repo!r} (revision {revision or 'main'}) is not a folder here and not in the cache {root.parent}, and "
             f"the hub must not be asked (HF_HUB_OFFLINE or local_files_only). Download it first, or pass a "
-            f"local folder."
+            f"local folder.{_did_you_mean(Path(repo))}"
         )
     return folder

@@ -21,3 +21,8 @@ class Answer(NamedTuple):
 
 
 Run = Callable[[argparse.Namespace], Answer]
+
+
+def example(arguments: str) -> str:
+    """Return the line below a command's help: the command with arguments that people give it."""
+    return f"example: python -m safe_loading {arguments}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .answer import NOT_OK, OK, USAGE, Answer, Commands
+from .answer import NOT_OK, OK, USAGE, Answer, Commands, example
 from .quantization import add_quantization, quantization
 from .training import add_training, refuse_unused, training
 
@@ -14,9 +14,15 @@ _FORMATS = ("text", "json", "github", "sarif")
 def add(commands: Commands) -> None:
     """Declare the command."""
     summary = (
-        "what will cost memory or go wrong? one step without weights; exits 1 on errors or warnings, 2 if it cannot run"
+        "find what costs memory or goes wrong silently in training, without loading weights; exits with 1 on errors or "
+        "warnings, and with 2 if it cannot run"
     )
-    parser = commands.add_parser("audit", help=summary, description=summary)
+    parser = commands.add_parser(
+        "audit",
+        help=summary,
+        description=summary,
+        epilog=example("audit meta-llama/Llama-3-8B --train 4x1024"),
+    )
     parser.add_argument("model", metavar="MODEL_OR_FOLDER", help="hub id or folder of a model or an adapter")
     add_training(parser)
     add_quantization(parser)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from .answer import NOT_OK, OK, Answer, Commands
+from .answer import NOT_OK, OK, Answer, Commands, example
 
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    summary = "is this folder whole and safe to load? reads headers only, unless --values"
-    parser = commands.add_parser("check", help=summary, description=summary)
+    summary = "check that a checkpoint is complete and safe to load; reads headers only, unless --values is given"
+    parser = commands.add_parser("check", help=summary, description=summary, epilog=example("check runs/adapter"))
     parser.add_argument("path", metavar="DIR", help="the folder of a model or adapter, or one .safetensors file")
     parser.add_argument("--values", action="store_true", help="read every tensor: NaN, infinity, hashes of a merge")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

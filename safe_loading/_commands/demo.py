@@ -9,13 +9,13 @@ from pathlib import Path
 
 from safe_loading.errors import OutputError
 
-from .answer import Answer, Commands
+from .answer import Answer, Commands, example
 
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    summary = "show every capability on small checkpoints that it makes itself; no download, no GPU needed"
-    parser = commands.add_parser("demo", help=summary, description=summary)
+    summary = "show each function next to the plain call, on small models made on the spot; no download, no GPU"
+    parser = commands.add_parser("demo", help=summary, description=summary, epilog=example("demo --folder try"))
     parser.add_argument("--folder", metavar="DIR", help="keep the checkpoints in this new or empty folder")
     parser.set_defaults(run=_run)
 

@@ -13,7 +13,7 @@ from importlib import resources
 from safe_loading._core.report import text_table
 from safe_loading.errors import ArgumentError
 
-from .answer import Answer, Commands
+from .answer import Answer, Commands, example
 
 _WIDTH = 100
 _INDENT = "  "
@@ -21,8 +21,8 @@ _INDENT = "  "
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    summary = "what a code or an exception means, an example that makes it, and what to do; without one, all of them"
-    parser = commands.add_parser("explain", help=summary, description=summary)
+    summary = "explain a finding's code or an exception: what it means, an example, and the fix; without one, list all"
+    parser = commands.add_parser("explain", help=summary, description=summary, epilog=example("explain SL120"))
     parser.add_argument("name", metavar="CODE", nargs="*", help="such as truncated, SL120 or AdapterError")
     parser.set_defaults(run=_run)
 

@@ -8,13 +8,15 @@ from pathlib import Path
 
 from safe_loading.errors import OutputError
 
-from .answer import Answer, Commands
+from .answer import Answer, Commands, example
 
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    summary = "merge LoRA adapters into their base from disk to disk, whole or not at all"
-    parser = commands.add_parser("merge", help=summary, description=summary)
+    summary = "merge LoRA adapters into their base, from disk to disk; the output is complete or absent"
+    parser = commands.add_parser(
+        "merge", help=summary, description=summary, epilog=example("merge meta-llama/Llama-3-8B adapter merged")
+    )
     parser.add_argument("base", metavar="BASE", help="folder or hub id of the base model")
     several = "folder or hub id; several adapters are added up, each times its weight where one follows (ADAPTER=0.7)"
     parser.add_argument("adapter", metavar="ADAPTER", nargs="+", help=several)

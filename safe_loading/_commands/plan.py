@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from .answer import INFEASIBLE, NOT_OK, OK, Answer, Commands
+from .answer import INFEASIBLE, NOT_OK, OK, Answer, Commands, example
 from .quantization import add_quantization, capability, quantization
 from .training import add_training, refuse_unused, training
 
@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    summary = "place a model's modules over devices under limits, before a byte is loaded"
-    parser = commands.add_parser("plan", help=summary, description=f"{summary}. Exit status 3: it does not fit.")
+    summary = "plan a device map that stays under a limit per device, before a byte is loaded"
+    parser = commands.add_parser(
+        "plan",
+        help=summary,
+        description=f"{summary}. Exits with 3 if the model does not fit.",
+        epilog=example("plan meta-llama/Llama-3-8B --max-memory 0=24GB"),
+    )
     declare = parser.add_argument
     declare("model", metavar="MODEL", help="folder or hub id; its config is enough")
     limits = "such as 0=20GiB 1=16e9 cpu=64GiB (default: what is free now)"

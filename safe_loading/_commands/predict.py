@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .answer import INFEASIBLE, OK, Answer, Commands
+from .answer import INFEASIBLE, OK, Answer, Commands, example
 from .quantization import add_quantization, quantization
 from .training import add_training, refuse_unused, training
 
@@ -30,9 +30,14 @@ _SHORT = {"alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_m
 
 def add(commands: Commands) -> None:
     """Declare the command."""
-    summary = "what will a step take of a GPU, and which cards does it fit on? from the config alone"
-    more = f"{summary}. Exit status 3: it takes more than --limit."
-    parser = commands.add_parser("predict", help=summary, description=more)
+    summary = "forecast the GPU memory of a step, and which cards it fits on, from the config alone"
+    more = f"{summary}. Exits with 3 if the step takes more than --limit."
+    parser = commands.add_parser(
+        "predict",
+        help=summary,
+        description=more,
+        epilog=example("predict meta-llama/Llama-3-8B --train 4x1024"),
+    )
     declare = parser.add_argument
     declare("model", metavar="MODEL", help="folder or hub id of a model or an adapter; its config is enough")
     declare("--generate", metavar="[ROWSx]TOKENS", help="a prompt of ROWS x TOKENS and one token more")

@@ -39,7 +39,7 @@ def read_adapter(resolved: Resolved, *, allow_pickle: bool = False) -> AdapterFa
     folder = resolved.folder
     pickle = folder / ADAPTER_PICKLE
     if not pickle.exists():
-        raise CheckpointNotFound(f"{folder} has {ADAPTER_CONFIG} but no {ADAPTER_SINGLE}.")
+        raise CheckpointNotFound(f"{folder} has {ADAPTER_CONFIG} but no {ADAPTER_SINGLE}. Copy or download it, too.")
     if not allow_pickle:
         raise PickleRefused(
             f"{pickle} is a pickle, which can run code when it is read. Convert it once:\n"

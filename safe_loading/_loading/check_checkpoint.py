@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from safe_loading._checkpoint.faults import fault, raise_faults
 from safe_loading._checkpoint.files import size_of, unreadable
 from safe_loading._checkpoint.header import Header, try_header
+from safe_loading._checkpoint.hub import is_hub_id
 from safe_loading._checkpoint.index import inspect_checkpoint
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, conversion_command, names_in
 from safe_loading._core.paths import path_text
@@ -99,9 +100,16 @@ def check_checkpoint(path: str | os.PathLike[str], *, values: bool = False) -> C
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         finding = unreadable(checked, error)
         if finding.code in ("not-found", "broken-link"):
-            raise_faults(checked, [finding])
+            raise_faults(checked, [_with_download(finding, str(path))])
         return _report(checked, "file", {}, [finding])
     return _check_folder(checked, values) if checked.is_dir() else _check_file(checked, values)
+
+
+def _with_download(finding: Finding, text: str) -> Finding:
+    """Return the finding on a path that is not there; where it may be a hub id, its fix says how to download it."""
+    if finding.code != "not-found" or "/" not in text or not is_hub_id(text):
+        return finding
+    return replace(finding, fix=f"{finding.fix}; a hub id is downloaded first: `hf download {text}`")
 
 
 def _check_file(path: Path, values: bool) -> CheckpointReport:

@@ -30,7 +30,7 @@ def own_device(device: torch.device | str | int | None) -> torch.device:
         if type(device) is bool:  # Python counts it as an int
             raise ArgumentError(f"device={device!r} is not a device; pass a torch.device, a name or an index.")
         if accelerator is None:
-            raise DeviceError(f"device={device}, but there is no accelerator here. Pass device='cpu' for the CPU.")
+            raise _no_accelerator(device)
         requested = _visible_device(accelerator.type, device)  # torch.device keeps only 8 bits of a number
     else:
         try:
@@ -43,8 +43,10 @@ def own_device(device: torch.device | str | int | None) -> torch.device:
         return torch.device("cpu")
     if requested.type == "meta":
         raise ArgumentError("device='meta' holds no values; pass a device of this machine, or leave device= out.")
-    if accelerator is None or requested.type != accelerator.type:
-        raise DeviceError(f"device={device!r}, but the accelerator of this machine is {accelerator or 'none'}.")
+    if accelerator is None:
+        raise _no_accelerator(device)
+    if requested.type != accelerator.type:
+        raise DeviceError(f"device={device!r}, but the accelerator here is {accelerator.type!r}.")
     if ":" not in str(requested):  # .index is None then, though torch's stubs declare an int
         return device_for_rank()
     return _visible_device(requested.type, requested.index)
@@ -64,6 +66,13 @@ def make_current(device: torch.device, given: torch.device | str | int | None) -
         torch.accelerator.set_device_index(device)
         return True
     return current == device.index
+
+
+def _no_accelerator(device: torch.device | str | int) -> DeviceError:
+    return DeviceError(
+        f"device={device!r}, but torch sees no accelerator here. Pass device='cpu' for the CPU. "
+        f"`python -m safe_loading doctor` shows what this process sees."
+    )
 
 
 def _visible_device(kind: str, index: int) -> torch.device:

@@ -58,7 +58,10 @@ def attach_head(
         ArgumentError: There is no such adapter, or several are active and one must be named.
     """
     if not isinstance(module, nn.Module):
-        raise ArgumentError(f"{type(module).__name__} is not a head: pass a torch.nn.Module.")
+        raise ArgumentError(
+            f"{getattr(module, '__name__', type(module).__name__)} is not a head: pass a torch.nn.Module, such as "
+            f"torch.nn.Linear(4096, 1)."
+        )
     if not isinstance(model, nn.Module) or not isinstance(name, str):
         raise ArgumentError(
             f"attach_head({type(model).__name__}, {name!r:.80}, ...): pass a model and the head's name."

@@ -47,8 +47,13 @@ def check_mixin(mixin: object) -> None:
             f"{mixin.__name__} derives from nn.Module too; derive it from Transparent alone, since the model that it "
             f"wraps is the module. Attach layers of your own with attach_head."
         )
-    if not any("__call__" in vars(cls) for cls in _user_classes(mixin)):
-        raise ArgumentError(f"{mixin.__name__} has no __call__, so there is no code to run: write it there.")
+    if not _defines(mixin, "__call__"):
+        forward = " Its forward would never be called: rename it to __call__." if _defines(mixin, "forward") else ""
+        raise ArgumentError(f"{mixin.__name__} has no __call__, so there is no code to run: write it there.{forward}")
+
+
+def _defines(mixin: type[Transparent], name: str) -> bool:
+    return any(name in vars(cls) for cls in _user_classes(mixin))
 
 
 def check_names(

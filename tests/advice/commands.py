@@ -10,16 +10,23 @@ _CHECKED = "commands/test_main.py::test_check_of_a_bad_folder_lists_the_faults_a
 
 TAKEN: dict[str, dict[str, str]] = {
     "_commands/audit.py": {"run the repository's own code": HELP},
-    "_commands/check.py": {"read every tensor": HELP},
+    "_commands/check.py": {
+        "check that a checkpoint is complete": HELP,
+        "check runs/adapter": HELP,
+        "read every tensor": HELP,
+    },
     "_commands/demo.py": {"keep the checkpoints": HELP, "name a new folder": _RUN},
     "_commands/merge.py": {
         "merge LoRA adapters into their base": HELP,
+        "merge meta-llama/Llama-3-8B": HELP,
         "write a quantized base as a plain one": HELP,
         "read adapters that were saved as .bin": HELP,
         "make the repository of --push-to-hub": HELP,
         "run the base's own code": HELP,
     },
     "_commands/plan.py": {
+        "plan a device map": HELP,
+        "plan meta-llama/Llama-3-8B": HELP,
         "load evenly": HELP,
         "run the repository's own code": HELP,
         "write one limit per device": _RUN,
@@ -41,6 +48,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass one of {}": _RUN,
     },
     "_commands/training.py": {"write ROWSxTOKENS": _RUN, "add {}, or drop it": _RUN},
+    "_commands/doctor.py": {"check this machine": HELP},
     "_doctor/devices.py": {
         "correct the variable": f"{_DOCTOR}test_hidden_devices_and_too_many_ranks_are_told",
         "start at most {} ranks": "ranks/test_rank_advice.py::test_more_ranks_than_devices",

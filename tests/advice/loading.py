@@ -17,6 +17,7 @@ _OPTIONS = f"{_DISK}_options.py::"
 TAKEN: dict[str, dict[str, str]] = {
     "_loading/adapter_facts.py": {
         "pass adapter_subfolder=": f"{_ADVISED}test_an_adapter_in_a_subfolder_is_named",
+        "Copy or download it": f"{_ADVISED}test_weights_that_are_not_there_are_copied",
         "Convert it once": f"{_LOADS}test_a_pickle_is_refused_with_a_command_that_works",
     },
     "_loading/adapter_values.py": {

@@ -57,6 +57,9 @@ TAKEN: dict[str, dict[str, str]] = {
     "_memory/forecast/build_model.py": {
         "Pass the base, and this adapter": f"{_ADVISED}test_an_adapter_that_names_no_base_is_put_into_the_workload"
     },
+    "_memory/plan/infeasible.py": {
+        'write "16GB"': "memory/test_plan_shortages.py::test_a_limit_whose_unit_was_forgotten_is_told",
+    },
     "_memory/largest_micro_batch.py": {
         "pass a Workload": VALUES,
         "Pass Workload.train": _CALL,

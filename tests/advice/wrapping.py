@@ -26,6 +26,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "write `class {}(Transparent)`": _WRAPPED,
         "Attach layers of your own with attach_head": _WRAPPED,
         "write it there": _WRAPPED,
+        "rename it to __call__": _WRAPPED,
         "call unwrap_transparent first": _WRAPPED,
         "choose another name": _WRAPPED,
         "Call attach_head(model": _WRAPPED,

@@ -175,6 +175,18 @@ def test_what_can_be_neither_folder_nor_id_is_refused_without_asking(source: str
         resolve(source, adapter_files)
 
 
+def test_a_misspelt_folder_is_told_with_those_that_are_like_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "try" / "adapter").mkdir(parents=True)
+    (tmp_path / "try" / "adaptor.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    for wrong in ("try/adaptor", str(tmp_path / "try" / "adaptor")):
+        right = wrong.replace("adaptor", "adapter")
+        with pytest.raises(CheckpointNotFound, match=rf"\. Did you mean '{right}'\?$"):
+            resolve(wrong, adapter_files, hub={"local_files_only": True})
+    with pytest.raises(CheckpointNotFound, match=r"local folder\.$"):
+        resolve("gone/elsewhere", adapter_files, hub={"local_files_only": True})
+
+
 def test_a_revision_of_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="'v2' is for hub ids"):
         resolve(tmp_path, adapter_files, revision="v2")

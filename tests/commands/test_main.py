@@ -82,6 +82,16 @@ def test_help_and_version_leave_with_0(capsys):
     assert __version__ in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["demo", "check", "merge", "audit", "predict", "doctor", "plan", "explain"])
+def test_the_help_of_a_command_ends_with_a_line_that_it_takes(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command_line.main([command, "--help"]) == 0
+    start, words = capsys.readouterr().out.rstrip().splitlines()[-1].split("python -m safe_loading ")
+    assert start == "example: "
+    assert command_line._parser().parse_args(words.split()).run is not None
+    assert words.split()[0] == command
+
+
 def test_an_error_of_the_package_is_a_message_and_no_traceback(monkeypatch, capsys):
     def fail(_):
         raise ArgumentError("this is wrong")

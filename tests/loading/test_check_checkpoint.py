@@ -92,6 +92,13 @@ def test_what_is_not_there_is_the_only_thing_that_raises(tmp_path):
             check_checkpoint(path)
 
 
+def test_a_hub_id_is_told_how_to_be_downloaded(tmp_path):
+    with pytest.raises(CheckpointNotFound, match="downloaded first: `hf download owner/name`"):
+        check_checkpoint("owner/name")
+    with pytest.raises(CheckpointNotFound, match=r"or copy the file\. \(safe"):
+        check_checkpoint(tmp_path / "none")
+
+
 def test_a_path_that_the_system_cannot_name_is_a_finding():
     assert codes(check_checkpoint("a\0b")) == {"unreadable": "error"}
 

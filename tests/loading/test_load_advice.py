@@ -153,6 +153,14 @@ def test_an_adapter_in_a_subfolder_is_named(tmp_path: Path, tiny_llama: Path, ti
     assert load_peft_on_rank(tmp_path / "run", tiny_llama, adapter_subfolder="best").load_report.ok
 
 
+def test_weights_that_are_not_there_are_copied(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    shutil.copytree(tiny_adapter, tmp_path / "copy", ignore=shutil.ignore_patterns(faults.WEIGHTS))
+    with pytest.raises(CheckpointNotFound, match=rf"no {faults.WEIGHTS}\. Copy or download it, too\."):
+        load_peft_on_rank(tmp_path / "copy", tiny_llama)
+    shutil.copy(tiny_adapter / faults.WEIGHTS, tmp_path / "copy")
+    assert load_peft_on_rank(tmp_path / "copy", tiny_llama).load_report.ok
+
+
 def test_an_adapter_beside_a_base_gets_a_folder_of_its_own(
     tmp_path: Path, tiny_llama: Path, tiny_adapter: Path
 ) -> None:

@@ -6,7 +6,9 @@ import random
 from typing import Any
 
 import pytest
+from torch import nn
 
+from safe_loading import DeviceMapInfeasible, plan_device_map
 from safe_loading._memory.plan import search as searches
 from safe_loading._memory.plan.layer_groups import LayerGroup, Puzzle
 
@@ -49,3 +51,13 @@ def test_a_refusal_over_eighteen_different_cards_asks_for_few_orders(monkeypatch
     assert puzzle.with_limits(enough).fits()
     enough[card] -= 1
     assert not puzzle.with_limits(enough).fits()
+
+
+def test_a_limit_whose_unit_was_forgotten_is_told() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, device="meta"))
+    with pytest.raises(DeviceMapInfeasible, match='A number without a unit is in bytes: write "16GB"'):
+        plan_device_map(model, {0: 16})
+    with pytest.raises(DeviceMapInfeasible) as refused:
+        plan_device_map(model, {0: "10kB"})
+    assert "without a unit" not in str(refused.value)
+    assert plan_device_map(model, {0: "16GB"}).ok

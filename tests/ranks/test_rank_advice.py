@@ -78,6 +78,8 @@ def test_what_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     with pytest.raises(DeviceError, match=r"Pass device='cpu' for the CPU\."):
         own_device(0)
+    with pytest.raises(DeviceError, match=r"device='cuda', but torch sees no accelerator here\. .*doctor"):
+        own_device("cuda")
     for right in ("cpu", torch.device("cpu"), None):
         assert own_device(right) == torch.device("cpu")
 

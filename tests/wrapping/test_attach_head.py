@@ -255,6 +255,8 @@ def test_what_cannot_be_kept_is_refused_and_nothing_changes() -> None:
     assert model.peft_config["default"] == config
     with pytest.raises(ArgumentError, match="is not a head"):
         attach_head(model, "value_head", torch.ones(2))
+    with pytest.raises(ArgumentError, match=r"Linear is not a head: pass .*torch\.nn\.Linear\(4096, 1\)"):
+        attach_head(model, "value_head", nn.Linear)
     with pytest.raises(ArgumentError, match="adapter_name='nobody'"):
         attach_head(model, "value_head", nn.Linear(32, 1), adapter_name="nobody")
     with pytest.raises(WrapError, match="source= is for a PeftModel"):

@@ -92,7 +92,7 @@ def linear() -> nn.Linear:
 WRAPS: dict[str, Case] = {
     "init": Case(lambda m: wrap_transparent(m, WithInit), "pass the state as keywords of wrap_transparent", scaled),
     "forward": Case(lambda m: wrap_transparent(m, ForwardAndCall), "write __call__", counted),
-    "forward alone": Case(lambda m: wrap_transparent(m, WithForward), "has no __call__, .*: write it there", counted),
+    "forward alone": Case(lambda m: wrap_transparent(m, WithForward), "write it there.*rename it to __call__", counted),
     "nothing": Case(lambda m: wrap_transparent(m, Nothing), "has no __call__, .*: write it there", counted),
     "a module": Case(
         lambda m: wrap_transparent(m, any_of(Plain)),

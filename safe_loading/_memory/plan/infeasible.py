@@ -16,6 +16,7 @@ from .request import PlanRequest
 _T = TypeVar("_T", int, str)
 _MOST_GROUPS = 400  # for more groups the advice would take longer than the plan
 _MOST_KINDS = 4  # of cards, for the same reason
+_LEAST_MEANT = 4096  # bytes: a smaller limit is a number whose unit was forgotten
 _MOST_MAINS = 2  # cards that are tried as the one that runs what is offloaded
 
 
@@ -72,11 +73,16 @@ def infeasible(
         unproven = "That fewer cards more do not do" if not bounds else "That no smaller change does"
         unproven = "That nothing fits" if refused_within and needs <= there else unproven
         sentences.append(f"{unproven} is not proven: {'; '.join(sorted(puzzle.bounds))}.")
-    sentences.append(_by_offloading(request, puzzle, away))
+    sentences += [_forgotten_unit(request), _by_offloading(request, puzzle, away)]
     message = " ".join(filter(None, sentences)) + " Any one of these changes is enough:"
     return DeviceMapInfeasible(
         message, problems, missing_bytes=missing, device=device, shortages=shortages, more_cards=more
     )
+
+
+def _forgotten_unit(request: PlanRequest) -> str:
+    forgotten = any(0 < request.limits.get(device, 0) < _LEAST_MEANT for device in request.running)
+    return 'A number without a unit is in bytes: write "16GB".' if forgotten else ""
 
 
 def unexplained(request: PlanRequest, name: str, puzzle: Puzzle) -> DeviceMapInfeasible:
