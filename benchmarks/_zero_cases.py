@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import MemoryForecast, Spread, Workload, predict_memory
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 704,
     "num_hidden_layers": 3,

@@ -149,6 +149,11 @@ class Spread:
             raise ArgumentError(
                 "shard=False is NO_SHARD, for two ranks or more: leave out replicas and reshard_after_forward."
             )
+        if not shard and cpu_offload:
+            raise ArgumentError(
+                "shard=False with cpu_offload=True is not forecast: FSDP1 leaves whole parameters on the card between "
+                "steps, which its hooks do not show."
+            )
         if cpu_offload and not sync_each_batch:
             raise ArgumentError("FSDP1 cannot accumulate gradients under no_sync() with cpu_offload=True.")
         return Spread(
@@ -183,7 +188,7 @@ class Spread:
                 transformers model without gradient checkpointing.
             static_graph: As for DDP. From the second step on it changes no memory but that of
                 ``find_unused_parameters``, whose copies it leaves out.
-            shard_optimizer: True for torch's ``ZeroRedundancyOptimizer``, which is ZeRO-1.
+            shard_optimizer: True for torch's ``ZeroRedundancyOptimizer``, torch's own ZeRO-1.
 
         Raises:
             ArgumentError: A number that is not positive, or a flag that is none.

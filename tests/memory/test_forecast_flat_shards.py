@@ -52,7 +52,7 @@ STEP = """
         dtypes = {key: getattr(torch, options[key]) for key in ("param_dtype", "reduce_dtype") if key in options}
         wrapped = fsdp1.wrap(
             model, plan_units(model, flat=True), mesh, torch.device("cpu"), MixedPrecision(**dtypes), None, (),
-            options.get("reshard_after_forward", True),
+            options.get("reshard_after_forward", True), shard=options.get("shard", True),
         )
         steps = options.get("gradient_accumulation_steps", 1)
 
@@ -83,8 +83,11 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {"ranks": 2, "lora": True},
     "lora, mixed precision": {"ranks": 3, "lora": True, "param_dtype": "bfloat16", "reduce_dtype": "float32"},
     "accumulated": {"ranks": 2, "gradient_accumulation_steps": 2},
+    "not sharded": {"ranks": 2, "shard": False},
+    "not sharded, mixed precision": {"ranks": 2, "shard": False, "param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    "not sharded, accumulated": {"ranks": 2, "shard": False, "gradient_accumulation_steps": 2},
 }
-OF_DEFAULT = ("three, uneven", "kept", "mixed precision", "lora")
+OF_DEFAULT = ("three, uneven", "kept", "mixed precision", "lora", "not sharded")
 
 
 def on_meta() -> LlamaForCausalLM:
@@ -147,6 +150,20 @@ def test_the_forecast_of_a_job() -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize("spread", [Spread.fsdp1(2), Spread.fsdp1(2, shard=False), Spread.fsdp1(2, cpu_offload=True)])
+def test_every_flat_shard_is_in_the_run_that_is_replayed(spread: Spread) -> None:
+    """Shards of several units bear the same name, that of the operation that made them."""
+    assert predict_memory(on_meta(), Workload.train(2, 48), spread=spread).components["rounding"] >= 0
+
+
+def test_offloaded_shards_leave_the_card() -> None:
+    step = Workload.train(2, 48)
+    kept, offloaded = (predict_memory(on_meta(), step, spread=Spread.fsdp1(2, cpu_offload=on)) for on in (False, True))
+    assert offloaded.components["optimizer"] == 0
+    weights = sum(parameter.nbytes for parameter in on_meta().parameters())
+    assert kept.ranks[0] - offloaded.ranks[0] > weights / 2  # a shard, and two of the optimizer's state
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     before = {name: (parameter, parameter.data_ptr()) for name, parameter in model.named_parameters()}
@@ -183,7 +200,14 @@ def test_what_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"Spread.fsdp1 is for training. Spread.fsdp2 can"):
         predict_memory(on_meta(), Workload.generate(1, 8), spread=Spread.fsdp1(2))
     assert predict_memory(on_meta(), Workload.generate(1, 8), spread=Spread.fsdp2(2))
-    wrong: list[dict[str, Any]] = [{"ranks": 0}, {"ranks": 2, "replicas": 0}, {"ranks": 2, "param_dtype": "int8"}]
+    wrong: list[dict[str, Any]] = [
+        {"ranks": 0},
+        {"ranks": 2, "replicas": 0},
+        {"ranks": 2, "param_dtype": "int8"},
+        {"ranks": 2, "shard": False, "replicas": 2},
+        {"ranks": 2, "shard": False, "cpu_offload": True},
+        {"ranks": 2, "cpu_offload": True, "sync_each_batch": False},
+    ]
     for options in wrong:
         with pytest.raises(ArgumentError):
             Spread.fsdp1(**options)

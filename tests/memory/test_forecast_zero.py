@@ -28,27 +28,27 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM
 BUCKET = {"reduce_bucket_size": 2_000_000}
 SMALL = {"reduce_bucket_size": 500_000}
 HOST = {**SMALL, "offload_optimizer": True}
-# max_memory_allocated of the rank that takes the most: DeepSpeed 0.19.8, torch 2.13 over simulated H100s, by
-# benchmarks/zero_on_cuda.py
+# The most bytes that a rank had asked of torch's allocator, less the workspaces of cuBLAS: DeepSpeed 0.19.8, torch 2.13
+# over simulated H100s, by benchmarks/zero_on_cuda.py.
 SEEN: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "ZeRO-1": (120890368, {}, {"stage": 1, **BUCKET}),
-    "ZeRO-1 offloaded": (96186880, {}, {"stage": 1, **HOST}),
-    "ZeRO-2": (120890368, {}, {"stage": 2, **BUCKET}),
-    "ZeRO-2 by default": (1112036352, {}, {"stage": 2}),
-    "ZeRO-2, overlapped": (120890368, {}, {"stage": 2, **BUCKET, "overlap_comm": True}),
-    "ZeRO-2, three ranks": (107041280, {}, {"stage": 2, "ranks": 3, **SMALL}),
-    "ZeRO-2, float32": (140734464, {"dtype": "float32"}, {"stage": 2, **BUCKET}),
-    "ZeRO-2, long": (156862464, {"rows": 2, "tokens": 512, "checkpointed": True}, {"stage": 2, **BUCKET}),
+    "ZeRO-1": (53778256, {}, {"stage": 1, **BUCKET}),
+    "ZeRO-1 offloaded": (29074048, {}, {"stage": 1, **HOST}),
+    "ZeRO-2": (53778256, {}, {"stage": 2, **BUCKET}),
+    "ZeRO-2 by default": (1044582484, {}, {"stage": 2}),
+    "ZeRO-2, overlapped": (53778256, {}, {"stage": 2, **BUCKET, "overlap_comm": True}),
+    "ZeRO-2, three ranks": (38959184, {}, {"stage": 2, "ranks": 3, **SMALL}),
+    "ZeRO-2, float32": (72580248, {"dtype": "float32"}, {"stage": 2, **BUCKET}),
+    "ZeRO-2, long": (88569944, {"rows": 2, "tokens": 512, "checkpointed": True}, {"stage": 2, **BUCKET}),
     "ZeRO-2, LoRA": (
-        89089536,
+        21976664,
         {"rows": 2, "tokens": 128, "checkpointed": True, "adapter": LORA},
         {"stage": 2, **SMALL},
     ),
-    "ZeRO-2 offloaded": (90513408, {}, {"stage": 2, **HOST}),
-    "ZeRO-2 accumulated": (121619456, {"steps": 2}, {"stage": 2, **BUCKET}),
+    "ZeRO-2 offloaded": (23394100, {}, {"stage": 2, **HOST}),
+    "ZeRO-2 accumulated": (54402392, {"steps": 2}, {"stage": 2, **BUCKET}),
 }
-OF_DEFAULT = ("ZeRO-1 offloaded", "ZeRO-2 by default", "ZeRO-2, float32", "ZeRO-2, LoRA")
-TAIL = 1 << 20  # of a block, that the allocator does not split off
+OF_DEFAULT = ("ZeRO-1 offloaded", "ZeRO-2 by default", "ZeRO-2, LoRA")
+NUMBERS = 128  # bytes of the scalars that the engine holds, of which a few are not followed
 
 
 def on_meta(dtype: str = "bfloat16", sizes: dict[str, Any] = WIDE) -> LlamaForCausalLM:
@@ -76,9 +76,7 @@ def forecast(
 )
 def test_a_rank_takes_what_deepspeeds_engine_took(case: str) -> None:
     seen, step, zero = SEEN[case]
-    assert abs(forecast(zero, **step).allocated_peak_bytes - seen) <= TAIL * 1.2
-    if case in OF_DEFAULT:
-        assert forecast(zero, **step).allocated_peak_bytes == seen
+    assert max(forecast(zero, **step).ranks.values()) == pytest.approx(seen, abs=NUMBERS)
 
 
 def test_buckets_are_counted_whatever_the_model() -> None:
