@@ -95,8 +95,9 @@ def predict_memory(
             and minutes to trace for a long row.
         loaded_by: How the weights come to the GPU: ``"to"`` for ``model.to("cuda")`` and for weights made or loaded
             there one by one; ``"device_map"`` for ``from_pretrained(..., device_map=...)``, which takes all weights in
-            one block first, so that other tails of blocks stay allocated. Weights that bitsandbytes quantizes are
-            always loaded the second way.
+            one block first, so that other tails of blocks stay allocated, and after which the adapter is attached, so
+            that what peft leaves on the host stays there (BOFT's permutations). Weights that bitsandbytes quantizes
+            are always loaded the second way.
         empties_cache: Whether the loop calls ``torch.cuda.empty_cache()`` between steps, as the Trainer does with
             ``torch_empty_cache_steps=1``: each step then starts without what the one before left in the allocator.
 
@@ -123,7 +124,7 @@ def predict_memory(
     with with_stand_ins(made.model) as stand_ins, cuda_paths(capability), scans as of_scans, kept:
         loading = loading_of_layers(made.model, stand_ins) if stand_ins else made.loading
         loading = dataclasses.replace(loading, warmed=loading.warmed or loaded_by == "device_map")
-        traces = _traces(made.model, made.workload, inputs, spread)
+        traces = _traces(made.model, made.workload, inputs, spread, attached_there=loaded_by == "device_map")
     trace = max(traces.values(), key=lambda of_rank: of_rank.devices[0].peak_bytes if 0 in of_rank.devices else 0)
     # accelerators come first; the host follows where the model's own code makes tensors on it
     device = next(iter(trace.devices))
@@ -161,13 +162,18 @@ def _check_inputs_and_loading(inputs: Mapping[str, torch.Tensor] | None, loaded_
 
 
 def _traces(
-    model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None, spread: Spread | None
+    model: torch.nn.Module,
+    workload: Workload,
+    inputs: Mapping[str, torch.Tensor] | None,
+    spread: Spread | None,
+    *,
+    attached_there: bool,
 ) -> dict[int, StepTrace]:
     """Return the step of each rank under its number; ranks that hold the same share one."""
     if is_sharded(model):
         raise ArgumentError(SHARDED_ALREADY)
     if spread is None:
-        return {0: trace_step(model, workload, inputs=inputs)}
+        return {0: trace_step(model, workload, inputs=inputs, attached_there=attached_there)}
     if not isinstance(spread, Spread):
         raise ArgumentError(f"spread={spread!r:.80}: pass a Spread, for example Spread.fsdp2(ranks=8).")
     if workload.kind == "weights_only":

@@ -141,7 +141,7 @@ def test_the_peak_of_every_method_is_that_of_the_allocator(name: str) -> None:
     assert _traced(name, config, train=False) == pytest.approx(_measured(name, config, train=False), rel=rel)
 
 
-@pytest.mark.parametrize("name", ["kasa", "mica", "velora"])
+@pytest.mark.parametrize("name", ["kasa", "mica"])
 def test_the_peak_of_a_variant_of_lora_is_that_of_the_allocator(name: str) -> None:
     """KaSA's SVDs of the base are computed when peft makes the adapter, and are in no step."""
     config = peft.LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM", **LORA[name])
@@ -163,6 +163,48 @@ def test_the_peak_of_alora_is_that_of_texts_that_turn_it_on(at: int) -> None:
     assert traced == _measured("alora", config, train=True, ids=ids)
     absent = _traced("alora", config, train=True, inputs={"input_ids": torch.full((ROWS, COLUMNS), 5)})
     assert absent < traced
+
+
+def test_what_adalora_knows_of_its_parameters_is_counted() -> None:
+    """A loop that calls ``update_and_allocate`` keeps three numbers for each parameter from the first step on."""
+    config = peft.AdaLoraConfig(target_modules=TARGETS, task_type="CAUSAL_LM", total_step=10, tinit=5)
+    adapted: Any = peft.get_peft_model(llama("cpu", torch.bfloat16), config)
+    allocator = adapted.base_model.rankallocator
+
+    def step() -> None:
+        batch = tokens(adapted, ROWS, COLUMNS)
+        loss = adapted(**batch, labels=torch.full((ROWS, COLUMNS), 5), use_cache=False).loss
+        del batch
+        loss.backward()
+        del loss
+        adapted.base_model.update_and_allocate(1)
+        adapted.zero_grad()
+
+    step()
+    kept = [*allocator.ipt.values(), *allocator.exp_avg_ipt.values(), *allocator.exp_avg_unc.values()]
+    workload = Workload.train(ROWS, COLUMNS, optimizer="none", adapter=config)
+    trace = trace_step(llama("meta", torch.bfloat16), workload)
+    assert above_start(trace, "forward", "backward", "optimizer") == peak_above_start(step)
+    forecast = predict_memory(adapted, workload.replace(adapter=None))
+    assert forecast.components["optimizer"] == sum(tensor.nbytes for tensor in kept) > 0
+
+
+def test_what_peft_leaves_on_the_host_is_not_on_the_card() -> None:
+    """BOFT's permutations, which it copies to the card in each forward pass, unless the model is moved afterwards."""
+    config = peft.BOFTConfig(target_modules=TARGETS, task_type="CAUSAL_LM", boft_block_size=4)
+    workload = Workload.train(ROWS, COLUMNS, adapter=config, optimizer="none")
+    moved, attached = (trace_step(llama("meta"), workload, attached_there=there) for there in (False, True))
+    adapted: Any = peft.get_peft_model(llama("cpu"), config)
+    permutations = {name: buffer.nbytes for name, buffer in adapted.named_buffers() if name.endswith("boft_P")}
+    on_card = [{a.op for a in trace.allocations if a.device == 0} for trace in (moved, attached)]
+    assert set(permutations) <= on_card[0]
+    assert not set(permutations) & on_card[1]
+    assert attached.problems == ()
+    whole, less = (
+        predict_memory(llama("meta"), workload, loaded_by=loaded_by).components["weights"]
+        for loaded_by in ("to", "device_map")
+    )
+    assert whole - less == sum(permutations.values())
 
 
 def _traced(name: str, config: Any, *, train: bool, inputs: dict[str, torch.Tensor] | None = None) -> int:

@@ -27,11 +27,15 @@ class TracePlacement:
     """Where every tensor is stored, and where every module runs.
 
     The device map is one of transformers, whose ``""`` is all the rest; None puts everything on device 0. With
-    `offload_buffers`, buffers that are saved are offloaded as parameters are.
+    `offload_buffers`, buffers that are saved are offloaded as parameters are. With `attached_there` the buffers that an
+    adapter leaves on the host are in `left_on_host`, which is None otherwise.
     """
 
-    def __init__(self, device_map: Mapping[str, Device] | None, *, offload_buffers: bool = False) -> None:
+    def __init__(
+        self, device_map: Mapping[str, Device] | None, *, offload_buffers: bool = False, attached_there: bool = False
+    ) -> None:
         self.offload_buffers = offload_buffers
+        self.left_on_host: set[str] | None = set() if attached_there else None
         self.map: dict[str, Device] = dict(device_map) if device_map is not None else {"": 0}
         devices = set(self.map.values())
         running = devices - set(OFFLOADED)

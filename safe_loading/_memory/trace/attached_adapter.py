@@ -32,12 +32,13 @@ _FROM_DATA = ("corda", "loftq")
 
 @contextlib.contextmanager
 def with_adapter(
-    model: torch.nn.Module, adapter: PeftConfig | str | os.PathLike[str] | None
+    model: torch.nn.Module, adapter: PeftConfig | str | os.PathLike[str] | None, left_on_host: set[str] | None = None
 ) -> Iterator[torch.nn.Module]:
     """Yield the model with the adapter attached: a peft config, the folder of an adapter, or None.
 
     While peft builds, the model's tensors are stand-ins on ``meta``, so nothing is allocated or initialized. They are
     its own again when this yields, but their ``requires_grad`` is as peft set it; the caller's snapshot restores that.
+    `left_on_host` receives the names of the buffers that peft leaves on the host when the model is on a device already.
     """
     if adapter is None:
         yield model
@@ -69,6 +70,8 @@ def with_adapter(
     device = torch.device("meta" if on_meta else "cpu")
     with MetaStandIns(model), uninitialized, device, injecting(adapter, model), as_trained(config), limit:
         wrapped = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
+        if left_on_host is not None:
+            left_on_host.update(name for name, buffer in wrapped.named_buffers() if buffer.device.type == "cpu")
     for name in wrapped.peft_config:
         skip_deferred_start(wrapped, name)  # KaSA's SVDs: they run when the adapter is made, not in a step
     # a saved config has inference_mode=True, with which nothing would be trained

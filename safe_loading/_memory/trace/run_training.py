@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -32,6 +34,7 @@ def run_training(
 ) -> None:
     """Run one training step in its steady state, with the optimizer's state already allocated."""
     optimizer, first_update = _make_optimizer(workload, trained.stepped, ledger)
+    importance = _Importance(model, trained.stepped, ledger)
     ledger.make_resident(first_update)
     for parameter in trained.parameters:
         parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # of torch
@@ -68,8 +71,41 @@ def run_training(
         optimizer.step()
         for tensor in tensors_of(list(optimizer.state.values())):  # which outlives this function
             ledger.keep_alive(tensor)
+    for tensor in importance.update():
+        ledger.keep_alive(tensor)
     trained.after_step()
     trained.drop_gradients()
+
+
+class _Importance:
+    """What AdaLoRA knows of its parameters' importance: three numbers for each, from the first step on.
+
+    A loop brings it up to date by ``update_and_allocate`` between the optimizer's step and ``zero_grad``.
+    """
+
+    def __init__(self, model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter], ledger: Ledger) -> None:
+        self._ledger = ledger
+        tuner = getattr(model, "base_model", None)
+        self._adapted: Any = getattr(tuner, "model", None)
+        self._allocator: Any = copy.copy(getattr(tuner, "rankallocator", None))  # the caller's keeps its numbers
+        if self._allocator is not None:
+            self._allocator.reset_ipt()
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            self.update()
+            for parameter in parameters:
+                parameter.grad = None
+
+    def update(self) -> list[torch.Tensor]:
+        """Take the gradients of a step into account, where all parameters have one; return all numbers."""
+        if self._allocator is None or any(p.grad is None for p in self._adapted.parameters() if p.requires_grad):
+            return []
+        self._allocator.update_ipt(self._adapted)
+        known = vars(self._allocator)
+        numbers = tensors_of([known[name] for name in ("ipt", "exp_avg_ipt", "exp_avg_unc")])
+        for tensor in numbers:
+            self._ledger.classify(self._ledger.index_of(tensor), "optimizer")
+        return numbers
 
 
 def _loss_of(output: object) -> torch.Tensor:

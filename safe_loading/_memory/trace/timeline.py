@@ -151,7 +151,8 @@ class _Step:
         state = [_Keyed(i, allocations[i]).event for i in of_optimizer]
         # one that makes its state parameter by parameter, as Adafactor does, works before all of it is there
         self._first_update = [_first_event(update) for update in trace.first_update if update.device == device]
-        self.state = self._first_update or state
+        made_there = {key for key, _ in self._first_update}
+        self.state = [*self._first_update, *(event for event in state if event[0] not in made_there)]
         self.stepping = _start_of_optimizer(self.events, allocations)
         self.returned = _end_of_forward(self.events, allocations)
 

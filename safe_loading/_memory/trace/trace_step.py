@@ -59,6 +59,7 @@ def trace_step(
     offload_buffers: bool = False,
     spread: Spread | None = None,
     rank: int = 0,
+    attached_there: bool = False,
 ) -> StepTrace:
     """Run one step of `model` on fake tensors, and return all the memory that it takes; or raise `TraceError`.
 
@@ -70,15 +71,16 @@ def trace_step(
     puts everything on device 0. Of the inputs, by argument name, shape and dtype are taken; they replace those that
     would be made. `cached_outputs` is what earlier traces of this model remembered of its operations; it grows.
     `offload_buffers` is as for `accelerate.dispatch_model`.
-    With a `spread` the step is that of one of its ranks.
+    With a `spread` the step is that of one of its ranks. `attached_there` is for a model that is on its device when the
+    adapter is attached: what peft leaves on the host then stays there, such as the permutations of BOFT.
     """
     with _ONE_AT_A_TIME:
         ledger, values = Ledger(), KnownValues()
-        where = TracePlacement(placement, offload_buffers=offload_buffers)
+        where = TracePlacement(placement, offload_buffers=offload_buffers, attached_there=attached_there)
         with contextlib.ExitStack() as stack:
             mesh = stack.enter_context(fake_ranks(spread, rank))
             stack.callback(Snapshot(model).restore)
-            running = stack.enter_context(with_adapter(model, workload.adapter))
+            running = stack.enter_context(with_adapter(model, workload.adapter, where.left_on_host))
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             mode = TraceDispatchMode(ledger, values, OperationCache(fake, cached_outputs), multi_device=where.hooked)
             try:
