@@ -116,8 +116,8 @@ def _nothing_quantized(model: torch.nn.Module, method: str) -> Finding:
     derived = {type(m).__name__ for m in model.modules() if isinstance(m, torch.nn.Linear)} - {"Linear"}
     why = f", and those of this model are {', '.join(sorted(derived))}" if derived else ""
     message = (
-        f"{method} quantizes no layer of {name}, which is counted as it stays: transformers replaces layers whose class "
-        f"is Linear itself{why}."
+        f"{method} quantizes no layer of {name}, which is counted as it stays: transformers replaces layers whose "
+        f"class is Linear itself{why}."
     )
     fix = "plan without quantization_config; or take a checkpoint of a method that knows this model."
     return Finding("nothing-quantized", "warning", name, message, fix, _held(model))
