@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["weights_only", "generate", "train"]
 AUTOCAST = ("bfloat16", "float16")
+_NOT_WRITTEN = ("peft_type", "peft_version", "auto_mapping")  # what a config of peft sets itself
 _FLAGS = ("gradient_checkpointing", "labels", "activation_offload", "use_cache")
 
 
@@ -222,8 +223,21 @@ class Workload:
         for name, parameter in inspect.signature(getattr(Workload, self.kind)).parameters.items():
             value = getattr(self, name)
             if value is not parameter.default and value != parameter.default:
-                words.append(f"{name}={value.__name__ if isinstance(value, type) else repr(value)}")
+                words.append(f"{name}={value.__name__ if isinstance(value, type) else _written(value)}")
         return f"Workload.{self.kind}({', '.join(words)})"
+
+
+def _written(value: object) -> str:
+    """Return an argument as it is written: of a config of peft, which has dozens of fields, those that were set."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    words = []
+    for field in dataclasses.fields(value):
+        own = getattr(value, field.name, None)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if own != default and field.name not in _NOT_WRITTEN:
+            words.append(f"{field.name}={sorted(own, key=repr)!r}" if isinstance(own, set) else f"{field.name}={own!r}")
+    return f"{type(value).__name__}({', '.join(words)})"
 
 
 def _checked(workload: Workload) -> Workload:

@@ -89,7 +89,7 @@ def merge_lora_checkpoint(
         base_subfolder: Folder inside the base's repository.
         base_kwargs: More arguments of the base's ``from_pretrained``, such as ``trust_remote_code``, ``num_labels`` or
             ``variant``. ``token``, ``cache_dir`` and ``local_files_only`` are used for the adapters too.
-        dequantize: Whether a quantized base (bitsandbytes in 4 or 8 bits, fp8 with ``weight_scale_inv``, MXFP4) is
+        dequantize: Whether a quantized base (bitsandbytes in 4 or 8 bits, fp8 under scales, MXFP4) is
             written as a plain one, in the dtype of its config, each element rounded once. Otherwise fp8 and MXFP4 keep
             their format: merged weights are rounded to codes again, ``tensor.rounding`` and findings say what that
             loses, and all else is copied byte for byte. Other formats are refused.

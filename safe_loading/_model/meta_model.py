@@ -31,7 +31,16 @@ from .stand_ins import NoInit
 from .tensors import tensor_places
 
 QuantizationConfig = Mapping[str, object] | BitsAndBytesConfig | None
-_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
+# For a config that names no class, whole models first: AutoModelForCausalLM knows configs of images and text, too, and
+# of encoders and decoders, and builds their decoder alone.
+_WITH_ENCODER = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+_AUTO_CLASSES = (
+    "AutoModelForImageTextToText",
+    "AutoModelForMultimodalLM",
+    "AutoModelForCausalLM",
+    *_WITH_ENCODER,
+    "AutoModel",
+)
 
 
 def meta_model(
@@ -55,7 +64,7 @@ def meta_model(
         config_or_id: A folder, a hub id, or a config, which is not changed.
         auto_class: The class to build: an auto class such as ``transformers.AutoModelForCausalLM``, or a model class.
             None takes the first of the config's ``architectures`` that transformers has; if the config names none, the
-            first auto class that knows it.
+            model that reads images or writes text, with its encoder where it has one.
         dtype: The dtype of the weights. ``"auto"`` and None take the config's, else that of the checkpoint's first
             floating-point tensor, else torch's default.
         attn_implementation: As for ``from_pretrained``, for example ``"sdpa"``.
@@ -180,8 +189,9 @@ def _class_to_build(config: PreTrainedConfig, auto_class: object, trust_remote_c
     if named is not None:
         return named
     if not config.architectures:  # a config that was made by hand
-        for name in _AUTO_CLASSES:
-            candidate: ModelClass = getattr(transformers, name)
+        first = _WITH_ENCODER if getattr(config, "is_encoder_decoder", False) else ()
+        for name in (*first, *_AUTO_CLASSES):
+            candidate: Any = getattr(transformers, name, None)  # not every version has each
             if type(config) in getattr(candidate, "_model_mapping", ()):
                 return candidate
     if config.__dict__.get("auto_map"):

@@ -21,6 +21,7 @@ from .quantized.request import AMPERE, HOPPER, QuantizationRequest, TargetCard, 
 from .quantized.stand_ins import bitsandbytes_config, quantize_with_stand_ins
 
 _QUANTIZED_WHILE_LOADING = ("fp8", "mxfp4", "torchao", "hqq")  # bitsandbytes' loading is forecast
+_SMALLER = ("bitsandbytes", "fp8", "mxfp8", "gptq", "auto-round", "awq", "torchao", "hqq")  # than 16 bits
 _OF_LINEAR_LAYERS = ("bitsandbytes", "gptq", "auto-round", "awq", "torchao", "hqq")
 
 
@@ -64,6 +65,7 @@ def quantized_meta_model(
             f"Without quantization: take the checkpoint in 16 bits, whose plan is an upper bound."
         )
     refuse_costly_patterns(request, (path for path, _ in model.named_modules()))
+    before = _held(model)
     try:
         findings = attention + build(model, request, card or TargetCard())
     except SafeLoadingError:
@@ -73,7 +75,10 @@ def quantized_meta_model(
             f"quantization_config ({request.method}) does not suit {type(model).__name__}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if request.method in _OF_LINEAR_LAYERS:
+    dequantized = any(finding.code == "dequantized" for finding in findings)
+    if request.method in _SMALLER and not dequantized and _held(model) == before:
+        findings.append(_nothing_quantized(model, request.method))
+    elif request.method in _OF_LINEAR_LAYERS:
         findings += _of_experts(model, request.method)
     if not request.pre_quantized and request.method in _QUANTIZED_WHILE_LOADING:
         findings.append(_of_loading(request.method))
@@ -99,6 +104,23 @@ def _of_text_model(config: PreTrainedConfig) -> object:
         return None
     found: object = vars(text).pop("quantization_config", None)
     return found
+
+
+def _held(model: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _nothing_quantized(model: torch.nn.Module, method: str) -> Finding:
+    """Say that a model stays as large as it was, as transformers leaves it, and because of which layers."""
+    name = type(model).__name__
+    derived = {type(m).__name__ for m in model.modules() if isinstance(m, torch.nn.Linear)} - {"Linear"}
+    why = f", and those of this model are {', '.join(sorted(derived))}" if derived else ""
+    message = (
+        f"{method} quantizes no layer of {name}, which is counted as it stays: transformers replaces layers whose "
+        f"class is Linear itself{why}."
+    )
+    fix = "plan without quantization_config; or take a checkpoint of a method that knows this model."
+    return Finding("nothing-quantized", "warning", name, message, fix, _held(model))
 
 
 def _of_experts(model: torch.nn.Module, method: str) -> list[Finding]:

@@ -9,6 +9,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+from peft import LoraConfig
 
 from safe_loading import ArgumentError, Workload
 from safe_loading._core.workload import OPTIMIZERS
@@ -111,3 +112,13 @@ def test_moments_of_8_bits_carry_a_statistic_for_each_block() -> None:
 def test_it_needs_no_torch() -> None:
     script = "import sys, safe_loading; safe_loading.Workload.train(1, 8); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+def test_a_config_of_peft_is_written_as_it_was_made() -> None:
+    config = LoraConfig(r=16, target_modules=["v_proj", "q_proj"], modules_to_save=["lm_head"])
+    written = repr(Workload.train(1, 8, adapter=config))
+    assert written.startswith("Workload.train(batch_size=1, sequence_length=8, adapter=LoraConfig(")
+    assert len(written) < 200
+    made = eval(written, {"Workload": Workload, "LoraConfig": LoraConfig})  # of this test's own making
+    assert made == Workload.train(1, 8, adapter=config)
+    assert repr(made) == written

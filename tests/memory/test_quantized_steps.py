@@ -13,6 +13,7 @@ from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    FalconConfig,
     GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -157,6 +158,24 @@ def test_experts_that_a_method_leaves_alone_are_a_finding(name: str) -> None:
     in_fp8 = plan_device_map(MOE, {0: "1GB"}, quantization_config=FP8)
     assert plan.devices[0].weights - in_fp8.devices[0].weights > finding.bytes // 4
     assert "experts-not-quantized" not in [finding.code for finding in in_fp8.findings]
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", "fp8"])
+def test_a_method_that_quantizes_nothing_is_a_finding(name: str) -> None:
+    """transformers passes over Falcon's own class of linear layers, and so does the count."""
+    falcon = FalconConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=640)
+    plan = plan_device_map(falcon, {0: "1GB"}, quantization_config=METHODS[name][1], capability=(9, 0))
+    (finding,) = [finding for finding in plan.findings if finding.code == "nothing-quantized"]
+    plain = sum(parameter.nbytes for parameter in meta_model(falcon).parameters())
+    assert finding.bytes == plan.devices[0].weights == plain
+    assert "FalconLinear" in finding.message
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_that_quantizes_is_no_such_finding(name: str) -> None:
+    config, quantization = METHODS[name]
+    plan = plan_device_map(config, {0: "1GB"}, quantization_config=quantization, capability=(9, 0), verify=False)
+    assert "nothing-quantized" not in [finding.code for finding in plan.findings]
 
 
 def test_the_card_decides_and_not_the_machine_that_plans() -> None:

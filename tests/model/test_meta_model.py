@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ll
 
 from safe_loading import ArgumentError, CheckpointNotFound, meta_model
 from safe_loading._loading.base_model import base_on_meta
-from safe_loading._model.meta_model import build_on_meta, class_in_config
+from safe_loading._model.meta_model import _class_to_build, build_on_meta, class_in_config
 
 EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
 
@@ -194,3 +194,29 @@ def test_trusted_code_is_that_of_the_revision(tmp_path: Path) -> None:
         done = subprocess.run(command, env={**os.environ, **online}, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["v1", "org/own"], done.stderr
     assert not [request for request in hub.requests if "/resolve/main/" in request]
+
+
+@pytest.mark.parametrize(
+    ("config", "built"),
+    [
+        (transformers.BartConfig, "BartForConditionalGeneration"),
+        (transformers.MarianConfig, "MarianMTModel"),
+        (transformers.WhisperConfig, "WhisperForConditionalGeneration"),
+        (transformers.Llama4Config, "Llama4ForConditionalGeneration"),
+        (transformers.MllamaConfig, "MllamaForConditionalGeneration"),
+        (transformers.Llama4TextConfig, "Llama4ForCausalLM"),
+        (transformers.GPT2Config, "GPT2LMHeadModel"),
+        (transformers.BertConfig, "BertLMHeadModel"),
+        (transformers.ViTConfig, "ViTModel"),
+    ],
+)
+def test_a_config_that_names_no_class_is_built_whole(config: type, built: str) -> None:
+    """AutoModelForCausalLM knows many of these, too, and builds a decoder without its encoder."""
+    made = config()
+    auto_class: Any = _class_to_build(made, None, trust_remote_code=False)
+    assert auto_class._model_mapping[config].__name__ == built
+
+
+def test_a_decoder_alone_is_built_where_the_config_says_so() -> None:
+    config = transformers.BartConfig(is_encoder_decoder=False, is_decoder=True)
+    assert _class_to_build(config, None, trust_remote_code=False) is transformers.AutoModelForCausalLM

@@ -37,7 +37,10 @@ MERGE_BEFORE_QUANTIZED = (
     "Merge into the base that it was made from, whose weights are not quantized: merge_lora_checkpoint(that_base, "
     "adapter, output); then quantize the output as before."
 )
-READ_FROM_DISK = ("bitsandbytes", "fp8", "mxfp8", "mxfp4")  # transformers' names of the methods
+# transformers' names of the methods
+READ_FROM_DISK = ("bitsandbytes", "fp8", "mxfp8", "mxfp4", "fbgemm_fp8", "compressed-tensors")
+_ROW_SCALES = ("fbgemm_fp8", "compressed-tensors")  # whose fp8 has a scale for each row, or one for all
+_OF_INPUTS = ("input_scale", "input_scale_ub")  # what they save beside it, of use to fp8 kernels alone
 _ROADS = {
     **dict.fromkeys(
         ("bitsandbytes", "fp8", "mxfp8", "torchao"),
@@ -142,14 +145,16 @@ def read_as_plain(checkpoint: Checkpoint, config: JsonObject) -> PlainCheckpoint
     descriptions = {info.name for weight in quantized.values() for _, info in weight.scales.values()}
     suffixes = (".weight_format", f"{_STATE}nf4", f"{_STATE}fp4")
     descriptions |= {name for name in checkpoint.tensors if name.endswith(suffixes)}
+    in_fp8 = {name.removesuffix("weight") for name, weight in quantized.items() if weight.kind == "fp8"}
+    descriptions |= {f"{layer}{name}" for layer in in_fp8 for name in _OF_INPUTS}
     weights = {name: info for name, info in checkpoint.tensors.items() if name not in descriptions}
     unknown = [n for n, info in weights.items() if n not in found and info.dtype not in FLOATS]
     if unknown or not quantized:
         method = config.get("quantization_config", {}).get("quant_method")
+        road = _ROADS.get(method, MERGE_BEFORE_QUANTIZED)
         raise MergeError(
             f"{checkpoint.folder} is quantized ({method}) in a way that is not read here; known are bitsandbytes in 4 "
-            f"and 8 bits, fp8 with weight_scale_inv, and MXFP4. {_ROADS.get(method, MERGE_BEFORE_QUANTIZED)} "
-            "Not known:",
+            f"and 8 bits, fp8 with weight_scale_inv or scales of rows, and MXFP4. {road} Not known:",
             unknown[:8],
         )
     plain = {name: info for name, info in weights.items() if name not in found}
@@ -175,18 +180,13 @@ def _quantized(name: str, checkpoint: Checkpoint, config: JsonObject) -> Quantiz
         return {role: (checkpoint.file_of[info.name], info) for role, info in named.items() if info is not None}
 
     scales = tensors.get(f"{name}_scale_inv")
-    if info.dtype in ("F8_E4M3", "F8_E5M2") and scales is not None and len(info.shape) == 2:
-        rows, columns = info.shape
+    if info.dtype in ("F8_E4M3", "F8_E5M2") and len(info.shape) == 2:
         settings = config.get("quantization_config", {})
-        block = tuple(settings.get("weight_block_size") or (rows, columns))
-        grid = (1, 1) if math.prod(scales.shape) == 1 else tuple(scales.shape)
-        if grid != (-(-rows // block[0]), -(-columns // block[1])):
-            raise MergeError(
-                f"{name}_scale_inv has the shape {list(scales.shape)}, which does not fit the shape "
-                f"{list(info.shape)} of its weight and the weight_block_size {list(block)} of the config."
-            )
-        facts = {"block": block, "powers_of_two": scales.dtype == "U8" or settings.get("scale_fmt") == "ue8m0"}
-        return QuantizedTensor("fp8", info, (rows, columns), with_files({"scales": scales}), facts)
+        facts = None if scales is None else _blocks(info, scales, settings)
+        if scales is None and (scales := tensors.get(f"{name}_scale")) is not None:
+            facts = _rows(info, scales, settings)
+        if facts is not None:
+            return QuantizedTensor("fp8", info, info.shape, with_files({"scales": scales}), facts)
     row_scales = tensors.get(f"{name.removesuffix('weight')}SCB")
     if info.dtype == "I8" and row_scales is not None and len(info.shape) == 2:
         return QuantizedTensor("8 bits", info, (info.shape[0], info.shape[1]), with_files({"SCB": row_scales}), {})
@@ -206,6 +206,32 @@ def _quantized(name: str, checkpoint: Checkpoint, config: JsonObject) -> Quantiz
         tables = with_files({role: tensors.get(f"{name}.{role}") for role in roles})
         return QuantizedTensor("4 bits", info, (facts["shape"][0], facts["shape"][1]), tables, facts)
     return None
+
+
+def _blocks(info: TensorInfo, scales: TensorInfo, settings: JsonObject) -> JsonObject:
+    """Return the block of each scale of a weight in fp8, and whether the scales are powers of two."""
+    rows, columns = info.shape
+    block = tuple(settings.get("weight_block_size") or (rows, columns))
+    grid = (1, 1) if math.prod(scales.shape) == 1 else tuple(scales.shape)
+    if grid != (-(-rows // block[0]), -(-columns // block[1])):
+        raise MergeError(
+            f"{scales.name} has the shape {list(scales.shape)}, which does not fit the shape {list(info.shape)} of its "
+            f"weight and the weight_block_size {list(block)} of the config."
+        )
+    return {"block": block, "powers_of_two": scales.dtype == "U8" or settings.get("scale_fmt") == "ue8m0"}
+
+
+def _rows(info: TensorInfo, scales: TensorInfo, settings: JsonObject) -> JsonObject | None:
+    """Return the same for the fp8 of fbgemm and of compressed-tensors, with a scale for each row or one for all.
+
+    None where they are other scales, and where compressed-tensors rotated the weight before it was quantized.
+    """
+    if settings.get("quant_method") not in _ROW_SCALES or settings.get("transform_config"):
+        return None
+    rows, columns = info.shape
+    blocks = {(rows, 1): (1, columns), (1,): (rows, columns), (): (rows, columns)}
+    block = blocks.get(tuple(scales.shape))
+    return None if block is None else {"block": block, "powers_of_two": False}
 
 
 def _plain_dtype(config: JsonObject) -> str:
