@@ -147,12 +147,11 @@ class _Step:
         ]
         self.loaded = [_Keyed(i, allocations[i]) for i in resident if allocations[i].component != "optimizer"]
         # torch's optimizers make their state in their first step, what each step replaces like the step itself
-        of_optimizer = [i for i in resident if allocations[i].component == "optimizer" and i not in self._replaced]
-        state = [_Keyed(i, allocations[i]).event for i in of_optimizer]
+        of_optimizer = {i: _Keyed(i, allocations[i]).event for i in resident if allocations[i].component == "optimizer"}
         # one that makes its state parameter by parameter, as Adafactor does, works before all of it is there
         self._first_update = [_first_event(update) for update in trace.first_update if update.device == device]
-        made_there = {key for key, _ in self._first_update}
-        self.state = [*self._first_update, *(event for event in state if event[0] not in made_there)]
+        not_there_yet = {key for key, _ in self._first_update} if self._first_update else {*self._replaced}
+        self.state = [*self._first_update, *(e for i, e in of_optimizer.items() if i not in not_there_yet)]
         self.stepping = _start_of_optimizer(self.events, allocations)
         self.returned = _end_of_forward(self.events, allocations)
 
