@@ -135,7 +135,8 @@ class Spread:
             reduce_dtype: The same for the reduction of gradients, ``"float32"`` for example.
             reshard_after_forward: True for ``FULL_SHARD``, False for ``SHARD_GRAD_OP``.
             shard: False for ``NO_SHARD``: each rank holds everything, and gradients are averaged as with DDP.
-            cpu_offload: True for ``CPUOffload(offload_params=True)``. The host's memory is not in the forecast.
+            cpu_offload: True for ``CPUOffload(offload_params=True)``, without mixed precision. The host's memory is not
+                in the forecast.
             sync_each_batch: False for gradient accumulation under ``no_sync()``: until the last micro-batch the
                 gradients stay whole on each rank.
 
@@ -153,6 +154,11 @@ class Spread:
             raise ArgumentError(
                 "shard=False with cpu_offload=True is not forecast: FSDP1 leaves whole parameters on the card between "
                 "steps, which its hooks do not show."
+            )
+        if cpu_offload and (param_dtype is not None or reduce_dtype is not None):
+            raise ArgumentError(
+                "cpu_offload=True with mixed precision is not forecast for FSDP1: ranks took the shard of a unit in 16 "
+                "bits more than its hooks show. Spread.fsdp2(cpu_offload=True) can be forecast with both."
             )
         if cpu_offload and not sync_each_batch:
             raise ArgumentError("FSDP1 cannot accumulate gradients under no_sync() with cpu_offload=True.")

@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
 WORKSPACES = 64 << 20  # of cuBLAS on an H100, for two threads
 SCRIPT = """
     import torch.distributed as dist
-    from torch.distributed.fsdp import CPUOffload, MixedPrecision
+    from torch.distributed.fsdp import CPUOffload
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from safe_loading._sharding import fsdp1
@@ -37,9 +37,8 @@ SCRIPT = """
         model = LlamaForCausalLM(LlamaConfig(**SIZES)).train()
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     mesh = dist.init_device_mesh("cuda", (2,), mesh_dim_names=("shard",))
-    precision = MixedPrecision(param_dtype=torch.bfloat16) if MIXED else None
     wrapped = fsdp1.wrap(
-        model, plan_units(model, flat=True), mesh, device, precision, CPUOffload(offload_params=True), (), True
+        model, plan_units(model, flat=True), mesh, device, None, CPUOffload(offload_params=True), (), RESHARD
     )
     optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.numel()])
     for _ in range(3):
@@ -59,13 +58,13 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_offloaded_shards_take_what_real_ranks_take(simulated_cuda: CudaRunner, *, mixed: bool) -> None:
-    script = SCRIPT.replace("SIZES", repr(SIZES)).replace("MIXED", repr(mixed))
+@pytest.mark.parametrize("reshard", [True, False])
+def test_offloaded_shards_take_what_real_ranks_take(simulated_cuda: CudaRunner, *, reshard: bool) -> None:
+    script = SCRIPT.replace("SIZES", repr(SIZES)).replace("RESHARD", repr(reshard))
     found = simulated_cuda.run_ranks(script, 2, env={"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "65536"})
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    spread = Spread.fsdp1(2, cpu_offload=True, param_dtype="bfloat16" if mixed else None)
+    spread = Spread.fsdp1(2, cpu_offload=True, reshard_after_forward=reshard)
     expected = predict_memory(model, Workload.train(2, 128), spread=spread, capability=(9, 0)).ranks
     for rank, facts in enumerate(found):
         assert facts["asked"] - WORKSPACES == pytest.approx(expected[rank], abs=1024)

@@ -86,6 +86,7 @@ def test_buckets_are_counted_whatever_the_model() -> None:
     assert one.allocated_peak_bytes - small.allocated_peak_bytes > 900_000_000
 
 
+@pytest.mark.slow
 def test_stage_1_keeps_whole_gradients_until_the_last_micro_batch() -> None:
     first, second = (forecast({"stage": stage, **SMALL}, steps=2, tokens=128, rows=2) for stage in (1, 2))
     weights = sum(parameter.nbytes for parameter in on_meta().parameters())

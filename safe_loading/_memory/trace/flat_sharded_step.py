@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -152,5 +153,5 @@ def _pinned(tensor: FakeTensor) -> FakeTensor:
     return tensor
 
 
-_PLAIN_DATA = torch.Tensor.data
+_PLAIN_DATA: Any = torch.Tensor.data  # a descriptor, which torch's stubs take for what it returns
 _DATA = property(_PLAIN_DATA.__get__, _set_data)
