@@ -6,7 +6,8 @@ One thing is not published: how long the longest batch was. The row of LoRA with
 nothing is fitted to any other row. The step is that of PEFT's script (``run.py`` beside the results): the model's cache
 is on, the loop holds the output through the backward pass, batches come sorted by length in buckets of 20 with the
 longest first, and every 10 steps the cache of the allocator is emptied, so that the longest of a bucket finds it empty.
-Give the folder of results: ``python benchmarks/published_memory.py RESULTS``.
+Give the folder of results: ``python benchmarks/published_memory.py RESULTS``. AdaLoRA and OSF compute otherwise since
+the rows were recorded: for these two put the ``src`` of PEFT's commit d787f51 on ``PYTHONPATH``.
 Peers are asked where they are installed: ``pip install fitcheck-llm==0.3.1 torch-kitsune==0.7.0``.
 """
 
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from _common import MIB, headline, options, table, write_json
-from peft import PeftConfig
+from peft import PeftConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -64,16 +65,24 @@ def adapter(saved: dict[str, Any] | None) -> PeftConfig | None:
     return made
 
 
-def forecast(saved: dict[str, Any] | None) -> float:
-    """Return the MiB that are reserved for the longest batch, in which some rows are padded."""
+def forecast(saved: dict[str, Any] | None, *, in_float32: bool = True) -> float:
+    """Return the MiB that are reserved for the longest batch, in which some rows are padded.
+
+    PEFT's script casts an adapter to float32, or tells peft to leave it in the dtype of the model, as for OSF.
+    """
     ids = torch.full((ROWS, LENGTH), 5)
     mask = torch.ones_like(ids)
     mask[1:, -LENGTH // 16 :] = 0
-    step = Workload.train(ROWS, LENGTH, optimizer="adamw_foreach", adapter=adapter(saved), use_cache=True)
+    attached = adapter(saved)
+    step = Workload.train(ROWS, LENGTH, optimizer="adamw_foreach", adapter=attached, use_cache=True)
+    model: Any = config()
+    if attached is not None and not in_float32:
+        model = get_peft_model(on_meta(), attached, autocast_adapter_dtype=False)
+        step = step.replace(adapter=None)
     found = predict_memory(
-        config(),
+        model,
         step,
-        dtype=torch.bfloat16,
+        dtype=None if isinstance(model, torch.nn.Module) else torch.bfloat16,
         capability=L40S,
         keep_outputs=True,  # of the batch before it is short: the shortest of its bucket
         empties_cache=True,
@@ -81,6 +90,13 @@ def forecast(saved: dict[str, Any] | None) -> float:
         inputs={"input_ids": ids, "attention_mask": mask, "labels": ids.clone()},
     )
     return found.reserved_peak_bytes / MIB
+
+
+def on_meta() -> Any:
+    """Return the model without memory, in bfloat16."""
+    make: Any = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        return make(config(), dtype=torch.bfloat16)
 
 
 def fitcheck(saved: dict[str, Any] | None) -> float | None:
@@ -104,9 +120,7 @@ def kitsune(saved: dict[str, Any] | None) -> float | None:
         from kitsune.predict import estimator, lora_estimator  # type: ignore[import-not-found]  # the same
     except ImportError:
         return None
-    with torch.device("meta"):
-        make: Any = AutoModelForCausalLM.from_config
-        model = make(config(), dtype=torch.bfloat16)
+    model = on_meta()
     how: dict[str, Any] = {"batch_size": ROWS, "dtype": torch.bfloat16}
     if saved is None:
         return float(estimator.predict_memory(model, (LENGTH,), optimizer="adamw", **how).total_bytes / MIB)
@@ -124,7 +138,8 @@ def compare(file: Path) -> dict[str, Any]:
     measured = result["train_info"]["accelerator_memory_max"] / MIB
     row: dict[str, Any] = {"row": file.stem.replace("--llama-3.2-3B-", " "), "measured": measured}
     try:
-        row["ours"] = 100 * (forecast(saved) / measured - 1)
+        cast = result["run_info"]["train_config"]["autocast_adapter_dtype"]
+        row["ours"] = 100 * (forecast(saved, in_float32=cast) / measured - 1)
     except (SafeLoadingError, ImportError) as error:
         row["why not"] = str(error).splitlines()[0]
     # formulas know LoRA and nothing else

@@ -153,9 +153,7 @@ def test_the_peak_of_a_variant_of_lora_is_that_of_the_allocator(name: str) -> No
 def test_the_peak_of_alora_is_that_of_texts_that_turn_it_on(at: int) -> None:
     """Its layers compute from the invocation on: in a forecast the whole text, or as in the inputs that are passed."""
     invocation = [6, 7]
-    config = peft.LoraConfig(
-        r=4, target_modules=TARGETS, task_type="CAUSAL_LM", alora_invocation_tokens=invocation
-    )
+    config = peft.LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM", alora_invocation_tokens=invocation)
     ids = torch.full((ROWS, COLUMNS), 5)
     ids[:, at : at + 2] = torch.tensor(invocation)
     inputs = None if at == 0 else {"input_ids": ids}

@@ -52,3 +52,26 @@ def test_allocated_bytes_are_those_of_torch(simulated_cuda: CudaRunner, card: st
     assert len(pairs) >= 3
     for name, (predicted, real) in pairs.items():
         assert predicted == real, name
+
+
+LEFT_ON_THE_HOST = """
+    import peft.tuners.boft.layer
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    peft.tuners.boft.layer.get_fbd_cuda = lambda: None  # which compiles an extension
+
+    def permutations():
+        sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, vocab_size=101)
+        model = LlamaForCausalLM(LlamaConfig(**sizes)).cuda()
+        config = peft.BOFTConfig(target_modules=["q_proj", "v_proj"], boft_block_size=4)
+        adapted = peft.get_peft_model(model, config)
+        attached = [b.device.type for name, b in adapted.named_buffers() if name.endswith("boft_P")]
+        return attached, [b.device.type for name, b in adapted.cuda().named_buffers() if name.endswith("boft_P")]
+
+    case(permutations, "permutations")
+"""
+
+
+def test_what_peft_leaves_on_the_host(cuda: CudaRunner) -> None:
+    """BOFT's permutations, unless the model is moved again: so forecasts with ``loaded_by="device_map"`` count them."""
+    assert cuda.run(LEFT_ON_THE_HOST)["permutations"] == [["cpu", "cpu"], ["cuda", "cuda"]]
