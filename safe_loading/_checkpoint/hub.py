@@ -167,7 +167,7 @@ def _resolve_on_hub(
         chosen = choose(inside, fetch)
         _download_missing(repo, [prefix + name for name in chosen], commit, hub)
         paths = [fetch(name) for name in chosen]
-    except (HFValidationError, _http_error(), LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+    except (HFValidationError, http_error(), LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
         # Most likely a misspelt path that looks like a hub id, so the message says first that it is not a folder.
         raise CheckpointNotFound(
             f"{repo!r} (revision {revision or 'main'}) is not a folder here, and could not be fetched from the hub: "
@@ -182,7 +182,7 @@ def _resolve_on_hub(
     return Resolved(repo, paths[0].parent, commit)
 
 
-def _http_error() -> type[Exception]:
+def http_error() -> type[Exception]:
     """Return the base class of the HTTP client's errors: no connection, no answer in time, or an error status.
 
     The client is httpx or httpx2, depending on the version of huggingface_hub, which does not export the class.

@@ -90,14 +90,15 @@ def _adapter_and_weight(word: str) -> tuple[str, float]:
 def _then_uploaded(texts: Iterable[str], folder: str, arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the report first: an upload may fail, and the output is on the disk already."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+
+    from safe_loading._checkpoint.hub import http_error
 
     yield from texts
     hub, repo = HfApi(), arguments.push_to_hub
     try:
         hub.create_repo(repo, private=arguments.private or None, exist_ok=True)
         commit = hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload the merged model")
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except (http_error(), OSError, ValueError) as error:
         raise OutputError(
             f"{folder!r} is whole, but its upload to {repo!r} failed: {error}. To try again: hf upload {repo} {folder}"
         ) from error

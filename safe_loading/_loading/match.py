@@ -133,7 +133,7 @@ def _match_base_weights(
     for key, value in without_slot.items():
         tensor = tensors.get(key)
         if tensor is None:
-            match.findings.append(_unexpected(file, key, modules, model))
+            match.findings.append(_unexpected(file, key, modules, model, name))
             continue
         if name in key.split(".")[-2:]:
             if not _same_values(tensor, value):
@@ -196,10 +196,17 @@ def _undeclared(file: str, key: str, value: torch.Tensor) -> Finding:
     return fault("modules-to-save-undeclared", f"{file}: {key}", message, fix, value.nbytes)
 
 
-def _unexpected(file: str, key: str, modules: set[str], model: PeftModel) -> Finding:
+def _unexpected(file: str, key: str, modules: set[str], model: PeftModel, adapter: str) -> Finding:
     path = key.split(".lora_")[0] if ".lora_" in key else key.rpartition(".")[0]
     name = without_peft_prefix(path)
     if path in modules and path != PEFT_PREFIX.rstrip("."):
+        # peft looks for the ties of the base by names that the wrappers of the adapters before it have changed.
+        if getattr(model.peft_config[adapter], "ensure_weight_tying", False) and len(model.peft_config) > 1:
+            message = (
+                f"ensure_weight_tying ties {name!r} for the first adapter of a model alone, and this is a later one"
+            )
+            fix = "load it onto a base of its own (load_peft_on_rank)"
+            return fault("target-not-covered", f"{file}: {key}", message, fix)
         message = (
             f"the base has {name!r}, but target_modules in the adapter's config does not select it, so the tensor has "
             f"nowhere to go"

@@ -25,6 +25,7 @@ from safe_loading import (
     merge_lora_checkpoint,
 )
 from safe_loading import __main__ as command_line
+from safe_loading._checkpoint.hub import http_error
 from safe_loading._commands import merge as command
 
 
@@ -271,11 +272,12 @@ def test_the_output_is_uploaded_when_it_is_whole(
     assert command_line.main(words) == 0
     assert hub.calls == [("me/merged", True), ("me/merged", str(tmp_path / "out"))]
     assert capsys.readouterr().out.endswith("uploaded: https://hub/commit\n")
-    hub.error = OSError("no route")
-    assert command_line.main([*words, "--overwrite"]) == 1
-    said = capsys.readouterr()
-    assert "merged" in said.out  # the report comes first
-    assert "is whole, but its upload to 'me/merged' failed: no route" in said.err
+    for error in (OSError("no route"), http_error()("no route")):  # no network is the latter, of the HTTP client
+        hub.error = error
+        assert command_line.main([*words, "--overwrite"]) == 1
+        said = capsys.readouterr()
+        assert "merged" in said.out  # the report comes first
+        assert "is whole, but its upload to 'me/merged' failed: no route" in said.err
 
 
 def test_ctrl_c_is_one_line_that_says_what_is_kept(
