@@ -41,7 +41,7 @@ unsupported: set[str] = set()
 _runtime = ctypes.CDLL("libcudart.so.13")
 _runtime.sim_wait_for_stream_of.argtypes = (ctypes.c_int, ctypes.c_void_p)
 _runtime.sim_answer.argtypes = (ctypes.c_uint64,)
-_aten = torch.library.Library("aten", "IMPL")  # as long as the process lives
+_aten = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's
 
 
 def twin(value: Any) -> Any:
@@ -180,7 +180,7 @@ def _count_nonzeros(library: torch.library.Library) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that a kernel is replaced
-        library.impl("nonzero", nonzero, "CUDA", with_keyset=True)
+        library.impl("nonzero", nonzero, "CUDA", with_keyset=True)  # type: ignore[no-untyped-call]  # torch's
 
 
 def install() -> None:
