@@ -191,6 +191,23 @@ def test_values(simulated_cuda: CudaRunner) -> None:
     assert facts["four_bits"][:2] == [True, "cuda:1"]
 
 
+MASKED = """
+    rows = torch.randn(64, 256, device="cuda:0", requires_grad=True)  # more bytes than the limit
+    mask = torch.zeros(64, 1, dtype=torch.bool, device="cuda:0")
+    mask[3:7] = True
+    filling = torch.randn(4, 256, device="cuda:0", requires_grad=True)
+    filled = rows.masked_scatter(mask, filling)
+    filled.sum().backward()  # selects by the mask, in a thread of autograd's
+    report(grads=[list(filling.grad.shape), list(rows.grad.shape)], selected=rows[mask[:, 0]].shape[0])
+"""
+
+
+def test_with_a_limit_masks_still_select_what_they_say(simulated_cuda: CudaRunner) -> None:
+    facts = simulated_cuda.run(MASKED, env={"SIMCUDA_VALUES": "1024"})
+    assert facts["grads"] == [[4, 256], [64, 256]]
+    assert facts["selected"] == 4
+
+
 SHARED = """
     import signal, subprocess, time
     def used():

@@ -88,13 +88,16 @@ def test_the_smallest_block_that_fits_is_taken_and_neighbors_are_merged() -> Non
     assert allocator.reserved == 52 * MiB
 
 
-def test_among_blocks_of_one_size_the_newest_segment_is_taken_first() -> None:
-    allocator = CachingAllocator()
+@pytest.mark.parametrize("oldest_first", [True, False])
+def test_among_blocks_of_one_size_that_of_the_oldest_segment_is_taken_or_before_torch_2_13_of_the_newest(
+    oldest_first: bool,
+) -> None:
+    allocator = CachingAllocator(oldest_first=oldest_first)
     first, second = allocator.malloc(30 * MiB), allocator.malloc(30 * MiB)
     assert second < first
-    allocator.free(first)
     allocator.free(second)
-    assert allocator.malloc(30 * MiB) == second
+    allocator.free(first)
+    assert allocator.malloc(30 * MiB) == (first if oldest_first else second)
 
 
 def test_small_and_large_requests_never_share_a_segment() -> None:

@@ -39,6 +39,8 @@ SCRIPT = """
         case(lambda: compare(Row("t5", "full", "A100", "to", checkpointing=True)), "trained bias of attention")
         case(lambda: compare(Row("llama", "lora", "A100", "to", dtype="float32")), "float32")
         case(lambda: compare(Row("mixtral", "lora", "A100", "made")), "mixture")
+        case(lambda: compare(Row("mixtral", "full", "A100", "made", optimizer="adafactor")), "first update")
+        case(lambda: compare(Row("llava", "full", "A100", "made", optimizer="adamw_foreach")), "images")
 """
 
 

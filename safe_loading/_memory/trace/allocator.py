@@ -1,9 +1,10 @@
 """The CUDA caching allocator, simulated: what its counters would show for a list of allocations. Imports no torch.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, unchanged from torch 2.1 to 2.13 on one stream, with the
-default settings and with ``expandable_segments:True``. Its statistics count blocks, not requests: a request is rounded
-up to a multiple of 512 B, and a large block is only split if more than 1 MiB would be left over, so an unsplit
-remainder counts as allocated too.
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` from torch 2.1 to 2.13 on one stream, with the default
+settings and with ``expandable_segments:True``. One has changed: of free blocks of one size torch 2.13 takes that of
+the oldest segment, and earlier releases took that with the lowest address. Statistics count blocks, not requests: a
+request is rounded up to a multiple of 512 B, and a large block is only split if more than 1 MiB would be left over, so
+an unsplit remainder counts as allocated too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from safe_loading._core.engines import is_older
 
 MIN_BLOCK_SIZE = 512  # kMinBlockSize: every request is rounded up to a multiple of it
 SMALL_SIZE = 1048576  # kSmallSize: the largest request that is served from the pool of small blocks
@@ -46,6 +49,7 @@ class _Block:
     address: int
     size: int
     pool: _Pool
+    segment: int = 0  # counted from the oldest on, where torch looks at it
     allocated: bool = False
     mapped: bool = True
     before: _Block | None = None
@@ -56,24 +60,28 @@ class _Block:
 class _Pool:
     """The free blocks of one kind, and the unmapped address space that expandable segments may grow into.
 
-    Free blocks are sorted by size and then by address, as ``BlockComparatorSize`` sorts them.
+    Free blocks are sorted by size, then by segment and address (``BlockComparatorSizeCounterAddress``).
     """
 
     small: bool
-    free: list[tuple[int, int, _Block]] = field(default_factory=list)
+    free: list[tuple[int, int, int, _Block]] = field(default_factory=list)
     unmapped: list[tuple[int, _Block]] = field(default_factory=list)
 
     def add(self, block: _Block) -> None:
         if block.mapped:
-            bisect.insort(self.free, (block.size, block.address, block), key=lambda entry: entry[:2])
+            bisect.insort(self.free, (*_order(block), block), key=lambda entry: entry[:3])
         else:
             bisect.insort(self.unmapped, (block.address, block), key=lambda entry: entry[0])
 
     def remove(self, block: _Block) -> None:
         if block.mapped:
-            del self.free[bisect.bisect_left(self.free, (block.size, block.address), key=lambda entry: entry[:2])]
+            del self.free[bisect.bisect_left(self.free, _order(block), key=lambda entry: entry[:3])]
         else:
             del self.unmapped[bisect.bisect_left(self.unmapped, block.address, key=lambda entry: entry[0])]
+
+
+def _order(block: _Block) -> tuple[int, int, int]:
+    return block.size, block.segment, block.address
 
 
 def round_size(size: int) -> int:
@@ -90,14 +98,21 @@ def segment_size(size: int) -> int:
     return -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
-def replay(events: Iterable[tuple[int, int]], *, limit: int | None = None, expandable_segments: bool = False) -> Replay:
+def replay(
+    events: Iterable[tuple[int, int]],
+    *,
+    limit: int | None = None,
+    expandable_segments: bool = False,
+    oldest_first: bool | None = None,
+) -> Replay:
     """Return what the allocator's counters would show after `events`.
 
     In the events ``(key, size)`` allocates `size` bytes under a key of the caller's choice (a size of 0 nothing, as in
     torch), ``(key, -1)`` frees them, and `EMPTY_CACHE` returns free segments to the driver. The limit is the most bytes
-    that may be reserved, such as the card's memory less its context.
+    that may be reserved, such as the card's memory less its context. `oldest_first` is the rule of torch 2.13, and None
+    that of the torch that is installed.
     """
-    allocator = CachingAllocator(limit=limit, expandable_segments=expandable_segments)
+    allocator = CachingAllocator(limit=limit, expandable_segments=expandable_segments, oldest_first=oldest_first)
     addresses: dict[int, int] = {}
     failed_at = None
     for index, (key, size) in enumerate(events):
@@ -119,13 +134,17 @@ def replay(events: Iterable[tuple[int, int]], *, limit: int | None = None, expan
 class CachingAllocator:
     """The allocator of one device and one stream, which reserves at most `limit` bytes."""
 
-    def __init__(self, *, limit: int | None = None, expandable_segments: bool = False) -> None:
+    def __init__(
+        self, *, limit: int | None = None, expandable_segments: bool = False, oldest_first: bool | None = None
+    ) -> None:
         self.allocated = self.allocated_peak = self.reserved = self.reserved_peak = self.retries = 0
         self._limit = limit
         self._expandable = expandable_segments
         self._pools = _Pool(small=True), _Pool(small=False)
         self._live: dict[int, _Block] = {}
         self._lowest = TOP_ADDRESS
+        self._oldest_first = not is_older("torch", "2.13") if oldest_first is None else oldest_first
+        self._segments = 0
 
     def malloc(self, request: int) -> int:
         """Allocate a block for `request` bytes and return its address; `CannotAllocate` if there is no room."""
@@ -157,7 +176,7 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Release every segment without a live block, as ``torch.cuda.empty_cache`` and a failed request do."""
         for pool in self._pools:
-            for _, _, block in list(pool.free):
+            for *_, block in list(pool.free):
                 if self._expandable:
                     self._unmap(block)
                 # a block without neighbors is a whole segment; a split one has live parts, or it would be merged
@@ -167,18 +186,18 @@ class CachingAllocator:
 
     def _take_cached(self, pool: _Pool, size: int) -> _Block | None:
         """Take the smallest free block that fits out of the pool (``get_free_block``)."""
-        # best fit: lower_bound of the size, and the lowest address among equals
+        # best fit: lower_bound of the size
         at = bisect.bisect_left(pool.free, size, key=lambda entry: entry[0])
         if at == len(pool.free):
             return None
         if self._expandable:
             # get_free_block counts a block that can grow with the size that it can grow to, so that blocks which
             # cannot grow are filled first
-            while at + 1 < len(pool.free) and _size_when_grown(pool.free[at + 1][2]) < _size_when_grown(
-                pool.free[at][2]
+            while at + 1 < len(pool.free) and _size_when_grown(pool.free[at + 1][-1]) < _size_when_grown(
+                pool.free[at][-1]
             ):
                 at += 1
-        return pool.free.pop(at)[2]
+        return pool.free.pop(at)[-1]
 
     def _split(self, block: _Block, size: int) -> None:
         # should_split: a large block without expandable segments is handed out whole unless much would be left
@@ -211,10 +230,11 @@ class CachingAllocator:
         return self._new_segment(pool, size) if self._reserve(size) else None
 
     def _new_segment(self, pool: _Pool, size: int) -> _Block:
-        # Drivers hand out addresses downwards, and among free blocks of one size the lowest address is taken. With
-        # upward addresses other blocks would be split, and steps would reserve up to 7 % less than was measured.
+        # Drivers hand out addresses downwards, which decides where torch is older than 2.13. With upward addresses
+        # other blocks would be split there, and steps would reserve up to 7 % less than was measured.
         self._lowest -= size
-        return _Block(self._lowest, size, pool)
+        self._segments += self._oldest_first
+        return _Block(self._lowest, size, pool, self._segments)
 
     def _reserve(self, size: int) -> bool:
         if self._limit is not None and self.reserved + size > self._limit:
@@ -283,7 +303,7 @@ def _after(block: _Block) -> _Block:
 
 def _cut(block: _Block, size: int) -> None:
     """Shorten a block to `size`; the rest becomes a new block after it, which is in no pool list yet."""
-    rest = _Block(block.address + size, block.size - size, block.pool, mapped=block.mapped, before=block)
+    rest = _Block(block.address + size, block.size - size, block.pool, block.segment, mapped=block.mapped, before=block)
     rest.after = block.after
     if rest.after is not None:
         rest.after.before = rest

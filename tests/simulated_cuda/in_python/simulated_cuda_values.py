@@ -8,13 +8,14 @@ autograd's threads, and for no other.
 
 With a number of bytes nothing is followed in the backward pass: while a mode like this one is active, autograd adds
 gradients out of place (``isTensorSubclassLike`` in aten/src/ATen/TensorSubclassLikeUtils.h), which takes other memory
-than without.
+than without. Only ``nonzero`` is right there too, since its count is the size of what is made, as with boolean masks.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ FOLLOWED = {"aten", "bitsandbytes", "fsdp"}
 unsupported: set[str] = set()
 _runtime = ctypes.CDLL("libcudart.so.13")
 _runtime.sim_wait_for_stream_of.argtypes = (ctypes.c_int, ctypes.c_void_p)
+_runtime.sim_answer.argtypes = (ctypes.c_uint64,)
+_aten = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's
 
 
 def twin(value: Any) -> Any:
@@ -164,6 +167,22 @@ def _leave_out_backward() -> None:
         module._engine_run_backward = engine_run_backward
 
 
+def _count_nonzeros(library: torch.library.Library) -> None:
+    """Let the kernel of ``nonzero`` find on the device what the host counts."""
+    kernel: Any = torch.library.get_kernel("aten::nonzero", "CUDA")
+
+    def nonzero(keys: Any, tensor: torch.Tensor) -> Any:
+        found = twin(tensor).nonzero()
+        _runtime.sim_answer(len(found))
+        made = kernel.call_boxed(keys, tensor)
+        twin(made).copy_(found)
+        return made
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that a kernel is replaced
+        library.impl("nonzero", nonzero, "CUDA", with_keyset=True)  # type: ignore[no-untyped-call]  # torch's
+
+
 def install() -> None:
     """Compute values from here on, as ``SIMCUDA_VALUES`` says."""
     wanted = os.environ.get("SIMCUDA_VALUES")
@@ -171,4 +190,5 @@ def install() -> None:
         return
     if wanted != "all":
         _leave_out_backward()
+        _count_nonzeros(_aten)
     Values(None if wanted == "all" else int(wanted)).__enter__()  # type: ignore[no-untyped-call]  # torch's
