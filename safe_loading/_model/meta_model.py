@@ -191,8 +191,8 @@ def _class_to_build(config: PreTrainedConfig, auto_class: object, trust_remote_c
     if not config.architectures:  # a config that was made by hand
         first = _WITH_ENCODER if getattr(config, "is_encoder_decoder", False) else ()
         for name in (*first, *_AUTO_CLASSES):
-            candidate: Any = getattr(transformers, name, None)  # not every version has each
-            if type(config) in getattr(candidate, "_model_mapping", ()):
+            candidate: ModelClass | None = getattr(transformers, name, None)  # not every version has each
+            if candidate is not None and type(config) in getattr(candidate, "_model_mapping", ()):
                 return candidate
     if config.__dict__.get("auto_map"):
         raise ArgumentError(

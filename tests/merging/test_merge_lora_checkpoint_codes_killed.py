@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,13 +52,12 @@ def mxfp4_base(root: Path) -> None:
     ],
 )
 def test_a_fault_at_any_call_leaves_no_codes_without_their_scales(
-    tmp_path: Path, make: object, of_codes: str, sample: int, targets: list[str]
+    tmp_path: Path, make: Callable[[Path], None], of_codes: str, sample: int, targets: list[str]
 ) -> None:
     try:
         library = system_calls.build(tmp_path)
     except RuntimeError as error:
         pytest.skip(f"no faults at system calls: {error}")
-    assert callable(make)
     make(tmp_path)
     merge_lora_checkpoint(tmp_path / "base", tmp_path / "other", tmp_path / "old")
     path = os.pathsep.join([str(Path(safe_loading.__file__).parents[1]), *SHARED])

@@ -285,7 +285,7 @@ def save_sharded(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 MLP = {"target_modules": ["q_proj", "v_proj", "gate_proj", "down_proj"]}
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "DeepSeek-V3": (DEEPSEEK, DEEPSEEK_CODES, EXPERTS),
     "Qwen3-FP8": (QWEN3, QWEN3_CODES, {}),
     "Llama-3.1-405B-FP8": (LLAMA, FBGEMM_CODES, MLP),
