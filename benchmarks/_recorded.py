@@ -20,7 +20,13 @@ def record(name: str, facts: Mapping[str, Any], draw: Draw) -> None:
 
 def redraw(name: str, draw: Draw) -> None:
     """Write the pictures of the facts that were kept under a name."""
-    _write(draw(json.loads((PICTURES / f"{name}.json").read_text(encoding="utf-8"))))
+    _write(draw(recorded(name)))
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """Return the facts that were kept under a name."""
+    facts: dict[str, Any] = json.loads((PICTURES / f"{name}.json").read_text(encoding="utf-8"))
+    return facts
 
 
 def _write(pictures: Mapping[str, str]) -> None:

@@ -66,17 +66,24 @@ def merge(method: str, model: Any) -> torch.nn.Module:
     return merged
 
 
-def extra_bytes(run: Callable[[], Any]) -> int:
-    """Return the most bytes that were allocated at once while ``run`` ran, beyond those at its start."""
+def held_bytes(make_one: Callable[[], Any], run: Callable[[Any], Any]) -> list[tuple[float, int]]:
+    """Return (seconds, bytes allocated beyond the model) after each allocation while a model that is made is run.
+
+    The model is made under the profiler too: what was allocated before it is not counted when it is freed.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    total = peak = 0
+        model = make_one()
+        with torch.profiler.record_function("the merge"):
+            run(model)
     profiler: Any = profile.profiler
-    for event in profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            total += event.nbytes()
-            peak = max(peak, total)
-    return peak
+    events = sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    begun = next(event.start_ns() for event in events if event.name() == "the merge")
+    found, held = [(0.0, 0)], 0
+    for event in events:
+        if event.name() == "[memory]" and event.start_ns() >= begun:
+            held += event.nbytes()
+            found.append(((event.start_ns() - begun) / 1e9, held))
+    return found
 
 
 def wrong(merged: torch.nn.Module, reference: dict[str, torch.Tensor]) -> float:
@@ -123,8 +130,7 @@ def measure(dtype: torch.dtype, rank: int, *, dora: bool, width: int, layers: in
         merged = merge(method, model)
         rounding = wrong(merged, exact)
         del exact, merged
-        model = make_one()
-        peak = extra_bytes(functools.partial(merge, method, model))
+        peak = max(held for _, held in held_bytes(make_one, functools.partial(merge, method)))
         facts[method] = {"seconds": median(seconds[method]), "extra": peak, "wrong": rounding}
     return facts
 
