@@ -134,7 +134,9 @@ class ZeroParameters(TrainedParameters):
 
     def _flatten(self) -> None:
         """Lay the parameters into one flat tensor, and copy the rank's share of it in float32."""
-        components = {self._ledger.allocations[i].component for i in map(self._ledger.index_of, self.parameters) if i}
+        components = {
+            self._ledger.allocations[i].component for i in map(self._ledger.index_of, self.parameters) if i is not None
+        }
         component = "adapters" if components == {"adapters"} else "weights"
         count = self._share * self._ranks
         flat = torch.empty(count, dtype=self._dtype, device=self.parameters[0].device)
