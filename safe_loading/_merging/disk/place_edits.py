@@ -13,6 +13,7 @@ import torch
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._core.report import Finding
 from safe_loading._merging.weights.update import Term, Update
+from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.layout.disk_blocks import DiskBlock, Moved, Whole, take
 from safe_loading._model.layout.layout import CheckpointLayout
 
@@ -145,7 +146,7 @@ class _Placer:
                     self.changes.problems.append(f"{name}: {reason}")
                 continue
             if change.value is not None:
-                self.changes.values[block.tensor] = _cut_value(change.value, block)
+                self.changes.values[block.tensor] = _widened(_cut_value(change.value, block), info)
             self._add_rows(name, shape, change, block, info)
 
     def _resize(self, name: str, change: WeightChange, whole: Whole) -> None:
@@ -160,6 +161,8 @@ class _Placer:
 
     def _replace_whole(self, name: str, change: WeightChange, value: torch.Tensor, tensor: str) -> None:
         """Give a tensor the value that an adapter has, as it is, and add to that."""
+        if tensor in self._tensors:
+            value = _widened(value, self._tensors[tensor])
         self.changes.values[tensor] = value.contiguous()
         shape, zeros = tuple(value.shape), (0,) * value.dim()
         block = DiskBlock(tensor, zeros, tuple(range(value.dim())), zeros, shape)
@@ -304,6 +307,13 @@ def _narrowed(update: Update, first_column: int, columns: int) -> Update:
     cut = slice(first_column, first_column + columns)
     terms = tuple(Term(t.left, t.right[:, cut], t.scaling, name=t.name) for t in update.terms)
     return Update((update.shape[0], columns), terms)
+
+
+def _widened(value: torch.Tensor, base: TensorInfo) -> torch.Tensor:
+    """Return what an adapter brings in the base's dtype where that is wider: what is added to it is rounded to that."""
+    dtype = DTYPES.get(base.dtype)
+    wider = dtype is not None and base.dtype in FLOATS and torch.promote_types(dtype, value.dtype) == dtype
+    return value.to(dtype) if wider else value
 
 
 def _columns(info: TensorInfo, rows: Iterable[ChangedRows]) -> int:
