@@ -39,7 +39,7 @@ SCRIPT = """
             [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), torch.cuda.memory_reserved()],
         ]
 
-    for seed in range(20):
+    for seed in range(3 if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else 20):
         case(lambda: compare(seed), f"seed {seed}")
 """
 
@@ -48,6 +48,6 @@ SCRIPT = """
 def test_any_program_reserves_what_it_does_in_torch(simulated_cuda: CudaRunner, settings: str | None) -> None:
     facts = simulated_cuda.run(SCRIPT, env={"PYTORCH_CUDA_ALLOC_CONF": settings})
     pairs = {name: pair for name, pair in facts.items() if name != "code"}
-    assert len(pairs) == 20
+    assert len(pairs) == (20 if settings is None else 3)
     for name, (replayed, real) in pairs.items():
         assert replayed == real, name
