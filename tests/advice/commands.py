@@ -33,7 +33,7 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_commands/predict.py": {
         "train a LoRA": HELP,
-        "keep FSDP2's shards": HELP,
+        "keep FSDP's shards": HELP,
         "keep what is saved": HELP,
         "write the bars": HELP,
         "run the repository's own code": HELP,

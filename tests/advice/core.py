@@ -23,4 +23,5 @@ TAKEN: dict[str, dict[str, str]] = {
         "name it once": _READ,
     },
     "_core/paths.py": {"pass a path": _READ},
+    "_core/spread.py": {"leave out replicas": "memory/test_forecast_flat_shards.py::test_what_is_refused"},
 }

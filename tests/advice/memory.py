@@ -122,6 +122,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "Use an operation with a fixed output shape": _TRACED,
         "Pass what else the model needs": _PASSED,
     },
+    "_memory/trace/zero_step.py": {"pass param_dtype=": "memory/test_forecast_zero.py::test_what_is_refused"},
     "_memory/trace/trace_step.py": {
         "Switch it on in the model itself": f"{_ADVISED}test_checkpointing_is_switched_on_in_the_model_itself"
     },

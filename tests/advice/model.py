@@ -80,6 +80,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "leave room for it with overhead=": _ENDED,
         "leave room for one weight in float32": _ENDED,
         "take the checkpoint in 16 bits": _PLANNED,
+        "plan without quantization_config": "memory/test_quantized_steps.py::"
+        "test_a_method_that_quantizes_nothing_is_a_finding",
     },
     "_model/size_limit.py": {"Correct its sizes": f"{_ADVISED}test_sizes_that_are_corrected_are_loaded"},
 }

@@ -169,6 +169,10 @@ def test_a_method_that_quantizes_nothing_is_a_finding(name: str) -> None:
     plain = sum(parameter.nbytes for parameter in meta_model(falcon).parameters())
     assert finding.bytes == plan.devices[0].weights == plain
     assert "FalconLinear" in finding.message
+    assert "plan without quantization_config" in finding.fix
+    without = plan_device_map(falcon, {0: "1GB"})
+    assert without.devices[0].weights == plain
+    assert "nothing-quantized" not in [finding.code for finding in without.findings]
 
 
 @pytest.mark.parametrize("name", METHODS)
