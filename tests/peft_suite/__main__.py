@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,7 +26,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+from .record import Comparison, write_record
 
 TESTS = Path(__file__).resolve().parents[1]
 # Of the files that load adapters, those that need neither a GPU nor a package that is not installed here.
@@ -43,6 +48,8 @@ _OF_MERGING = (
 FILES = {"load": _OF_LOADING.split(), "merge": _OF_MERGING.split()}
 # What the tests import, by the name of the module, and does not come with peft.
 PACKAGES = {"diffusers": "diffusers", "parameterized": "parameterized", "scipy": "scipy", "PIL": "pillow"}
+_SLICE = 0.05  # of the cases: what a process runs, so that a run that is stopped has counts of the slices before
+_SECONDS = 1800  # and for how long
 
 
 def prepared(folder: Path) -> Path:
@@ -80,9 +87,16 @@ def _fetch_tests(folder: Path, tests: Path) -> None:
     )
 
 
-def run(folder: Path, replaced: Sequence[str], arguments: Sequence[str], name: str) -> dict[str, dict[str, str]]:
-    """Run tests in a process of their own; return ``{"outcome", "called", "error"}`` of each, by its id."""
-    results = folder / f"{name}.json"
+Outcomes = dict[str, dict[str, Any]]
+
+
+def run(folder: Path, replaced: Sequence[str], arguments: Sequence[str], name: str) -> tuple[Outcomes, int]:
+    """Run tests in a process of their own.
+
+    Returns ``{"outcome", "called", "error"}`` of each that ended, by its id, and 1 if it was cut off.
+    """
+    results = folder / f"{name}.jsonl"
+    results.write_text("")
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent, folder / "packages"))),
@@ -93,31 +107,44 @@ def run(folder: Path, replaced: Sequence[str], arguments: Sequence[str], name: s
         "PEFT_SUITE_RESULTS": str(results),
     }
     options = ["-q", "--tb=no", "-p", "peft_suite.plugin", "-p", "no:cacheprovider", "-W", "ignore", "--no-header"]
-    subprocess.run([sys.executable, "-m", "pytest", *options, *arguments], cwd=folder, env=environment, check=False)
-    found: dict[str, dict[str, str]] = json.loads(results.read_text())
-    return found
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
+    try:
+        ended = subprocess.run(command, cwd=folder, env=environment, check=False, timeout=_SECONDS).returncode
+    except subprocess.TimeoutExpired:
+        ended = -1
+    cut_off = int(ended not in (0, 1, 5))  # pytest's codes for a run that came to its end
+    if cut_off:
+        _say("CUT OFF: what had not run is not counted")
+    found = [json.loads(line) for line in results.read_text().splitlines()]
+    return {facts.pop("case"): facts for facts in found}, cut_off
 
 
 def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
-def compare(folder: Path, replaced: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
-    """Return the error of each case that passes with peft's own calls and not with ours; print the counts."""
-    ours = run(folder, replaced, arguments, "ours")
-    called = {case: facts for case, facts in ours.items() if facts["called"]}
+def compare(folder: Path, replaced: Sequence[str], arguments: Sequence[str]) -> Comparison:
+    """Run cases with our calls, and those that fail with peft's own; print and return what came of it."""
+    ours, cut_off = run(folder, replaced, arguments, "ours")
     failed = [case for case, facts in ours.items() if facts["outcome"] == "failed"]
-    plain: Mapping[str, Mapping[str, str]] = {}
+    plain: Mapping[str, Mapping[str, Any]] = {}
     if failed:
         (folder / "failed.txt").write_text("\n".join(failed))
-        plain = run(folder, (), [f"@{folder / 'failed.txt'}"], "plain")
+        plain, _ = run(folder, (), [f"@{folder / 'failed.txt'}"], "plain")
+    called = Counter(facts["outcome"] for facts in ours.values() if facts["called"])
     differ = {case: ours[case]["error"] for case in failed if plain.get(case, {}).get("outcome") == "passed"}
-    outcomes = Counter(facts["outcome"] for facts in called.values())
-    _say(f"{len(ours)} cases ran; {len(called)} called what is replaced: {dict(outcomes)}")
+    _say(f"{len(ours)} cases ran; {called.total()} called what is replaced: {dict(called)}")
     _say(f"{len(failed) - len(differ)} cases fail with peft's own calls too; {len(differ)} differ")
     for error, count in Counter(facts["error"][:100] for facts in plain.values() if facts["error"]).most_common(8):
         _say(f"{count:5d}  with peft's own calls: {error}")
-    return differ
+    return Comparison(len(ours), called, differ, cut_off)
+
+
+def slices(share: float) -> list[str]:
+    """Cut a share of the cases into slices that a process each runs."""
+    ends = [min(share, count * _SLICE) for count in range(1 + math.ceil(round(share / _SLICE, 6)))]
+    return [f"{first},{end}" for first, end in pairwise(ends)]
 
 
 def main() -> int:
@@ -127,32 +154,35 @@ def main() -> int:
     parser.add_argument("--merge", action="store_true", help="merge_lora_inplace")
     parser.add_argument("--folder", type=Path, help="work there, and leave what was fetched for the next run")
     parser.add_argument("--files", nargs="+", help="the files, without test_ and .py; default: all that fit")
-    parser.add_argument("--share", default="1", help="which share of the cases runs, chosen by their ids (default: 1)")
+    parser.add_argument("--share", type=float, default=1, help="which share of the cases runs (default: 1)")
+    parser.add_argument("--seed", default="", help="which cases are in the share: they are chosen by their ids and it")
+    parser.add_argument("--record", action="store_true", help="write the counts into record.json and docs/methods.md")
     parser.add_argument("--json", type=Path, help="write {case: error} of what differs to this file")
     args, rest = parser.parse_known_args()
-    replaced = [name for name in FILES if getattr(args, name)]
-    if not replaced:
+    halves = [name for name in FILES if getattr(args, name)]
+    if not halves:
         parser.error("pass --load, --merge or both")
     sys.path.insert(0, str(TESTS))
-    from peft_suite.expected import reason_for
-
+    found = Comparison()
     with ExitStack() as stack:
         folder = (args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         tests = prepared(folder)
-        os.environ["PEFT_SUITE_SHARE"] = args.share
-        names = args.files or list(dict.fromkeys(name for part in replaced for name in FILES[part]))
+        os.environ["PEFT_SUITE_SEED"] = args.seed
+        names = args.files or list(dict.fromkeys(name for half in halves for name in FILES[half]))
         paths = [str(path.relative_to(folder)) for name in names if (path := tests / f"test_{name}.py").exists()]
-        differ = compare(folder, replaced, [*paths, *rest])
+        for part in slices(args.share):
+            os.environ["PEFT_SUITE_SLICE"] = part
+            found += compare(folder, halves, [*paths, *rest])
+            if args.record:
+                write_record("+".join(halves), found, float(part.partition(",")[2]), args.seed)
     if args.json:
-        args.json.write_text(json.dumps(differ, indent=1))
-    reasons = {case: reason_for(case, error) for case, error in differ.items()}
-    for reason, count in Counter(reason for reason in reasons.values() if reason).most_common():
-        _say(f"{count:5d}  {reason}")
-    unexplained = [case for case, reason in reasons.items() if not reason]
-    for case in unexplained:
-        _say(f"NO REASON  {case}: {differ[case]}")
-    return int(bool(unexplained))
+        args.json.write_text(json.dumps(found.differ, indent=1))
+    for reason, count in found.by_reason().most_common():
+        _say(f"{count:5d}  {reason or 'NO REASON'}")
+    for case, error in found.unexplained().items():
+        _say(f"NO REASON  {case}: {error}")
+    return int(bool(found.unexplained()))
 
 
 if __name__ == "__main__":

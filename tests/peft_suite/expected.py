@@ -1,6 +1,6 @@
 """Why a case of peft's tests differs with our calls: patterns of its id or its error, and the reason.
 
-docs/methods.md and docs/merging.md list the same reasons.
+docs/methods.md lists those that were met, by the record of the last run.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "the test looks for NotImplementedError, where MergeError says that ShadowPEFT cannot be merged",
     ),
 )
+
+
+def reasons() -> set[str]:
+    """Return all of them."""
+    return {reason for _, _, reason in _REASONS}
 
 
 def reason_for(case: str, error: str) -> str:

@@ -1,4 +1,4 @@
-"""pytest's side of the run: calls of peft are replaced, and the outcome of each test is written to a file.
+"""pytest's side of the run: calls of peft are replaced, and the outcome of each test is written to a file, as it ends.
 
 It runs in the process that runs peft's tests, and replaces before these import peft's names.
 """
@@ -22,7 +22,7 @@ import pytest
 # source has when it may call what is replaced.
 SWITCHES = {"load": "peft_suite.our_load", "merge": "peft_suite.our_merge"}
 _calls = 0
-_results: dict[str, dict[str, Any]] = {}
+_facts: dict[str, Any] = {}  # of the test that runs
 
 
 def _switches() -> list[Any]:
@@ -43,12 +43,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that cannot call what is replaced, and all but a share of the others if one is asked for."""
+    """Leave out the tests that cannot call what is replaced, and of the others those that are not of the slice."""
     words = "|".join(switch.WORDS for switch in _switches())
-    share = float(os.environ.get("PEFT_SUITE_SHARE", "1"))
+    first, end = map(float, os.environ.get("PEFT_SUITE_SLICE", "0,1").split(","))
+    seed = os.environ.get("PEFT_SUITE_SEED", "")
 
     def is_kept(item: pytest.Item) -> bool:
-        chosen = share >= 1 or zlib.crc32(item.nodeid.encode()) / 2**32 < share
+        chosen = first <= zlib.crc32((seed + item.nodeid).encode()) / 2**32 < end
         return not words or (chosen and isinstance(item, pytest.Function) and _mentions(item.function, item.cls, words))
 
     config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
@@ -87,10 +88,14 @@ def _without_hub() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Note whether a replacement was called in this test."""
+    """Write how a test ended, and whether a replacement was called in it: a run that is cut off keeps the others."""
     before = _calls
+    _facts.clear()
+    _facts.update(case=item.nodeid, outcome="passed", error="")
     result = yield
-    _results.setdefault(item.nodeid, {"outcome": "passed", "error": ""})["called"] = _calls > before
+    _facts["called"] = _calls > before
+    with Path(os.environ["PEFT_SUITE_RESULTS"]).open("a") as results:
+        results.write(json.dumps(_facts) + "\n")
     return result
 
 
@@ -98,15 +103,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     """Note the outcome, and the error in one line."""
     report: pytest.TestReport = yield
-    facts = _results.setdefault(item.nodeid, {"outcome": "passed", "error": "", "called": False})
-    if report.outcome != "passed" and facts["outcome"] != "failed":
-        facts["outcome"] = report.outcome
+    if report.outcome != "passed" and _facts["outcome"] != "failed":
+        _facts["outcome"] = report.outcome
         if call.excinfo is not None:
             error = call.excinfo.value
-            facts["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+            _facts["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:600]
     return report
-
-
-def pytest_sessionfinish() -> None:
-    """Write what was noted."""
-    Path(os.environ["PEFT_SUITE_RESULTS"]).write_text(json.dumps(_results))
