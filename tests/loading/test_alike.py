@@ -9,7 +9,7 @@ import pytest
 import torch
 from faults import adapters as faults
 from loaded_models import logits, state, two_steps
-from models import Made, save_adapter
+from models import Made, save_adapter, save_llama
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 from safetensors.torch import load_file
@@ -176,3 +176,19 @@ def test_another_structure_is_left_to_peft(made: Made, tmp_path: Path, other: di
     load_adapter_on_rank(model, second, "third")
     model.set_adapter("third")
     assert torch.equal(logits(model), logits(two_steps(second, base)))
+
+
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_biases_of_the_base_are_trained_by_one_adapter_alone(tmp_path: Path, has_biases: bool) -> None:
+    base = save_llama(tmp_path / "base", attention_bias=has_biases)
+    first, second = (save_adapter(tmp_path / f"{seed}", base, seed=seed, bias="all") for seed in (0, 1))
+    model = load_peft_on_rank(first, base)
+    before = state(model)
+    if has_biases:
+        with pytest.raises(AdapterError, match="only 1 adapter with bias"):
+            load_adapter_on_rank(model, second, "second")
+        assert state(model) == before
+    else:
+        load_adapter_on_rank(model, second, "second")
+        model.set_adapter("second")
+        assert torch.equal(logits(model), logits(two_steps(second, base)))
