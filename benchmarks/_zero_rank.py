@@ -30,7 +30,8 @@ def run(case: Case) -> tuple[int, int]:
     """
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
-    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype).cuda().train()
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model = model.to(dtype).cuda().train()
     if case.adapter is not None:
         model = get_peft_model(model, case.adapter)
     if case.checkpointing:

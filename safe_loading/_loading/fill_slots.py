@@ -128,7 +128,7 @@ def overwrite_base(
     findings = []
     for key, value in values.items():
         tensor = tensors[key]
-        converted = value.to(tensor)  # to a wider dtype at most, which match_tensors has checked
+        converted = value.to(tensor)  # which rounds nothing: match_tensors has checked that
         if torch.equal(converted, tensor):
             continue
         for snapshot in undo:

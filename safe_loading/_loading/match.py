@@ -146,10 +146,15 @@ def _match_base_weights(
         elif tensor.shape != value.shape:
             rows = {weight.shape[0] for weight in embeddings}
             match.findings.append(_shape_mismatch(file, config, key, tensor, value, rows))
-        elif torch.promote_types(tensor.dtype, value.dtype) != tensor.dtype:
+        elif not _fits_dtype(value, tensor.dtype):
             match.findings.append(_base_dtype(file, key, tensor, value))
         else:
             match.base_writes[key] = value
+
+
+def _fits_dtype(value: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the dtype holds these values: a base that is trained in float32 may have come from 16 bits."""
+    return torch.promote_types(dtype, value.dtype) == dtype or torch.equal(value.to(dtype).to(value.dtype), value)
 
 
 def _same_values(tensor: torch.Tensor, value: torch.Tensor) -> bool:

@@ -20,14 +20,17 @@ class Rounded(Protocol):
     @property
     def name(self) -> str:
         """Its name."""
+        ...
 
     @property
     def bytes(self) -> int:
         """Its size."""
+        ...
 
     @property
     def rounding(self) -> RoundingLoss | None:
         """What was lost where it was rounded to codes."""
+        ...
 
 
 def loss_findings(weights: Sequence[Rounded], fix: str) -> Iterator[Finding]:
