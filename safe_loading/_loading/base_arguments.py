@@ -12,6 +12,7 @@ import transformers
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from safe_loading._core.protocols import EngineKwargs, ModelClass
+from safe_loading._model.dtypes import dtype_named
 from safe_loading.errors import ArgumentError
 
 # Arguments of from_pretrained that the verbs set themselves, and what to use instead.
@@ -60,8 +61,8 @@ def as_dtype(value: object, argument: str, other: str | None) -> torch.dtype | N
     """Return a floating-point dtype, passed itself or by its name; None for ``other``, which means "as on disk"."""
     if value == other:
         return None
-    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    dtype = dtype_named(value)
+    if dtype is None or not dtype.is_floating_point:
         raise ArgumentError(
             f"{argument}={value!r}; pass a floating-point torch.dtype such as torch.bfloat16, its name, or {other!r}."
         )

@@ -24,6 +24,7 @@ from safe_loading._core.parse_size import parse_size
 from safe_loading._loading.base_arguments import as_model_class
 from safe_loading._loading.folder_findings import base_findings
 from safe_loading._loading.sources import BaseRequest, Source
+from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.layout.tensor_contents import REPORT
 from safe_loading._output.output_folder import check_apart, output_path
 from safe_loading._output.stage import Stage
@@ -178,8 +179,8 @@ def _shard_bytes(size: int | str | None) -> int | None:
 def _float_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is None or dtype == "auto":
         return None
-    named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(named, torch.dtype) or NAMES.get(named) not in FLOATS:
+    named = dtype_named(dtype)
+    if named is None or NAMES.get(named) not in FLOATS:
         raise ArgumentError(
             f"dtype={dtype!r}; pass torch.bfloat16, torch.float16, torch.float32 or torch.float64, or None to keep "
             f"the base's."

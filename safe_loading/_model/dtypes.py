@@ -1,4 +1,4 @@
-"""The dtypes of the safetensors format, as dtypes of torch."""
+"""Dtypes by name: those of the safetensors format, and as people write them."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 """Each dtype by its name in a header, without those of less than a byte, for which torch has no arithmetic."""
+
+_SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def dtype_named(value: object) -> torch.dtype | None:
+    """Return a dtype of torch, passed itself or by a name: ``"bfloat16"``, ``"torch.bfloat16"`` or ``"bf16"``."""
+    if isinstance(value, str):
+        value = _SHORT.get(value) or getattr(torch, value.removeprefix("torch."), None)
+    return value if isinstance(value, torch.dtype) else None

@@ -22,7 +22,7 @@ from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import ModelClass
 from safe_loading.errors import ArgumentError, CheckpointError
 
-from .dtypes import DTYPES
+from .dtypes import DTYPES, dtype_named
 from .model_config import CONFIG, building, read_config, read_generation_config
 from .module_limit import module_limit
 from .quantized.four_bit_on_meta import four_bit_on_meta
@@ -239,9 +239,8 @@ def weights_dtype(asked: torch.dtype | str | None, config: PreTrainedConfig, fol
     dtype: object = asked
     if asked is None or asked == "auto":
         dtype = config.dtype or dtype_on_disk(folder) or torch.get_default_dtype()
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    named = dtype_named(dtype)
+    if named is None or not named.is_floating_point:
         if folder is not None and (asked is None or asked == "auto"):
             raise CheckpointError(
                 f"{folder / CONFIG}: dtype is {config.dtype!r:.80}, which is no floating-point dtype of torch. Set it "
@@ -250,7 +249,7 @@ def weights_dtype(asked: torch.dtype | str | None, config: PreTrainedConfig, fol
         raise ArgumentError(
             f"dtype={asked!r}; pass a floating-point torch.dtype such as torch.bfloat16, its name, or 'auto'."
         )
-    return dtype
+    return named
 
 
 def dtype_on_disk(folder: Path | None) -> torch.dtype | None:

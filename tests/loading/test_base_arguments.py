@@ -67,7 +67,7 @@ def test_dtypes_and_classes_by_name(tiny_llama: Path, tiny_adapter: Path) -> Non
     assert {key: tensor.dtype for key, tensor in by_name.state_dict().items()} == {
         key: tensor.dtype for key, tensor in by_value.state_dict().items()
     }
-    load_adapter_on_rank(by_name, tiny_adapter, "second", adapter_dtype="bfloat16")
+    load_adapter_on_rank(by_name, tiny_adapter, "second", adapter_dtype="bf16")
     assert by_name.load_report.parts[0].dtypes == {"bfloat16": 18}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from safe_loading._core.report import Finding, format_bytes
+from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 from safe_loading._model.quantized.recognize import is_quantized
 
@@ -83,10 +84,8 @@ def check_dtypes(audited: AuditedModel) -> Iterator[Finding]:
 
 def _dtype_of(audited: AuditedModel) -> torch.dtype | None:
     """Return the dtype that a model computes in: its config's, or else that of most of its frozen weights."""
-    dtype: object = getattr(getattr(audited.base, "config", None), "dtype", None)
-    if isinstance(dtype, str):  # as config.json has it
-        dtype = getattr(torch, dtype.removeprefix("torch."), None)
-    if isinstance(dtype, torch.dtype):
+    dtype = dtype_named(getattr(getattr(audited.base, "config", None), "dtype", None))
+    if dtype is not None:
         return dtype
     sizes: defaultdict[torch.dtype, int] = defaultdict(int)
     for parameter in audited.parameters.values():

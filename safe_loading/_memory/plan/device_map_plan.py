@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from safe_loading._core.bars import MemoryBar, Segment, draw_bars, in_words
 from safe_loading._core.parse_size import UNLIMITED, Device
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding, Table, Verdict, format_bytes, text_table
+from safe_loading._core.report import Finding, Table, Verdict, counted, format_bytes, text_table
 from safe_loading.errors import ArgumentError
 
 from .contents import contents_of
@@ -276,8 +276,8 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
         verdict = "verified" if facts.verified else f"not verified ({facts.reason or 'verify=False'})"
         whole = sum(use.weights for use in facts.devices)
         return (
-            f"{facts.model}, {facts.workload}: {format_bytes(whole)} of weights, {len(self)} keys, "
-            f"{facts.crossings} crossings, {verdict}"
+            f"{facts.model}, {facts.workload}: {format_bytes(whole)} of weights, "
+            f"{counted(len(self), 'key')}, {counted(facts.crossings, 'crossing')}, {verdict}"
         )
 
     def _tables(self) -> list[Table]:
