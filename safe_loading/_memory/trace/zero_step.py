@@ -101,6 +101,8 @@ def cast_parameters(
 class ZeroParameters(TrainedParameters):
     """The trained parameters of a model under ZeRO-1 or ZeRO-2, whose gradients go into DeepSpeed's buckets."""
 
+    sharded = True
+
     def __init__(self, parameters: list[torch.nn.Parameter], spread: Spread, rank: int, ledger: Ledger) -> None:
         super().__init__(parameters)
         self._zero = spread.deepspeed or Zero(stage=2)
