@@ -25,7 +25,7 @@ NOTHING_TRAINED = (
 )
 
 _IMPORTANCE_LEFT_OUT = (
-    "AdaLoRA's update_and_allocate, which keeps three numbers for each parameter, is not counted: peft cannot run it to "
+    "What AdaLoRA's update_and_allocate keeps, three numbers for each parameter, is not counted: peft cannot run it to "
     "the end where parameters or their gradients are sharded. With Spread.ddp it can."
 )
 
