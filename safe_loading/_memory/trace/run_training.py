@@ -167,7 +167,7 @@ def _drop_unused_state(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None
     """Take back the state of parameters that the step gave no gradient, for which a real optimizer makes none."""
     for parameter, state in optimizer.state.items():
         if parameter.grad is None:
-            ledger.first_update = ()  # it had one for each parameter
+            ledger.first_update = ()  # of a step in which each parameter had a gradient
             for tensor in tensors_of(state):
                 ledger.take_back(tensor)
 

@@ -350,7 +350,7 @@ class ZeroParameters(TrainedParameters):
             self._own_share().copy_(self._master.detach())
 
     def drop_gradients(self) -> None:
-        """Drop those that nothing was reduced from, and the hooks' references to this object."""
+        """Drop the gradients that were not reduced, and the cycles by which the hooks keep this object alive."""
         super().drop_gradients()
         gc.collect()
 
