@@ -152,13 +152,13 @@ class Spread:
             )
         if not shard and cpu_offload:
             raise ArgumentError(
-                "shard=False with cpu_offload=True is not forecast: FSDP1 leaves whole parameters on the card between "
-                "steps, which its hooks do not show."
+                "shard=False with cpu_offload=True is not forecast: real ranks took less memory than FSDP1's traced "
+                "hooks. Leave one of the two out."
             )
         if cpu_offload and (param_dtype is not None or reduce_dtype is not None):
             raise ArgumentError(
-                "cpu_offload=True with mixed precision is not forecast for FSDP1: ranks took the shard of a unit in 16 "
-                "bits more than its hooks show. Spread.fsdp2(cpu_offload=True) can be forecast with both."
+                "cpu_offload=True with mixed precision is not forecast for FSDP1: real ranks took more memory than its "
+                "traced hooks, by a unit's shard in 16 bits. Spread.fsdp2(cpu_offload=True) can be forecast with both."
             )
         if cpu_offload and not sync_each_batch:
             raise ArgumentError("FSDP1 cannot accumulate gradients under no_sync() with cpu_offload=True.")
@@ -223,20 +223,20 @@ class Spread:
         overlap_comm: bool = False,
         offload_optimizer: bool = False,
     ) -> Spread:
-        """ZeRO-1 and ZeRO-2 of DeepSpeed, whose engine keeps flat copies and buckets of its own.
+        """DeepSpeed's ZeRO-1 and ZeRO-2, whose engine keeps flat copies and buckets of its own; for training.
 
-        What torch itself has of ZeRO-1, ``ZeroRedundancyOptimizer``, is `ddp` with ``shard_optimizer=True``. The
-        arguments are those of DeepSpeed's ``zero_optimization``, with its defaults. Gradients are averaged in the
-        dtype of the parameters, ``contiguous_gradients`` and ``reduce_scatter`` are on, and all that is trained is in
-        one group of parameters. It is for training.
+        For torch's own ZeRO-1, ``ZeroRedundancyOptimizer``, use `ddp` with ``shard_optimizer=True``. The arguments
+        have the names and defaults of DeepSpeed's ``zero_optimization``. Gradients are averaged in the dtype of the
+        parameters, ``contiguous_gradients`` and ``reduce_scatter`` are on, and everything that is trained is in one
+        group of parameters.
 
         Args:
             ranks: Over how many ranks the optimizer's state is shared out.
             stage: 1 or 2.
             param_dtype: ``"bfloat16"`` where DeepSpeed's config enables ``bf16``, ``"float16"`` for ``fp16``: all
                 parameters are cast to it. None leaves them in their dtype, which has to be one.
-            reduce_bucket_size: How many elements of gradients are reduced at a time; the bucket is there in each
-                backward pass, whatever the size of the model. transformers' ``"auto"`` is ``hidden_size ** 2``.
+            reduce_bucket_size: How many elements of gradients are reduced at a time; each backward pass allocates
+                the whole bucket, whatever the size of the model. transformers' ``"auto"`` is ``hidden_size ** 2``.
             overlap_comm: True for two such buckets, as DeepSpeed reduces beside the backward pass.
             offload_optimizer: True for ``{"device": "cpu"}``. The host's memory is not in the forecast.
 
@@ -250,8 +250,8 @@ class Spread:
             raise ArgumentError(f"stage={stage!r:.80}: 1, 2 or 3.")
         if stage == 3:
             raise ArgumentError(
-                "ZeRO-3 is DeepSpeed's, and when it gathers and frees a parameter is not known here. "
-                "Spread.fsdp2(ranks) shards the same tensors by FSDP2, and can be forecast."
+                "ZeRO-3 is not forecast: when DeepSpeed gathers and frees a parameter depends on what earlier steps "
+                "recorded. Spread.fsdp2(ranks) shards the same tensors by FSDP2, and can be forecast."
             )
         options = Zero(stage, reduce_bucket_size, overlap_comm, offload_optimizer)
         return Spread(ranks, param_dtype=param_dtype, kind="zero", deepspeed=options)

@@ -24,7 +24,7 @@ def fill_slots(
 ) -> None:
     """Put each value into its slot, on the slot's device, in its own dtype, or in ``dtype`` if that is not None.
 
-    A slot that has a dtype of its own (a saved module) keeps it. Without ``copy`` values are only read, as they are.
+    A saved module keeps the dtype of its slot, unless ``copy`` is off: then values stay as they are, to be read only.
 
     Slots that share storage (adapters tied to one another) still share it afterwards, unless their values differ:
     peft casts the factors of a 16-bit base one by one, which ends the tie, so they may have been trained apart. A slot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import torch
@@ -19,6 +20,7 @@ from safe_loading.errors import AdapterError
 from .adapter_facts import factors_of_other_rank
 from .adapter_values import key_mapping_for, rename_keys
 from .attach import Adapter, Attached, refusal
+from .match import one_for_all_layers, saved_module_dtype
 from .slots import AdapterSlot, adapter_slots, route
 from .starts import starts_on_base
 
@@ -59,6 +61,11 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
         new = route(model, name, file.tensors)
     slots = adapter_slots(model, old.tensors)
     findings = [*adapter.findings, *file.findings, *_differences(adapter, slots, new.tensors, dtype)]
+    saved = (
+        saved_module_dtype(adapter.file, slots[key], new.tensors[key])
+        for key in sorted(slots.keys() & new.tensors.keys())
+    )
+    findings += one_for_all_layers(itertools.chain.from_iterable(saved))
     errors = [finding.problem for finding in findings if finding.severity == "error"]
     # peft pads a smaller rank with zeros, up to the rank of the loaded tensors.
     padded = any(key in slots and slots[key].tensor.shape != value.shape for key, value in new.tensors.items())

@@ -66,7 +66,8 @@ def load_adapter_on_rank(
         adapter_name: The name that it gets; with ``hotswap`` the name of the adapter that it replaces.
         device: The device that the model is on, which is the only one accepted. None takes it from the model, which may
             be spread over several by its device map.
-        adapter_dtype: Dtype of the adapter, or its name; None leaves each tensor exactly as it is on disk.
+        adapter_dtype: Dtype of the adapter, or its name; None leaves each tensor exactly as it is on disk. A saved
+            module (``modules_to_save``) has the dtype of the module that it replaces, whatever this is.
         is_trainable: Whether its parameters require grad. False puts the whole model in eval mode, as peft's
             ``load_adapter`` does.
         hotswap: Whether the adapter's values overwrite those of the adapter ``adapter_name`` in place. Tensors,

@@ -83,7 +83,8 @@ def load_peft_on_rank(
             several accelerators (a plan of :func:`plan_device_map`) spreads the base as
             ``from_pretrained(device_map=...)`` does, and each tensor of the adapter goes where its layer is.
         dtype: Dtype of the base, or its name; "auto" leaves it as it is in the checkpoint.
-        adapter_dtype: Dtype of the adapter, or its name; None leaves each tensor exactly as it is on disk.
+        adapter_dtype: Dtype of the adapter, or its name; None leaves each tensor exactly as it is on disk. A saved
+            module (``modules_to_save``) has the dtype of the module that it replaces, whatever this is.
         is_trainable: Whether the active adapter's parameters require grad (those of the base never do). A model that
             was passed as the base keeps its train or eval mode then.
         auto_class: The class whose ``from_pretrained`` loads the base, or its name in transformers. None takes it from

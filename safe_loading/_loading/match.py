@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -63,20 +63,19 @@ def match_tensors(
             continue
         if slot.tensor.shape == value.shape:
             match.values[key] = value
-            if slot.dtype not in (None, value.dtype):
-                match.findings.append(_saved_dtype(file, key, slot.tensor, value))
+            match.findings.extend(saved_module_dtype(file, slot, value))
         else:
             match.findings.append(_shape_mismatch(file, config, key, slot.tensor, value, rows))
     without_slot = {key: value for key, value in routed.tensors.items() if key not in slots}
     if without_slot:
         _match_base_weights(model, name, file, without_slot, embeddings, match)
     match.findings.extend(_missing(file, slots, routed))
-    match.findings[:] = _one_for_all_layers(match.findings)
+    match.findings[:] = one_for_all_layers(match.findings)
     match.findings.extend(_layer_counts(file, model, routed, match.findings))
     return match
 
 
-def _one_for_all_layers(findings: Iterable[Finding]) -> list[Finding]:
+def one_for_all_layers(findings: Iterable[Finding]) -> list[Finding]:
     """Replace findings that differ only in their layer number by one: what does not fit fails in every layer."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
@@ -180,15 +179,20 @@ def _base_dtype(file: str, key: str, tensor: torch.Tensor, value: torch.Tensor) 
     return fault("base-weight-dtype", f"{file}: {key}", message, fix, value.nbytes)
 
 
-def _saved_dtype(file: str, key: str, tensor: torch.Tensor, value: torch.Tensor) -> Finding:
+def saved_module_dtype(file: str, slot: AdapterSlot, value: torch.Tensor) -> Iterator[Finding]:
+    """Yield the finding for a saved module that the file has in another dtype than it gets."""
+    if slot.dtype is None or slot.dtype == value.dtype:
+        return
     message = (
-        f"the saved module is {value.dtype} in the file, and has the dtype of the module that it replaces, "
-        f"{tensor.dtype}, in which the layers around it compute"
+        f"the saved module is {value.dtype} in the file; it gets the dtype of the module that it replaces, "
+        f"{slot.dtype}, in which the layers around it compute"
     )
-    if torch.promote_types(tensor.dtype, value.dtype) == tensor.dtype:
-        return note("info", "saved-module-dtype", f"{file}: {key}", message, "none", value.nbytes)
-    fix = f"load the base with dtype={value.dtype} to keep every bit of it"
-    return note("warning", "saved-module-dtype", f"{file}: {key}", f"{message}; this rounds it", fix, value.nbytes)
+    where = f"{file}: {slot.key}"
+    if torch.promote_types(slot.dtype, value.dtype) == slot.dtype:
+        yield note("info", "saved-module-dtype", where, message, "none", value.nbytes)
+    else:
+        fix = f"load the base with dtype={value.dtype} to keep every bit of it"
+        yield note("warning", "saved-module-dtype", where, f"{message}; this rounds it", fix, value.nbytes)
 
 
 def _undeclared(file: str, key: str, value: torch.Tensor) -> Finding:

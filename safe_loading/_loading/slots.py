@@ -34,8 +34,8 @@ class AdapterSlot:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that whatever comes here gets: that of the base for a module that takes the place of one of it."""
-        # not of a packed weight, which has the dtype of its codes
+        """The dtype that every value gets here: a saved module has that of the module that it replaces; else None."""
+        # a packed weight has the dtype of its codes, in which nothing computes
         replaces = ".modules_to_save." in self.key and self.tensor.dtype in _COMPUTED_IN
         return self.tensor.dtype if replaces else None
 

@@ -199,10 +199,7 @@ def _spread_notes(spread: Spread | None) -> tuple[str, ...]:
         return ()
     text = f"One of {spread.cards} ranks: {spread}. NCCL's own buffers are not counted."
     if spread.kind == "zero":
-        text += (
-            " Nor is setting the engine up: DeepSpeed then has what is trained twice, or on the host where the card "
-            "has no room for it."
-        )
+        text += " Nor is setting up: DeepSpeed then holds twice what is trained, on the host if the card has no room."
     return (text,)
 
 

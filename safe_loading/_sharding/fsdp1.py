@@ -179,7 +179,7 @@ class _FlatWithoutCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > 0
+    return tensor.untyped_storage().nbytes() > 0 or not tensor.numel()
 
 
 def _without_memory(device: torch.device) -> Callable[[nn.Module], None]:

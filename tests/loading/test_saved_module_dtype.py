@@ -52,7 +52,7 @@ def test_it_computes_in_the_dtype_of_the_base(
 
 
 def test_it_trains_and_is_swapped(parts: tuple[Path, Path, torch.dtype, str]) -> None:
-    base, adapter, of_base, _ = parts
+    base, adapter, of_base, severity = parts
     model = load_peft_on_rank(adapter, base, is_trainable=True)
     outputs = logits(model.eval())
     tokens = torch.arange(1, 13)[None]
@@ -62,7 +62,8 @@ def test_it_trains_and_is_swapped(parts: tuple[Path, Path, torch.dtype, str]) ->
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad)
     assert not torch.equal(logits(model), outputs)
-    load_adapter_on_rank(model, adapter, "default", hotswap=True)
+    report = load_adapter_on_rank(model, adapter, "default", hotswap=True)
+    assert {(finding.code, finding.severity) for finding in report.findings} == {("saved-module-dtype", severity)}
     assert torch.equal(logits(model), outputs)
     load_adapter_on_rank(model, adapter, "second")
     model.set_adapter("second")

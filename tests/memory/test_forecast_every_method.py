@@ -17,7 +17,7 @@ from test_trace_truth import COLUMNS, ROWS
 from test_trace_truth import SIZES as LLAMA_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from safe_loading import AdapterError, SafeLoadingError, TraceError, Workload, predict_memory
+from safe_loading import AdapterError, SafeLoadingError, Spread, TraceError, Workload, predict_memory
 from safe_loading._memory.trace.trace_step import trace_step
 
 SIZES: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], **LLAMA_SIZES}
@@ -133,9 +133,8 @@ def test_the_peak_of_every_method_is_that_of_the_allocator(name: str) -> None:
     peft puts before a text, ``generate()`` holds something else than the forecast, 2.2 % of these few bytes at most.
     """
     config = config_of(name)
-    rel = {"CPT": 2e-3}.get(
-        name, 0.0
-    )  # the buffer that it replaces is older than the measurement, which misses its end
+    # the buffer that CPT replaces is older than the measurement, which misses its end
+    rel = {"CPT": 2e-3}.get(name, 0.0)
     assert _traced(name, config, train=True) == pytest.approx(_measured(name, config, train=True), rel=rel)
     rel = 0.022 if config.is_prompt_learning else 0.0
     assert _traced(name, config, train=False) == pytest.approx(_measured(name, config, train=False), rel=rel)
@@ -185,6 +184,31 @@ def test_what_adalora_knows_of_its_parameters_is_counted() -> None:
     assert above_start(trace, "forward", "backward", "optimizer") == peak_above_start(step)
     forecast = predict_memory(adapted, workload.replace(adapter=None))
     assert forecast.components["optimizer"] == sum(tensor.nbytes for tensor in kept) > 0
+
+
+@pytest.mark.parametrize("spread", [Spread.ddp(2), Spread.ddp(2, shard_optimizer=True)], ids=str)
+def test_what_adalora_knows_is_counted_on_each_rank_that_holds_all(spread: Spread) -> None:
+    """Whatever share of the optimizer it has; `update_and_allocate` runs over all parameters."""
+    config = peft.AdaLoraConfig(target_modules=TARGETS, task_type="CAUSAL_LM", total_step=10, tinit=5)
+    workload = Workload.train(ROWS, COLUMNS, optimizer="none", adapter=config)
+    alone, rank = (predict_memory(llama("meta"), workload, spread=of) for of in (None, spread))
+    assert rank.components["optimizer"] == alone.components["optimizer"] > 0
+    assert not [note for note in rank.notes if "update_and_allocate" in note]
+
+
+SHARDED = [Spread.fsdp2(2), Spread.fsdp1(2), Spread.zero(2, stage=2, reduce_bucket_size=1000)]
+
+
+@pytest.mark.parametrize("spread", SHARDED, ids=lambda spread: spread.kind)
+def test_what_adalora_cannot_know_of_shards_is_said_beside_the_figure(spread: Spread) -> None:
+    """With a ``task_type`` peft computes the loss from parameters that FSDP has sharded again, and fails."""
+    config = peft.AdaLoraConfig(target_modules=TARGETS, total_step=10, tinit=5)
+    workload = Workload.train(ROWS, COLUMNS, optimizer="sgd", adapter=config)
+    forecast = predict_memory(llama("meta"), workload, spread=spread)
+    assert len([note for note in forecast.notes if "update_and_allocate" in note]) == 1
+    trace = trace_step(llama("meta"), workload, spread=spread)
+    in_step = [a for a in trace.allocations if a.component == "optimizer" and a.phase != "load"]
+    assert in_step == []
 
 
 def test_what_peft_leaves_on_the_host_is_not_on_the_card() -> None:

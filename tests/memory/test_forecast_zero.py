@@ -147,7 +147,7 @@ def test_zero_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"ZeRO-3 is DeepSpeed's(.|\n)*Spread.fsdp2\(ranks\)"):
+    with pytest.raises(ArgumentError, match=r"ZeRO-3 is not forecast(.|\n)*Spread.fsdp2\(ranks\)"):
         Spread.zero(2, stage=3)
     with pytest.raises(ArgumentError, match="stage=4: 1, 2 or 3"):
         Spread.zero(2, stage=4)

@@ -90,7 +90,7 @@ class SizedSteps:
         )
         peaks = near.peaks(sizes, devices)
         of_devices = {device: DeviceTrace(device, peak, {}, 0, "", "") for device, peak in peaks.items() if peak}
-        # whose records have the devices of the traced step
+        # its records name the devices of the traced step, so with others they are of no use
         first = trace.first_update if homes is None else ()
         return replace(trace, allocations=allocations, devices=of_devices, first_update=first)
 

@@ -35,6 +35,8 @@ from .trained_parameters import TrainedParameters
 class FlatShardedParameters(TrainedParameters):
     """The parts of the trained parameters that a rank holds: views into flat shards, as FSDP1 gives an optimizer."""
 
+    sharded = True
+
     def __init__(self, model: FullyShardedDataParallel, spread: Spread) -> None:
         super().__init__([p for p in model.parameters() if p.requires_grad and p.numel()])
         self._model, self._sync_each_batch = model, spread.sync_each_batch

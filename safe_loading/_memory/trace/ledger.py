@@ -42,6 +42,7 @@ class Ledger:
         self.stack: list[str] = []  # the modules that are running, the innermost last
         self.phase: Phase = "load"
         self.live: dict[int, int] = {}  # from the address of a live storage to the index of its allocation
+        self.left_out: list[str] = []  # what a step allocates and is not recorded, in sentences
         self.first_update: tuple[FirstUpdate, ...] = ()
         self._open = True
         self._kept_alive: list[torch.Tensor] = []

@@ -24,6 +24,11 @@ NOTHING_TRAINED = (
     "inference_mode=False, or call requires_grad_() on what the step trains."
 )
 
+_IMPORTANCE_LEFT_OUT = (
+    "What AdaLoRA's update_and_allocate keeps, three numbers for each parameter, is not counted: peft cannot run it to "
+    "the end where parameters or their gradients are sharded. With Spread.ddp it can."
+)
+
 
 def run_training(
     model: torch.nn.Module,
@@ -34,7 +39,7 @@ def run_training(
 ) -> None:
     """Run one training step in its steady state, with the optimizer's state already allocated."""
     optimizer, first_update = _make_optimizer(workload, trained.stepped, ledger)
-    importance = _Importance(model, trained.stepped, ledger)
+    importance = _Importance(model, trained, ledger)
     ledger.make_resident(first_update)
     for parameter in trained.parameters:
         parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # of torch
@@ -83,22 +88,28 @@ class _Importance:
     A loop brings it up to date by ``update_and_allocate`` between the optimizer's step and ``zero_grad``.
     """
 
-    def __init__(self, model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter], ledger: Ledger) -> None:
+    def __init__(self, model: torch.nn.Module, trained: TrainedParameters, ledger: Ledger) -> None:
         self._ledger = ledger
         tuner = getattr(model, "base_model", None)
         self._adapted: Any = getattr(tuner, "model", None)
         self._allocator: Any = copy.copy(getattr(tuner, "rankallocator", None))  # the caller's keeps its numbers
+        if self._allocator is not None and trained.sharded:
+            self._allocator = None
+            ledger.left_out.append(_IMPORTANCE_LEFT_OUT)
         if self._allocator is not None:
             self._allocator.reset_ipt()
-            for parameter in parameters:
+            for parameter in trained.parameters:
                 parameter.grad = torch.zeros_like(parameter)
             self.update()
-            for parameter in parameters:
+            for parameter in trained.parameters:
                 parameter.grad = None
 
     def update(self) -> list[torch.Tensor]:
-        """Take the gradients of a step into account, where all parameters have one; return all numbers."""
-        if self._allocator is None or any(p.grad is None for p in self._adapted.parameters() if p.requires_grad):
+        """Take the gradients of a step into account, where all that peft reads are there; return all numbers."""
+        if self._allocator is None:
+            return []
+        adapter = self._allocator.adapter_name
+        if any(p.grad is None for name, p in self._adapted.named_parameters() if "lora_" in name and adapter in name):
             return []
         self._allocator.update_ipt(self._adapted)
         known = vars(self._allocator)
@@ -156,7 +167,7 @@ def _drop_unused_state(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None
     """Take back the state of parameters that the step gave no gradient, for which a real optimizer makes none."""
     for parameter, state in optimizer.state.items():
         if parameter.grad is None:
-            ledger.first_update = ()  # it had one for each parameter
+            ledger.first_update = ()  # of a step in which each parameter had a gradient
             for tensor in tensors_of(state):
                 ledger.take_back(tensor)
 

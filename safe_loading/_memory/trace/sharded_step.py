@@ -56,6 +56,8 @@ def fake_ranks(spread: Spread | None, rank: int = 0) -> Iterator[DeviceMesh | No
 class ShardedParameters(TrainedParameters):
     """The local shards of trained parameters: an optimizer of DTensors allocates what one of their shards does."""
 
+    sharded = True
+
     def __init__(self, model: torch.nn.Module, spread: Spread) -> None:
         self._model, self._sync_each_batch = model, spread.sync_each_batch
         self._sharded = [p for p in model.parameters() if p.requires_grad and isinstance(p, DTensor)]

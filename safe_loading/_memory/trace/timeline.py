@@ -145,13 +145,15 @@ class _Step:
         self.events = [
             event for event in own if event.allocation not in at_start or (event.freed and event.allocation in gone)
         ]
-        self.loaded = [_Keyed(i, allocations[i]) for i in resident if allocations[i].component != "optimizer"]
-        # torch's optimizers make their state in their first step, what each step replaces like the step itself
-        of_optimizer = {i: _Keyed(i, allocations[i]).event for i in resident if allocations[i].component == "optimizer"}
-        # one that makes its state parameter by parameter, as Adafactor does, works before all of it is there
+        # an optimizer that makes its state parameter by parameter, as Adafactor does, works before all of it is there
         self._first_update = [_first_event(update) for update in trace.first_update if update.device == device]
-        not_there_yet = {key for key, _ in self._first_update} if self._first_update else {*self._replaced}
-        self.state = [*self._first_update, *(e for i, e in of_optimizer.items() if i not in not_there_yet)]
+        made_then = {key for key, _ in self._first_update}
+        before = [_Keyed(i, allocations[i]) for i in resident if i not in made_then]
+        self.loaded = [keyed for keyed in before if keyed.allocation.component != "optimizer"]
+        # torch's optimizers make their state in their first step, what each step replaces like the step itself
+        made_by_step = set[int]() if self._first_update else {*self._replaced}
+        of_optimizer = [keyed for keyed in before if keyed.allocation.component == "optimizer"]
+        self.state = [*self._first_update, *(k.event for k in of_optimizer if k.key not in made_by_step)]
         self.stepping = _start_of_optimizer(self.events, allocations)
         self.returned = _end_of_forward(self.events, allocations)
 

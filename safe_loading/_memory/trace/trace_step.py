@@ -96,7 +96,7 @@ def trace_step(
         calls=dict(ledger.calls),
         crossings=mode.crossings,
         problems=tuple(mode.problems),
-        assumptions=tuple(values.assumptions),
+        assumptions=(*values.assumptions, *ledger.left_out),
         first_update=ledger.first_update,
     )
 

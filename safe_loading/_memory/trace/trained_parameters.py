@@ -12,6 +12,8 @@ from .ledger import Ledger
 class TrainedParameters:
     """The parameters of a step on one device: its optimizer gets all of them, and autograd sets their gradients."""
 
+    sharded = False  # whether what a rank holds of a parameter may be a part of it
+
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
 

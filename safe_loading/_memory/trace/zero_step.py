@@ -101,6 +101,8 @@ def cast_parameters(
 class ZeroParameters(TrainedParameters):
     """The trained parameters of a model under ZeRO-1 or ZeRO-2, whose gradients go into DeepSpeed's buckets."""
 
+    sharded = True
+
     def __init__(self, parameters: list[torch.nn.Parameter], spread: Spread, rank: int, ledger: Ledger) -> None:
         super().__init__(parameters)
         self._zero = spread.deepspeed or Zero(stage=2)
@@ -348,7 +350,7 @@ class ZeroParameters(TrainedParameters):
             self._own_share().copy_(self._master.detach())
 
     def drop_gradients(self) -> None:
-        """Drop those that nothing was reduced from, and the hooks' references to this object."""
+        """Drop the gradients that were not reduced, and the cycles by which the hooks keep this object alive."""
         super().drop_gradients()
         gc.collect()
 
