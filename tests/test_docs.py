@@ -53,6 +53,7 @@ PAGE_OF = {  # the page whose tables list a file's findings; the longest start o
     "_doctor/": "doctor.md",
     "": "loading.md",
 }
+ALSO_ON = {"_merging/weights/loss_findings.py": "merge_checkpoint.md"}  # what both merges find stands on both pages
 
 
 NEEDED = {"sft.md": "trl"}  # what a page needs beside the package
@@ -225,6 +226,8 @@ def test_every_finding_stands_in_a_table_and_no_other() -> None:
         if codes:
             inside = path.relative_to(PACKAGE).as_posix()
             made[PAGE_OF[max((start for start in PAGE_OF if inside.startswith(start)), key=len)]] |= codes
+            if inside in ALSO_ON:
+                made[ALSO_ON[inside]] |= codes
     for page, codes in made.items():
         rows = table_codes(page)
         assert len(rows) == len(set(rows)), f"{page}: a code stands twice"

@@ -75,7 +75,7 @@ def quantized_meta_model(
             f"quantization_config ({request.method}) does not suit {type(model).__name__}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    dequantized = any(finding.code == "dequantized" for finding in findings)
+    dequantized = any(finding.code == "dequantized" for finding in findings) or request.options.get("dequantize")
     if request.method in _SMALLER and not dequantized and _held(model) == before:
         findings.append(_nothing_quantized(model, request.method))
     elif request.method in _OF_LINEAR_LAYERS:

@@ -41,6 +41,11 @@ def edited(
     return target
 
 
+def trained_further(part: str) -> Callable[[Tensors], Tensors]:
+    """Change the tensors whose keys have this part, by less than 16 bits can hold."""
+    return lambda tensors: {key: value * 1.0001 if part in key else value for key, value in tensors.items()}
+
+
 def with_prefix(prefix: str) -> Callable[[Tensors], Tensors]:
     """Put a wrapper's prefix before every key."""
     return lambda tensors: {prefix + key: value for key, value in tensors.items()}

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from safe_loading import AdapterError, load_peft_on_rank
+from safe_loading import AdapterError, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
 
 IDS = torch.arange(8)[None]
 
@@ -43,3 +43,12 @@ def test_a_wider_weight_that_would_be_rounded_is_refused(tmp_path: Path) -> None
         load_peft_on_rank(adapter, base, device="cpu")
     model = load_peft_on_rank(adapter, base, device="cpu", dtype=torch.float32)
     assert "base-weight-replaced" in [finding.code for finding in model.load_report.findings]
+
+
+def test_it_is_merged_on_disk_as_in_memory(tmp_path: Path) -> None:
+    base, adapter = saved(tmp_path, changed=False)
+    merge_lora_checkpoint(base, adapter, tmp_path / "merged")
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    expected = merge_lora_inplace(load_peft_on_rank(adapter, base, device="cpu"))
+    assert merged.dtype == torch.bfloat16
+    assert torch.equal(merged(IDS).logits, expected(IDS).logits)

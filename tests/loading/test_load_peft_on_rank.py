@@ -511,7 +511,8 @@ def test_layers_of_another_adapter_inside_the_base_are_refused(tiny_llama: Path,
 
 def test_the_check_before_the_load_knows_the_dtype(made: Made, tmp_path: Path) -> None:
     base = made.llama(torch.bfloat16)
-    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["embed_tokens"], dtype=torch.float32)
+    adapter = save_adapter(tmp_path / "saved", base, target_modules=["embed_tokens"], dtype=torch.float32)
+    adapter = faults.edited(adapter, tmp_path / "adapter", tensors=faults.trained_further("embed_tokens.base_layer"))
     with pytest.raises(AdapterError, match=r"load the base with dtype=torch\.float32"):
         load_peft_on_rank(adapter, base)
     assert load_peft_on_rank(adapter, base, dtype=torch.float32).load_report.ok

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults.adapters import edited, trained_further
 from models import Made, save_adapter, save_llama, save_tokenizer, tokenizer
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
@@ -145,7 +146,8 @@ def test_a_pickled_adapter_is_read_when_the_argument_of_the_error_is_passed(
 
 def test_the_dtype_that_the_error_asks_for_makes_the_merge_possible(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base", torch.bfloat16)
-    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["embed_tokens"])
+    saved = save_adapter(tmp_path / "saved", base, target_modules=["embed_tokens"])
+    adapter = edited(saved, tmp_path / "adapter", tensors=trained_further("embed_tokens.base_layer"))
     with pytest.raises(AdapterError, match=r"load the base with dtype=torch\.float32"):
         merge_lora_checkpoint(base, adapter, tmp_path / "out")
     merge_lora_checkpoint(base, adapter, tmp_path / "out", dtype=torch.float32)

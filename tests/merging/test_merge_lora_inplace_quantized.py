@@ -461,11 +461,11 @@ def test_when_the_memory_runs_out_within_fp8_rows_they_are_merged_or_untouched(
     model, store, calls = fp8_model(torch.float8_e4m3fn, torch.float32), fp8_merge.store_fp8, []
     before = bits(model)
 
-    def failing(*arguments: Any) -> None:
+    def failing(*arguments: Any) -> Any:
         calls.append(1)
         if number <= len(calls) < number + times:
             raise MemoryError("no more memory")
-        store(*arguments)
+        return store(*arguments)
 
     monkeypatch.setattr(fp8_merge, "store_fp8", failing)
     if times == 2:
@@ -483,9 +483,9 @@ def test_ctrl_c_finishes_an_fp8_layer_and_a_second_call_the_rest(monkeypatch: py
     whole = merge_lora_inplace(fp8_model(torch.float8_e4m3fn, torch.float32)).state_dict()
     model, store = fp8_model(torch.float8_e4m3fn, torch.float32), fp8_merge.store_fp8
 
-    def interrupted(*arguments: Any) -> None:
+    def interrupted(*arguments: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
-        store(*arguments)
+        return store(*arguments)
 
     with monkeypatch.context() as patched:
         patched.setattr(fp8_merge, "store_fp8", interrupted)
