@@ -335,9 +335,7 @@ def test_a_replaced_tensor_of_another_dtype_gets_a_header_of_its_own(tmp_path: P
     base = save_llama(tmp_path / "base", torch.bfloat16)
     adapter = save_adapter(tmp_path / "adapter", base, dtype=torch.float32, modules_to_save=["lm_head"])
     merge_lora_checkpoint(base, adapter, tmp_path / "out")
-    in_memory = on_disk(
-        reference(base, adapter, tmp_path / "reference")
-    )  # the head in the dtype of the base
+    in_memory = on_disk(reference(base, adapter, tmp_path / "reference"))  # the head in the dtype of the base
     found = on_disk(tmp_path / "out")
     assert found.keys() == in_memory.keys()
     assert all(torch.equal(tensor, found[name].to(tensor.dtype)) for name, tensor in in_memory.items())
