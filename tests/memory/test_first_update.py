@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from models import SIZES
@@ -21,8 +23,9 @@ class KeepsBuffers(torch.optim.SGD):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adamw_8bit", torch.optim.Adafactor, KeepsBuffers])
 def test_a_run_makes_nothing_twice(optimizer: str | type[torch.optim.Optimizer]) -> None:
+    sizes: dict[str, Any] = SIZES
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
     alive: set[int] = set()
     for key, size in predict_memory(model, Workload.train(1, 16, optimizer=optimizer)).events:
         assert size < 0 or key not in alive
