@@ -1,4 +1,4 @@
-"""The methods by which peft merges the adapters of a sharded model: those that would lose the merge are refused."""
+"""What peft does to a sharded model that would fail, or lose a merge without a word: refused by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from peft import AdaLoraModel, PeftModel
 from torch import nn
 
 from safe_loading._core.names import method_name
@@ -16,6 +17,22 @@ _ROAD = (
     "Save the adapter with save_pretrained on every rank, and merge it on disk with merge_lora_checkpoint(base, "
     "adapter, output)"
 )
+
+
+def past_hooks(model: nn.Module) -> list[str]:
+    """Return what computes with shards because peft calls the base past FSDP's hooks, with what to do.
+
+    ``AdaLoraModel.forward`` does, and multiplies whole factors for its loss. Only the models of a task call it: a plain
+    ``PeftModel`` calls the base itself.
+    """
+    return [
+        f"{name or type(module).__name__} trains AdaLoRA: peft calls its base past FSDP's hooks, and multiplies whole "
+        f"factors for the loss. Train a LoraConfig, or AdaLoRA on one device or under DistributedDataParallel."
+        for name, module in model.named_modules()
+        if isinstance(module, PeftModel)
+        and type(module) is not PeftModel
+        and isinstance(module.base_model, AdaLoraModel)
+    ]
 
 
 def guard_merges(model: nn.Module, version: int) -> None:

@@ -25,6 +25,7 @@ from safe_loading._ranks.waiting import Waiting
 from safe_loading.errors import ArgumentError, CheckpointError
 
 from . import fsdp1, fsdp2
+from .adapter_methods import past_hooks
 from .added_after_wrap import Wrapped, attached
 from .fsdp_units import ShardingUnit
 from .new_values import InitNew
@@ -215,7 +216,7 @@ def assign_roles(
         buffers=buffers_of(model) if before is None else (),
         left_alone=tuple(parameter for parameter in every if id(parameter.tensor) not in taken),
     )
-    problems = fsdp2.check(roles.sharded) if version == 2 else fsdp1.check(roles.sharded)
+    problems = [*past_hooks(model), *(fsdp2.check if version == 2 else fsdp1.check)(roles.sharded)]
     if problems:
         raise ArgumentError(f"FSDP{version} cannot shard this {type(model).__name__}:", problems)
     return roles, kept

@@ -17,8 +17,9 @@ from test_trace_truth import COLUMNS, ROWS
 from test_trace_truth import SIZES as LLAMA_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from safe_loading import AdapterError, SafeLoadingError, Spread, TraceError, Workload, predict_memory
+from safe_loading import AdapterError, ArgumentError, SafeLoadingError, Spread, TraceError, Workload, predict_memory
 from safe_loading._memory.trace.trace_step import trace_step
+from safe_loading._sharding.setup import assign_roles
 
 SIZES: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], **LLAMA_SIZES}
 TARGETS = ["q_proj", "v_proj"]
@@ -209,6 +210,21 @@ def test_what_adalora_cannot_know_of_shards_is_said_beside_the_figure(spread: Sp
     trace = trace_step(llama("meta"), workload, spread=spread)
     in_step = [a for a in trace.allocations if a.component == "optimizer" and a.phase != "load"]
     assert in_step == []
+
+
+@pytest.mark.parametrize("spread", [Spread.fsdp2(2), Spread.fsdp1(2)], ids=["FSDP2", "FSDP1"])
+def test_adalora_of_a_task_cannot_run_on_shards_and_the_roads_can(spread: Spread) -> None:
+    config = peft.AdaLoraConfig(target_modules=TARGETS, total_step=10, tinit=5, task_type="CAUSAL_LM")
+    workload = Workload.train(ROWS, COLUMNS, adapter=config)
+    with pytest.raises(ArgumentError, match=r"past FSDP's hooks(.|\n)*Train a LoraConfig, or AdaLoRA on one device"):
+        predict_memory(llama("meta"), workload, spread=spread)
+    adapted = peft.get_peft_model(llama("meta"), config)
+    with pytest.raises(ArgumentError, match="PeftModelForCausalLM trains AdaLoRA"):
+        assign_roles(adapted, (), 1 if spread.kind == "fsdp1" else 2, None)
+    plain = workload.replace(adapter=peft.LoraConfig(target_modules=TARGETS, task_type="CAUSAL_LM"))
+    assert predict_memory(llama("meta"), plain, spread=spread)
+    assert predict_memory(llama("meta"), workload)
+    assert predict_memory(llama("meta"), workload, spread=Spread.ddp(2))
 
 
 def test_what_peft_leaves_on_the_host_is_not_on_the_card() -> None:

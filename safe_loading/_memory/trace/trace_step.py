@@ -20,7 +20,8 @@ from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.kernels import kernel_stand_ins
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.launcher import local_rank
-from safe_loading.errors import TraceError
+from safe_loading._sharding.adapter_methods import past_hooks
+from safe_loading.errors import ArgumentError, TraceError
 
 from .accelerate_hooks import TracePlacement, install_hooks
 from .attached_adapter import with_adapter
@@ -144,6 +145,8 @@ def ranks_alike(model: torch.nn.Module, workload: Workload, spread: Spread) -> l
         stack.enter_context(fake_ranks(spread))
         stack.callback(Snapshot(model).restore)
         running = stack.enter_context(with_adapter(model, workload.adapter))
+        if spread.kind in ("fsdp1", "fsdp2") and (problems := past_hooks(running)):
+            raise ArgumentError(f"{spread} cannot run this {type(running).__name__}:", problems)
         held: dict[int, tuple[int, ...]]
         trained = [parameter for parameter in running.parameters() if parameter.requires_grad]
         if spread.kind == "ddp":
