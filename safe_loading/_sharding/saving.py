@@ -122,6 +122,9 @@ class SavingWhole:
     ) -> dict[str, torch.Tensor | None]:
         """Return some tensors whole, on the host; nothing on ranks that do not keep them."""
         gathered: dict[str, torch.Tensor | None] = {}
+        if isinstance(self.wrapped, FullyShardedDataParallel):
+            # before a forward pass FSDP1 takes the unit that is asked or gathered first for the root
+            waiting.call(self.wrapped.check_is_root)
         for unit, state in states.items():
             of_unit = {name: tensor for name, tensor in state.items() if name in names}
             places = {name: tensor for name, tensor in of_unit.items() if isinstance(tensor, TensorOfUnit)}
