@@ -25,13 +25,12 @@ def past_hooks(model: nn.Module) -> list[str]:
     ``AdaLoraModel.forward`` does, and multiplies whole factors for its loss. Only the models of a task call it: a plain
     ``PeftModel`` calls the base itself.
     """
+    of_task = [(n, m) for n, m in model.named_modules() if isinstance(m, PeftModel) and type(m) is not PeftModel]
     return [
         f"{name or type(module).__name__} trains AdaLoRA: peft calls its base past FSDP's hooks, and multiplies whole "
         f"factors for the loss. Train a LoraConfig, or AdaLoRA on one device or under DistributedDataParallel."
-        for name, module in model.named_modules()
-        if isinstance(module, PeftModel)
-        and type(module) is not PeftModel
-        and isinstance(module.base_model, AdaLoraModel)
+        for name, module in of_task
+        if isinstance(module.base_model, AdaLoraModel)
     ]
 
 

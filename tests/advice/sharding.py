@@ -20,8 +20,10 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_sharding/accelerate_settings.py": {"load this model outside of it": _PREPARE, "Use FSDP2 with": _PREPARE},
     "_sharding/adapter_methods.py": {
+        "Train a LoraConfig": "memory/test_forecast_every_method.py::"
+        "test_adalora_of_a_task_cannot_run_on_shards_and_the_roads_can",
         "Save the adapter with save_pretrained": f"{_AFTER}"
-        "test_merges_that_would_be_lost_are_refused_and_the_road_is_right"
+        "test_merges_that_would_be_lost_are_refused_and_the_road_is_right",
     },
     "_sharding/added_after_wrap.py": {
         "Attach this adapter first": _PEFT,
