@@ -13,8 +13,11 @@ than without. Only ``nonzero`` is right there too, since its count is the size o
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import threading
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -170,14 +173,28 @@ def _leave_out_backward() -> None:
 def _count_nonzeros(library: torch.library.Library) -> None:
     """Let the kernel of ``nonzero`` find on the device what the host counts."""
     kernel: Any = torch.library.get_kernel("aten::nonzero", "CUDA")
+    in_backward: set[torch.device] = set()
+    held: list[torch.Tensor] = []
 
     def nonzero(keys: Any, tensor: torch.Tensor) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            in_backward.add(tensor.device)
         found = twin(tensor).nonzero()
         _runtime.sim_answer(len(found))
         made = kernel.call_boxed(keys, tensor)
         twin(made).copy_(found)
         return made
 
+    def let_go() -> None:
+        # A thread of autograd that still holds what it ran in Python when the interpreter ends aborts the process. It
+        # takes its next backward pass only when it has let go, and of that one it holds nothing alone.
+        for device in in_backward:
+            held.append(torch.zeros(1, device=device, requires_grad=True))
+            held.append(held[-1].sum())
+            held[-1].backward()  # type: ignore[no-untyped-call]  # torch's
+        time.sleep(0.1 * bool(held))
+
+    atexit.register(let_go)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that a kernel is replaced
         library.impl("nonzero", nonzero, "CUDA", with_keyset=True)  # type: ignore[no-untyped-call]  # torch's
