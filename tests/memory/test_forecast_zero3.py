@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SIZES
+from models import SIZES as NARROW
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,6 +23,7 @@ WIDE: dict[str, Any] = {
     "num_attention_heads": 8,
     "vocab_size": 4000,
 }
+SIZES: dict[str, Any] = {**NARROW}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 BUCKET: dict[str, Any] = {"reduce_bucket_size": 500_000}
 SMALL: dict[str, Any] = {

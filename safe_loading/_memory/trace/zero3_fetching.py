@@ -343,9 +343,9 @@ class _InBackward(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.call()
-        return gradient, None
+        return gradients[0], None
 
 
 def _each_tensor(value: object, change: Callable[[torch.Tensor], object], *, in_place: bool = True) -> object:

@@ -22,9 +22,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, gradient: torch.Tensor
+        ctx: Any, *gradients: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         given, weight, bias = ctx.saved_tensors
+        (gradient,) = gradients
         of_input = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
             of_input = gradient.matmul(weight)

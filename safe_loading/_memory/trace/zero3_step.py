@@ -228,8 +228,8 @@ class PartitionedParameters(TrainedParameters):
             for parts in self._by_group()
         ]
         self._scaled_norm = torch.linalg.vector_norm(torch.stack(norms), ord=2.0)
-        self._norm = self._scaled_norm / 1.0
-        self._ledger.classify(self._ledger.index_of(self._norm), "optimizer")
+        norm = self._norm = self._scaled_norm / 1.0
+        self._ledger.classify(self._ledger.index_of(norm), "optimizer")
 
     def _by_group(self) -> list[list[torch.Tensor]]:
         """Return this rank's gradients, those of each sub-group together."""
@@ -244,9 +244,10 @@ class PartitionedParameters(TrainedParameters):
             if self._zero.offload_optimizer:
                 master.grad = torch.zeros_like(master)
             else:
-                master.grad = _flatten_dense_tensors(parts).to(torch.float32)  # type: ignore[no-untyped-call]  # of torch
-                self._ledger.classify(self._ledger.index_of(master.grad), "gradients")
-                master.grad.mul_(1.0)  # unscaled and clipped in place
+                gradient = _flatten_dense_tensors(parts).to(torch.float32)  # type: ignore[no-untyped-call]  # of torch
+                self._ledger.classify(self._ledger.index_of(gradient), "gradients")
+                master.grad = gradient.mul_(1.0)  # unscaled and clipped
+                del gradient
             if optimizer is not None:
                 optimizer.step()
             self._flat.narrow(0, start, master.numel()).copy_(master)
