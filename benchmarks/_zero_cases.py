@@ -40,6 +40,14 @@ class Case:
 SMALL = {"reduce_bucket_size": 500_000}
 BOTH = {"reduce_bucket_size": 2_000_000, "overlap_comm": True}
 HOST = {"reduce_bucket_size": 500_000, "offload_optimizer": True}
+SMALL_3 = {
+    "reduce_bucket_size": 500_000,
+    "stage3_prefetch_bucket_size": 300_000,
+    "stage3_max_live_parameters": 1_000_000,
+    "stage3_max_reuse_distance": 500_000,
+    "stage3_param_persistence_threshold": 1_000,
+}
+HOST_3 = {**SMALL_3, "offload_optimizer": True}
 CASES = {
     "ZeRO-1": Case(1),
     "ZeRO-1, overlap_comm": Case(1, zero=BOTH),
@@ -56,6 +64,21 @@ CASES = {
     "ZeRO-2, long, checkpointing": Case(2, batch=2, length=512, checkpointing=True),
     "ZeRO-2, offload_optimizer": Case(2, zero=HOST),
     "ZeRO-2, offloaded, accumulated": Case(2, accumulation=2, zero=HOST),
+    "ZeRO-3": Case(3),
+    "ZeRO-3, defaults": Case(3, zero={}),
+    "ZeRO-3, small": Case(3, zero=SMALL_3),
+    "ZeRO-3, small, no overlap_comm": Case(3, zero={**SMALL_3, "overlap_comm": False}),
+    "ZeRO-3, small, three ranks": Case(3, ranks=3, zero=SMALL_3),
+    "ZeRO-3, small, two micro-batches": Case(3, accumulation=2, zero=SMALL_3),
+    "ZeRO-3, small, float32": Case(3, dtype="float32", zero=SMALL_3),
+    "ZeRO-3, small, sub-groups": Case(3, zero={**SMALL_3, "sub_group_size": 300_000}),
+    "ZeRO-3, small, long": Case(3, batch=2, length=512, zero=SMALL_3),
+    "ZeRO-3, small, long, checkpointing": Case(3, batch=2, length=512, checkpointing=True, zero=SMALL_3),
+    "ZeRO-3, LoRA, checkpointing": Case(3, batch=2, length=128, adapter=LORA, checkpointing=True, zero=SMALL),
+    "ZeRO-3, small, LoRA": Case(3, batch=2, length=128, adapter=LORA, zero=SMALL_3),
+    "ZeRO-3, small, LoRA, checkpointing": Case(3, batch=2, length=128, adapter=LORA, checkpointing=True, zero=SMALL_3),
+    "ZeRO-3, small, offload_optimizer": Case(3, zero=HOST_3),
+    "ZeRO-3, small, offloaded, accumulated": Case(3, accumulation=2, zero=HOST_3),
 }
 
 

@@ -20,6 +20,8 @@ from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 STEPS = 3
+# ZeRO-3 writes all its arguments into a text that it does not print, with the values of each parameter
+torch.Tensor.__repr__ = object.__repr__  # type: ignore[assignment]
 deepspeed: Any = importlib.import_module("deepspeed")  # not among the project's own requirements
 
 

@@ -53,7 +53,7 @@ def add(commands: Commands) -> None:
     ways.add_argument("--fsdp", action="store_true", help="shard with FSDP2")
     ways.add_argument("--fsdp1", action="store_true", help="shard with FSDP1, FullyShardedDataParallel")
     ways.add_argument("--ddp", action="store_true", help="the whole model on each GPU, with DistributedDataParallel")
-    ways.add_argument("--zero", type=int, metavar="STAGE", help="1 or 2: DeepSpeed's ZeRO with its defaults")
+    ways.add_argument("--zero", type=int, metavar="STAGE", help="1, 2 or 3: DeepSpeed's ZeRO with its defaults")
     declare(
         "--cpu-offload",
         action="store_true",

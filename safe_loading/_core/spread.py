@@ -17,20 +17,30 @@ class Zero:
     """DeepSpeed's ``zero_optimization``, under its own names and with its own defaults.
 
     Attributes:
-        stage: What is shared out: 1 the optimizer's state, 2 the gradients too.
+        stage: What is shared out: 1 the optimizer's state, 2 the gradients too, 3 the parameters as well.
         reduce_bucket_size: How many elements of gradients are reduced at a time.
-        overlap_comm: Whether gradients are reduced beside the backward pass, with two such buckets.
+        overlap_comm: Whether gradients are reduced beside the backward pass, with two such buckets in stages 1 and 2.
         offload_optimizer: Whether the optimizer, its state and the gradients that it reads are on the host.
+        stage3_prefetch_bucket_size: How many elements are gathered ahead at a time.
+        stage3_max_live_parameters: How many gathered elements stop ZeRO-3 from gathering ahead.
+        stage3_max_reuse_distance: Parameters that are used again within so many elements stay gathered.
+        stage3_param_persistence_threshold: Parameters of no more elements stay gathered from step to step.
+        sub_group_size: How many elements of a rank's share the optimizer updates at a time.
     """
 
     stage: int
     reduce_bucket_size: int = 500_000_000
     overlap_comm: bool = False
     offload_optimizer: bool = False
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    sub_group_size: int = 1_000_000_000
 
     def __str__(self) -> str:
         """Return the arguments of `Spread.zero` that are not as by default."""
-        default = Zero(self.stage)
+        default = Zero(self.stage, overlap_comm=self.stage == 3)
         changed = [f"{name}={value!r}" for name, value in vars(self).items() if value != vars(default)[name]]
         return ", ".join([f"stage={self.stage}", *changed])
 
@@ -220,10 +230,16 @@ class Spread:
         stage: int,
         param_dtype: str | None = None,
         reduce_bucket_size: int = 500_000_000,
-        overlap_comm: bool = False,
+        overlap_comm: bool | None = None,
         offload_optimizer: bool = False,
+        offload_param: bool = False,
+        stage3_prefetch_bucket_size: int = 50_000_000,
+        stage3_max_live_parameters: int = 1_000_000_000,
+        stage3_max_reuse_distance: int = 1_000_000_000,
+        stage3_param_persistence_threshold: int = 100_000,
+        sub_group_size: int = 1_000_000_000,
     ) -> Spread:
-        """DeepSpeed's ZeRO-1 and ZeRO-2, whose engine keeps flat copies and buckets of its own; for training.
+        """DeepSpeed's ZeRO, whose engine keeps flat copies and buckets of its own; for training.
 
         For torch's own ZeRO-1, ``ZeroRedundancyOptimizer``, use `ddp` with ``shard_optimizer=True``. The arguments
         have the names and defaults of DeepSpeed's ``zero_optimization``. Gradients are averaged in the dtype of the
@@ -232,28 +248,42 @@ class Spread:
 
         Args:
             ranks: Over how many ranks the optimizer's state is shared out.
-            stage: 1 or 2.
+            stage: 1, 2 or 3.
             param_dtype: ``"bfloat16"`` where DeepSpeed's config enables ``bf16``, ``"float16"`` for ``fp16``: all
                 parameters are cast to it. None leaves them in their dtype, which has to be one.
             reduce_bucket_size: How many elements of gradients are reduced at a time; each backward pass allocates
                 the whole bucket, whatever the size of the model. transformers' ``"auto"`` is ``hidden_size ** 2``.
-            overlap_comm: True for two such buckets, as DeepSpeed reduces beside the backward pass.
+            overlap_comm: Whether DeepSpeed reduces beside the backward pass, which takes two such buckets in stages 1
+                and 2. None is False for these, and True for stage 3.
             offload_optimizer: True for ``{"device": "cpu"}``. The host's memory is not in the forecast.
+            offload_param: Refused, because it was not held against DeepSpeed.
+            stage3_prefetch_bucket_size: How many elements are gathered ahead at a time.
+            stage3_max_live_parameters: How many gathered elements stop ZeRO-3 from gathering ahead.
+            stage3_max_reuse_distance: Parameters that are used again within so many elements stay gathered.
+            stage3_param_persistence_threshold: Parameters of no more elements stay gathered from step to step.
+            sub_group_size: How many elements of a rank's share the optimizer updates at a time in stage 3.
 
         Raises:
-            ArgumentError: Stage 3, or an argument that DeepSpeed would refuse.
+            ArgumentError: An argument that DeepSpeed would refuse, or what is not forecast.
         """
         _sharded(ranks, 1, param_dtype=param_dtype)
-        _flags(overlap_comm=overlap_comm, offload_optimizer=offload_optimizer)
-        whole_number(reduce_bucket_size, "reduce_bucket_size", least=1, what="a number of elements")
         if stage not in (1, 2, 3) or isinstance(stage, bool):
             raise ArgumentError(f"stage={stage!r:.80}: 1, 2 or 3.")
-        if stage == 3:
-            raise ArgumentError(
-                "ZeRO-3 is not forecast: when DeepSpeed gathers and frees a parameter depends on what earlier steps "
-                "recorded. Spread.fsdp2(ranks) shards the same tensors by FSDP2, and can be forecast."
-            )
-        options = Zero(stage, reduce_bucket_size, overlap_comm, offload_optimizer)
+        overlapped = stage == 3 if overlap_comm is None else overlap_comm
+        _flags(overlap_comm=overlapped, offload_optimizer=offload_optimizer, offload_param=offload_param)
+        whole_number(reduce_bucket_size, "reduce_bucket_size", least=1, what="a number of elements")
+        options = Zero(
+            stage,
+            reduce_bucket_size,
+            overlapped,
+            offload_optimizer,
+            stage3_prefetch_bucket_size,
+            stage3_max_live_parameters,
+            stage3_max_reuse_distance,
+            stage3_param_persistence_threshold,
+            sub_group_size,
+        )
+        _check_stage_3(options, ranks, param_dtype, offload_param=offload_param)
         return Spread(ranks, param_dtype=param_dtype, kind="zero", deepspeed=options)
 
     @property
@@ -275,6 +305,28 @@ def _sharded(ranks: int, replicas: int, **dtypes: str | None) -> None:
     for name, dtype in dtypes.items():
         if dtype is not None and dtype not in DTYPES:
             raise ArgumentError(f"{name}={dtype!r:.80}: one of {list(DTYPES)}, or None.")
+
+
+def _check_stage_3(options: Zero, ranks: int, param_dtype: str | None, *, offload_param: bool) -> None:
+    """Refuse the settings of ZeRO-3 that are none, are given to another stage, or were not held against DeepSpeed."""
+    default = vars(Zero(options.stage))
+    given = {name: value for name, value in vars(options).items() if name.startswith(("stage3_", "sub_group"))}
+    for name, value in given.items():
+        whole_number(value, name, least=0, what="a number of elements")
+    changed = [f"{name}={value}" for name, value in given.items() if value != default[name]]
+    if options.stage != 3 and changed:
+        raise ArgumentError(f"These are settings of stage 3, and stage={options.stage} has none of them:", changed)
+    problems = []
+    if offload_param:
+        problems.append("offload_param=True: when parameters come from the host is not known here.")
+    if options.stage == 3 and param_dtype == "float16":
+        problems.append('param_dtype="float16": a step with fp16\'s search for overflows was not measured.')
+    if options.stage == 3 and ranks == 1:
+        problems.append("ranks=1: DeepSpeed then gathers nothing, which was not measured.")
+    if problems:
+        raise ArgumentError(
+            "ZeRO-3 is not forecast so. Spread.fsdp2(ranks) shards the same tensors by FSDP2, and can be:", problems
+        )
 
 
 def _flags(**flags: object) -> None:

@@ -182,10 +182,22 @@ def _traces(
         raise ArgumentError("Spread.ddp is for training: a rank that generates holds its model as one GPU alone does.")
     if spread.kind in ("fsdp1", "zero") and workload.kind != "train":
         raise ArgumentError(f"Spread.{spread.kind} is for training. Spread.fsdp2 can be forecast for generation too.")
+    if spread.deepspeed is not None and spread.deepspeed.stage == 3:
+        _check_stage_3(workload)
     traces: dict[int, StepTrace] = {}
     for group in ranks_alike(model, workload, spread):
         traces |= dict.fromkeys(group, trace_step(model, workload, inputs=inputs, spread=spread, rank=group[0]))
     return dict(sorted(traces.items()))
+
+
+def _check_stage_3(workload: Workload) -> None:
+    options = {"autocast": workload.autocast, "activation_offload": workload.activation_offload}
+    problems = [f"{name}={value!r}" for name, value in options.items() if value]
+    if problems:
+        raise ArgumentError(
+            "Such a step of ZeRO-3 was not held against DeepSpeed. Spread.fsdp2(ranks) can be forecast with it:",
+            problems,
+        )
 
 
 def is_sharded(model: torch.nn.Module) -> bool:

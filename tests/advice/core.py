@@ -23,5 +23,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "name it once": _READ,
     },
     "_core/paths.py": {"pass a path": _READ},
-    "_core/spread.py": {"leave out replicas": "memory/test_forecast_flat_shards.py::test_what_is_refused"},
+    "_core/spread.py": {
+        "leave out replicas": "memory/test_forecast_flat_shards.py::test_what_is_refused",
+        "Leave one of the two out": "memory/test_forecast_flat_shards.py::test_what_is_refused",
+    },
 }

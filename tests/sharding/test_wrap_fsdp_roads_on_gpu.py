@@ -29,7 +29,7 @@ SCRIPT = """
     tokens = torch.arange(1, 25, device=own).reshape(2, 12)
 
     def wrapped(**how):
-        model = peft.PeftModel.from_pretrained(meta_model(base), adapter, is_trainable=True)
+        model = peft.PeftModel.from_pretrained(meta_model(base), adapter, is_trainable=True, torch_device="cpu")
         return wrap_fsdp_meta_safe(model, base, adapters=adapter, **how)
 
     for name, how in (("fsdp2", {}), ("offloaded", {"cpu_offload": True}), ("fsdp1", {"version": 1})):

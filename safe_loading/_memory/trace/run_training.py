@@ -40,12 +40,39 @@ def run_training(
     """Run one training step in its steady state, with the optimizer's state already allocated."""
     optimizer, first_update = _make_optimizer(workload, trained.stepped, ledger)
     importance = _Importance(model, trained, ledger)
-    ledger.make_resident(first_update)
     for parameter in trained.parameters:
         parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # of torch
             lambda p: ledger.classify(ledger.index_of(p.grad), "gradients") if p.grad is not None else None
         )
     micro_batches = min(workload.gradient_accumulation_steps, 2)  # every further one is like the first
+    if trained.rehearses:
+        _run_micro_batches(model, workload, inputs, ledger, trained, micro_batches)
+        trained.rehearsed()
+    ledger.make_resident(first_update)
+    _run_micro_batches(model, workload, inputs, ledger, trained, micro_batches)
+    ledger.phase = "optimizer"
+    trained.before_step()
+    if optimizer is not None:
+        _drop_unused_state(optimizer, trained.unused(), ledger)
+    trained.step(optimizer)
+    if optimizer is not None:
+        for tensor in tensors_of(list(optimizer.state.values())):  # which outlives this function
+            ledger.keep_alive(tensor)
+    for tensor in importance.update():
+        ledger.keep_alive(tensor)
+    trained.after_step()
+    trained.drop_gradients()
+
+
+def _run_micro_batches(
+    model: torch.nn.Module,
+    workload: Workload,
+    inputs: StepInputs,
+    ledger: Ledger,
+    trained: TrainedParameters,
+    micro_batches: int,
+) -> None:
+    """Run the forward and the backward pass of each micro-batch."""
     for number in range(micro_batches):
         last = number == micro_batches - 1
         trained.begin_micro_batch(last)
@@ -69,17 +96,6 @@ def run_training(
         trained.scaled(loss).backward()  # type: ignore[no-untyped-call]  # of torch
         del loss
         trained.bring_gradients(ledger)
-    ledger.phase = "optimizer"
-    trained.before_step()
-    if optimizer is not None:
-        _drop_unused_state(optimizer, ledger)
-        optimizer.step()
-        for tensor in tensors_of(list(optimizer.state.values())):  # which outlives this function
-            ledger.keep_alive(tensor)
-    for tensor in importance.update():
-        ledger.keep_alive(tensor)
-    trained.after_step()
-    trained.drop_gradients()
 
 
 class _Importance:
@@ -163,12 +179,12 @@ def _make_optimizer(
     return optimizer, first_update
 
 
-def _drop_unused_state(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+def _drop_unused_state(optimizer: torch.optim.Optimizer, unused: Iterable[torch.nn.Parameter], ledger: Ledger) -> None:
     """Take back the state of parameters that the step gave no gradient, for which a real optimizer makes none."""
-    for parameter, state in optimizer.state.items():
-        if parameter.grad is None:
+    for parameter in unused:
+        if parameter in optimizer.state:
             ledger.first_update = ()  # of a step in which each parameter had a gradient
-            for tensor in tensors_of(state):
+            for tensor in tensors_of(optimizer.state[parameter]):
                 ledger.take_back(tensor)
 
 

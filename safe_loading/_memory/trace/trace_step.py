@@ -41,6 +41,8 @@ from .run_training import run_training
 from .sharded_step import ShardedParameters, alike, fake_ranks, sharded
 from .trace_error import trace_error
 from .trained_parameters import TrainedParameters
+from .zero3_fetching import linear_layers
+from .zero3_step import PartitionedParameters, is_stage_3, real_elements
 from .zero_step import ZeroParameters, alike_parts, cast_parameters, one_dtype
 
 if TYPE_CHECKING:
@@ -154,7 +156,7 @@ def ranks_alike(model: torch.nn.Module, workload: Workload, spread: Spread) -> l
         elif spread.kind == "zero":
             if spread.param_dtype is None:
                 one_dtype(trained)
-            held = alike_parts(trained, spread.ranks)
+            held = real_elements(trained, spread) if is_stage_3(spread) else alike_parts(trained, spread.ranks)
         elif spread.kind == "fsdp1":
             held = trained_by_rank(running, spread)
         else:
@@ -184,6 +186,12 @@ def _spread(
         return
     if spread.kind == "zero":
         parameters[:] = cast_parameters(model, parameters, spread, ledger)
+        if is_stage_3(spread):
+            with linear_layers():
+                partitioned = PartitionedParameters(model, list(parameters), spread, rank, ledger)
+                parameters.clear()
+                yield model, partitioned
+            return
         yield model, ZeroParameters(parameters, spread, rank, ledger)
         return
     parameters.clear()  # the whole parameters are freed as they are sharded

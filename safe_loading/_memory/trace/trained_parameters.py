@@ -13,6 +13,7 @@ class TrainedParameters:
     """The parameters of a step on one device: its optimizer gets all of them, and autograd sets their gradients."""
 
     sharded = False  # whether what a rank holds of a parameter may be a part of it
+    rehearses = False  # whether an engine learns from a first pass what it does in the later ones
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
@@ -21,6 +22,13 @@ class TrainedParameters:
     def stepped(self) -> list[torch.nn.Parameter]:
         """Those that this rank's optimizer gets."""
         return self.parameters
+
+    def unused(self) -> list[torch.nn.Parameter]:
+        """Those of `stepped` that the step gave no gradient."""
+        return [parameter for parameter in self.stepped if parameter.grad is None]
+
+    def rehearsed(self) -> None:
+        """End the first pass of an engine that learns from it."""
 
     def begin_micro_batch(self, last: bool) -> None:
         """Do what a trainer does before the forward pass; `last` is the micro-batch after which the optimizer steps."""
@@ -37,6 +45,11 @@ class TrainedParameters:
 
     def before_step(self) -> None:
         """Do what an engine does before the optimizer's step."""
+
+    def step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Update the parameters; without an optimizer only its state is counted."""
+        if optimizer is not None:
+            optimizer.step()
 
     def after_step(self) -> None:
         """Do what an engine does after it."""
