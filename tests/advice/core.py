@@ -24,7 +24,9 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_core/paths.py": {"pass a path": _READ},
     "_core/spread.py": {
-        "leave out replicas": "memory/test_forecast_flat_shards.py::test_what_is_refused",
-        "Leave one of the two out": "memory/test_forecast_flat_shards.py::test_what_is_refused",
+        "leave out replicas": "memory/test_forecast_flat_shards.py::"
+        "test_every_flat_shard_is_in_the_run_that_is_replayed",
+        "Leave one of the two out": "memory/test_forecast_flat_shards.py::"
+        "test_every_flat_shard_is_in_the_run_that_is_replayed",
     },
 }

@@ -106,7 +106,7 @@ def test_what_is_shared_out() -> None:
     assert sorted(four.ranks) == [0, 1, 2, 3]
     assert four.components["weights"] == two.components["weights"]
     assert "Spread.zero(ranks=4, stage=2, reduce_bucket_size=500000, param_dtype='bfloat16')" in four.notes[1]
-    assert "setting the engine up" in four.notes[1]
+    assert "Nor is setting up" in four.notes[1]
 
 
 def test_parameters_are_cast_as_the_config_says_and_the_model_is_left_as_it_was() -> None:
