@@ -90,7 +90,8 @@ def test_what_cannot_be_built_is_refused_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="floating-point"):
         meta_model(folder, dtype=torch.int8)
     with pytest.raises(ArgumentError, match="floating-point"):
-        meta_model(folder, dtype="bf16")
+        meta_model(folder, dtype="bfloat17")
+    assert next(meta_model(folder, dtype="bf16").parameters()).dtype == torch.bfloat16
     with pytest.raises(CheckpointNotFound):
         meta_model(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
