@@ -20,6 +20,14 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# For forecasts: the tensors of the one above are mostly smaller than a block of the allocator.
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "vocab_size": 4000,
+}
 
 # Sizes that every method of quantization takes: whole blocks of 128 and groups of 256.
 QUANTIZABLE: dict[str, Any] = {

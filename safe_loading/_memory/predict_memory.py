@@ -29,6 +29,7 @@ from .trace.records import StepTrace
 from .trace.scan_kernels import scan_stand_ins
 from .trace.timeline import context_of, run_events, workspaces_of
 from .trace.trace_step import ranks_alike, trace_step
+from .trace.zero3_step import is_stage_3
 
 SHARDED_ALREADY = (
     "The model is sharded already. Pass it as it is before it is sharded, or its config, with "
@@ -182,7 +183,7 @@ def _traces(
         raise ArgumentError("Spread.ddp is for training: a rank that generates holds its model as one GPU alone does.")
     if spread.kind in ("fsdp1", "zero") and workload.kind != "train":
         raise ArgumentError(f"Spread.{spread.kind} is for training. Spread.fsdp2 can be forecast for generation too.")
-    if spread.deepspeed is not None and spread.deepspeed.stage == 3:
+    if is_stage_3(spread):
         _check_stage_3(workload)
     traces: dict[int, StepTrace] = {}
     for group in ranks_alike(model, workload, spread):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from models import WIDE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import Spread, Workload, predict_memory
@@ -14,13 +15,6 @@ if TYPE_CHECKING:
     from cuda_runs import CudaRunner
 
 pytestmark = pytest.mark.gpu
-SIZES: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "vocab_size": 4000,
-}
 WORKSPACES = 64 << 20  # of cuBLAS on an H100, for two threads
 SCRIPT = """
     import torch.distributed as dist
@@ -60,10 +54,10 @@ SCRIPT = """
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_offloaded_shards_take_what_real_ranks_take(simulated_cuda: CudaRunner, *, reshard: bool) -> None:
-    script = SCRIPT.replace("SIZES", repr(SIZES)).replace("RESHARD", repr(reshard))
+    script = SCRIPT.replace("SIZES", repr(WIDE)).replace("RESHARD", repr(reshard))
     found = simulated_cuda.run_ranks(script, 2, env={"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "65536"})
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+        model = LlamaForCausalLM(LlamaConfig(**WIDE))
     spread = Spread.fsdp1(2, cpu_offload=True, reshard_after_forward=reshard)
     expected = predict_memory(model, Workload.train(2, 128), spread=spread, capability=(9, 0)).ranks
     for rank, facts in enumerate(found):

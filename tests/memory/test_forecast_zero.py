@@ -9,22 +9,14 @@ from typing import Any
 import pytest
 import torch
 from models import SIZES
-from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
+from zero_jobs import LORA, NUMBERS, forecast, on_meta
 
-from safe_loading import ArgumentError, MemoryForecast, Spread, Workload, predict_memory
+from safe_loading import ArgumentError, Spread, Workload, predict_memory
 from safe_loading.__main__ import main
 from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading._memory.trace.zero_step import parts_of_ranks
 
-WIDE = {
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "vocab_size": 4000,
-}
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 BUCKET = {"reduce_bucket_size": 2_000_000}
 SMALL = {"reduce_bucket_size": 500_000}
 HOST = {**SMALL, "offload_optimizer": True}
@@ -48,27 +40,6 @@ SEEN: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ZeRO-2 accumulated": (54402392, {"steps": 2}, {"stage": 2, **BUCKET}),
 }
 OF_DEFAULT = ("ZeRO-1 offloaded", "ZeRO-2 by default", "ZeRO-2, LoRA")
-NUMBERS = 128  # bytes of the scalars that the engine holds, of which a few are not followed
-
-
-def on_meta(dtype: str = "bfloat16", sizes: dict[str, Any] = WIDE) -> LlamaForCausalLM:
-    with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(**sizes)).to(getattr(torch, dtype))
-
-
-def forecast(
-    zero: dict[str, Any],
-    *,
-    dtype: str = "bfloat16",
-    rows: int = 1,
-    tokens: int = 32,
-    checkpointed: bool = False,
-    steps: int = 1,
-    adapter: LoraConfig | None = None,
-) -> MemoryForecast:
-    workload = Workload.train(rows, tokens, checkpointed, gradient_accumulation_steps=steps, adapter=adapter)
-    spread = Spread.zero(**{"ranks": 2, "param_dtype": dtype, **zero})
-    return predict_memory(on_meta(dtype), workload, spread=spread, capability=(9, 0))
 
 
 @pytest.mark.parametrize(

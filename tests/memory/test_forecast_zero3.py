@@ -8,23 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import zero_jobs
 from models import SIZES as NARROW
-from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
+from zero_jobs import LORA, NUMBERS, on_meta
 
 from safe_loading import ArgumentError, MemoryForecast, Spread, TraceError, Workload, predict_memory
 from safe_loading.__main__ import main
 from safe_loading._memory.trace.zero3_step import real_elements
 
-WIDE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "vocab_size": 4000,
-}
 SIZES: dict[str, Any] = {**NARROW}
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 BUCKET: dict[str, Any] = {"reduce_bucket_size": 500_000}
 SMALL: dict[str, Any] = {
     "reduce_bucket_size": 500_000,
@@ -55,27 +48,10 @@ SEEN: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "LoRA, small": (28344269, {**CHECKPOINTED, "checkpointed": False}, SMALL),
 }
 OF_DEFAULT = ("small", "LoRA, small")
-NUMBERS = 128  # bytes of the scalars that the engine holds, of which a few are not followed
 
 
-def on_meta(dtype: str = "bfloat16", sizes: dict[str, Any] = WIDE) -> LlamaForCausalLM:
-    with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(**sizes)).to(getattr(torch, dtype))
-
-
-def forecast(
-    zero: dict[str, Any],
-    *,
-    dtype: str = "bfloat16",
-    rows: int = 1,
-    tokens: int = 32,
-    checkpointed: bool = False,
-    steps: int = 1,
-    adapter: LoraConfig | None = None,
-) -> MemoryForecast:
-    workload = Workload.train(rows, tokens, checkpointed, gradient_accumulation_steps=steps, adapter=adapter)
-    spread = Spread.zero(**{"ranks": 2, "stage": 3, "param_dtype": dtype, **zero})
-    return predict_memory(on_meta(dtype), workload, spread=spread, capability=(9, 0))
+def forecast(zero: dict[str, Any], **step: Any) -> MemoryForecast:
+    return zero_jobs.forecast({"stage": 3, **zero}, **step)
 
 
 @pytest.mark.parametrize(

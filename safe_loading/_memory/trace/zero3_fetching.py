@@ -25,13 +25,24 @@ from .zero3_linear import linear
 _INSTEAD = "Spread.fsdp2(ranks) shards the same tensors by FSDP2, and can be forecast."
 
 
+def part_size(count: int, ranks: int) -> int:
+    """Return the size of each rank's part of so many elements; the last parts may be padded."""
+    return -(-count // ranks)
+
+
+def elements_of_rank(rank: int, count: int, ranks: int) -> int:
+    """Return how many elements a rank's part has of so many, without its padding."""
+    size = part_size(count, ranks)
+    return min(max(count - rank * size, 0), size)
+
+
 class Held:
     """A parameter of which each rank holds a part; all of it is there only while it is gathered."""
 
     def __init__(self, parameter: torch.nn.Parameter, place: int, ranks: int, persists: bool) -> None:
         self.parameter, self.place, self.persists = parameter, place, persists
         self.shape, self.count = parameter.shape, parameter.numel()
-        self.size = -(-self.count // ranks)  # of a part, the last of which may be padded
+        self.size = part_size(self.count, ranks)
         self.component: Component = "weights"
         self.active: set[int] = set()  # the modules that use it now
         self.state = "whole"  # or "coming" or "apart"

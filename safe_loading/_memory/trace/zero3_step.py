@@ -17,9 +17,8 @@ from safe_loading._core.spread import Spread, Zero
 from safe_loading.errors import TraceError
 
 from .ledger import Ledger, fake_device
-from .trained_parameters import TrainedParameters
-from .zero3_fetching import Fetching, Held
-from .zero_step import one_dtype
+from .zero3_fetching import Fetching, Held, elements_of_rank, part_size
+from .zero_step import DeepSpeedParameters
 
 
 def is_stage_3(spread: Spread) -> bool:
@@ -34,14 +33,13 @@ def real_elements(parameters: list[torch.nn.Parameter], spread: Spread) -> dict[
     """
     ranks = spread.ranks
     offloaded = spread.deepspeed is not None and spread.deepspeed.offload_optimizer
-    sizes = [(parameter.numel(), -(-parameter.numel() // ranks)) for parameter in parameters if offloaded]
-    return {rank: tuple(min(max(whole - rank * part, 0), part) for whole, part in sizes) for rank in range(ranks)}
+    counts = [parameter.numel() for parameter in parameters if offloaded]
+    return {rank: tuple(elements_of_rank(rank, count, ranks) for count in counts) for rank in range(ranks)}
 
 
-class PartitionedParameters(TrainedParameters):
+class PartitionedParameters(DeepSpeedParameters):
     """The trained parameters of a model under ZeRO-3: of each the rank has a part, in flat tensors."""
 
-    sharded = True
     rehearses = True  # the first pass records the order in which modules run
 
     def __init__(
@@ -52,11 +50,7 @@ class PartitionedParameters(TrainedParameters):
         rank: int,
         ledger: Ledger,
     ) -> None:
-        super().__init__(parameters)
-        self._zero = spread.deepspeed or Zero(stage=3)
-        self._ranks, self._rank, self._ledger = spread.ranks, rank, ledger
-        self._dtype = one_dtype(parameters)
-        self._losses: tuple[torch.Tensor, ...] = ()
+        super().__init__(parameters, spread.deepspeed or Zero(stage=3), spread, rank, ledger)
         self._norm: torch.Tensor | None = None  # of the last step, which the engine keeps
         self._in_bucket: list[int] = []
         self._filled = 0
@@ -142,12 +136,6 @@ class PartitionedParameters(TrainedParameters):
         """Remember where in the step this is: gradients are added up from the second micro-batch on."""
         self._first, self._last = self._last, last
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Divide the loss by the number of micro-batches and scale it, as the engine does even by 1, and keep all."""
-        divided = loss / 1.0
-        self._losses = (loss, divided, divided * 1.0)
-        return self._losses[-1]
-
     @torch.no_grad()
     def _received(self, place: int) -> None:
         """Copy a gradient into the bucket, which is reduced before it would overflow; a larger one stays as it is."""
@@ -181,7 +169,7 @@ class PartitionedParameters(TrainedParameters):
     def _scattered(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's parts of some gradients, out of one buffer in which those of each rank lie together."""
         ranks = self._ranks
-        sizes = [-(-gradient.numel() // ranks) for gradient in gradients]
+        sizes = [part_size(gradient.numel(), ranks) for gradient in gradients]
         if len(gradients) == 1 and gradients[0].numel() == sizes[0] * ranks:
             flat = gradients[0].view(-1)
         else:
@@ -189,14 +177,14 @@ class PartitionedParameters(TrainedParameters):
                 torch.empty(missing, dtype=self._dtype, device=self._bucket.device)
                 for rank in range(ranks)
                 for gradient, size in zip(gradients, sizes, strict=True)
-                if (missing := size - min(max(gradient.numel() - rank * size, 0), size))
+                if (missing := size - elements_of_rank(rank, gradient.numel(), ranks))
             ]
             flat = torch.empty(sum(sizes) * ranks, dtype=self._dtype, device=self._bucket.device)
             self._ledger.classify(self._ledger.index_of(flat), "gradients")
             del padding
         own = flat.narrow(0, self._rank * sum(sizes), sum(sizes))
         return [
-            part.narrow(0, 0, min(max(gradient.numel() - self._rank * part.numel(), 0), part.numel()))
+            part.narrow(0, 0, elements_of_rank(self._rank, gradient.numel(), ranks))
             for gradient, part in zip(gradients, torch.split(own, sizes), strict=True)
         ]
 
@@ -263,7 +251,5 @@ class PartitionedParameters(TrainedParameters):
 
     def rehearsed(self) -> None:
         """End the pass that recorded the order as a step ends."""
-        self._part_norms = []
-        with torch.no_grad():
-            self._fetching.release_all()
-            self._fetching.gather_persistent()
+        self._fetching.release_all()
+        self.after_step()

@@ -98,16 +98,32 @@ def cast_parameters(
     return [cast.get(id(parameter), parameter) for parameter in trained]
 
 
-class ZeroParameters(TrainedParameters):
-    """The trained parameters of a model under ZeRO-1 or ZeRO-2, whose gradients go into DeepSpeed's buckets."""
+class DeepSpeedParameters(TrainedParameters):
+    """The trained parameters of a model under DeepSpeed's engine, whatever the stage of ZeRO."""
 
     sharded = True
 
-    def __init__(self, parameters: list[torch.nn.Parameter], spread: Spread, rank: int, ledger: Ledger) -> None:
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], zero: Zero, spread: Spread, rank: int, ledger: Ledger
+    ) -> None:
         super().__init__(parameters)
-        self._zero = spread.deepspeed or Zero(stage=2)
+        self._zero = zero
         self._ranks, self._rank, self._ledger = spread.ranks, rank, ledger
         self._dtype = one_dtype(parameters)
+        self._losses: tuple[torch.Tensor, ...] = ()
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Divide the loss by the number of micro-batches and scale it, as the engine does even by 1, and keep all."""
+        divided = loss / 1.0
+        self._losses = (loss, divided, divided * 1.0)
+        return self._losses[-1]
+
+
+class ZeroParameters(DeepSpeedParameters):
+    """The trained parameters of a model under ZeRO-1 or ZeRO-2, whose gradients go into DeepSpeed's buckets."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], spread: Spread, rank: int, ledger: Ledger) -> None:
+        super().__init__(parameters, spread.deepspeed or Zero(stage=2), spread, rank, ledger)
         self._buffers: list[torch.Tensor] = []
         self._in_bucket: list[int] = []
         self._filled = self._index = 0
@@ -116,7 +132,6 @@ class ZeroParameters(TrainedParameters):
         self._kept_until = 0
         self._accumulated: list[torch.Tensor] | None = None
         self._averaged: list[torch.Tensor] = []
-        self._losses: tuple[torch.Tensor, ...] = ()
         self._scaled_norm: torch.Tensor | None = None
         self._last = True
         sizes = [parameter.numel() for parameter in parameters]
@@ -162,12 +177,6 @@ class ZeroParameters(TrainedParameters):
 
     def _own_share(self) -> torch.Tensor:
         return self._flat.narrow(0, self._rank * self._share, self._share).detach()
-
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Divide the loss by the number of micro-batches and scale it, as the engine does even by 1, and keep all."""
-        divided = loss / 1.0
-        self._losses = (loss, divided, divided * 1.0)
-        return self._losses[-1]
 
     def begin_backward(self, last: bool) -> None:
         """Remember whether this is the last micro-batch, in which alone ZeRO-1 reduces."""

@@ -192,7 +192,8 @@ def _count_nonzeros(library: torch.library.Library) -> None:
             held.append(torch.zeros(1, device=device, requires_grad=True))
             held.append(held[-1].sum())
             held[-1].backward()  # type: ignore[no-untyped-call]  # torch's
-        time.sleep(0.1 * bool(held))
+        if held:
+            time.sleep(0.1)
 
     atexit.register(let_go)
     with warnings.catch_warnings():

@@ -1,0 +1,35 @@
+"""Forecasts of a small Llama under DeepSpeed's ZeRO, beside what its own engine was seen to allocate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from models import WIDE
+from peft import LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from safe_loading import MemoryForecast, Spread, Workload, predict_memory
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+NUMBERS = 128  # bytes of the scalars that the engine holds, of which a few are not followed
+
+
+def on_meta(dtype: str = "bfloat16", sizes: dict[str, Any] = WIDE) -> LlamaForCausalLM:
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**sizes)).to(getattr(torch, dtype))
+
+
+def forecast(
+    zero: dict[str, Any],
+    *,
+    dtype: str = "bfloat16",
+    rows: int = 1,
+    tokens: int = 32,
+    checkpointed: bool = False,
+    steps: int = 1,
+    adapter: LoraConfig | None = None,
+) -> MemoryForecast:
+    workload = Workload.train(rows, tokens, checkpointed, gradient_accumulation_steps=steps, adapter=adapter)
+    spread = Spread.zero(**{"ranks": 2, "param_dtype": dtype, **zero})
+    return predict_memory(on_meta(dtype), workload, spread=spread, capability=(9, 0))
