@@ -21,8 +21,8 @@ from .quantized.request import AMPERE, HOPPER, QuantizationRequest, TargetCard, 
 from .quantized.stand_ins import bitsandbytes_config, quantize_with_stand_ins
 
 _QUANTIZED_WHILE_LOADING = ("fp8", "mxfp4", "torchao", "hqq")  # bitsandbytes' loading is forecast
-_SMALLER = ("bitsandbytes", "fp8", "mxfp8", "gptq", "auto-round", "awq", "torchao", "hqq")  # than 16 bits
 _OF_LINEAR_LAYERS = ("bitsandbytes", "gptq", "auto-round", "awq", "torchao", "hqq")
+_SMALLER = (*_OF_LINEAR_LAYERS, "fp8", "mxfp8")  # than 16 bits
 
 
 class QuantizedModel(NamedTuple):
@@ -77,7 +77,7 @@ def quantized_meta_model(
         ) from error
     dequantized = any(finding.code == "dequantized" for finding in findings) or request.options.get("dequantize")
     if request.method in _SMALLER and not dequantized and _held(model) == before:
-        findings.append(_nothing_quantized(model, request.method))
+        findings.append(_nothing_quantized(model, request.method, before))
     elif request.method in _OF_LINEAR_LAYERS:
         findings += _of_experts(model, request.method)
     if not request.pre_quantized and request.method in _QUANTIZED_WHILE_LOADING:
@@ -110,7 +110,7 @@ def _held(model: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def _nothing_quantized(model: torch.nn.Module, method: str) -> Finding:
+def _nothing_quantized(model: torch.nn.Module, method: str, size: int) -> Finding:
     """Say that a model stays as large as it was, as transformers leaves it, and because of which layers."""
     name = type(model).__name__
     derived = {type(m).__name__ for m in model.modules() if isinstance(m, torch.nn.Linear)} - {"Linear"}
@@ -120,7 +120,7 @@ def _nothing_quantized(model: torch.nn.Module, method: str) -> Finding:
         f"class is Linear itself{why}."
     )
     fix = "plan without quantization_config; or take a checkpoint of a method that knows this model."
-    return Finding("nothing-quantized", "warning", name, message, fix, _held(model))
+    return Finding("nothing-quantized", "warning", name, message, fix, size)
 
 
 def _of_experts(model: torch.nn.Module, method: str) -> list[Finding]:

@@ -63,8 +63,7 @@ class PartitionedParameters(DeepSpeedParameters):
         for one in held:
             one.free()
         self._fetching = Fetching(model, held, self._zero, spread.ranks, ledger)
-        for place, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._received(place))  # type: ignore[no-untyped-call]  # of torch
+        self._take_gradients()
 
     def _hold(self, model: torch.nn.Module) -> list[Held]:
         """Return what the ranks hold of each parameter, and allocate this rank's parts of those that are frozen."""
@@ -136,13 +135,8 @@ class PartitionedParameters(DeepSpeedParameters):
         """Remember where in the step this is: gradients are added up from the second micro-batch on."""
         self._first, self._last = self._last, last
 
-    @torch.no_grad()
-    def _received(self, place: int) -> None:
+    def _take(self, place: int, gradient: torch.Tensor) -> None:
         """Copy a gradient into the bucket, which is reduced before it would overflow; a larger one stays as it is."""
-        gradient = self.parameters[place].grad
-        if gradient is None:
-            return
-        self._ledger.classify(self._ledger.index_of(gradient), "gradients")
         size = gradient.numel()
         if self._filled and self._filled + size > self._zero.reduce_bucket_size:
             self._reduce()

@@ -118,6 +118,22 @@ class DeepSpeedParameters(TrainedParameters):
         self._losses = (loss, divided, divided * 1.0)
         return self._losses[-1]
 
+    def _take_gradients(self) -> None:
+        """Let `_take` have each gradient as soon as it is there."""
+        for place, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._received(place))  # type: ignore[no-untyped-call]  # of torch
+
+    @torch.no_grad()
+    def _received(self, place: int) -> None:
+        gradient = self.parameters[place].grad
+        if gradient is not None:
+            self._ledger.classify(self._ledger.index_of(gradient), "gradients")
+            self._take(place, gradient)
+
+    def _take(self, place: int, gradient: torch.Tensor) -> None:
+        """Do what the engine does when the gradient of a parameter is there."""
+        raise NotImplementedError
+
 
 class ZeroParameters(DeepSpeedParameters):
     """The trained parameters of a model under ZeRO-1 or ZeRO-2, whose gradients go into DeepSpeed's buckets."""
@@ -141,8 +157,7 @@ class ZeroParameters(DeepSpeedParameters):
         self._master: torch.nn.Parameter | None = None
         if parameters:
             self._flatten()
-        for place, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._received(place))  # type: ignore[no-untyped-call]  # of torch
+        self._take_gradients()
 
     @property
     def stepped(self) -> list[torch.nn.Parameter]:
@@ -182,13 +197,8 @@ class ZeroParameters(DeepSpeedParameters):
         """Remember whether this is the last micro-batch, in which alone ZeRO-1 reduces."""
         self._last = last
 
-    @torch.no_grad()
-    def _received(self, place: int) -> None:
-        """Do what DeepSpeed does when a gradient is there."""
-        gradient = self.parameters[place].grad
-        if gradient is None:
-            return
-        self._ledger.classify(self._ledger.index_of(gradient), "gradients")
+    def _take(self, place: int, gradient: torch.Tensor) -> None:
+        """Allocate the buckets with the first gradient, and reduce it where its stage does so at once."""
         if not self._buffers:
             for _ in range(2 if self._zero.overlap_comm else 1):
                 self._buffers.append(

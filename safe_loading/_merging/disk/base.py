@@ -24,8 +24,8 @@ from safe_loading._model.meta_model import build_on_meta, weights_dtype
 from safe_loading._model.model_config import CONFIG
 from safe_loading.errors import ArgumentError, MergeError
 
-from .kept_format import KEPT_FORMATS, weights_by_part
-from .quantized_base import MERGE_BEFORE_QUANTIZED, READ_FROM_DISK, QuantizedTensor, read_as_plain
+from .kept_format import weights_by_part
+from .quantized_base import KEPT_FORMATS, MERGE_BEFORE_QUANTIZED, READ_FROM_DISK, QuantizedTensor, read_as_plain
 
 # Arguments of from_pretrained that say where files are, and not what model is built.
 _NOT_OF_THE_CONFIG = HUB_OPTIONS | {"variant", "trust_remote_code"}

@@ -11,8 +11,6 @@ from safe_loading._checkpoint.header import TensorInfo
 from .changes import ChangedRows, Changes
 from .quantized_base import QuantizedTensor
 
-# transformers' names of the methods whose codes are merged into
-KEPT_FORMATS = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8", "compressed-tensors")
 _DEQUANTIZE = "Pass dequantize=True (--dequantize), which writes a plain base"
 
 

@@ -37,8 +37,9 @@ MERGE_BEFORE_QUANTIZED = (
     "Merge into the base that it was made from, whose weights are not quantized: merge_lora_checkpoint(that_base, "
     "adapter, output); then quantize the output as before."
 )
-# transformers' names of the methods
-READ_FROM_DISK = ("bitsandbytes", "fp8", "mxfp8", "mxfp4", "fbgemm_fp8", "compressed-tensors")
+# transformers' names of the methods whose codes are merged into, and of those that are read at all
+KEPT_FORMATS = ("fp8", "mxfp8", "mxfp4", "fbgemm_fp8", "compressed-tensors")
+READ_FROM_DISK = ("bitsandbytes", *KEPT_FORMATS)
 _ROW_SCALES = ("fbgemm_fp8", "compressed-tensors")  # whose fp8 has a scale for each row, or one for all
 _OF_INPUTS = ("input_scale", "input_scale_ub")  # what they save beside it, of use to fp8 kernels alone
 _ROADS = {
