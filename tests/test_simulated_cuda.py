@@ -208,6 +208,23 @@ def test_with_a_limit_masks_still_select_what_they_say(simulated_cuda: CudaRunne
     assert facts["selected"] == 4
 
 
+BUSY = """
+    import threading
+    from pathlib import Path
+    def work():
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_autograd_0")
+        sum(range(20_000_000))
+        report(worked=True)
+    threading.Thread(target=work, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("values", ["all", "1024"])
+def test_a_process_ends_after_the_threads_of_autograd(simulated_cuda: CudaRunner, values: str) -> None:
+    """One that waits for Python's lock as Python ends aborts the process; a daemon of that name shows the wait."""
+    assert simulated_cuda.run(BUSY, env={"SIMCUDA_VALUES": values}).get("worked")
+
+
 SHARED = """
     import signal, subprocess, time
     def used():

@@ -18,6 +18,7 @@ RANKS = 4
 
 # Sums of two numbers do not depend on their order, and every reduction here is one of two ranks.
 SCRIPT = """
+    import gc
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from safe_loading import device_for_rank, meta_model, wrap_fsdp_meta_safe
@@ -62,6 +63,7 @@ SCRIPT = """
     expected, on_host = job(torch.device("cpu"))
     for name, how in (("hybrid", {}), ("offloaded", {"cpu_offload": True})):
         torch._C._cuda_clearCublasWorkspaces()
+        gc.collect()  # what the job before left in cycles
         before = torch.cuda.memory_allocated(own)
         torch.cuda.reset_peak_memory_stats(own)
         found, facts = job(own, **how)

@@ -16,10 +16,11 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -173,32 +174,39 @@ def _leave_out_backward() -> None:
 def _count_nonzeros(library: torch.library.Library) -> None:
     """Let the kernel of ``nonzero`` find on the device what the host counts."""
     kernel: Any = torch.library.get_kernel("aten::nonzero", "CUDA")
-    in_backward: set[torch.device] = set()
-    held: list[torch.Tensor] = []
 
     def nonzero(keys: Any, tensor: torch.Tensor) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            in_backward.add(tensor.device)
         found = twin(tensor).nonzero()
         _runtime.sim_answer(len(found))
         made = kernel.call_boxed(keys, tensor)
         twin(made).copy_(found)
         return made
 
-    def let_go() -> None:
-        # A thread of autograd that still holds what it ran in Python when the interpreter ends aborts the process. It
-        # takes its next backward pass only when it has let go, and of that one it holds nothing alone.
-        for device in in_backward:
-            held.append(torch.zeros(1, device=device, requires_grad=True))
-            held.append(held[-1].sum())
-            held[-1].backward()  # type: ignore[no-untyped-call]  # torch's
-        if held:
-            time.sleep(0.1)
-
-    atexit.register(let_go)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that a kernel is replaced
         library.impl("nonzero", nonzero, "CUDA", with_keyset=True)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _wait_for_autograd() -> None:
+    """Return when autograd's threads rest: one that still lets go of Python objects as Python ends aborts it."""
+    before, until = None, time.monotonic() + 30
+    while time.monotonic() < until:
+        now = _autograd_threads()
+        if now == before and all(state.startswith("State:\tS") for state, *_ in now):
+            return
+        before = now
+        time.sleep(0.02)  # a thread that waits for Python's lock is given it now, or looks for it every 5 ms
+
+
+def _autograd_threads() -> list[list[str]]:
+    """State and switches of each, which grow while it works."""
+    found = []
+    for status in Path("/proc/self/task").glob("*/status"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread of another kind that has ended
+            lines = status.read_text().splitlines()
+            if lines[0].startswith("Name:\tpt_autograd"):
+                found.append([line for line in lines if line.startswith("State") or "ctxt_switches" in line])
+    return found
 
 
 def install() -> None:
@@ -206,6 +214,7 @@ def install() -> None:
     wanted = os.environ.get("SIMCUDA_VALUES")
     if not wanted:
         return
+    atexit.register(_wait_for_autograd)
     if wanted != "all":
         _leave_out_backward()
         _count_nonzeros(_aten)
