@@ -70,8 +70,9 @@ def read_devices() -> tuple[Devices, list[Finding]]:
 def _count() -> tuple[str, int]:
     import torch
 
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu", 0) if accelerator is None else (accelerator.type, torch.accelerator.device_count())
+    accelerator = torch.accelerator.current_accelerator()  # the kind that torch was built for, with a card or without
+    count = torch.accelerator.device_count()
+    return (accelerator.type, count) if accelerator is not None and count else ("cpu", 0)
 
 
 def _findings(devices: Devices, listed: bool) -> list[Finding]:

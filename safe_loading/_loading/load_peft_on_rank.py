@@ -19,13 +19,12 @@ from safe_loading._ranks.device_guard import (
     check_contexts,
     check_not_shared,
     contexts,
-    device_identity,
     guarded,
     one_device,
+    owned_device,
 )
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.launcher import local_rank
-from safe_loading._ranks.machine import host_identity
 from safe_loading._ranks.rank_devices import RankDevices, devices_of, rank_devices
 from safe_loading._ranks.same_arguments import check_same_arguments
 from safe_loading.errors import AdapterError, ArgumentError, DeviceError
@@ -136,8 +135,7 @@ def load_peft_on_rank(
             strict=strict,
             base_kwargs=base_kwargs,
         )
-        owned = [host_identity(), *device_identity(target)] if device is None and target.type != "cpu" else None
-        phase.payload = [owned, _same_on_all(adapters, options)]
+        phase.payload = [owned_device(target, device), _same_on_all(adapters, options)]
         of_base = {"auto_class": auto_class, "base_revision": base_revision, "base_subfolder": base_subfolder}
         _check_base(base_model, devices, {**of_base, "dtype": None if dtype == "auto" else dtype, **base_kwargs})
     check_not_shared(group.ranks, [device_of_rank for device_of_rank, _ in phase.results])

@@ -15,6 +15,7 @@ from safe_loading.errors import ArgumentError, DeviceError
 
 from .device_for_rank import device_for_rank
 from .launcher import read_launcher, read_visible_devices
+from .machine import host_identity
 
 
 def own_device(device: torch.device | str | int | None) -> torch.device:
@@ -82,7 +83,12 @@ def _visible_device(kind: str, index: int) -> torch.device:
     return torch.device(kind, index)
 
 
-def device_identity(device: torch.device) -> list[str]:
+def owned_device(device: torch.device, given: object) -> list[str] | None:
+    """Return the node and what identifies a rank's device there; None for the CPU, and where the caller named it."""
+    return None if given is not None or device.type == "cpu" else [host_identity(), *_device_identity(device)]
+
+
+def _device_identity(device: torch.device) -> list[str]:
     """Return what identifies a physical device of a machine, whatever index each process gives it."""
     if device.type == "cuda":
         return [str(getattr(torch.cuda.get_device_properties(device), "uuid", device))]
@@ -91,11 +97,7 @@ def device_identity(device: torch.device) -> list[str]:
 
 
 def check_not_shared(ranks: Sequence[int], owned: Sequence[Sequence[str] | None]) -> None:
-    """Fail if two ranks own the same device.
-
-    ``owned`` has for each rank its node and the identity of its device; None for the CPU, and for a device that the
-    caller passed.
-    """
+    """Fail if two ranks own the same device; ``owned`` has what :func:`owned_device` returned on each of them."""
     owners: dict[tuple[str, ...], list[int]] = {}
     for rank, device in zip(ranks, owned, strict=True):
         if device is not None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from safe_loading._core.log import logger
+from safe_loading._ranks.device_guard import check_not_shared, owned_device
 from safe_loading._ranks.same_folders import check_same_folders
 
 from .adapter_methods import guard_merges
@@ -98,7 +99,7 @@ def wrap_fsdp_meta_safe(
     Raises:
         ArgumentError: The arguments contradict each other or the model.
         CheckpointError: The source is incomplete or does not fit the model; every problem is listed.
-        DeviceError: There is no device for this rank, or the wrapped model is incomplete.
+        DeviceError: There is no device for this rank, another rank has it too, or the wrapped model is incomplete.
         RankError: Another rank failed, or the ranks disagree (:class:`RanksDisagree`).
     """
     started = time.perf_counter()
@@ -126,8 +127,9 @@ def wrap_fsdp_meta_safe(
         )
         values = ValueOrigin(source, name_adapters(model, adapters), init_new)
         setup = Setup(model, values, where, how, tensors, units)
-        phase.payload = folders_seen(values)
-    check_same_folders(ranks.ranks, phase.results)
+        phase.payload = owned_device(where.device, device), folders_seen(values)
+    check_not_shared(ranks.ranks, [device_of_rank for device_of_rank, _ in phase.results])
+    check_same_folders(ranks.ranks, [folders for _, folders in phase.results])
     unit_lines = [f"{unit.name}: {len(unit.parameters)} parameters" for unit in units]
     agree(ranks, setup.arguments(), setup.lines(), unit_lines, timeout=timeout)
     with Peak(where.device) as peak:

@@ -124,6 +124,13 @@ SCRIPT = """
         return contexts()
 
     @case
+    def traces_of_moves():
+        from test_trace_inputs import MOVES, Moving
+        from safe_loading._memory.trace.trace_step import trace_step
+        problems = [trace_step(Moving(how), Workload.train(2, 8, optimizer="none")).problems for how in MOVES]
+        return [len(problems), any(problems), contexts()]
+
+    @case
     def stray_is_audited():
         model = load()
         torch.empty(1, device="cuda:0")
@@ -177,6 +184,10 @@ def test_nothing_else_leaves_a_context(facts: dict[str, Any], cuda: CudaRunner) 
 
 def test_forecasts_and_plans_touch_no_card(facts: dict[str, Any]) -> None:
     assert facts["fresh_forecasts"] == []
+
+
+def test_a_traced_model_that_moves_its_input_to_a_card_moves_nothing(facts: dict[str, Any]) -> None:
+    assert facts["traces_of_moves"] == [9, False, []]
 
 
 def test_a_stray_context_is_found(facts: dict[str, Any]) -> None:

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from models import save_adapter, save_llama
+
+if TYPE_CHECKING:
+    from cuda_runs import CudaRunner
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,3 +74,42 @@ def test_one_device_one_context_and_no_more_memory_than_needed(tmp_path: Path, d
     assert facts["rng"]
     rounded = [-(-size // 512) * 512 for size in facts["tensors"]]  # the caching allocator's unit
     assert facts["peak"] <= sum(rounded) + max(rounded)
+
+
+ELSEWHERE = """
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    from safe_loading import DeviceError, load_peft_on_rank
+
+    base, adapter = sys.argv[1:]
+    there = torch.cuda.device_count() - 1
+    tokens = torch.arange(1, 25, device=f"cuda:{there}").reshape(2, 12)
+    elsewhere = AutoModelForCausalLM.from_pretrained(base, device_map={"": there})
+    names = [name for name, _ in elsewhere.named_modules()]
+    try:
+        load_peft_on_rank(adapter, elsewhere, device=0)
+    except DeviceError as error:
+        report(refused=str(error))
+    report(kept=names == [name for name, _ in elsewhere.named_modules()])
+    model = load_peft_on_rank(adapter, elsewhere, device=f"cuda:{there}")
+    report(contexts=contexts())  # the plain call leaves one on the first card
+    expected = AutoModelForCausalLM.from_pretrained(base, device_map={"": there})
+    expected = PeftModel.from_pretrained(expected, adapter, autocast_adapter_dtype=False)
+    with torch.no_grad():
+        logits = [each(input_ids=tokens).logits for each in (model, expected)]
+    report(equal=torch.equal(*logits), devices=sorted({str(p.device) for p in model.parameters()}))
+"""
+
+
+def test_a_base_on_another_card_is_left_as_it_was_and_loads_as_advised(
+    simulated_cuda: CudaRunner, tmp_path: Path
+) -> None:
+    base = save_llama(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    facts = simulated_cuda.run(ELSEWHERE, args=[base, adapter], env={"SIMCUDA_VALUES": "all"})
+    last = simulated_cuda.count - 1
+    assert f"Pass device='cuda:{last}', or load the base on cuda:0." in facts["refused"]
+    assert facts["kept"]
+    assert facts["contexts"] == [last]
+    assert facts["equal"]
+    assert facts["devices"] == [f"cuda:{last}"]

@@ -115,6 +115,19 @@ def test_whisper_gets_sounds_of_the_length_that_it_takes() -> None:
 WHISPER = "WhisperForConditionalGeneration"
 
 
+MOVES = [
+    "cuda",
+    "cuda of an index",
+    "to a text",
+    "to an index",
+    "to a device",
+    "to a keyword",
+    "made there",
+    "made of values",
+    "back and there",
+]
+
+
 class Moving(torch.nn.Module):
     """Moves its input to the accelerator itself."""
 
@@ -139,20 +152,7 @@ class Moving(torch.nn.Module):
         return self.linear(ways[self.how]())
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "cuda",
-        "cuda of an index",
-        "to a text",
-        "to an index",
-        "to a device",
-        "to a keyword",
-        "made there",
-        "made of values",
-        "back and there",
-    ],
-)
+@pytest.mark.parametrize("how", MOVES)
 def test_a_forward_that_moves_tensors_itself(how: str) -> None:
     trace = trace_step(Moving(how), Workload.train(2, 8, optimizer="none"))
     assert trace.problems == ()

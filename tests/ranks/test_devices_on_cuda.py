@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from models import save_adapter, save_llama
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from cuda_runs import CudaRunner
 
 pytestmark = pytest.mark.gpu
@@ -49,13 +52,14 @@ HIDDEN = """
     from safe_loading import device_for_rank
     from safe_loading._doctor.devices import read_devices
     devices, findings = read_devices()
-    report(device=str(device_for_rank()), seen=len(devices.seen), codes=[finding.code for finding in findings])
+    report(device=str(device_for_rank()), kind=devices.kind, seen=len(devices.seen))
+    report(codes=[finding.code for finding in findings])
 """
 
 
 def test_a_variable_that_names_no_card_is_told(cuda: CudaRunner) -> None:
     facts = cuda.run(HIDDEN, env={"CUDA_VISIBLE_DEVICES": "77"})
-    assert (facts["device"], facts["seen"], facts["codes"]) == ("cpu", 0, ["devices-hidden"])
+    assert (facts["device"], facts["kind"], facts["seen"], facts["codes"]) == ("cpu", "cpu", 0, ["devices-hidden"])
 
 
 WITHOUT_NVIDIA_SMI = """
@@ -71,3 +75,34 @@ def test_without_nvidia_smi_a_card_counts_with_all_its_memory(cuda: CudaRunner, 
     facts = cuda.run(WITHOUT_NVIDIA_SMI, args=[tiny_llama])
     assert facts["limits"] == facts["sizes"] != []
     assert facts["contexts"] == []
+
+
+SHARED = """
+    import torch.distributed as dist
+    from safe_loading import DeviceError, load_peft_on_rank, meta_model, wrap_fsdp_meta_safe
+    base, adapter = sys.argv[1:]
+    dist.init_process_group("nccl")
+
+    def refused(call, *arguments, **how):
+        try:
+            return call(*arguments, **how) and None
+        except DeviceError as error:
+            return str(error)
+
+    report(load=refused(load_peft_on_rank, adapter, base), wrap=refused(wrap_fsdp_meta_safe, meta_model(base), base))
+    report(named=refused(load_peft_on_rank, adapter, base, device=0), contexts=contexts())
+    dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_see_one_card_between_them_share_it_by_name_alone(
+    simulated_cuda: CudaRunner, tmp_path: Path
+) -> None:
+    """A launcher that lists one card for all: NCCL refuses two ranks on one card, but at the first all-gather only."""
+    base = save_llama(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    for facts in simulated_cuda.run_ranks(SHARED, 2, args=[base, adapter], env={"CUDA_VISIBLE_DEVICES": "1"}):
+        for verb in ("load", "wrap"):
+            assert facts[verb].startswith("Several ranks have the same device")
+            assert "ranks [0, 1] own " in facts[verb]
+        assert (facts["named"], facts["contexts"]) == (None, [0])

@@ -102,7 +102,7 @@ def arguments(case: Case, kind: Any, folder: Path, **options: Any) -> Any:
     of_version = {"sync_module_states": False} if case.version == 1 else {}
     config = {"version": case.version, **state, **of_version, **options.pop("fsdp_config", {})}
     chosen = {"max_steps": STEPS, "save_strategy": "no", "logging_steps": 1, "per_device_train_batch_size": 2}
-    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "seed": 3}
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": not torch.cuda.is_available(), "seed": 3}
     return kind(output_dir=str(folder), fsdp=True, fsdp_config=config, **{**chosen, **quiet, **options})
 
 
@@ -210,7 +210,7 @@ def accelerate_with_fsdp(case: Case) -> Any:
         state_dict_type=None if case.checkpoints == "none" else f"{case.checkpoints}_STATE_DICT",
         use_orig_params=True if case.version == 1 else None,
     )
-    return Accelerator(cpu=True, fsdp_plugin=plugin)
+    return Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
 
 
 def loop(case: Case, base: Path, folder: Path, *, road: str, steps: Iterator[int], save_at: int = -1) -> Any:
@@ -236,7 +236,7 @@ def loop(case: Case, base: Path, folder: Path, *, road: str, steps: Iterator[int
     batches = torch.tensor([row["input_ids"] for row in rows()]).reshape(STEPS, 2, 2, 16)
     logged = []
     for step in (first, *steps):
-        batch = batches[step][accelerator.process_index]
+        batch = batches[step][accelerator.process_index].to(accelerator.device)
         loss = model(input_ids=batch, labels=batch).loss
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
