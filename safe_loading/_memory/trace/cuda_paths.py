@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from .cuda_attention import AMPERE, fused_attention
-from .cuda_scratch import CARD, card_of
+from .cuda_scratch import ADDS_IN_PLACE, CARD, card_of
 
 aten = torch.ops.aten
 _Gradients = tuple[torch.Tensor | None, ...]
@@ -117,9 +117,13 @@ class _CudaFunctions:
             )
         # the CPU would take its own flash kernel here
         math = aten._scaled_dot_product_attention_math
-        output: torch.Tensor = math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
+        token = ADDS_IN_PLACE.set(True)  # the mask, except under a dispatch mode such as the trace's (attention.cpp)
+        try:
+            output: torch.Tensor = math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )[0]
+        finally:
+            ADDS_IN_PLACE.reset(token)
         return output
 
 

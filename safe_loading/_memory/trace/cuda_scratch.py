@@ -51,6 +51,8 @@ _CARDS = {
 _USUAL_CARD = Processors(108, 2048)
 CARD: ContextVar[Processors | None] = ContextVar("CARD", default=None)
 """The card whose kernels a trace counts; None where they are not CUDA's."""
+ADDS_IN_PLACE: ContextVar[bool] = ContextVar("ADDS_IN_PLACE", default=False)
+"""Whether torch itself adds in place, where it does not for fake tensors."""
 
 
 def card_of(capability: tuple[int, int]) -> Processors:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from .cuda_scratch import outputs_of, scratch_of
+from .cuda_scratch import ADDS_IN_PLACE, outputs_of, scratch_of
 from .known_values import GUESSES, KnownValues, UnknownValue
 from .ledger import Ledger, device_key
 from .operation import OperationCall, tensors_in
@@ -93,7 +93,8 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         if func in _IN_PLACE_VARIANT and self._fills_gradient(call.args[0]):
             call = call._replace(func=_IN_PLACE_VARIANT[func])
         out = outputs_of(call, self._run(call))
-        if func is aten.add.Tensor and isinstance(out, torch.Tensor) and self._sums_gradients(call):
+        in_place = func is aten.add.Tensor and (ADDS_IN_PLACE.get() or self._sums_gradients(call))
+        if in_place and isinstance(out, torch.Tensor):
             self.ledger.reuse_storage(call.args[0], out)
             return out
         made = list(tensors_in((out,)))
@@ -138,7 +139,7 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         first, second = call.args
         storage = first.untyped_storage()
         return (
-            first.is_contiguous()
+            _is_dense(first)
             and first.shape == second.shape
             and first.dtype == second.dtype
             and storage.nbytes() == first.nbytes
@@ -275,3 +276,13 @@ def _run_in_bf16(call: OperationCall) -> object:
     to_bf16 = partial(torch.Tensor.to, dtype=torch.bfloat16)
     out = call.with_tensors(lambda t: to_bf16(t) if t.is_floating_point() else t).run()
     return out.to(call.args[0].dtype) if isinstance(out, torch.Tensor) else out
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie without gaps, in whatever order of dimensions (``is_non_overlapping_and_dense``)."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -84,11 +84,10 @@ def _run_micro_batches(
         options = {"use_cache": workload.use_cache} if "use_cache" in inputs.names else {}
         with torch.enable_grad(), autocast(workload), _offloaded(workload):
             output = model(**batch, **options)
-            del batch  # as the Trainer does before the backward pass
             loss = _loss_of(output)
             if not loss.requires_grad:
                 raise TraceError(NOTHING_TRAINED)
-            del output
+            del output, batch  # in the order of the Trainer, both before the backward pass
         _classify_activations(ledger)
         # from here on what a checkpoint recomputes is temporary, since it was not alive after the forward pass
         ledger.phase = "backward"

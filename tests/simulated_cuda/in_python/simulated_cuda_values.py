@@ -6,9 +6,10 @@ followed; with a number of bytes only operations whose inputs and outputs are no
 about masks, lengths and other control flow of a large model. It holds for the thread that called `install`, for
 autograd's threads, and for no other.
 
-With a number of bytes nothing is followed in the backward pass: while a mode like this one is active, autograd adds
-gradients out of place (``isTensorSubclassLike`` in aten/src/ATen/TensorSubclassLikeUtils.h), which takes other memory
-than without. Only ``nonzero`` is right there too, since its count is the size of what is made, as with boolean masks.
+With a number of bytes nothing is followed in the backward pass and in attention: while a mode like this one is active,
+autograd adds gradients out of place, and unfused attention its mask (``isTensorSubclassLike`` in
+aten/src/ATen/TensorSubclassLikeUtils.h), which takes other memory than without. Only ``nonzero`` is right there too,
+since its count is the size of what is made, as with boolean masks.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from simulated_cuda_attention import attention
 from torch._C import _len_torch_dispatch_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import graph
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -157,18 +159,22 @@ def _sent(found: torch.Tensor, device: torch.device) -> torch.Tensor:
     return made
 
 
-def _leave_out_backward() -> None:
-    """Run autograd's engine without the mode, where no other mode is active."""
-    run = graph._engine_run_backward
+def _leave_out_functions() -> None:
+    """Run autograd's engine and attention without the mode, where no other mode is active."""
 
-    def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
-        if _len_torch_dispatch_stack() != 1 or not isinstance(_get_current_dispatch_mode(), Values):
-            return run(*args, **kwargs)
-        with _disable_current_modes():  # type: ignore[no-untyped-call]  # torch's
-            return run(*args, **kwargs)
+    def without(run: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _len_torch_dispatch_stack() != 1 or not isinstance(_get_current_dispatch_mode(), Values):
+                return run(*args, **kwargs)
+            with _disable_current_modes():  # type: ignore[no-untyped-call]  # torch's
+                return run(*args, **kwargs)
 
+        return call
+
+    engine = without(graph._engine_run_backward)
     for module in (graph, torch.autograd):
-        module._engine_run_backward = engine_run_backward
+        module._engine_run_backward = engine
+    functional.scaled_dot_product_attention = without(functional.scaled_dot_product_attention)
 
 
 def _count_nonzeros(library: torch.library.Library) -> None:
@@ -216,6 +222,6 @@ def install() -> None:
         return
     atexit.register(_wait_for_autograd)
     if wanted != "all":
-        _leave_out_backward()
+        _leave_out_functions()
         _count_nonzeros(_aten)
     Values(None if wanted == "all" else int(wanted)).__enter__()  # type: ignore[no-untyped-call]  # torch's
