@@ -192,6 +192,17 @@ def _of_index_put(call: OperationCall, out: torch.Tensor, card: Processors) -> t
     return size, size, size, size, 1  # the last is CUB's, and some KiB for a long list
 
 
+def _of_index(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
+    """Return the copies of indices that are broadcast in different ways (``AdvancedIndex``)."""
+    indices = [index for index in call.args[1] if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return ()
+    indices = torch.broadcast_tensors(*indices)  # type: ignore[no-untyped-call]  # of torch
+    if len({index.stride() for index in indices}) < 2:
+        return ()
+    return tuple(8 * index.numel() for index in indices if not index.is_contiguous())
+
+
 _OTHERS: dict[object, Callable[[OperationCall, torch.Tensor, Processors], tuple[int, ...]]] = {
     aten._softmax_backward_data.default: _of_softmax_backward,
     aten._safe_softmax.default: _of_safe_softmax,
@@ -199,9 +210,11 @@ _OTHERS: dict[object, Callable[[OperationCall, torch.Tensor, Processors], tuple[
     aten._grouped_mm.default: _of_grouped_products,
     aten.sort.default: _of_sort,
     aten.sort.stable: _of_sort,
+    aten.index.Tensor: _of_index,
     aten.index_put.default: _of_index_put,
     aten.index_put_.default: _of_index_put,
 }
+SCRATCH_FIRST = frozenset({aten.index.Tensor})  # which takes it before its output
 
 
 def _reduced(call: OperationCall, dims: int) -> frozenset[int]:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from .cuda_scratch import ADDS_IN_PLACE, outputs_of, scratch_of
+from .cuda_scratch import ADDS_IN_PLACE, SCRATCH_FIRST, outputs_of, scratch_of
 from .known_values import GUESSES, KnownValues, UnknownValue
 from .ledger import Ledger, device_key
 from .operation import OperationCall, tensors_in
@@ -98,14 +98,16 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             self.ledger.reuse_storage(call.args[0], out)
             return out
         made = list(tensors_in((out,)))
+        scratch, device = scratch_of(call, made[:1]), made[0].device if made else torch.device("cpu")
+        before = scratch if func in SCRATCH_FIRST else ()
+        taken = self.ledger.take(before, device, str(call.func))
         # dropout_cuda makes its mask before its output
         for tensor in made if func is not aten.native_dropout.default else reversed(made):
             self.values.adopt_constant(tensor)
             index = self.ledger.add(tensor, str(call.func))
             if self._multi_device and index not in self._made_from:
                 self._made_from[index] = self._first_input(call)
-        if scratch := scratch_of(call, made[:1]):
-            self.ledger.pass_through(scratch, made[0].device, str(call.func))
+        self.ledger.give_back(taken or self.ledger.take(scratch, device, str(call.func)))
         self.values.propagate(call, out)
         return out
 

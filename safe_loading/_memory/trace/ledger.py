@@ -95,14 +95,18 @@ class Ledger:
         self._watch(storage, index)
         return index
 
-    def pass_through(self, sizes: Sequence[int], device: torch.device, op: str) -> None:
-        """Record the buffers that an operation takes, one after the other, and gives back before it returns."""
+    def take(self, sizes: Sequence[int], device: torch.device, op: str) -> range:
+        """Record the buffers that an operation takes, one after the other, until `give_back`."""
         module = self.stack[-1] if self.stack else ""
         first = len(self.allocations)
         for size in sizes:
             self.allocations.append(Allocation(size, device_key(device), "temporary", module, self.phase, op, 1))
         taken = range(first, len(self.allocations))
         self.events += (Event(index, freed=False) for index in taken)
+        return taken
+
+    def give_back(self, taken: range) -> None:
+        """Record that an operation frees its buffers, the last one first."""
         self.events += (Event(index, freed=True) for index in reversed(taken))
 
     def _watch(self, storage: torch.UntypedStorage, index: int) -> None:

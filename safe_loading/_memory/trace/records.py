@@ -105,6 +105,7 @@ class StepTrace:
     assumptions: tuple[str, ...] = ()  # for values that a trace does not know, but that the step depends on
     # The optimizer's first step, which makes the state that the traced one finds; empty where it is not known.
     first_update: tuple[FirstUpdate, ...] = ()
+    widened: Mapping[str, int] = field(default_factory=dict)  # an adapter's bytes before peft cast it, by parameter
 
     def __repr__(self) -> str:
         """Return the workload and the peaks."""

@@ -27,7 +27,9 @@ _CONTEXT_ALLOWANCE = 512 * MiB
 _BULK = -1
 _UNPACKED = -1 << 40
 _FIRST_UPDATE = -1 << 41
+_WIDENED = -1 << 42
 _OF_THE_BASE = ("weights", "buffers")
+_CODES = 16 * 4  # bytes of the 16 codes of 4 bits, in float32
 _PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")
 _THREAD_OF = {"prefill": 0, "forward": 0, "backward": 1}
 _STEPS = 3  # the second step meets the cache that the first one left, and from the third on nothing changes
@@ -98,7 +100,7 @@ def run_events(
     `emptied` the loop empties the allocator's cache after each step.
     """
     step = _Step(trace, device)
-    events = list(_loading_events(step.loaded, loading))
+    events = list(_loading_events(step.loaded, loading, trace.widened))
     scratch = {thread: (-1 - 2 * step.base - thread, size) for thread, size in enumerate(workspaces)}
     state, held = step.state, list[_Event]()
     for number in range(_STEPS):
@@ -230,7 +232,7 @@ def _start_of_optimizer(step: Sequence[Event], allocations: Sequence[Allocation]
     return len(step)
 
 
-def _loading_events(resident: list[_Keyed], loading: Loading) -> Iterator[_Event]:
+def _loading_events(resident: list[_Keyed], loading: Loading, widened: Mapping[str, int]) -> Iterator[_Event]:
     """Yield the base's tensors, then what was cast, then the adapters."""
     base: dict[str, _Keyed] = {}
     for r in resident:
@@ -257,7 +259,8 @@ def _loading_events(resident: list[_Keyed], loading: Loading) -> Iterator[_Event
     for name in sorted(base, key=natural_key) if loading.warmed else base:
         if name in loading.unpacked:
             made = [comes[part] for part in sorted([*companions[name], name], key=_order_in_layer)]
-            yield from _quantizing_events(made, loading.unpacked[name])
+            normed = any(part.endswith(".code") for part in companions[name])
+            yield from _quantizing_events(made, loading.unpacked[name], normed=normed)
         elif name not in made_with_weight:
             yield comes[name]
     for name, (key, _) in before_cast.items():
@@ -265,14 +268,30 @@ def _loading_events(resident: list[_Keyed], loading: Loading) -> Iterator[_Event
         yield key, -1
     if before_cast:
         yield EMPTY_CACHE
-    yield from (r.event for r in resident if r.allocation.component not in _OF_THE_BASE)
+    yield from _adapter_events([r for r in resident if r.allocation.component not in _OF_THE_BASE], widened)
 
 
-def _quantizing_events(made: list[_Event], unpacked: tuple[int, ...]) -> Iterator[_Event]:
-    """Yield a weight as it came, what is made of it, its companions among that, and the end of the first."""
+def _adapter_events(resident: list[_Keyed], widened: Mapping[str, int]) -> Iterator[_Event]:
+    """Yield adapters as peft makes them, and then what it casts, one after the other."""
+    came = {r.key: (_WIDENED - r.key, widened[r.allocation.op]) for r in resident if r.allocation.op in widened}
+    yield from (came.get(r.key, r.event) for r in resident)
+    for r in resident:
+        if r.key in came:
+            yield r.event
+            yield came[r.key][0], -1
+
+
+def _quantizing_events(made: list[_Event], unpacked: tuple[int, ...], *, normed: bool) -> Iterator[_Event]:
+    """Yield a weight as it came, what is made of it, its companions among that, and the end of the first.
+
+    `normed` is for 4 bits, whose codes bitsandbytes divides by the largest (``get_4bit_type``).
+    """
     keys = [_UNPACKED - place for place in range(len(unpacked))]
     yield from zip(keys, unpacked, strict=True)
     yield from made
+    if normed:
+        absolute, largest = (_UNPACKED - len(unpacked), _CODES), (_UNPACKED - len(unpacked) - 1, 1)
+        yield from (absolute, largest, (absolute[0], -1), (largest[0], -1))
     yield from ((key, -1) for key in keys)
 
 

@@ -222,7 +222,8 @@ def four_bit_class() -> Callable[[nn.Linear, FourBitOptions], StandIn]:
             x = x.to(self.compute_dtype)
             if bias is not None and bias.dtype != x.dtype:
                 bias.data = bias.data.to(x.dtype)  # as bitsandbytes does, for good
-            return _product_4bit(x, self.weight, self.absmax, bias, self.out_features).to(input_dtype)
+            product = _product_4bit(x, self.weight, self.absmax, bias, self.out_features, self.original_dtype)
+            return product.to(input_dtype)
 
     return Linear4bit
 
@@ -294,17 +295,25 @@ def lora_layers() -> Mapping[type[nn.Module], type[nn.Module]]:
 class _FourBitProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, absmax: torch.Tensor, bias: torch.Tensor | None, rows: int
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        absmax: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: int,
+        original: torch.dtype,
     ) -> torch.Tensor:
-        ctx.packed, ctx.absmax, ctx.rows, ctx.width = weight, absmax, rows, x.shape[-1]
+        ctx.packed, ctx.absmax, ctx.rows, ctx.width, ctx.original = weight, absmax, rows, x.shape[-1], original
         if x.numel() // x.shape[-1] <= FEW_TOKENS:
             return x.new_empty((*x.shape[:-1], rows))
         return nn.functional.linear(x, _unpacked(ctx, x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradient = grads[0] @ _unpacked(ctx, grads[0].dtype) if ctx.needs_input_grad[0] else None
-        return gradient, None, None, None, None
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 6
+        # into the dtype that was packed, and from there into the gradient's
+        return grads[0] @ _unpacked(ctx, ctx.original).to(grads[0].dtype), *(None,) * 5
 
 
 def _unpacked(ctx: Any, dtype: torch.dtype) -> torch.Tensor:
