@@ -37,8 +37,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ({0: "12MB", 1: "12MB"}, Workload.generate(1, 256), "batch", 5),
         ({0: "30MB"}, Workload.train(1, 1), "length", 3),
         ({0: "30MB"}, Workload.train(1, 256), "batch", 3),
-        ({0: "20MB", 1: "20MB"}, Workload.train(1, 1), "length", 11),
-        ({0: "20MB", 1: "20MB"}, Workload.train(1, 256), "batch", 9),
+        ({0: "20MB", 1: "20MB"}, Workload.train(1, 1), "length", 10),
+        ({0: "20MB", 1: "20MB"}, Workload.train(1, 256), "batch", 6),
     ],
 )
 def test_the_largest_size_is_found_with_few_traces(
@@ -50,6 +50,17 @@ def test_the_largest_size_is_found_with_few_traces(
     name = "batch_size" if vary == "batch" else "sequence_length"
     with pytest.raises(DeviceMapInfeasible):
         plan_device_map(CONFIG, limits, workload=best.replace(**{name: getattr(best, name) + 1}))
+
+
+@pytest.mark.parametrize(("vary", "length", "refusing"), [("length", 1, 2), ("batch", 64, 3)])
+def test_one_step_foretells_training_where_the_map_is_that_of_the_weights(
+    vary: Any, length: int, refusing: int, traced: list[str]
+) -> None:
+    """Beside the step of the prime size there are two that prove what fits, and those that refuse the next larger."""
+    config = LlamaConfig(hidden_size=256, intermediate_size=704, **(SIZES | {"num_hidden_layers": 6}))
+    best = largest_workload(config, {0: "150MB", 1: "150MB"}, workload=Workload.train(1, length), vary=vary)
+    assert traced.count(repr(best)) == 2
+    assert len(traced) == 1 + 2 + refusing
 
 
 def test_a_search_ends_where_it_is_told_to(traced: list[str]) -> None:

@@ -24,7 +24,8 @@ from transformers import (
 from transformers.utils import import_utils
 
 from safe_loading import TraceError, Workload
-from safe_loading._memory.trace.operation_cache import OperationCache
+from safe_loading._memory.trace.operation import OperationCall
+from safe_loading._memory.trace.operation_cache import CachedOutputs, OperationCache
 from safe_loading._memory.trace.records import Event, StepTrace
 from safe_loading._memory.trace.trace_step import trace_step
 
@@ -168,6 +169,35 @@ def test_cached_outputs_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> N
     for expected, work in zip(cached, (workload, Workload.generate(2, 16)), strict=True):
         computed = trace_step(model, work)
         assert (computed.allocations, computed.events) == (expected.allocations, expected.events)
+
+
+def test_what_an_optimizer_does_to_lists_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[str] = []
+    original = OperationCall.run
+
+    def counted(self: OperationCall) -> object:
+        run.append(str(self.func))
+        return original(self)
+
+    monkeypatch.setattr(OperationCall, "run", counted)
+    cached: CachedOutputs = {}
+    traces = [trace_step(llama(), Workload.train(2, length), cached_outputs=cached) for length in (16, 24)]
+    assert run.count("aten._fused_adamw_.default") == 1
+    assert traces[0].first_update == traces[1].first_update != ()
+
+
+def test_asking_for_a_device_is_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+    original = OperationCache.key
+
+    def key(self: OperationCache, call: OperationCall) -> object:
+        seen.add(str(call.func))
+        return original(self, call)
+
+    monkeypatch.setattr(OperationCache, "key", key)
+    trace_step(llama(), Workload.train(2, 16), placement=SPLIT)
+    assert "aten.mm.default" in seen
+    assert not any(name.startswith("prim.device") for name in seen)
 
 
 class Table(nn.Module):

@@ -2,8 +2,8 @@
 
 A trial is the planner's own way through its rounds, with predicted steps in place of traced ones. It costs a small part
 of a plan, and takes the same turns where the prediction is right. Where a map was never traced at any size, its step is
-taken from that on one device, with each module's allocations on the device that the map gives it: near, without the
-copies that cross.
+taken from that with another map, or on one device, with each module's allocations on the device that the map gives it:
+near, but for the copies that cross.
 """
 
 from __future__ import annotations
@@ -37,7 +37,16 @@ class RecordedSteps(StepTraces):
         super().__init__(request)
         self.vary: Vary = vary
         self.sized: dict[object, SizedSteps] = {}
+        self.base: Placement | None = None  # the map whose steps stand for those of maps that were never traced
         self._alone: Placement = {"": request.running[0]}
+
+    def begin(self, workload: Workload, device_map: Placement | None) -> bool:
+        """Trace the step from which others are predicted, with a map or else on one device; return whether one ran."""
+        for base in (device_map, None):
+            if self.run(workload, base) is not None:
+                self.base = base
+                return True
+        return False
 
     def step(self, workload: Workload, device_map: Placement | None) -> StepTrace:
         """Return the step with a map, or for None on the first device alone; or raise `TraceError`."""
@@ -50,6 +59,10 @@ class RecordedSteps(StepTraces):
         """Return what is known of the steps with a map."""
         key = tuple((self._alone if device_map is None else device_map).items())
         return self.sized.setdefault(key, SizedSteps(self.vary))
+
+    def homes(self, device_map: Placement | None) -> Homes:
+        """Return which device runs each module with a map."""
+        return Homes(self._alone if device_map is None else device_map)
 
     def size_of(self, workload: Workload) -> int:
         """Return the size of a workload that varies."""
@@ -68,9 +81,10 @@ class PredictedSteps(StepTraces):
         size, steps = self.recorded.size_of(workload), self.recorded.of(device_map)
         if steps.knows(size):
             return steps.at(size)
-        if device_map is None or not self.recorded.of(None).knows(size):
+        base = self.recorded.of(self.recorded.base)
+        if not base.knows(size):
             raise TraceError("no step of the prime size is known")
-        return self.recorded.of(None).at(size, Homes(device_map))
+        return base.at(size, self.recorded.homes(device_map))
 
 
 class TrialPlanner(Planner):

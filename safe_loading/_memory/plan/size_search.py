@@ -1,8 +1,9 @@
 """The largest size of a workload that fits: few plans, each predicted from what the steps before showed.
 
-Each step is traced at a size that is a prime number, from which those of other sizes are predicted, and trial plans
-with predicted steps say where a limit is reached. That is a guess; the answer is always a size whose plan was made and
-proved, and the next larger one was planned, too, and refused.
+A step is traced at a size that is a prime number, from which those of other sizes are predicted, and trial plans with
+predicted steps say where a limit is reached. In training it is that with the map of the weights, which on several cards
+is often the step's own, so that one step is enough. That is a guess; the answer is always a size whose plan was made
+and proved, and the next larger one was planned, too, and refused.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class SizeSearch:
         self.plans = self._misses = self._proofs = self._trials = 0
         self._map: Placement | None = None  # of the largest size that fitted, or of the last trial that did
         self._guess = 0  # the last size that was predicted
+        self._known = False  # whether a step was traced, from which others are predicted
         self._limits = {d: max(request.limits.get(d, 0) - request.overhead.get(d, 0), 0) for d in request.running}
 
     def sized(self, size: int) -> Workload:
@@ -93,11 +95,16 @@ class SizeSearch:
         None without a traced step.
         """
         prime = self.sized(PROBES[self.vary])
-        if self.traces.run(prime, None) is None:
+        if self._map is None:
+            self._map = self._of_weights()
+            # what crosses between cards counts in training, and little crosses in generating
+            crossed = self.request.workload.kind == "train" and not self.request.hosts
+            self._known = self.traces.begin(prime, self._map if crossed else None)
+        if not self._known:
             return None
         if self.request.hosts:
             return self._by_map(fits_up_to, too_large)  # what leaves is a search of its own, too long for trials
-        # little crosses between cards in generating, so that what is estimated is often right
+        # in generating what is estimated is often right
         as_estimated = self.plans == 0 and self.request.workload.kind == "generate"
         for _ in range(_MOST_MAPS):
             trials = _Trials(self, fits_up_to, too_large, as_estimated=as_estimated)
@@ -111,20 +118,22 @@ class SizeSearch:
 
     def _by_map(self, low: int, high: int) -> int:
         """Return the largest size that a known map takes, at first that of the weights alone."""
-        if self._map is None:
-            alone = replace(self.request, workload=Workload.weights_only(), verify=False)
-            try:
-                self._map = dict(Planner(alone, StepTraces(alone)).plan())
-            except DeviceMapInfeasible:
-                return low
-        return self.kept_up_to(self._map, low, high)
+        return low if self._map is None else self.kept_up_to(self._map, low, high)
+
+    def _of_weights(self) -> Placement | None:
+        """Return the map of the weights alone; None where there is none."""
+        alone = replace(self.request, workload=Workload.weights_only(), verify=False)
+        try:
+            return dict(Planner(alone, StepTraces(alone)).plan())
+        except DeviceMapInfeasible:
+            return None
 
     def kept_up_to(self, device_map: Placement, low: int, high: int) -> int:
         """Return the largest size from ``low`` to below ``high`` for which a map is predicted to keep the limits."""
         steps = self.traces.of(device_map)
         if steps.knows(low) and steps.knows(high):
             return steps.largest_within(self._limits, low, high)
-        return self.traces.of(None).largest_within(self._limits, low, high, Homes(device_map))
+        return self.traces.of(self.traces.base).largest_within(self._limits, low, high, Homes(device_map))
 
     def trial(self, size: int) -> TrialPlanner:
         """Return the planner that made a trial plan for a size."""

@@ -90,9 +90,9 @@ class SizedSteps:
         )
         peaks = near.peaks(sizes, devices)
         of_devices = {device: DeviceTrace(device, peak, {}, 0, "", "") for device, peak in peaks.items() if peak}
-        # its records name the devices of the traced step, so with others they are of no use
-        first = trace.first_update if homes is None else ()
-        return replace(trace, allocations=allocations, devices=of_devices, first_update=first)
+        step = replace(trace, allocations=allocations, devices=of_devices)
+        # these records are of the devices of the traced step, so with others they are of no use
+        return step if homes is None else replace(step, first_update=(), crossings=(), problems=())
 
     def largest_within(self, limits: Mapping[Device, int], low: int, high: int, homes: Homes | None = None) -> int:
         """Return the largest size from ``low`` to below ``high`` whose step keeps the limits; ``low`` without one."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -17,7 +17,7 @@ from .cuda_scratch import ADDS_IN_PLACE, SCRATCH_FIRST, outputs_of, scratch_of
 from .known_values import GUESSES, KnownValues, UnknownValue
 from .ledger import Ledger, device_key
 from .operation import OperationCall, tensors_in
-from .operation_cache import OperationCache
+from .operation_cache import NEW, OperationCache
 from .records import Crossing, Problem
 
 aten = torch.ops.aten
@@ -85,6 +85,8 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run one operation."""
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # C++ code asks for devices more often than operations run
         call = OperationCall(func, args, kwargs or {})
         if func is aten._local_scalar_dense.default:  # Tensor.item()
             return self.values.item(args[0], self._module)
@@ -113,8 +115,8 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
     def _run(self, call: OperationCall) -> object:
         key = self._cache.key(call)
-        out = None if key is None else self._cache.recall(key, call)
-        if out is not None:
+        out = NEW if key is None else self._cache.recall(key, call)
+        if out is not NEW:
             return out
         try:
             out = call.run() if call.func not in _BF16_ONLY else _run_in_bf16(call)
