@@ -53,6 +53,7 @@ SCRIPT = """
         "gradients of transposed heads are added in place": Row("qwen3", "lora", "T4", "to", dtype="float32"),
         "unfused attention adds its mask in place":
             Row("qwen3", "full", "T4", "to", optimizer="sgd", checkpointing=True, **half),
+        "DoRA's magnitudes are computed": Row("qwen3", "dora", "T4", "to", **half),
         "adapters are widened, indices copied": Row("qwen3", "lora", "T4", "to", "eager", **half),
     }
     for name, row in rows.items():
@@ -69,7 +70,7 @@ def test_a_forecast_allocates_and_frees_what_a_run_does_in_its_order(simulated_c
     env = {"SIMCUDA_GPU": "T4", "SIMCUDA_VALUES": "65536", "SIMCUDA_COPY_LIMIT": "1M"}
     facts = simulated_cuda.run(SCRIPT, args=[BENCHMARKS], env=env, timeout=600)
     cases = {name: found for name, found in facts.items() if name != "code"}
-    assert len(cases) == 4
+    assert len(cases) == 5
     for name, found in cases.items():
         assert "error" not in found, found
         number, differ = found

@@ -83,24 +83,6 @@ def with_adapter(
     yield wrapped
 
 
-def widened_adapters(model: torch.nn.Module) -> dict[str, int]:
-    """Return the bytes of what peft made in the 16 bits of its base and then cast to float32, by parameter.
-
-    ``cast_adapter_dtype`` casts when all adapters are there, so that both are allocated for a moment.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    found = {}
-    for path, layer in model.named_modules():
-        base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None
-        # a quantized layer has the dtype that it computes in (``_get_base_layer_device_and_dtype``)
-        dtype = getattr(base, "compute_dtype", None) or getattr(getattr(base, "weight", None), "dtype", None)
-        for name, parameter in layer.named_parameters() if dtype in (torch.float16, torch.bfloat16) else ():
-            if not name.startswith("base_layer.") and parameter.dtype == torch.float32:
-                found[f"{path}.{name}"] = parameter.nbytes // 2
-    return found
-
-
 def _refuse_incomplete(config: PeftConfig) -> None:
     """Raise `AdapterError` for a config without what peft needs, of which its own errors do not speak."""
     fields = vars(config)

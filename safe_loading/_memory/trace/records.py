@@ -90,6 +90,13 @@ class Problem:
         return f"{self.module or 'the model'}: {self.op} on {', '.join(self.tensors)}"
 
 
+Start = tuple[tuple[int, int], ...]
+"""What computing a tensor takes for a moment: a number and its bytes, or -1 to free it.
+
+Number 0 is the tensor itself, and -1 a matrix product.
+"""
+
+
 @dataclass(frozen=True, repr=False)
 class StepTrace:
     """One step of a model, and all the memory that it took."""
@@ -106,6 +113,7 @@ class StepTrace:
     # The optimizer's first step, which makes the state that the traced one finds; empty where it is not known.
     first_update: tuple[FirstUpdate, ...] = ()
     widened: Mapping[str, int] = field(default_factory=dict)  # an adapter's bytes before peft cast it, by parameter
+    starts: Mapping[str, Start] = field(default_factory=dict)  # of an adapter's tensors that are computed, by parameter
 
     def __repr__(self) -> str:
         """Return the workload and the peaks."""

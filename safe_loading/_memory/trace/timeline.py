@@ -28,6 +28,8 @@ _BULK = -1
 _UNPACKED = -1 << 40
 _FIRST_UPDATE = -1 << 41
 _WIDENED = -1 << 42
+_STARTED = -1 << 43
+_PRODUCT = (_STARTED + 1, 0)
 _OF_THE_BASE = ("weights", "buffers")
 _CODES = 16 * 4  # bytes of the 16 codes of 4 bits, in float32
 _PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")
@@ -100,8 +102,13 @@ def run_events(
     `emptied` the loop empties the allocator's cache after each step.
     """
     step = _Step(trace, device)
-    events = list(_loading_events(step.loaded, loading, trace.widened))
     scratch = {thread: (-1 - 2 * step.base - thread, size) for thread, size in enumerate(workspaces)}
+    events = list[_Event]()
+    for made in _loading_events(step.loaded, loading, trace):
+        if made != _PRODUCT:
+            events.append(made)
+        elif 0 in scratch:
+            events.append(scratch.pop(0))
     state, held = step.state, list[_Event]()
     for number in range(_STEPS):
         for place, (index, freed) in enumerate(step.events):
@@ -232,7 +239,7 @@ def _start_of_optimizer(step: Sequence[Event], allocations: Sequence[Allocation]
     return len(step)
 
 
-def _loading_events(resident: list[_Keyed], loading: Loading, widened: Mapping[str, int]) -> Iterator[_Event]:
+def _loading_events(resident: list[_Keyed], loading: Loading, trace: StepTrace) -> Iterator[_Event]:
     """Yield the base's tensors, then what was cast, then the adapters."""
     base: dict[str, _Keyed] = {}
     for r in resident:
@@ -268,13 +275,16 @@ def _loading_events(resident: list[_Keyed], loading: Loading, widened: Mapping[s
         yield key, -1
     if before_cast:
         yield EMPTY_CACHE
-    yield from _adapter_events([r for r in resident if r.allocation.component not in _OF_THE_BASE], widened)
+    yield from _adapter_events([r for r in resident if r.allocation.component not in _OF_THE_BASE], trace)
 
 
-def _adapter_events(resident: list[_Keyed], widened: Mapping[str, int]) -> Iterator[_Event]:
+def _adapter_events(resident: list[_Keyed], trace: StepTrace) -> Iterator[_Event]:
     """Yield adapters as peft makes them, and then what it casts, one after the other."""
+    widened = trace.widened
     came = {r.key: (_WIDENED - r.key, widened[r.allocation.op]) for r in resident if r.allocation.op in widened}
-    yield from (came.get(r.key, r.event) for r in resident)
+    for r in resident:
+        for number, size in trace.starts.get(r.allocation.op, ((0, 0),)):
+            yield came.get(r.key, r.event) if number == 0 else (_STARTED - number, size)
     for r in resident:
         if r.key in came:
             yield r.event

@@ -24,7 +24,8 @@ from safe_loading._sharding.adapter_methods import past_hooks
 from safe_loading.errors import ArgumentError, TraceError
 
 from .accelerate_hooks import TracePlacement, install_hooks
-from .attached_adapter import widened_adapters, with_adapter
+from .adapter_starts import computed_starts, widened_adapters
+from .attached_adapter import with_adapter
 from .attention_kernels import attention_stand_ins
 from .dispatch_mode import TraceDispatchMode
 from .fake_tensors import FakeTensors
@@ -84,7 +85,8 @@ def trace_step(
             mesh = stack.enter_context(fake_ranks(spread, rank))
             stack.callback(Snapshot(model).restore)
             running = stack.enter_context(with_adapter(model, workload.adapter, where.left_on_host))
-            widened = {} if workload.adapter is None else widened_adapters(running)
+            attached = workload.adapter is not None
+            widened, starts = (widened_adapters(running), computed_starts(running)) if attached else ({}, {})
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             mode = TraceDispatchMode(ledger, values, OperationCache(fake, cached_outputs), multi_device=where.hooked)
             try:
@@ -103,6 +105,7 @@ def trace_step(
         assumptions=(*values.assumptions, *ledger.left_out),
         first_update=ledger.first_update,
         widened=widened,
+        starts=starts,
     )
 
 

@@ -1,0 +1,51 @@
+"""What peft takes on the device for a moment while it makes an adapter there."""
+
+from __future__ import annotations
+
+import torch
+
+from .records import Start
+
+
+def widened_adapters(model: torch.nn.Module) -> dict[str, int]:
+    """Return the bytes of what peft made in the 16 bits of its base and then cast to float32, by parameter.
+
+    ``cast_adapter_dtype`` casts when all adapters are there, so that both are allocated for a moment.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = {}
+    for path, layer in model.named_modules():
+        base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None
+        # a quantized layer has the dtype that it computes in (``_get_base_layer_device_and_dtype``)
+        dtype = getattr(base, "compute_dtype", None) or getattr(getattr(base, "weight", None), "dtype", None)
+        for name, parameter in layer.named_parameters() if dtype in (torch.float16, torch.bfloat16) else ():
+            if not name.startswith("base_layer.") and parameter.dtype == torch.float32:
+                found[f"{path}.{name}"] = parameter.nbytes // 2
+    return found
+
+
+def computed_starts(model: torch.nn.Module) -> dict[str, Start]:
+    """Return what peft computes to make DoRA's magnitudes (``DoraLinearLayer.update_layer``), by parameter."""
+    found = {}
+    for path, layer in model.named_modules():
+        down, up = getattr(layer, "lora_A", None), getattr(layer, "lora_B", None)
+        for name in getattr(layer, "lora_magnitude_vector", None) or ():
+            weight = getattr(layer.get_base_layer(), "weight", None)
+            if down is None or up is None or name not in down or weight is None or weight.dim() != 2:
+                continue
+            if weight.is_floating_point():
+                factors = 4 * down[name].weight.numel(), 4 * up[name].weight.numel()
+                found[f"{path}.lora_magnitude_vector.{name}.weight"] = _start_of_dora(weight, factors)
+    return found
+
+
+def _start_of_dora(weight: torch.Tensor, factors: tuple[int, int]) -> Start:
+    """Return the product of the factors, then that scaled, then added to the weight, of which the norm is taken."""
+    size = weight.nbytes
+    norm = ((5, size), (6, size), (5, -1), (0, 0), (6, -1), (4, -1))
+    if weight.dtype != torch.float16:
+        return ((4, size), (-1, 0), *norm)
+    # in float32, and from there back
+    product = ((3, 4 * weight.numel()), (-1, 0), (4, size), (3, -1))
+    return ((1, factors[0]), (2, factors[1]), *product, *norm, (1, -1), (2, -1))
