@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .records import Start
@@ -12,17 +14,22 @@ def widened_adapters(model: torch.nn.Module) -> dict[str, int]:
 
     ``cast_adapter_dtype`` casts when all adapters are there, so that both are allocated for a moment.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     found = {}
     for path, layer in model.named_modules():
-        base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None
-        # a quantized layer has the dtype that it computes in (``_get_base_layer_device_and_dtype``)
-        dtype = getattr(base, "compute_dtype", None) or getattr(getattr(base, "weight", None), "dtype", None)
-        for name, parameter in layer.named_parameters() if dtype in (torch.float16, torch.bfloat16) else ():
+        for name, parameter in layer.named_parameters() if _is_of_16_bits(layer) else ():
             if not name.startswith("base_layer.") and parameter.dtype == torch.float32:
                 found[f"{path}.{name}"] = parameter.nbytes // 2
     return found
+
+
+def _is_of_16_bits(layer: object) -> bool:
+    """Whether peft makes the adapters of a layer in 16 bits (``_get_base_layer_device_and_dtype``)."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None
+    # a quantized layer has the dtype that it computes in
+    dtype = getattr(base, "compute_dtype", None) or getattr(getattr(base, "weight", None), "dtype", None)
+    return dtype in (torch.float16, torch.bfloat16)
 
 
 def computed_starts(model: torch.nn.Module) -> dict[str, Start]:
@@ -30,8 +37,9 @@ def computed_starts(model: torch.nn.Module) -> dict[str, Start]:
     found = {}
     for path, layer in model.named_modules():
         down, up = getattr(layer, "lora_A", None), getattr(layer, "lora_B", None)
+        base_of: Any = getattr(layer, "get_base_layer", None)
         for name in getattr(layer, "lora_magnitude_vector", None) or ():
-            weight = getattr(layer.get_base_layer(), "weight", None)
+            weight = getattr(base_of(), "weight", None)
             if down is None or up is None or name not in down or weight is None or weight.dim() != 2:
                 continue
             if weight.is_floating_point():
