@@ -224,7 +224,7 @@ class StoreExchange:
         if self._previous_key is not None:
             # This rank has left the previous exchange, so its result was published and this rank's post was read.
             # Once all ranks are here, all of them have read that result.
-            for name in (self._rank, *(("count", "claim", "result", "read") if last else ())):
+            for name in (self._rank, *(("count", "claim", "result", "read", "readers") if last else ())):
                 self._delete(f"{self._previous_key}/{name}")
         return last
 
@@ -323,6 +323,8 @@ class StoreExchange:
 
     def _linger(self, seconds: float) -> None:
         """Count this rank as one that has read the result; if it holds the store, give the others time to read it."""
+        if self._store.has_extended_api():
+            self._store.append(f"{self._key}/readers", f"{self._rank},")
         self._store.add(f"{self._key}/read", 1)
         if self._rank != 0:
             return
@@ -331,8 +333,16 @@ class StoreExchange:
         arrived = self._store.add(f"{self._key}/count", 0)
         while self._store.add(f"{self._key}/read", 0) + ended < arrived and (now := time.monotonic()) < end:
             if now >= next_look:
-                ended, next_look = len(_ended_ranks(self._store, self._opened, self._members)), now + _LIVENESS_SECONDS
+                ended, next_look = self._ended_before_they_read(), now + _LIVENESS_SECONDS
             time.sleep(0.002)
+
+    def _ended_before_they_read(self) -> int:
+        """Return how many ranks arrived, and ended without reading the result."""
+        ended = _ended_ranks(self._store, self._opened, self._members)
+        if not ended:
+            return 0
+        readers = self._store.get(f"{self._key}/readers").decode().split(",")
+        return sum(str(rank) not in readers and self._store.check([f"{self._key}/{rank}"]) for rank in ended)
 
     def _delete(self, key: str) -> None:
         # A store that cannot delete keeps a few bytes; one that is gone raises at the next call.

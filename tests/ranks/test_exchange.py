@@ -480,7 +480,7 @@ def test_a_rank_that_holds_the_store_leaves_after_the_others_have_read():
     wait = store_exchange.StoreExchange._wait
     def late(self, timeout):
         there = wait(self, timeout)
-        time.sleep(0.2 * rank)
+        time.sleep(0.5 * rank)  # rank 1 has read and ended when rank 0 looks who is left, before rank 2 has read
         return there
     store_exchange.StoreExchange._wait = late
     ranks.exchange("end", timeout=30)
