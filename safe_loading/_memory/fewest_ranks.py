@@ -37,9 +37,9 @@ def fewest_ranks(
 ) -> MemoryForecast:
     """Return the forecast over the fewest ranks with which each rank of a sharded job fits on its card.
 
-    The job over one rank fewer was forecast, too, and does not fit. What is sharded takes ``a + b / ranks`` bytes but for
-    padding, and two forecasts say where this curve meets the card's memory. Over numbers that do not divide the model's
-    rows, ranks differ, and each kind of rank is traced; under ZeRO all of them may differ.
+    The job over one rank fewer was forecast, too, and does not fit. But for padding a job takes ``a + b / ranks`` bytes,
+    and two forecasts say where this curve meets the card's memory. Over numbers that do not divide the model's rows,
+    ranks differ, and each kind of rank is traced; under ZeRO all of them may differ.
 
     Args:
         model_or_config: As for `predict_memory`.
@@ -52,8 +52,8 @@ def fewest_ranks(
         **options: The other keyword arguments of `predict_memory`.
 
     Returns:
-        The forecast; ``len(forecast.ranks)`` is the number of ranks. The least number is one rank under the same engine,
-        and two for ZeRO-3.
+        The forecast; ``len(forecast.ranks)`` is the number of ranks. The least number is one rank under the same
+        engine, and two for ZeRO-3.
 
     Raises:
         ArgumentError: The job shards nothing, no number up to ``most`` does, or an argument cannot be read.
@@ -131,9 +131,9 @@ class _RankSearch:
         parts = last.components
         computed = parts.get("saved_activations", 0) + parts.get("temporary", 0)
         return ArgumentError(
-            f"No number of ranks up to {self.most} does: {self.most} take {format_bytes(last.total_bytes)} each, and the "
-            f"card has {format_bytes(self.memory)}. More ranks shrink neither what is computed, "
+            f"No number of ranks up to {self.most} does: {self.most} take {format_bytes(last.total_bytes)} each, and "
+            f"the card has {format_bytes(self.memory)}. More ranks shrink neither what is computed, "
             f"{format_bytes(computed)}, nor what is gathered, part of the {format_bytes(parts.get('weights', 0))} of "
-            f"weights. Switch gradient checkpointing on, give each rank fewer or shorter rows, train an adapter, or shard "
-            f"the weights too, as Spread.fsdp2(ranks) does."
+            f"weights. Switch gradient checkpointing on, give each rank fewer or shorter rows, train an adapter, or "
+            f"shard the weights too, as Spread.fsdp2(ranks) does."
         )
