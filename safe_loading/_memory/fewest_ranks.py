@@ -38,8 +38,8 @@ def fewest_ranks(
     """Return the forecast over the fewest ranks with which each rank of a sharded job fits on its card.
 
     The job over one rank fewer was forecast, too, and does not fit. But for padding a job takes ``a + b / ranks``
-    bytes, and two forecasts say where this curve meets the card's memory. Over numbers that do not divide the model's rows,
-    ranks differ, and each kind of rank is traced; under ZeRO all of them may differ.
+    bytes, and two forecasts say where this curve meets the card's memory. Over numbers that do not divide the model's
+    rows, ranks differ, and each kind of rank is traced; under ZeRO all of them may differ.
 
     Args:
         model_or_config: As for `predict_memory`.
