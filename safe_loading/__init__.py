@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ._memory.audit.report import AuditReport
     from ._memory.audit_model import audit_model
     from ._memory.fewest_cards import fewest_cards
+    from ._memory.fewest_ranks import fewest_ranks
     from ._memory.forecast.report import MemoryForecast
     from ._memory.largest_micro_batch import largest_micro_batch
     from ._memory.largest_workload import largest_workload
@@ -78,6 +79,7 @@ _HOME = {
     "AuditReport": "_memory.audit.report",
     "audit_model": "_memory.audit_model",
     "fewest_cards": "_memory.fewest_cards",
+    "fewest_ranks": "_memory.fewest_ranks",
     "MemoryForecast": "_memory.forecast.report",
     "largest_micro_batch": "_memory.largest_micro_batch",
     "largest_workload": "_memory.largest_workload",
@@ -146,6 +148,7 @@ __all__ = [
     "check_checkpoint",
     "device_for_rank",
     "fewest_cards",
+    "fewest_ranks",
     "largest_micro_batch",
     "largest_workload",
     "limit_device_memory",

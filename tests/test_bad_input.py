@@ -73,6 +73,7 @@ OF_A_BASE: dict[str, Verb] = {
     "predict_memory": lambda g, f: (None, lambda: s.predict_memory(f, GENERATE)),
     "audit_model": lambda g, f: (None, lambda: s.audit_model(f, TRAIN)),
     "largest_micro_batch": lambda g, f: (None, lambda: s.largest_micro_batch(f, TRAIN, 2**30)),
+    "fewest_ranks": lambda g, f: (None, lambda: s.fewest_ranks(f, TRAIN, 2**30, s.Spread.fsdp2(1))),
 }
 OF_AN_ADAPTER: dict[str, Verb] = {
     "load_peft_on_rank": lambda g, f: (g.plain, lambda: s.load_peft_on_rank(f, g.plain)),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _CARDS = ("l4", "l40s", "h100")
 _FIRST = {"batch": 1, "length": 512}
 _MOST_VALUES = 8
+_FEWEST = "fewest"
 _SHORT = {"alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
 
 
@@ -46,9 +47,8 @@ def add(commands: Commands) -> None:
     add_quantization(parser)
     declare("--dtype", help="dtype of the weights, such as bfloat16 (default: the checkpoint's)")
     declare("--attention", metavar="NAME", help="as attn_implementation of from_pretrained, such as eager")
-    declare(
-        "--gpus", type=int, metavar="N", help="spread over N GPUs; --train is what each runs (default: with --fsdp)"
-    )
+    what = "spread over N GPUs, or the fewest of --card; --train is what each runs (default: with --fsdp)"
+    declare("--gpus", type=_gpus, metavar="N|fewest", help=what)
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--fsdp", action="store_true", help="shard with FSDP2")
     ways.add_argument("--fsdp1", action="store_true", help="shard with FSDP1, FullyShardedDataParallel")
@@ -71,13 +71,22 @@ def add(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
+def _gpus(text: str) -> int | str:
+    if text != _FEWEST and not re.fullmatch("-?[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {_FEWEST!r}")
+    return text if text == _FEWEST else int(text)
+
+
 def _run(arguments: argparse.Namespace) -> Answer:
     from safe_loading._core.cards import card_of
     from safe_loading._core.parse_size import parse_size
     from safe_loading._memory.forecast.on_cards import ForecastsOnCards
+    from safe_loading.errors import ArgumentError
 
     if arguments.sweep is None:
         refuse_unused(arguments, "values", needs="--sweep")
+    if arguments.gpus == _FEWEST and (len(arguments.card or ()) != 1 or arguments.sweep is not None):
+        raise ArgumentError("--gpus fewest is for one card and one size: name the card, such as --card h100.")
     limit = None if arguments.limit is None else parse_size(arguments.limit, "--limit")
     cards = tuple(card_of(name) for name in arguments.card or _CARDS)
     workload = _workload(arguments)
@@ -87,35 +96,44 @@ def _run(arguments: argparse.Namespace) -> Answer:
     if arguments.picture is not None:
         _write(Path(arguments.picture), report._repr_svg_())
     fits = limit is None or all(forecast.fits(limit) for row in rows for forecast in row.forecasts)
-    texts = [_json(report, limit, fits=fits)] if arguments.json else list(_texts(report, arguments.limit, fits=fits))
-    return Answer(texts, OK if fits else INFEASIBLE)
+    fewest = arguments.gpus == _FEWEST
+    texts = _texts(report, arguments.limit, fits=fits, fewest=fewest)
+    return Answer([_json(report, limit, fits=fits)] if arguments.json else list(texts), OK if fits else INFEASIBLE)
 
 
-def _texts(report: ForecastsOnCards, limit: str | None, *, fits: bool) -> Iterator[str]:
+def _texts(report: ForecastsOnCards, limit: str | None, *, fits: bool, fewest: bool) -> Iterator[str]:
     if not report.varied:
         yield f"{report.rows[0].forecasts[0]}\n"
     yield str(report)
+    if fewest:
+        yield f"\nThe fewest GPUs that take it: {_gpus_of(report)}."
     if limit is not None:
         yield f"\n{'Within' if fits else 'MORE THAN'} the limit of {limit}."
 
 
 def _json(report: ForecastsOnCards, limit: int | None, *, fits: bool) -> str:
     facts = json.loads(report.to_json())
-    return json.dumps({**facts, "limit": limit, "within_limit": None if limit is None else fits}, indent=2)
+    facts |= {"gpus": _gpus_of(report), "limit": limit, "within_limit": None if limit is None else fits}
+    return json.dumps(facts, indent=2)
+
+
+def _gpus_of(report: ForecastsOnCards) -> int:
+    return max(1, len(report.rows[0].forecasts[0].ranks))
 
 
 def _rows(
     arguments: argparse.Namespace,
     workload: Workload,
     cards: tuple[Card, ...],
-    forecast: Callable[[Workload, tuple[int, int]], MemoryForecast],
+    forecast: Callable[[Workload, Card], MemoryForecast],
 ) -> Iterator[OnCards]:
     from safe_loading._memory.forecast.on_cards import OnCards
 
     field = {"batch": "batch_size", "length": "sequence_length"}.get(arguments.sweep or "")
     for value in _values(arguments) if field else [None]:
         step = workload if field is None else workload.replace(**{field: value})
-        by_capability = {capability: forecast(step, capability) for capability in {card.capability for card in cards}}
+        kinds = {card.capability: card for card in cards}
+        by_capability = {capability: forecast(step, card) for capability, card in kinds.items()}
         forecasts = tuple(by_capability[card.capability] for card in cards)
         fits = tuple(made.fits(card.memory) for made, card in zip(forecasts, cards, strict=True))
         yield OnCards("" if value is None else str(value), forecasts, fits)
@@ -182,22 +200,23 @@ def _value(text: str) -> object:
         return text.split(",") if "," in text or not text.startswith("all-") else text
 
 
-def _forecaster(arguments: argparse.Namespace) -> Callable[[Workload, tuple[int, int]], MemoryForecast]:
+def _forecaster(arguments: argparse.Namespace) -> Callable[[Workload, Card], MemoryForecast]:
+    from safe_loading._memory.fewest_ranks import fewest_ranks
     from safe_loading._memory.predict_memory import predict_memory
 
     quantized, spread = quantization(arguments), _spread(arguments)
 
-    def forecast(workload: Workload, capability: tuple[int, int]) -> MemoryForecast:
-        return predict_memory(
-            arguments.model,
-            workload,
-            capability=capability,
-            dtype=arguments.dtype,
-            attn_implementation=arguments.attention,
-            quantization_config=quantized,
-            trust_remote_code=arguments.trust_remote_code,
-            spread=spread,
-        )
+    def forecast(workload: Workload, card: Card) -> MemoryForecast:
+        options: dict[str, Any] = {
+            "capability": card.capability,
+            "dtype": arguments.dtype,
+            "attn_implementation": arguments.attention,
+            "quantization_config": quantized,
+            "trust_remote_code": arguments.trust_remote_code,
+        }
+        if spread is not None and arguments.gpus == _FEWEST:
+            return fewest_ranks(arguments.model, workload, card.memory, spread, **options)
+        return predict_memory(arguments.model, workload, spread=spread, **options)
 
     return forecast
 
@@ -208,17 +227,18 @@ def _spread(arguments: argparse.Namespace) -> Spread | None:
     if arguments.gpus is None:
         refuse_unused(arguments, "fsdp", "fsdp1", "ddp", "zero", "cpu_offload", needs="--gpus")
         return None
+    gpus = 2 if arguments.gpus == _FEWEST else arguments.gpus  # any number: the search replaces it
     offloaded = arguments.cpu_offload
     if arguments.fsdp1:
-        return Spread.fsdp1(arguments.gpus, cpu_offload=offloaded)
+        return Spread.fsdp1(gpus, cpu_offload=offloaded)
     if arguments.zero is not None:
-        return Spread.zero(arguments.gpus, stage=arguments.zero, offload_optimizer=offloaded)
+        return Spread.zero(gpus, stage=arguments.zero, offload_optimizer=offloaded)
     if arguments.ddp:
         refuse_unused(arguments, "cpu_offload", needs="--fsdp")
-        return Spread.ddp(arguments.gpus)
-    if arguments.gpus == 1 and not (arguments.fsdp or arguments.cpu_offload):
+        return Spread.ddp(gpus)
+    if gpus == 1 and not (arguments.fsdp or offloaded):
         return None
-    return Spread.fsdp2(arguments.gpus, cpu_offload=arguments.cpu_offload)
+    return Spread.fsdp2(gpus, cpu_offload=offloaded)
 
 
 def _write(path: Path, text: str) -> None:

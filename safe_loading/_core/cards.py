@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from safe_loading.errors import ArgumentError
 
@@ -64,6 +65,17 @@ def card_of(text: str) -> Card:
     hint = f"write {' or '.join(near)}" if near else f"known are {', '.join(CARDS)}"
     why = "comes in several sizes" if sizes else "is not known"
     raise ArgumentError(f"card {text!r} {why}: {hint}, or give its memory, such as 24GB.")
+
+
+def card_memory(card: object, options: dict[str, Any], **of_named: object) -> int:
+    """Return the memory of a card; for one that is named, fill in its capability and what `of_named` says."""
+    if not isinstance(card, str):
+        return parse_size(card, "card")
+    found = card_of(card)
+    if found.name in CARDS:
+        for name, value in {"capability": found.capability, **of_named}.items():
+            options.setdefault(name, value)
+    return found.memory
 
 
 def card_text(card: Card) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from safe_loading._core.cards import CARDS, card_of
+from safe_loading._core.cards import card_memory
 from safe_loading._core.log import logger
-from safe_loading._core.parse_size import Device, parse_size
+from safe_loading._core.parse_size import Device
 from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError, DeviceMapInfeasible
 
@@ -56,19 +56,8 @@ def fewest_cards(
     refused = [name for name in _NOT_HERE if name in options]
     if refused:
         raise ArgumentError(f"fewest_cards takes no {refused[0]}=: the cards are alike, and hold all of the model.")
-    memory = _memory(card, options)
+    memory = card_memory(card, options, overhead=CUDA_CONTEXT)
     return _CardSearch(plan_request(model, {0: memory}, workload=workload, **options)).fewest()
-
-
-def _memory(card: object, options: dict[str, Any]) -> int:
-    """Return the memory of a card; for one that is named, fill in its capability and a context."""
-    if not isinstance(card, str):
-        return parse_size(card, "card")
-    found = card_of(card)
-    if found.name in CARDS:
-        options.setdefault("capability", found.capability)
-        options.setdefault("overhead", CUDA_CONTEXT)
-    return found.memory
 
 
 class _CardSearch:

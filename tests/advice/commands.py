@@ -38,6 +38,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "write the bars": HELP,
         "run the repository's own code": HELP,
         "write whole numbers": _RUN,
+        "name the card": _RUN,
         "give one of them": _RUN,
         "write ROWSxTOKENS": _RUN,
         "write r=16": _RUN,

@@ -60,6 +60,11 @@ TAKEN: dict[str, dict[str, str]] = {
     "_memory/plan/infeasible.py": {
         'write "16GB"': "memory/test_plan_shortages.py::test_a_limit_whose_unit_was_forgotten_is_told",
     },
+    "_memory/fewest_ranks.py": {
+        "pass a Spread": VALUES,
+        "Pass Spread.ddp": "memory/test_fewest_ranks.py::test_what_shards_nothing_is_refused",
+        "Switch gradient checkpointing on": "memory/test_fewest_ranks.py::test_what_no_number_takes_is_made_to_fit",
+    },
     "_memory/largest_micro_batch.py": {
         "pass a Workload": VALUES,
         "Pass Workload.train": _CALL,

@@ -35,6 +35,11 @@ PAIRS: dict[str, tuple[list[str], str, list[str]]] = {
         "write whole numbers with commas between them: 1,2,4.",
         [*PREDICT, "--train", "8", "--sweep", "batch", "--values", "1,2,4"],
     ),
+    "the fewest cards": (
+        [*PREDICT, "--train", "8", "--gpus", "fewest"],
+        "name the card, such as --card h100.",
+        [*PREDICT, "--train", "8", "--gpus", "fewest", "--card", "h100"],
+    ),
     "two adapters": (
         [*PREDICT, "--train", "8", "--lora", "r=8", "--adapter", "ADAPTER"],
         "give one of them.",

@@ -12,7 +12,7 @@ from models import SIZES
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, LlamaConfig
 
-from safe_loading import ArgumentError, Workload, predict_memory
+from safe_loading import ArgumentError, Spread, Workload, predict_memory
 from safe_loading.__main__ import main
 from safe_loading._core.cards import CARDS, card_of
 
@@ -83,6 +83,19 @@ def test_a_sweep_over_lengths_that_are_named(folder: Path, capsys: pytest.Captur
     assert "length" in answer(capsys, *words)[1]
 
 
+def test_the_fewest_cards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (folder, "--train", "2x64", "--gpus", "fewest")
+    status, found = answer(capsys, *words, "--fsdp1", "--card", "h100", "--json")
+    assert (status, found["gpus"]) == (0, 1)
+    (row,) = found["rows"]
+    job = predict_memory(str(folder), Workload.train(2, 64), spread=Spread.fsdp1(1), capability=(9, 0))
+    assert row["forecast"]["allocated_peak_bytes"] == job.allocated_peak_bytes
+    assert row["forecast"]["ranks"] == {"0": job.ranks[0]}
+    assert "The fewest GPUs that take it: 2." in answer(capsys, *words, "--zero", "3", "--card", "h100")[1]
+    status, text = answer(capsys, *words, "--card", "500MiB")
+    assert (status, "No number of ranks up to 128 does" in text) == (1, True)
+
+
 def test_the_limit_decides_the_exit_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = (folder, "--train", "1x16", "--card", "24GB", "--limit")
     assert answer(capsys, *step, "80GB", "--json")[1]["within_limit"] is True
@@ -102,6 +115,8 @@ def test_the_limit_decides_the_exit_status(folder: Path, capsys: pytest.CaptureF
         (["--train", "many"], "write ROWSxTOKENS"),
         (["--generate", "many"], "write ROWSxTOKENS"),
         (["--train", "8", "--values", "1,2"], "without --sweep"),
+        (["--train", "8", "--gpus", "fewest", "--card", "h100", "--sweep", "batch"], "one card and one size"),
+        (["--train", "8", "--gpus", "fewest", "--card", "h100", "--ddp"], "shards nothing"),
         (["--train", "8", "--sweep", "batch", "--values", "1;2"], "whole numbers with commas"),
         (["--train", "8", "--lora", "rank=8"], "no field 'rank'"),
         (["--train", "8", "--lora", "r"], "is not FIELD=VALUE"),

@@ -64,6 +64,7 @@ PLAIN = torch.nn.Linear(2, 2)
 SGD = torch.optim.SGD(PLAIN.parameters())
 LORA = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
 WORK, TRAIN = s.Workload.generate(1, 8), s.Workload.train(1, 8)
+SHARDED = s.Spread.fsdp2(1)
 SIZES = (0, -1, "x", "1MiB", 1.5, True, None)
 NO_PATHS = (3, "", b"base", "no/such", "a\0")
 NO_MODELS = (None, 3, [], object())
@@ -206,6 +207,11 @@ CALLS: dict[str, Callable[[], Any]] = {
         for bad in (0, -1, "x", None, 1.5)
     },
     "micro batch workload": lambda: s.largest_micro_batch("base", 3, 1 << 30),
+    **{f"ranks {bad!r:.12}": lambda bad=bad: s.fewest_ranks(bad, TRAIN, 1 << 30, SHARDED) for bad in NO_MODELS},
+    **{f"ranks card {bad!r}": lambda bad=bad: s.fewest_ranks("base", TRAIN, bad, SHARDED) for bad in (-1, "x", None)},
+    **{f"ranks most {bad!r}": lambda bad=bad: s.fewest_ranks("base", TRAIN, 1, SHARDED, most=bad) for bad in (0, 1.5)},
+    "ranks spread": lambda: s.fewest_ranks("base", TRAIN, 1 << 30, 8),
+    "ranks workload": lambda: s.fewest_ranks("base", 3, 1 << 30, SHARDED),
     **{f"audit {bad!r:.12}": lambda bad=bad: s.audit_model(bad) for bad in (*NO_MODELS, *NO_PATHS)},
     **{f"audit workload {bad!r}": lambda bad=bad: s.audit_model(PLAIN, bad) for bad in (3, "train")},
     "audit optimizer": lambda: s.audit_model(PLAIN, optimizer=3),

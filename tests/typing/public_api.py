@@ -22,6 +22,7 @@ from safe_loading import (
     audit_model,
     check_checkpoint,
     device_for_rank,
+    fewest_ranks,
     largest_micro_batch,
     load_adapter_on_rank,
     load_at_prepare,
@@ -109,6 +110,7 @@ predict_memory("folder", Workload.train(4, 1024), spread=safe_loading.Spread.fsd
 assert_type(forecast.allocated_peak_bytes, int)
 assert_type(forecast.fits(1), bool)
 assert_type(largest_micro_batch("folder", Workload.train(1, 8), 1 << 30), MemoryForecast)
+assert_type(fewest_ranks("folder", Workload.train(1, 8), "h100", safe_loading.Spread.fsdp2(1)), MemoryForecast)
 predict_memory("folder", Workload.train(4, 1024), card="T4")  # expect-error: every option is named
 assert_type(audit_model(torch.nn.Linear(2, 2)), AuditReport)
 assert_type(audit_model("folder").findings, tuple[Finding, ...])
