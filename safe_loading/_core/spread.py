@@ -145,8 +145,7 @@ class Spread:
             reduce_dtype: The same for the reduction of gradients, ``"float32"`` for example.
             reshard_after_forward: True for ``FULL_SHARD``, False for ``SHARD_GRAD_OP``.
             shard: False for ``NO_SHARD``: each rank holds everything, and gradients are averaged as with DDP.
-            cpu_offload: True for ``CPUOffload(offload_params=True)``, without mixed precision. The host's memory is not
-                in the forecast.
+            cpu_offload: True for ``CPUOffload(offload_params=True)``. The host's memory is not in the forecast.
             sync_each_batch: False for gradient accumulation under ``no_sync()``: until the last micro-batch the
                 gradients stay whole on each rank.
 
@@ -164,11 +163,6 @@ class Spread:
             raise ArgumentError(
                 "shard=False with cpu_offload=True is not forecast: real ranks took less memory than FSDP1's traced "
                 "hooks. Leave one of the two out."
-            )
-        if cpu_offload and (param_dtype is not None or reduce_dtype is not None):
-            raise ArgumentError(
-                "cpu_offload=True with mixed precision is not forecast for FSDP1: real ranks took more memory than its "
-                "traced hooks, by a unit's shard in 16 bits. Spread.fsdp2(cpu_offload=True) can be forecast with both."
             )
         if cpu_offload and not sync_each_batch:
             raise ArgumentError("FSDP1 cannot accumulate gradients under no_sync() with cpu_offload=True.")

@@ -213,6 +213,10 @@ def _spread_notes(spread: Spread | None) -> tuple[str, ...]:
     text = f"One of {spread.cards} ranks: {spread}. NCCL's own buffers are not counted."
     if spread.kind == "zero":
         text += " Nor is setting up: DeepSpeed then holds twice what is trained, on the host if the card has no room."
+    if spread.kind == "ddp" and not spread.find_unused_parameters:
+        text += (
+            " In the second step DDP replaces its buckets, and NCCL may keep the old ones for up to 0.1 s beside them."
+        )
     return (text,)
 
 

@@ -207,7 +207,6 @@ def test_what_is_refused() -> None:
         {"ranks": 2, "shard": False, "replicas": 2},
         {"ranks": 2, "shard": False, "cpu_offload": True},
         {"ranks": 2, "cpu_offload": True, "sync_each_batch": False},
-        {"ranks": 2, "cpu_offload": True, "param_dtype": "bfloat16"},
     ]
     for options in wrong:
         with pytest.raises(ArgumentError):

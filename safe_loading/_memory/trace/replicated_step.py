@@ -39,6 +39,8 @@ class ReplicatedParameters(TrainedParameters):
         self._stepped = shares(parameters, spread)[rank]
         before = set(ledger.live.values())
         self._reducer = _reducer(parameters, spread)
+        if spread.find_unused_parameters and parameters:  # a number for each that says whether it was used
+            self._used = torch.empty(len(parameters), dtype=torch.int32, device=parameters[0].device)
         for index in set(ledger.live.values()) - before:
             ledger.classify(index, "gradients")
 
