@@ -40,8 +40,9 @@ SCRIPT = """
     def wrapped_by(spread):
         model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device).train()
         if spread.kind == "ddp":
-            options = ("bucket_cap_mb", "gradient_as_bucket_view", "find_unused_parameters")
-            return DistributedDataParallel(model, device_ids=[device], **{name: getattr(spread, name) for name in options})
+            names = ("bucket_cap_mb", "gradient_as_bucket_view", "find_unused_parameters")
+            options = {name: getattr(spread, name) for name in names}
+            return DistributedDataParallel(model, device_ids=[device], **options)
         dtypes = {key: getattr(torch, getattr(spread, key) or "", None) for key in ("param_dtype", "reduce_dtype")}
         units = plan_units(model, flat=spread.kind == "fsdp1")
         if spread.kind == "fsdp2":
