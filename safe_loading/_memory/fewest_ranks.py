@@ -37,9 +37,12 @@ def fewest_ranks(
 ) -> MemoryForecast:
     """Return the forecast over the fewest ranks with which each rank of a sharded job fits on its card.
 
-    The job over one rank fewer was forecast, too, and does not fit. But for padding a job takes ``a + b / ranks``
-    bytes, and two forecasts say where this curve meets the card's memory. Over numbers that do not divide the model's
-    rows, ranks differ, and each kind of rank is traced; under ZeRO all of them may differ.
+    The job over one rank fewer was forecast, too, and does not fit. Fewer still are not all tried, and one of them may
+    do where padding or whole segments make a job over more ranks the larger one by a little.
+
+    But for padding a job takes ``a + b / ranks`` bytes, and two forecasts say where this curve meets the card's memory.
+    Over numbers that do not divide the model's rows, ranks differ, and each kind of rank is traced; under ZeRO all of
+    them may differ.
 
     Args:
         model_or_config: As for `predict_memory`.

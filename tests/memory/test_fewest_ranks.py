@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -42,17 +43,16 @@ def job(spread: Spread, ranks: int, workload: Workload = STEP) -> MemoryForecast
 def test_the_number_fits_and_one_fewer_does_not(name: str) -> None:
     spread = SPREADS[name]
     least = 2 if name == "zero 3" else 1
-    forecasts = {ranks: job(spread, ranks) for ranks in range(least, 5)}
+    forecasts = cache(partial(job, spread))
     found = set()
     for ranks in (least, 3):
-        memory = forecasts[ranks].total_bytes
+        memory = forecasts(ranks).total_bytes
         best = fewest_ranks(CONFIG, STEP, memory, spread, **FORECAST)
         count = len(best.ranks)
-        assert best == forecasts[count]
+        assert best == forecasts(count)
         assert best.fits(memory)
         assert max(best.ranks.values()) <= memory
-        assert count == least or not forecasts[count - 1].fits(memory)
-        assert count == next(n for n, forecast in forecasts.items() if forecast.fits(memory))
+        assert count == least or not forecasts(count - 1).fits(memory)
         found.add(count)
     assert least in found
     assert len(found) == 2
