@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torchrun import OUT, environment_of_ranks, reports_of, run_ranks, script_folder
 
 # Ahead of every script: what tests ask of CUDA. `contexts` makes none. `case` runs a function in a process of its own,
@@ -60,6 +61,13 @@ def case(function, name=None):
     return function
 """
 
+ROWS_PRELUDE = """
+sys.path.insert(0, sys.argv[1])
+from _cuda_rows import Row, forecast, run
+torch.set_num_threads(1)
+"""
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
 
 class CudaScriptFailed(AssertionError):
     """A script on CUDA devices failed; the text holds all that it said."""
@@ -98,6 +106,15 @@ class CudaRunner:
             if check and done.returncode != 0:
                 raise CudaScriptFailed(f"the script ended with code {done.returncode}:\n{done.stdout}{done.stderr}")
             return {**reports_of(folder, 1)[0], "code": done.returncode}
+
+    def run_rows(self, script: str, card: str) -> dict[str, Any]:
+        """Run a script over rows of benchmarks/_cuda_rows.py on one kind of card, and return what its cases report."""
+        if not BENCHMARKS.is_dir():
+            pytest.skip("the tests run without the project's benchmarks")
+        env = {"SIMCUDA_GPU": card, "SIMCUDA_VALUES": "65536", "SIMCUDA_COPY_LIMIT": "1M"}
+        found = self.run(ROWS_PRELUDE + textwrap.dedent(script), args=[BENCHMARKS], env=env, timeout=900)
+        del found["code"]
+        return found
 
     def run_ranks(
         self,

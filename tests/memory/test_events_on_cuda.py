@@ -5,7 +5,6 @@ What is reserved follows from that order, and a peak alone does not show where i
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,13 +13,9 @@ if TYPE_CHECKING:
     from cuda_runs import CudaRunner
 
 pytestmark = pytest.mark.gpu
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 SCRIPT = """
     import collections, itertools
-    sys.path.insert(0, sys.argv[1])
-    from _cuda_rows import Row, forecast, run
-    torch.set_num_threads(1)
 
     def of_forecast(events):
         sizes, found = {}, []
@@ -65,11 +60,7 @@ SCRIPT = """
 
 
 def test_a_forecast_allocates_and_frees_what_a_run_does_in_its_order(simulated_cuda: CudaRunner) -> None:
-    if not BENCHMARKS.is_dir():
-        pytest.skip("the tests run without the project's benchmarks")
-    env = {"SIMCUDA_GPU": "T4", "SIMCUDA_VALUES": "65536", "SIMCUDA_COPY_LIMIT": "1M"}
-    facts = simulated_cuda.run(SCRIPT, args=[BENCHMARKS], env=env, timeout=600)
-    cases = {name: found for name, found in facts.items() if name != "code"}
+    cases = simulated_cuda.run_rows(SCRIPT, "T4")
     assert len(cases) == 5
     for name, found in cases.items():
         assert "error" not in found, found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,13 +10,8 @@ if TYPE_CHECKING:
     from cuda_runs import CudaRunner
 
 pytestmark = pytest.mark.gpu
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 SCRIPT = """
-    sys.path.insert(0, sys.argv[1])
-    from _cuda_rows import Row, forecast, run
-    torch.set_num_threads(1)
-
     def compare(row):
         predicted = forecast(row).allocated_peak_bytes
         return [predicted, run(row)["allocated"]]
@@ -46,11 +40,7 @@ SCRIPT = """
 
 @pytest.mark.parametrize("card", ["H100", "A100", "T4"])
 def test_allocated_bytes_are_those_of_torch(simulated_cuda: CudaRunner, card: str) -> None:
-    if not BENCHMARKS.is_dir():
-        pytest.skip("the tests run without the project's benchmarks")
-    env = {"SIMCUDA_GPU": card, "SIMCUDA_VALUES": "65536", "SIMCUDA_COPY_LIMIT": "1M"}
-    facts = simulated_cuda.run(SCRIPT, args=[BENCHMARKS], env=env, timeout=900)
-    pairs = {name: pair for name, pair in facts.items() if name != "code"}
+    pairs = simulated_cuda.run_rows(SCRIPT, card)
     assert len(pairs) >= 3
     for name, (predicted, real) in pairs.items():
         assert predicted == real, name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -98,10 +97,7 @@ def test_a_cap_is_one_device_s(enforced: dict[str, Any]) -> None:
 
 
 PLANNED = """
-    sys.path.insert(0, sys.argv[1])
     from _cuda_plans import run_planned
-    from _cuda_rows import Row
-    torch.set_num_threads(1)
     card = os.environ["SIMCUDA_GPU"]
     dtype = "float16" if card == "T4" else "bfloat16"
 
@@ -118,7 +114,6 @@ PLANNED = """
     else:
         planned("adafactor", 1, "mistral", "full", optimizer="adafactor", checkpointing=True)
 """
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.mark.parametrize(
@@ -126,11 +121,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 )
 def test_what_a_plan_calls_fitting_stays_under_its_limit(simulated_cuda: CudaRunner, card: str) -> None:
     """A sample of benchmarks/plan_on_cuda.py: the least limits that the planner calls fitting, and its caps."""
-    if not BENCHMARKS.is_dir():
-        pytest.skip("the tests run without the project's benchmarks")
-    env = {"SIMCUDA_GPU": card, "SIMCUDA_VALUES": "65536", "SIMCUDA_COPY_LIMIT": "1M"}
-    facts = simulated_cuda.run(PLANNED, args=[BENCHMARKS], env=env, timeout=900)
-    found = {name: row for name, row in facts.items() if name != "code"}
+    found = simulated_cuda.run_rows(PLANNED, card)
     assert found
     for name, row in found.items():
         assert "error" not in row, f"{name}: {row['error']}"

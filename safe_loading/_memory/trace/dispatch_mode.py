@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,18 +100,21 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             self.ledger.reuse_storage(call.args[0], out)
             return out
         made = list(tensors_in((out,)))
-        scratch, device = scratch_of(call, made[:1]), made[0].device if made else torch.device("cpu")
-        before = scratch if func in SCRATCH_FIRST else ()
-        taken = self.ledger.take(before, device, str(call.func))
+        scratch = scratch_of(call, made[:1])
+        taken = self._take(call, scratch, made) if scratch and func in SCRATCH_FIRST else None
         # dropout_cuda makes its mask before its output
         for tensor in made if func is not aten.native_dropout.default else reversed(made):
             self.values.adopt_constant(tensor)
             index = self.ledger.add(tensor, str(call.func))
             if self._multi_device and index not in self._made_from:
                 self._made_from[index] = self._first_input(call)
-        self.ledger.give_back(taken or self.ledger.take(scratch, device, str(call.func)))
+        if scratch:
+            self.ledger.give_back(taken or self._take(call, scratch, made))
         self.values.propagate(call, out)
         return out
+
+    def _take(self, call: OperationCall, scratch: Sequence[int], made: Sequence[torch.Tensor]) -> range:
+        return self.ledger.take(scratch, made[0].device, str(call.func))
 
     def _run(self, call: OperationCall) -> object:
         key = self._cache.key(call)
