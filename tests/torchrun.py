@@ -150,9 +150,15 @@ def held_store() -> Iterator[int]:
 
 
 def fork_ranks(
-    port: int, job: str, world: int, main: Callable[[int], dict[str, Any]], *, hanging: int | None = None
+    port: int,
+    job: str,
+    world: int,
+    main: Callable[[int], dict[str, Any]],
+    *,
+    hanging: int | None = None,
+    backend: str = "gloo",
 ) -> dict[str, Any]:
-    """Fork this process into the ranks of one job, a gloo group over a held store, and wait for no more than a minute.
+    """Fork this process into the ranks of one job, a group over a held store, and wait for no more than a minute.
 
     Args:
         port: Of `held_store`.
@@ -160,13 +166,14 @@ def fork_ranks(
         world: The number of ranks.
         main: What each rank does, given its rank; what it returns must be JSON.
         hanging: The rank that is not waited for.
+        backend: Of the group.
 
     Returns:
         ``pids``, and in ``ranks`` what each returned: None for one that died or had to be killed.
     """
     with tempfile.TemporaryDirectory(prefix="forked-") as folder:
         paths = [Path(folder, f"{rank}.json") for rank in range(world)]
-        pids = [_fork(port, job, rank, main, paths) for rank in range(world)]
+        pids = [_fork(port, job, rank, main, paths, backend) for rank in range(world)]
         left = {pid for rank, pid in enumerate(pids) if rank != hanging}
         end = time.monotonic() + 60
         while left and time.monotonic() < end:
@@ -177,7 +184,9 @@ def fork_ranks(
         return {"pids": pids, "ranks": [json.loads(path.read_text()) if path.exists() else None for path in paths]}
 
 
-def _fork(port: int, job: str, rank: int, main: Callable[[int], dict[str, Any]], paths: Sequence[Path]) -> int:
+def _fork(
+    port: int, job: str, rank: int, main: Callable[[int], dict[str, Any]], paths: Sequence[Path], backend: str
+) -> int:
     import torch.distributed as dist
 
     pid = os.fork()
@@ -185,7 +194,7 @@ def _fork(port: int, job: str, rank: int, main: Callable[[int], dict[str, Any]],
         return pid
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        dist.init_process_group("gloo", store=dist.PrefixStore(job, store), rank=rank, world_size=len(paths))
+        dist.init_process_group(backend, store=dist.PrefixStore(job, store), rank=rank, world_size=len(paths))
         paths[rank].write_text(json.dumps(main(rank)))
     except BaseException:
         traceback.print_exc()

@@ -22,6 +22,7 @@ from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.meta_model import build_on_meta, class_in_config, weights_dtype
 from safe_loading._model.model_config import CONFIG, read_config
+from safe_loading._model.quantized.stand_ins import bitsandbytes_config
 from safe_loading._ranks.rank_devices import RankDevices
 from safe_loading.errors import AdapterError, CheckpointError, SafeLoadingError
 
@@ -166,8 +167,9 @@ def load_base(
         arguments["device_map"] = dict(devices.by_module)
     elif devices.main.type != "cpu":
         # Always with an index: transformers' loader threads do not inherit the current device and take "cuda" for 0.
-        # No map for the CPU: peft's own later calls would take {"": "cpu"} for offloading, and dispatch again.
         arguments["device_map"] = {"": devices.main}
+    elif _is_quantized_by_bitsandbytes(folder, base_kwargs):
+        arguments["device_map"] = {"": "cpu"}  # its quantizer loads onto the current accelerator otherwise
     try:
         model, info = auto_class.from_pretrained(folder, **arguments)
     except (SafeLoadingError, MemoryError, torch.OutOfMemoryError):
@@ -176,7 +178,17 @@ def load_base(
         raise CheckpointError(
             f"{folder / CONFIG}: transformers cannot load the base: {type(error).__name__}: {error}"
         ) from error
+    if devices.main.type == "cpu" and not devices.are_several:
+        # peft's later calls take {"": "cpu"} for offloading, and dispatch the model to an accelerator
+        vars(model).pop("hf_device_map", None)
     return model, info
+
+
+def _is_quantized_by_bitsandbytes(folder: Path, base_kwargs: EngineKwargs) -> bool:
+    """Return whether the base's config or the arguments of its load name that method."""
+    config = base_config(folder, base_kwargs) if (folder / CONFIG).exists() else None
+    asked = (base_kwargs.get("quantization_config"), getattr(config, "quantization_config", None))
+    return any(bitsandbytes_config(each) is not None for each in asked)
 
 
 def name_base(model: torch.nn.Module, source: str | os.PathLike[str]) -> None:

@@ -9,6 +9,7 @@ import itertools
 import random
 from dataclasses import replace
 from fractions import Fraction
+from typing import Literal
 
 import accelerate
 import pytest
@@ -16,11 +17,14 @@ import torch
 from test_plan_search import apart, best_of_all
 from torch import nn
 
-from safe_loading import ArgumentError, DeviceMapInfeasible, Workload, plan_device_map, smallest_limits
+from safe_loading import ArgumentError, DeviceMapInfeasible, DeviceMapPlan, Workload, plan_device_map, smallest_limits
+from safe_loading._core.parse_size import Device
 from safe_loading._memory import smallest_limits as least_limits
 from safe_loading._memory.plan.layer_groups import LayerGroup
 from safe_loading._memory.plan.planner import Planner
+from safe_loading._memory.plan.require_traced import require_traced
 from safe_loading._memory.plan_device_map import plan_request
+from safe_loading._memory.trace.trace_step import trace_step
 
 
 class Part(torch.nn.Module):
@@ -247,3 +251,63 @@ def test_the_gradient_of_a_crossing_is_not_a_move_of_the_model(moves: bool) -> N
     found = [finding for finding in plan.findings if finding.code == "moved-by-the-model"]
     assert [finding.bytes for finding in found] == [1024 * 64 * 4] * moves
     assert not moves or "from 0 to 1" in found[0].message
+
+
+class Scaled(nn.Module):
+    """Three layers of different size, and a parameter and a buffer that the model itself holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.register_buffer("shift", torch.ones(64))
+        sizes = [nn.Linear(64, 192), nn.Linear(192, 64, bias=False), nn.Linear(64, 64, bias=False)]
+        self.layers = nn.ModuleList(sizes)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values after all layers, scaled and shifted on the device that they are on."""
+        for layer in self.layers:
+            values = layer(values)
+        return values * self.scale.to(values.device) + self.shift.to(values.device)
+
+
+INPUTS = {"values": torch.empty(1, 64)}
+OWN, FIRST, SECOND, THIRD = 2 * 64 * 4, (64 + 1) * 192 * 4, 192 * 64 * 4, 64 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("limits", "offload"),
+    [({0: SECOND + THIRD + OWN, 1: FIRST}, "never"), ({0: FIRST + THIRD + OWN}, "cpu")],
+    ids=["two cards", "offloaded"],
+)
+def test_what_the_model_itself_holds_is_on_the_main_device(
+    limits: dict[Device, int], offload: Literal["never", "cpu"]
+) -> None:
+    """``dispatch_model`` puts it there whatever a map says: ``execution_device[""]``."""
+    model, weights = Scaled(), Workload.weights_only()
+    plan = plan_device_map(model, limits, offload=offload, workload=weights, inputs=INPUTS)
+    assert plan.verified
+    assert (plan["scale"], plan["shift"], plan["layers.2"]) == (0, 0, 0)
+    assert plan["layers.0"] == (1 if offload == "never" else "cpu")
+    assert plan.devices[0].used == limits[0]
+    with pytest.raises(DeviceMapInfeasible):
+        plan_device_map(model, limits | {0: limits[0] - 1}, workload=weights, inputs=INPUTS)
+
+
+def test_a_step_reads_what_the_model_itself_holds_from_the_main_device() -> None:
+    placement = {"scale": 1, "shift": 1, "layers.0": 0, "layers.1": 1, "layers.2": 1}
+    trace = trace_step(Scaled(), Workload.train(1, 1, optimizer="none"), placement=placement, inputs=INPUTS)
+    homes = {made.op: made.device for made in trace.allocations if made.phase == "load"}
+    assert (homes["scale"], homes["shift"], homes["layers.0.weight"], homes["layers.1.weight"]) == (0, 0, 0, 1)
+    moved = [crossing for crossing in trace.crossings if crossing.in_model_code and crossing.phase == "forward"]
+    assert [(c.source, c.target, c.bytes) for c in moved] == [(0, 1, OWN)]
+
+
+def test_a_plan_over_its_limit_is_no_answer_of_a_search() -> None:
+    """A planner that found no map in its rounds returns a plan that is not verified, and over a limit."""
+    model = Away(moves=False)
+    plan = plan_device_map(model, {0: "1MB"}, inputs=INPUTS)
+    assert require_traced(plan) is plan
+    use = replace(plan.devices[0], limit=plan.devices[0].used - 1)
+    over = DeviceMapPlan(plan, replace(plan.facts, devices=(use,), verified=False, reason="no map was found"))
+    with pytest.raises(DeviceMapInfeasible, match=r"does not fit: no map was found\."):
+        require_traced(over)

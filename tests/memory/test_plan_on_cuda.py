@@ -107,6 +107,7 @@ PLANNED = """
     if card == "A100":
         planned("two cards", 2, "qwen3", "full", optimizer="adamw_foreach")
         planned("two cards, recomputed", 2, "qwen3", "lora", checkpointing=True)
+        planned("two cards, and a buffer of the model itself", 2, "bart", "lora")
         planned("mixture", 1, "mixtral", "generate")
     elif card == "H100":
         planned("4 bits", 1, "llama", "nf4", checkpointing=True)

@@ -81,6 +81,11 @@ class ModuleTree:
     units: tuple[PlacementUnit, ...]  # together they hold every tensor once
     tied: tuple[tuple[int, ...], ...]  # groups of units that hold the same tensor under several names
 
+    def own_tensors(self) -> frozenset[str]:
+        """Return the paths of the units that are a tensor of the model itself, and of no module inside it."""
+        outside = [unit for unit in self.units if "." not in unit.path]
+        return frozenset(unit.path for unit in outside if any(t.names == (unit.path,) for t in unit.tensors))
+
     def joined(self, groups: Iterable[Sequence[str]]) -> ModuleTree:
         """Return the same units, with more groups that share a device, each a list of the units' paths."""
         place = {unit.path: number for number, unit in enumerate(self.units)}

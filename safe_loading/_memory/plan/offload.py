@@ -169,8 +169,9 @@ class OffloadPlan:
         gone = [self.away[member] for pin, home in pins if home == _GONE for member in pin.members]
         slots = {}
         for number in self._beside(main):
-            own = [pin for pin, home in pins if home == number]
-            resident, transient = sum(pin.resident for pin in own), max([0, *(pin.transient for pin in own)])
+            own, there = [pin for pin, home in pins if home == number], self.puzzle.occupied[number]
+            resident = there.resident + sum(pin.resident for pin in own)
+            transient = max([there.transient, *(pin.transient for pin in own)])
             if number == main:
                 resident += sum(each.resident for each in gone)
                 transient = max([transient, *(each.transient for each in gone)])
@@ -227,9 +228,10 @@ class OffloadPlan:
         number = {group: place for place, group in enumerate(stays)}
         joined = [*puzzle.links, *(pin.members for pin in puzzle.pins)]
         together = [[number[group] for group in members if group in number] for members in joined]
-        resident = sum(self.away[group].resident for group in gone)
-        need = LayerGroup(resident, max(self.away[group].transient for group in gone))
-        occupied = [need if device == main else LayerGroup(0) for device in range(len(puzzle.limits))]
+        occupied = [*puzzle.occupied]
+        resident = occupied[main].resident + sum(self.away[group].resident for group in gone)
+        needed = max(self.away[group].transient for group in gone)
+        occupied[main] = LayerGroup(resident, max(occupied[main].transient, needed))
         beside = self._beside(main)
         limits = [limit if device in beside else 0 for device, limit in enumerate(puzzle.limits)]
         rest = Puzzle([puzzle.groups[group] for group in stays], [g for g in together if g], limits, occupied)

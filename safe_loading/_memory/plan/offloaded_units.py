@@ -39,8 +39,13 @@ class OffloadedUnits:
 
     def away(self, costs: Sequence[Cost], whole: Collection[str] = ()) -> list[Away]:
         """Return what each unit is when it is offloaded; those whose paths are in ``whole`` may not leave in part."""
+        own = self._tree.own_tensors()
         return [
-            self._away(unit, cost, unit.path not in whole) for unit, cost in zip(self._tree.units, costs, strict=True)
+            # what the model itself holds never leaves: accelerate has it on the main device
+            Away(0, cost.group.resident, cost.transient, 0)
+            if unit.path in own
+            else self._away(unit, cost, unit.path not in whole)
+            for unit, cost in zip(self._tree.units, costs, strict=True)
         ]
 
     def moved(self, device_map: Mapping[str, Device]) -> int:

@@ -17,9 +17,9 @@ from safe_loading.errors import ArgumentError, DeviceMapInfeasible, TraceError
 from .costs import Cost, counted_uses, reserved_uses, traced_uses, unit_costs
 from .device_map_plan import DeviceMapPlan, DeviceUse, Facts
 from .infeasible import infeasible, unexplained
-from .layer_groups import Puzzle
+from .layer_groups import LayerGroup, Puzzle
 from .map_findings import between_nodes, count_crossings, incomplete_map, moved_by_the_model, not_proven_best
-from .map_keys import collapse, device_of
+from .map_keys import collapse, device_of, execution_devices
 from .module_tree import ModuleTree, cut_model, is_outside_stacks
 from .offload import Away, Split, offload
 from .offloaded_units import OffloadedUnits, split_paths
@@ -146,10 +146,31 @@ class Planner:
 
     def _place(self, tree: ModuleTree, costs: Sequence[Cost]) -> dict[str, Device]:
         """Return the device map under the limits, less what is to be kept free and what a traced step needed more."""
+        own, request = tree.own_tensors(), self.request
+        if len(own) in (0, len(tree.units)):
+            return collapse(self._placed(tree, costs))
+        # dispatch_model moves them to the main device, whatever a map says, so they need their room there
+        usable = [number for number, device in enumerate(request.running) if request.limits.get(device)]
+        guess = request.running[request.main_of(usable or [0])]
+        found = self._placed(tree, costs, own_on=guess)
+        main = execution_devices({path: device for path, device in found.items() if path not in own})[0]
+        if main != guess:
+            found = self._placed(tree, costs, own_on=main)
+        return collapse(found | dict.fromkeys(own, main))
+
+    def _placed(self, tree: ModuleTree, costs: Sequence[Cost], *, own_on: Device | None = None) -> dict[str, Device]:
+        """Return the device of each unit, and of what leaves a unit in part.
+
+        With `own_on` the tensors that the model itself holds are on that device beforehand.
+        """
         request, running = self.request, self.request.running
         limits = [max(request.limits.get(d, 0) - request.overhead.get(d, 0) - self.extra.get(d, 0), 0) for d in running]
         nodes = [request.node_of[device] for device in running] if request.node_of else ()
-        puzzle = Puzzle([cost.group for cost in costs], tree.tied, limits, nodes=nodes)
+        own = tree.own_tensors() if own_on is not None else frozenset[str]()
+        held = sum(cost.group.resident for unit, cost in zip(tree.units, costs, strict=True) if unit.path in own)
+        occupied = [LayerGroup(held if device == own_on else 0) for device in running]
+        costs = [Cost(0, 0) if unit.path in own else cost for unit, cost in zip(tree.units, costs, strict=True)]
+        puzzle = Puzzle([cost.group for cost in costs], tree.tied, limits, occupied, nodes)
         placement = puzzle.solve(request.objective)
         places = placement.device_of if placement is not None else None
         split: Split | None = None
@@ -164,8 +185,8 @@ class Planner:
         self.bounds = frozenset(puzzle.bounds) if split is None else split.bounds
         devices = [*running, *request.hosts]
         if split is not None:
-            return collapse(split_paths(tree, split, devices))
-        return collapse({unit.path: devices[place] for unit, place in zip(tree.units, places or (), strict=True)})
+            return split_paths(tree, split, devices)
+        return {unit.path: devices[place] for unit, place in zip(tree.units, places or (), strict=True)}
 
     def _place_in_doubt(self, puzzle: Puzzle, away: Sequence[Away]) -> tuple[int, ...]:
         """Return a placement for what does not fit as counted, but may fit as it runs.
@@ -242,10 +263,10 @@ class Planner:
             device = trace.devices.get(use.device)
             if device is None or (use.device in HOST and use.device not in self.request.running):
                 continue
-            if device.peak_bytes + use.overhead > use.limit:
-                missing = device.peak_bytes + use.overhead - use.used
+            needed = device.peak_bytes + use.overhead
+            if needed > use.limit:
                 # at least one byte, so that the next round differs from this one
-                self.extra[use.device] = self.extra.get(use.device, 0) + max(missing, 1)
+                self.extra[use.device] = self.extra.get(use.device, 0) + max(needed - use.used, 1)
                 over = True
         return over
 

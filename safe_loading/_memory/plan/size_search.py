@@ -61,10 +61,9 @@ class SizeSearch:
     def _fits(self, size: int) -> bool:
         self.plans += 1
         try:
-            plan = Planner(self._request(size), self.traces).plan()
+            plan = require_traced(Planner(self._request(size), self.traces).plan())
         except DeviceMapInfeasible:
             return False
-        require_traced(plan)
         self._map = dict(plan)
         return True
 

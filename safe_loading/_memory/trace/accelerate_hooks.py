@@ -2,8 +2,9 @@
 
 The rules are those of ``accelerate.dispatch_model`` (accelerate 1.15, ``hooks.py``): every module below an entry of the
 device map has its inputs sent to the entry's device, except arguments that the model asks to skip (its cache); the
-model's outputs come back to the device of its inputs; an offloaded module runs on the main device, and each module with
-tensors of its own has them copied there before its forward and dropped after it.
+model's outputs come back to the device of its inputs; the tensors that the model itself holds go to the main device,
+whatever the map says of them; an offloaded module runs on the main device, and each module with tensors of its own has
+them copied there before its forward and dropped after it.
 """
 
 from __future__ import annotations
@@ -44,12 +45,16 @@ class TracePlacement:
         self.hooked = len(devices) > 1 or "disk" in devices
         # a model that runs on the CPU has its "cpu" modules where they run
         self._offloads = ("disk",) if self.main == "cpu" else OFFLOADED
+        self._of_peft_model = any(key.startswith(PEFT_PREFIX) for key in self.map)  # rather than of its base
+        self._root = ("",) if self._of_peft_model else ("", PEFT_PREFIX.removesuffix("."))
 
     def entry(self, path: str) -> str | None:
         """Return the entry of the map that a module or tensor belongs to: the longest whole prefix of its path."""
-        if path.startswith(PEFT_PREFIX) and not any(key.startswith(PEFT_PREFIX) for key in self.map):
-            path = without_peft_prefix(path)  # the map was made for the base model
-        return nearest(path, self.map)
+        return nearest(path if self._of_peft_model else without_peft_prefix(path), self.map)
+
+    def moves_to_main(self, owner: str) -> bool:
+        """Return whether what a module itself holds goes to the main device: that of the model the map is for."""
+        return self.hooked and owner in self._root
 
     def stored_on(self, path: str) -> Device:
         """Return the device that stores a tensor while nothing runs."""

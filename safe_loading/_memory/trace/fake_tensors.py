@@ -78,6 +78,8 @@ class FakeTensors:
             return known
         of_buffer = component == "buffers" and not leaves
         device = self._placement.runs_on(name) if of_buffer else self._placement.stored_on(name)
+        if self._placement.moves_to_main(module):
+            device = self._placement.main
         if name in (self._placement.left_on_host or ()):
             device = "cpu"
         fake = self._view_of_storage(tensor, fake_device(device))
