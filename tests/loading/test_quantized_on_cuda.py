@@ -18,9 +18,10 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 pytestmark = pytest.mark.gpu
 
 SCRIPT = """
-    import copy, warnings
+    import warnings
     warnings.simplefilter("ignore")
-    from peft import PeftModel
+    import bitsandbytes
+    from peft import PeftModel, prepare_model_for_kbit_training
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from safe_loading import load_adapter_on_rank, load_peft_on_rank, merge_lora_inplace
 
@@ -71,8 +72,26 @@ SCRIPT = """
         facts["kept"] = sum(" " in name for name in merged[0])
         return {**facts, "contexts": contexts()}
 
+    def train(make):
+        os.environ.update(LOCAL_RANK=str(own), LOCAL_WORLD_SIZE=str(torch.cuda.device_count()))
+        config = BitsAndBytesConfig(**kinds["nf4"])
+        model = load_peft_on_rank(adapter, base, is_trainable=True, base_kwargs={"quantization_config": config})
+        model = prepare_model_for_kbit_training(model).train()
+        parameters = [p.requires_grad_() for name, p in model.named_parameters() if "lora_" in name]
+        optimizer = make(parameters, lr=0.01, min_8bit_size=1)
+        tokens, losses = torch.arange(1, 25, device=model.device).reshape(2, 12), []
+        for _ in range(3):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"losses": losses, "contexts": contexts()}
+
     for name, options in kinds.items():
         case(lambda options=options: run(options), name)
+    for optimizer in ("AdamW8bit", "PagedAdamW8bit"):
+        case(lambda optimizer=optimizer: train(getattr(bitsandbytes.optim, optimizer)), optimizer)
 """
 
 
@@ -96,4 +115,15 @@ def test_codes_are_those_of_the_host_and_no_other_card_is_touched(
     assert facts["logits"]
     assert facts["merged"] == []
     assert facts["kept"] == facts["statistics"]  # a merge keeps the format
+    assert facts["contexts"] == [simulated_cuda.count - 1]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW8bit", "PagedAdamW8bit"])
+def test_a_rank_trains_over_codes_with_one_context(
+    found: dict[str, Any], simulated_cuda: CudaRunner, optimizer: str
+) -> None:
+    facts = found[optimizer]
+    assert "error" not in facts, facts["error"]
+    assert facts["losses"] == sorted(facts["losses"], reverse=True)
+    assert len(set(facts["losses"])) == 3
     assert facts["contexts"] == [simulated_cuda.count - 1]
