@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -47,6 +48,18 @@ LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_", "PALS_", "SL
 for _name in list(os.environ):
     if _name in LAUNCHER_NAMES or _name.startswith(LAUNCHER_PREFIXES):
         del os.environ[_name]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide this machine's cards, unless ``-m gpu`` asks for the tests that need them: the others expect the host.
+
+    Without a look at the cards: the first one fixes what this process sees.
+    """
+    import torch
+
+    asked = re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr") or "")
+    if not asked and (torch.version.cuda or torch.version.hip):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _of_the_process() -> dict[str, Any]:
@@ -228,7 +241,7 @@ def cuda() -> CudaRunner:
     from cuda_runs import CudaRunner, simulated
 
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device; .ci/cuda runs these tests on simulated ones")
+        pytest.skip("no CUDA device, or hidden without -m gpu; .ci/cuda runs these tests on simulated ones")
     return CudaRunner(torch.cuda.device_count(), simulated())
 
 

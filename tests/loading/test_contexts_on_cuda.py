@@ -16,8 +16,9 @@ pytestmark = pytest.mark.gpu
 SCRIPT = """
     import transformers, peft
     from safe_loading import (
-        MemoryGuard, Workload, audit_model, load_adapter_on_rank, load_peft_on_rank, merge_lora_inplace,
-        plan_device_map, predict_memory)
+        MemoryGuard, Transparent, Workload, attach_head, audit_model, check_checkpoint, load_adapter_on_rank,
+        load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace, plan_device_map, predict_memory,
+        unwrap_transparent, wrap_transparent)
 
     base, adapter, second, out, own = *sys.argv[1:5], int(sys.argv[5])
     device = torch.device("cuda", own)
@@ -123,6 +124,49 @@ SCRIPT = """
             guard.step()
         return contexts()
 
+    class Unchanged(Transparent):
+        def __call__(self, *args, **kwargs):
+            return super().__call__(*args, **kwargs)
+
+    @case
+    def on_the_host():
+        seen, head = {}, torch.nn.Linear(32, 1)
+        def note(name):
+            seen[name] = contexts()
+        model = load(device="cpu")
+        note("load")
+        tokens = torch.arange(1, 25).reshape(2, 12)
+        model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3)
+        note("generate")
+        load_adapter_on_rank(model, second, "second")
+        load_adapter_on_rank(model, adapter, "second", hotswap=True)
+        note("hot swap")
+        attach_head(model, "score", head)
+        wrap_transparent(model, Unchanged)
+        note("head and wrapper")
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        note("backward pass")
+        model.save_pretrained(out + "/of the host")
+        note("save")
+        audit_model(model)
+        note("audit")
+        unwrap_transparent(model)
+        merge_lora_inplace(load(device="cpu"))
+        note("merge")
+        merge_lora_checkpoint(base, adapter, out + "/merged on the host")
+        note("merge on disk")
+        check_checkpoint(adapter)
+        note("check")
+        try:
+            import bitsandbytes
+        except ImportError:
+            return seen
+        for bits in ({"load_in_4bit": True}, {"load_in_8bit": True}):
+            quantized = transformers.BitsAndBytesConfig(**bits)
+            load(device="cpu", base_kwargs={"quantization_config": quantized})
+            note(f"{bits}")
+        return seen
+
     @case
     def traces_of_moves():
         from test_trace_inputs import MOVES, Moving
@@ -184,6 +228,12 @@ def test_nothing_else_leaves_a_context(facts: dict[str, Any], cuda: CudaRunner) 
 
 def test_forecasts_and_plans_touch_no_card(facts: dict[str, Any]) -> None:
     assert facts["fresh_forecasts"] == []
+
+
+def test_what_is_on_the_host_touches_no_card(facts: dict[str, Any]) -> None:
+    assert "error" not in facts["on_the_host"], facts["on_the_host"]["error"]
+    assert len(facts["on_the_host"]) >= 10
+    assert facts["on_the_host"] == {step: [] for step in facts["on_the_host"]}
 
 
 def test_a_traced_model_that_moves_its_input_to_a_card_moves_nothing(facts: dict[str, Any]) -> None:
