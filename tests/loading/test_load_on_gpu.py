@@ -64,7 +64,7 @@ def run(index: int, tmp_path: Path, dtype: torch.dtype) -> dict[str, Any]:
     return json.loads(line.removeprefix("RESULT "))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_one_device_one_context_and_no_more_memory_than_needed(tmp_path: Path, dtype: torch.dtype) -> None:
     index = torch.cuda.device_count() - 1
     facts = run(index, tmp_path, dtype)

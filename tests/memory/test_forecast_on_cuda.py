@@ -38,7 +38,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("card", ["H100", "A100", "T4"])
+@pytest.mark.parametrize("card", ["H100", pytest.param("A100", marks=pytest.mark.slow), "T4"])
 def test_allocated_bytes_are_those_of_torch(simulated_cuda: CudaRunner, card: str) -> None:
     pairs = simulated_cuda.run_rows(SCRIPT, card)
     assert len(pairs) >= 3

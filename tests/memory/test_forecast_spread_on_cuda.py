@@ -179,7 +179,10 @@ def forecast(job: Job) -> MemoryForecast:
 
 @pytest.mark.parametrize(
     ("ranks", "rare"),
-    [(2, False), (4, False), *(pytest.param(ranks, True, marks=pytest.mark.slow) for ranks in (2, 3, 4))],
+    [
+        (2, False),
+        *(pytest.param(*job, marks=pytest.mark.slow) for job in ((4, False), (2, True), (3, True), (4, True))),
+    ],
 )
 def test_ranks_take_what_their_forecast_says(simulated_cuda: CudaRunner, *, ranks: int, rare: bool) -> None:
     jobs = {name: job for name, job in JOBS.items() if job.spread.cards == ranks and job.rare == rare}

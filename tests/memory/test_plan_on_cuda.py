@@ -156,7 +156,7 @@ FREE = """
 UUID = "GPU-fa4ec0da-0000-4000-8000-00000000000"
 
 
-@pytest.mark.parametrize("visible", ["2,0", f"{UUID}2,{UUID}0"])
+@pytest.mark.parametrize("visible", [pytest.param("2,0", marks=pytest.mark.slow), f"{UUID}2,{UUID}0"])
 def test_free_memory_is_matched_to_the_devices_that_are_seen(
     simulated_cuda: CudaRunner, tiny_llama: Any, visible: str
 ) -> None:

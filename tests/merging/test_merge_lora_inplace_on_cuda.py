@@ -39,7 +39,10 @@ SCRIPT = """
 WIDTH, INNER, RANK, SCRATCH = 256, 2048, 8, 1 << 20
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],
+)
 def test_on_another_device(cuda: CudaRunner, tmp_path: Path, dtype: torch.dtype) -> None:
     base = save_llama(tmp_path / "base", dtype, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=1)
     adapter = save_adapter(tmp_path / "adapter", base, dtype=dtype, r=RANK, target_modules="all-linear")
