@@ -4,7 +4,7 @@ For a new case, run the step for real with `generation` or `training`, trace the
 `above_start` of the trace. For anything else that runs on the CPU take `peak_above_start` or `bytes_kept_by`.
 
 Two things are left out, which are allocated on the CPU alone. A Python number becomes a tensor on the host, whatever
-the device. And three CPU kernels allocate scratch of their own, some KiB, and free it before they return.
+the device. And some CPU kernels allocate scratch of their own, some KiB, and free it before they return.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ NEVER = 1 << 20  # an id that no tiny model writes
 NUMBER = 8  # bytes of a Python number
 KERNELS_WITH_SCRATCH = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
     "aten::mkldnn_convolution",
     "aten::convolution_backward",
 )

@@ -85,8 +85,9 @@ def step_of(model: Any, workload: Workload, device: Any) -> Any:
 
     if workload.kind == "generate":
         model.eval()
-        # an end that no row comes to, and no draw
-        how = {"max_new_tokens": workload.decode_steps + 1, "do_sample": False, "eos_token_id": 1 << 20}
+        how = {"max_new_tokens": workload.decode_steps + 1, "do_sample": False}  # no draw
+        if model.generation_config.eos_token_id is not None:
+            how["eos_token_id"] = 1 << 20  # an end that no row comes to
         return lambda: model.generate(input_ids=tokens(columns), attention_mask=tokens(columns, 1), **how)
     model.train()
     if workload.gradient_checkpointing:

@@ -22,11 +22,8 @@ CLASSES = sorted({*causal_lm_classes(), *image_text_classes()})
 CASES = [(name, lora, on) for name in CLASSES for lora in (False, True) for on in (False, True)]
 CHOSEN = random.Random(11).sample(CASES, 8)
 NEAR = 1e-3
-# Steps that differ by more, by 1.4 % at most: by a buffer of 2,720, 4,704 or 12,288 bytes, as large as a mask here,
-# that the forecast does not have. Why was not found out.
-KNOWN = (
-    "AyaVision Cohere Cohere2 Cohere2Vision Gemma3nForCausalLM Gemma4 Gemma4Unified GPTNeoXForCausalLM MoshiForCausalLM"
-)
+# Its router chooses some experts more often here, and a forecast takes them to be chosen equally often: 0.5 % less.
+UNEVEN = "JetMoe"
 # Which steps do not run for real with a batch of text and this tests' tiny configs either.
 TEXT_IS_NOT_ENOUGH = (
     "Git Idefics InstructBlip InstructBlipVideo Kosmos2 Musicgen MusicgenMelody PI0 Pix2Struct "
@@ -34,9 +31,9 @@ TEXT_IS_NOT_ENOUGH = (
 )
 IMAGES_ARE_MADE = "Blip Blip2 VisionEncoderDecoder"  # by the forecast; the batch of the real step here has none
 NO_ADAPTER = "DeepseekV4 FalconH1 FalconMamba Llama4 Mamba Mamba2 NemotronH Phimoe"  # on all linear layers
-NO_CHECKPOINTING = "CpmAnt CTRL GPTNeoXJapanese OpenAIGPT XLM XLNet"
+NO_CHECKPOINTING = "CpmAnt CTRL GPTNeoXJapanese JetMoe OpenAIGPT XLM XLNet"
 # These run for real, but choose how much they compute by values that a trace does not know.
-DEPEND_ON_VALUES = "Blt Glm5Next JetMoe"
+DEPEND_ON_VALUES = "Blt Glm5Next"
 
 
 def among(kinds: str, name: str) -> bool:
@@ -125,7 +122,7 @@ def test_a_training_step_of_every_class(name: str, lora: bool, checkpointing: bo
             assert trace_step(model, Workload.train(ROWS, COLUMNS, checkpointing, adapter=config)).devices
         return
     mine, real = compared(name, lora=lora, checkpointing=checkpointing)
-    assert mine == pytest.approx(real, rel=0.014 if among(KNOWN, name) else NEAR)
+    assert mine == pytest.approx(real, rel=6e-3 if among(UNEVEN, name) else NEAR)
 
 
 @pytest.mark.parametrize(
