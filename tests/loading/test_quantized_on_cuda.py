@@ -23,6 +23,7 @@ SCRIPT = """
     import bitsandbytes
     from peft import PeftModel, prepare_model_for_kbit_training
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from quantized_bits import bits, differing, statistics
     from safe_loading import load_adapter_on_rank, load_peft_on_rank, merge_lora_inplace
 
     base, adapter, second, own = *sys.argv[1:4], int(sys.argv[4])
@@ -31,23 +32,15 @@ SCRIPT = """
              "fp4, double": {**four, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True}}
 
     def codes(model):
-        bits = lambda tensor: tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         found = {name: bits(tensor) for name, tensor in model.named_parameters()}
         for name, module in model.named_modules():
             weight = module._parameters.get("weight")  # layers of peft pass on that of their base
-            state = getattr(weight, "quant_state", None)
-            if state is not None:
-                parts = state.as_dict().items()
-                found |= {f"{name} {key}": bits(value) for key, value in parts if torch.is_tensor(value)}
+            found |= statistics(name, getattr(weight, "quant_state", None))
             scales = getattr(weight, "SCB", None)
             scales = scales if scales is not None else getattr(getattr(module, "state", None), "SCB", None)
             if scales is not None:  # the first product takes them from the weight
                 found[f"{name} SCB"] = bits(scales)
         return found
-
-    def differing(one, other):
-        return [name for name in one.keys() | other.keys() if name not in one or name not in other
-                or not torch.equal(one[name], other[name])]
 
     def run(options):
         def loaded(device):

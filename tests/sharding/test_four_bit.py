@@ -25,6 +25,7 @@ from transformers import logging as transformers_logging
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from quantized_bits import bits, differing, statistics
 from safe_loading import SafeLoadingError, meta_model, wrap_fsdp_meta_safe
 from safe_loading._sharding.peak_memory import Peak
 
@@ -60,7 +61,6 @@ def whole(name, quantization, dtype="auto"):
 def facts_of(model):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    bits = lambda tensor: getattr(tensor, "_local_tensor", tensor).detach().contiguous().view(-1).view(torch.uint8)
     found = {"loss": bits(loss)}
     for name, parameter in model.named_parameters():
         found[name] = bits(parameter)
@@ -68,13 +68,9 @@ def facts_of(model):
             found[f"{name}.grad"] = bits(parameter.grad)
     for name, module in model.named_modules():
         if (state := getattr(module, "quant_state", None)) is not None:
-            found |= {f"{name} {key}": bits(value) for key, value in state.as_dict().items() if torch.is_tensor(value)}
+            found |= statistics(name, state)
             found[f"{name} shape"] = torch.tensor([*state.shape, state.blocksize, state.dtype.itemsize])
     return found
-
-def same(one, other):
-    return [name for name in one.keys() | other.keys() if name not in one or name not in other
-        or not torch.equal(one[name], other[name])]
 
 def compare(label, name="bf16", quantization=nf4, prepared=False, dtype=None, **options):
     wanted = adapted(whole(name, quantization(), dtype or "auto"), prepared)
@@ -83,7 +79,7 @@ def compare(label, name="bf16", quantization=nf4, prepared=False, dtype=None, **
         verify="bytes", **options)
     own = facts_of(model)
     counts = [sum(" absmax" in key for key in own), sum(key.endswith(".grad") for key in own)]
-    report(**{label: [same(plain, own), *counts]})
+    report(**{label: [differing(plain, own), *counts]})
 
 compare("bfloat16")
 compare("uint8, double", quantization=lambda: nf4(torch.uint8, True))

@@ -20,6 +20,7 @@ SCRIPT = """
     import warnings, torch.distributed as dist
     warnings.simplefilter("ignore")
     from peft import LoraConfig, get_peft_model
+    from quantized_bits import bits, differing, statistics
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from safe_loading import device_for_rank, meta_model, wrap_fsdp_meta_safe
 
@@ -36,9 +37,6 @@ SCRIPT = """
         torch.manual_seed(0)
         return get_peft_model(base, LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")).train()
 
-    def bits(tensor):
-        return getattr(tensor, "_local_tensor", tensor).detach().cpu().contiguous().view(-1).view(torch.uint8)
-
     def facts_of(model):
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
         losses = []
@@ -50,9 +48,7 @@ SCRIPT = """
             optimizer.zero_grad()
         found = {name: bits(parameter) for name, parameter in model.named_parameters()}
         for name, module in model.named_modules():
-            state = getattr(module, "quant_state", None)
-            parts = () if state is None else state.as_dict().items()
-            found |= {f"{name} {key}": bits(value) for key, value in parts if torch.is_tensor(value)}
+            found |= statistics(name, getattr(module, "quant_state", None))
         return losses, found
 
     for nested, how in ((False, {}), (True, {"version": 1})):
@@ -60,10 +56,9 @@ SCRIPT = """
         losses, plain = facts_of(wrap_fsdp_meta_safe(adapted(whole), **how))
         model = wrap_fsdp_meta_safe(adapted(meta_model(folder, quantization_config=nf4(nested))), folder, **how)
         found = facts_of(model)
-        differing = [name for name in plain.keys() | found[1].keys()
-                     if name not in plain or name not in found[1] or not torch.equal(plain[name], found[1][name])]
         report(**{f"version {how.get('version', 2)}": {
-            "differing": differing, "losses": [losses, found[0]], "statistics": sum(" absmax" in n for n in found[1]),
+            "differing": differing(plain, found[1]), "losses": [losses, found[0]],
+            "statistics": sum(" absmax" in n for n in found[1]),
             "devices": sorted({str(p.device) for p in model.parameters()}), "contexts": contexts()}})
     dist.barrier()
     dist.destroy_process_group()

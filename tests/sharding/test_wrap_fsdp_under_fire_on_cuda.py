@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,14 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.gpu
 LIMIT = 4  # seconds, for the rank that hangs
+# how many ranks there are, which comes to grief and how, and in which call of the stream of bytes
+CASES = {
+    "killed while it receives": (2, 1, "kill", "write"),
+    "rank 0 killed while it sends": (2, 0, "kill", "read"),
+    "raises while it receives": (2, 1, "raise", "write"),
+    "hangs while it receives": (2, 1, "hang", "write"),
+    "one of three killed while it receives": (3, 2, "kill", "write"),
+}
 
 SCRIPT = """
     import functools, signal, time, warnings
@@ -21,17 +30,10 @@ SCRIPT = """
     from safe_loading._sharding import scatter
     from torchrun import fork_ranks, held_store
 
-    limit = float(sys.argv[1])
+    limit, cases = float(sys.argv[1]), json.loads(sys.argv[2])
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
     config = LlamaConfig(**sizes)
     whole, on_meta = LlamaForCausalLM(config), meta_model(config, LlamaForCausalLM)
-    cases = {
-        "killed while it receives": (2, 1, "kill", "write"),
-        "rank 0 killed while it sends": (2, 0, "kill", "read"),
-        "raises while it receives": (2, 1, "raise", "write"),
-        "hangs while it receives": (2, 1, "hang", "write"),
-        "one of three killed while it receives": (3, 2, "kill", "write"),
-    }
 
     def fire(kind):
         if kind == "kill":
@@ -73,19 +75,10 @@ SCRIPT = """
 
 @pytest.fixture(scope="module")
 def found(simulated_cuda: CudaRunner) -> dict[str, Any]:
-    return simulated_cuda.run(SCRIPT, args=[str(LIMIT)], env={"SIMCUDA_VALUES": "all"})
+    return simulated_cuda.run(SCRIPT, args=[str(LIMIT), json.dumps(CASES)], env={"SIMCUDA_VALUES": "all"})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "killed while it receives",
-        "rank 0 killed while it sends",
-        "raises while it receives",
-        "hangs while it receives",
-        "one of three killed while it receives",
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_the_other_ranks_raise_and_name_the_rank_and_its_cause(found: dict[str, Any], name: str) -> None:
     facts = found[name]
     victim = facts["victim"]
