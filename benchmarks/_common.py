@@ -21,6 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
+CANNOT_RUN = 75  # the status that benchmarks.__main__ takes for "this machine lacks what it needs"
 
 # Nothing downloads, nothing reports, and no progress bar costs time that another method does not pay.
 ENVIRONMENT = {
@@ -53,6 +54,22 @@ def options(description: str | None, quick: str, repeats: int | None = None) -> 
     if repeats is not None:
         parser.add_argument("--repeats", type=int, default=repeats, help=f"of each method; {repeats} by default")
     return parser
+
+
+def with_published(parser: argparse.ArgumentParser, metavar: str, published: str) -> argparse.Namespace:
+    """Return the arguments, with the path of published data as ``published``; without one say so, and end the process.
+
+    Args:
+        parser: The other arguments.
+        metavar: The name of the path in the help.
+        published: The data, and the place where they can be had.
+    """
+    parser.add_argument("published", type=Path, nargs="?", metavar=metavar, help=published)
+    arguments = parser.parse_args()
+    if arguments.published is None:
+        print(f"name {published}", file=sys.stderr)
+        sys.exit(CANNOT_RUN)
+    return arguments
 
 
 def headline(extra: Iterable[str] = ()) -> str:

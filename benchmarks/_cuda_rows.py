@@ -255,6 +255,7 @@ def forecast(row: Row) -> MemoryForecast:
         attn_implementation=row.attention,
         auto_class=getattr(transformers, model.kind),
         quantization_config=quantization(row),
+        prepare_for_kbit="peft",  # as `load` does
         scan_kernels=False,  # none are installed there
         loaded_by="device_map" if row.road == "device_map" else "to",
     )

@@ -81,7 +81,7 @@ class Counts:
 
     def begin(self) -> None:
         """Count from now on; another method than ours asks for none of it."""
-        reading: Any = importlib.import_module("safe_loading._sharding.reading")
+        reading: Any = importlib.import_module("safe_loading._model.layout.reading")
         exchange: Any = importlib.import_module("safe_loading._ranks.exchange")
         read, store_exchange, private_store = reading.read_into, exchange.StoreExchange, exchange._private_store
         stores: dict[int, Store] = {}

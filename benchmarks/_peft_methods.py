@@ -101,11 +101,11 @@ class SafeLoading:
 
     def load(self, base: str, adapter: str, device: torch.device) -> Any:
         """Load the base and its adapter onto the device."""
-        return load_peft_on_rank(adapter, base, device=device)
+        return load_peft_on_rank(base, adapter, device=device)
 
     def attach(self, base: Any, adapter: str, device: torch.device) -> Any:
         """Put the adapter on a base that is on the device."""
-        return load_peft_on_rank(adapter, base, device=device)
+        return load_peft_on_rank(base, adapter, device=device)
 
     def later(self, model: Any, adapter: str) -> None:
         """Load a second adapter."""

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _common import headline, options, write_json
+from _common import CANNOT_RUN, headline, options, write_json
 
-CANNOT_RUN = 75
 CARDS = ("T4", "A100", "H100")
 # Operations on so few bytes are computed: masks and lengths, which decide what runs. Larger copies are left out, so
 # that a model of any size takes no memory of the host.

@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _common import ENVIRONMENT, headline, options, spawn, table, write_json
+from _common import CANNOT_RUN, ENVIRONMENT, headline, options, spawn, table, write_json
 from _recorded import record
 from _timeline import WIDTH, label, picture
 
 os.environ.update(ENVIRONMENT)
 
-CANNOT_RUN = 75
 RANKS = 4
 METHODS = {"plain": "from_pretrained, PeftModel.from_pretrained", "ours": "load_peft_on_rank"}
 OWN, STRAY = "#2f81f7", "#e5534b"
@@ -71,7 +70,7 @@ def child(spec: Mapping[str, Any]) -> list[int]:
         peft.PeftModel.from_pretrained(model, folder / "adapter")
     else:
         os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
-        safe_loading.load_peft_on_rank(folder / "adapter", folder / "base")
+        safe_loading.load_peft_on_rank(folder / "base", folder / "adapter")
     has_context: Callable[[int], bool] = vars(torch._C)["_cuda_hasPrimaryContext"]  # torch's stubs leave it out
     return [card for card in range(RANKS) if has_context(card)]
 

@@ -43,7 +43,7 @@ def child(spec: Mapping[str, Any]) -> dict[str, Any]:
     def start() -> Any:
         if spec["method"] == "peft":
             return PeftModel.from_pretrained(load_base(base, torch.device("cpu")), first, autocast_adapter_dtype=False)
-        return load_peft_on_rank(first, base, device="cpu")
+        return load_peft_on_rank(base, first, device="cpu")
 
     add(start(), "warm-up")
     model: Any = None

@@ -169,7 +169,7 @@ def child(spec: dict[str, Any]) -> dict[str, float]:
     """Do what the specification says."""
     root = Path(spec["root"])
     if spec["method"] == "make":
-        _make(root, spec["layers"])
+        make(root, spec["layers"], list(KINDS))
         return {}
     if spec["method"] == "make full":
         _make_full(root, spec["layers"])
@@ -259,7 +259,8 @@ def _repeated(values: Any, shape: Any) -> Any:
     return values.repeat(-(-shape.numel() // len(values)))[: shape.numel()].view(shape)
 
 
-def _make(root: Path, layers: int) -> None:
+def make(root: Path, layers: int, kinds: list[str]) -> None:
+    """Write a base, and an adapter of each kind."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -269,8 +270,8 @@ def _make(root: Path, layers: int) -> None:
     torch.set_default_dtype(torch.bfloat16)
     model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=32000))  # type: ignore[arg-type]
     model.save_pretrained(root / "base", max_shard_size="500MB")
-    for kind, config in KINDS.items():
-        adapted: Any = get_peft_model(model, LoraConfig(r=16, task_type="CAUSAL_LM", **config))
+    for kind in kinds:
+        adapted: Any = get_peft_model(model, LoraConfig(r=16, task_type="CAUSAL_LM", **KINDS[kind]))
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
                 if ".lora_B." in name:

@@ -71,7 +71,7 @@ def as_fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def as_mxfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return codes and exponents, by the rule of the merge."""
-    from safe_loading._merging.weights.mxfp4_merge import pack_mxfp4, requantize_mxfp4
+    from safe_loading._model.formats.mxfp4 import pack_mxfp4, requantize_mxfp4
 
     experts = weight.transpose(1, 2)
     empty = torch.full((experts.shape[1], experts.shape[2] // 32), 254, dtype=torch.uint8)

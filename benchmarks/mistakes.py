@@ -174,6 +174,10 @@ def _facts(forecast: MemoryForecast) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if name not in ("modules", "total_bytes", "notes")}
 
 
+def _forecast_of(facts: Mapping[str, Any]) -> MemoryForecast:
+    return MemoryForecast(**{**facts, "workload": Workload.from_facts(facts["workload"])}, modules=(), notes=())
+
+
 def pictures(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return the file names and the SVGs that a run's facts make."""
     titles = {
@@ -182,9 +186,7 @@ def pictures(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     }
     found = {}
     for picture, title in titles.items():
-        bars = [
-            forecast_bar(MemoryForecast(**each, modules=(), notes=()), label) for label, each in facts[picture].items()
-        ]
+        bars = [forecast_bar(_forecast_of(each), label) for label, each in facts[picture].items()]
         found[f"{picture}.svg"] = draw_bars(bars, _marks(MARKS[picture]), title) + "\n"
     return found
 

@@ -108,6 +108,7 @@ def forecast(row: dict[str, Any]) -> Any:
             capability=TESLA_T4,
             dtype=torch.float16,
             attn_implementation=run["attn_impl"],
+            prepare_for_kbit="peft",
             keep_outputs=True,
         )
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import MIB, headline, options, table, write_json
+from _common import MIB, headline, options, table, with_published, write_json
 from peft import PeftConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -30,7 +30,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from safe_loading import Workload, predict_memory
 from safe_loading.errors import SafeLoadingError
 
-CANNOT_RUN = 75  # of benchmarks.__main__: no folder was named
 QUICK = 3
 ROWS, LENGTH, TOLD_THE_LENGTH = 4, 703, "lora rank32"
 L40S = (8, 9)
@@ -161,15 +160,11 @@ def once_each(files: list[Path]) -> list[Path]:
 
 def main() -> None:
     """Compare and print."""
-    parser = options(__doc__, f"the first {QUICK} rows")
-    parser.add_argument("results", type=Path, nargs="?", help="the folder of PEFT's published results")
-    args = parser.parse_args()
-    if args.results is None:
-        print("name the folder of PEFT's published results: method_comparison/MetaMathQA/results of its repository")
-        sys.exit(CANNOT_RUN)
+    where = "the folder of PEFT's published results: method_comparison/MetaMathQA/results of its repository"
+    args = with_published(options(__doc__, f"the first {QUICK} rows"), "RESULTS", where)
     warnings.simplefilter("ignore")
     print(headline())
-    files = once_each(sorted(args.results.glob("*.json")))
+    files = once_each(sorted(args.published.glob("*.json")))
     rows = []
     for file in files[:QUICK] if args.quick else files:
         rows.append(compare(file))

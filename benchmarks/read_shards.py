@@ -38,10 +38,10 @@ def ours(folder: Path, model: Any, dtype: Any) -> dict[str, Any]:
     """Read with this package: headers, checks, plan, memory and bytes, as wrap_fsdp_meta_safe does for FSDP2."""
     import torch
 
+    from safe_loading._model.layout.reading import ShardTarget, read_targets
     from safe_loading._sharding import fsdp2
-    from safe_loading._sharding.checkpoint_source import open_source
+    from safe_loading._sharding.open_source import open_source
     from safe_loading._sharding.parameters import parameters_of
-    from safe_loading._sharding.reading import ShardTarget, read_targets
 
     source = open_source(folder, model)
     parameters = parameters_of(model)

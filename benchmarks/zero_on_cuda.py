@@ -19,8 +19,8 @@ import uuid
 from collections import defaultdict
 from pathlib import Path
 
-from _common import ENVIRONMENT, headline, options, table, write_json
-from _simulated_cards import CANNOT_RUN, simulated
+from _common import CANNOT_RUN, ENVIRONMENT, headline, options, table, write_json
+from _simulated_cards import simulated
 
 HERE = Path(__file__).resolve().parent
 DEVICES = {"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "all", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 from typing import Any
 
@@ -12,7 +14,10 @@ author = "the authors of safe_loading"
 release = version = __version__
 html_title = f"safe_loading {__version__}"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+autosummary_generate = False  # the table alone; what it leads to is on the same page
+if importlib.util.find_spec("sphinx_copybutton") is not None:  # it is only a convenience
+    extensions.append("sphinx_copybutton")
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
@@ -20,6 +25,10 @@ exclude_patterns = ["_build"]
 smartquotes = False  # "--option" and "cuda" stand as they are typed
 
 html_theme = "furo"
+# The repository whose workflow builds the site; a build elsewhere names none.
+repository = "/".join(os.environ[name] for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY") if name in os.environ)
+if repository.count("/") > 3:
+    html_theme_options = {"source_repository": repository, "source_branch": "main", "source_directory": "docs/"}
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 html_show_sourcelink = False

@@ -49,10 +49,12 @@ if TYPE_CHECKING:
     from ._memory.plan_device_map import plan_device_map
     from ._memory.predict_memory import predict_memory
     from ._memory.smallest_limits import smallest_limits
+    from ._merging.disk.compare_report import MergeCheck
     from ._merging.disk.report import MergeReport
     from ._merging.merge_lora_checkpoint import merge_lora_checkpoint
     from ._merging.merge_lora_inplace import merge_lora_inplace
     from ._merging.report import InplaceMergeReport
+    from ._merging.verify_merge import verify_merge
     from ._model.meta_model import meta_model
     from ._ranks.device_for_rank import device_for_rank
     from ._sharding.assert_optimizer_sharded import assert_optimizer_sharded
@@ -89,10 +91,12 @@ _HOME = {
     "plan_device_map": "_memory.plan_device_map",
     "predict_memory": "_memory.predict_memory",
     "smallest_limits": "_memory.smallest_limits",
+    "MergeCheck": "_merging.disk.compare_report",
     "MergeReport": "_merging.disk.report",
     "merge_lora_checkpoint": "_merging.merge_lora_checkpoint",
     "merge_lora_inplace": "_merging.merge_lora_inplace",
     "InplaceMergeReport": "_merging.report",
+    "verify_merge": "_merging.verify_merge",
     "meta_model": "_model.meta_model",
     "device_for_rank": "_ranks.device_for_rank",
     "assert_optimizer_sharded": "_sharding.assert_optimizer_sharded",
@@ -128,6 +132,7 @@ __all__ = [
     "LoadReport",
     "MemoryForecast",
     "MemoryGuard",
+    "MergeCheck",
     "MergeError",
     "MergeReport",
     "OutputError",
@@ -163,6 +168,7 @@ __all__ = [
     "prepare_and_wrap",
     "smallest_limits",
     "unwrap_transparent",
+    "verify_merge",
     "wrap_fsdp_meta_safe",
     "wrap_transparent",
 ]

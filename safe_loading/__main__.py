@@ -11,8 +11,20 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__, _commands
-from ._commands.answer import INTERRUPTED, NOT_OK, OK, USAGE, Run
-from .errors import CheckpointNotFound, SafeLoadingError
+from ._commands.answer import (
+    EXIT_CODES,
+    INFEASIBLE,
+    INTERRUPTED,
+    NOT_OK,
+    OK,
+    USAGE,
+    Run,
+    as_json,
+    error_as_json,
+    log_lines,
+)
+from ._commands.quantization import without_kernel_notice
+from .errors import ArgumentError, CheckpointNotFound, DeviceMapInfeasible, SafeLoadingError, printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments, without the program's name; by default those of the process.
 
     Returns:
-        The exit status: 0 when all is well, 1 when it is not, 2 for wrong usage or a path that is not there, 130 after
-        Ctrl-C.
+        The exit status: 0 when all is well, 1 when it is not, 2 for wrong usage or a path that is not there, 3 for what
+        does not fit, 130 after Ctrl-C.
     """
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:
@@ -40,28 +52,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return OK
     run: Run = arguments.run
+    in_json = getattr(arguments, "json", False)
     try:
-        answer = run(arguments)
-        for text in answer.texts:
-            print(text, flush=True)
+        with without_kernel_notice(), log_lines(arguments):
+            answer = run(arguments)
+            for text in answer.texts:
+                print(as_json(text) if in_json else text, flush=True)
     except BrokenPipeError:
         # The reader, such as `| head`, has closed the pipe. Python would report that a second time at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOT_OK
     except KeyboardInterrupt as stop:
-        print(f"safe_loading: {stop or 'interrupted'}", file=sys.stderr)
+        print(f"safe_loading: {printable(stop) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
     except SafeLoadingError as error:
         print(f"safe_loading: {error}", file=sys.stderr)
-        return USAGE if isinstance(error, CheckpointNotFound) else NOT_OK
+        if in_json:
+            print(error_as_json(error), flush=True)
+        return _status(error)
     return answer.status
+
+
+def _status(error: SafeLoadingError) -> int:
+    if isinstance(error, DeviceMapInfeasible):
+        return INFEASIBLE
+    return USAGE if isinstance(error, (ArgumentError, CheckpointNotFound)) else NOT_OK
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m safe_loading",
         description="Safe loading of large PyTorch / Hugging Face models.",
-        epilog="`python -m safe_loading COMMAND --help` lists a command's options, with an example.",
+        epilog=f"`python -m safe_loading COMMAND --help` lists a command's options, with an example.\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"safe_loading {__version__}")
     parser.set_defaults(run=None)

@@ -3,7 +3,7 @@
 ::
 
     SafeLoadingError
-    ├── ArgumentError           (ValueError)         arguments that contradict each other or the call
+    ├── ArgumentError           (ValueError) (TypeError) arguments that contradict each other or the call
     ├── EngineError             (ImportError)        an engine (torch, transformers, ...) is missing or too old
     ├── CheckpointError         (ValueError)         a folder or file is not whole, or not safe to read
     │   ├── CheckpointNotFound  (FileNotFoundError)  there is nothing of the kind where it was looked for
@@ -27,9 +27,39 @@ carries all of them in ``problems``, one line each.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 SHOWN = 24  # problems in the text; an adapter for another model has hundreds, and the first ones say it
+_MOST = 4000  # characters of one message
+_UNPRINTABLE = re.compile(
+    # control characters, and those that are not seen or turn the direction of what follows; then lone surrogates
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+    # the first sign of a line that a runner of GitHub or Azure takes for a command
+    r"|(?<![^\n])[ \t]*(?::(?=:)|#(?=#(?:\[|vso)))"
+)
+
+
+def printable(text: object, most: int | None = _MOST, *, lines: bool = True) -> str:
+    """Return a text with words of others so that it can be printed: at most so long, and acting on no terminal or log.
+
+    Names of modules, tensors and files are whatever their author wrote: an escape sequence, a line that a CI runner
+    takes for a command, half a character that no encoding has. Those are shown as Python writes them in a string. Of a
+    text that is too long the middle is left out, since the remedy stands at its end. Without ``lines`` it is one line.
+    """
+    shown = str(text)
+    if most is not None and len(shown) > most:
+        tail = most // 4
+        shown = f"{shown[: most - tail]} ... ({len(shown) - most} characters left out) ... {shown[-tail:]}"
+    if not lines:
+        shown = shown.replace("\n", "\\n")
+    return _UNPRINTABLE.sub(lambda found: "".join(map(_as_in_a_string, found[0])), shown)
+
+
+def _as_in_a_string(character: str) -> str:
+    if character in " \t":
+        return character
+    return f"\\x{ord(character):02x}" if character in ":#" else character.encode("unicode_escape").decode("ascii")
 
 
 class SafeLoadingError(Exception):
@@ -41,14 +71,14 @@ class SafeLoadingError(Exception):
     """
 
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
-        self.problems: tuple[str, ...] = tuple(problems)
-        lines = [message, *(f"  - {problem}" for problem in self.problems[:SHOWN])]
+        self.problems: tuple[str, ...] = tuple(map(printable, problems))
+        lines = [printable(message), *(f"  - {problem}" for problem in self.problems[:SHOWN])]
         if len(self.problems) > SHOWN:
             lines.append(f"  ... and {len(self.problems) - SHOWN} more, all in `.problems` of this exception")
         super().__init__("\n".join(lines))
 
 
-class ArgumentError(SafeLoadingError, ValueError):
+class ArgumentError(SafeLoadingError, ValueError, TypeError):
     """Arguments that contradict each other, or that this call cannot honor."""
 
 
@@ -77,7 +107,7 @@ class AdapterExists(AdapterError):
 
 
 class OutputError(SafeLoadingError, OSError):
-    """A folder cannot be written, or not without harm to what is there or is read."""
+    """A folder cannot be written, or not without harm to its files or to the inputs."""
 
 
 class MergeError(SafeLoadingError, ValueError):
@@ -89,7 +119,7 @@ class WrapError(SafeLoadingError, ValueError):
 
 
 class TraceError(SafeLoadingError, RuntimeError):
-    """A model cannot be run on fake tensors, so what its step takes is not known."""
+    """A model cannot be run on fake tensors, so the memory of its step is not known."""
 
 
 class DeviceMapInfeasible(SafeLoadingError, ValueError, MemoryError):

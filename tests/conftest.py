@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from rank_server import MODULES, RankServer
 from torchrun import SHARED
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ ENVIRONMENT = {
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+
+# Processes that the tests start find the package where this one does, from a checkout that was not installed too. An
+# installed package they find by themselves, and site-packages must not come before the standard library.
+_package = importlib.util.find_spec("safe_loading")
+if _package is not None and _package.origin and (_root := Path(_package.origin).parents[1]) == TESTS.parent:
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_root), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # The tests may themselves run inside a job. The process that they are is no rank of it.
 LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -113,6 +120,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("made"))
 
 
+@pytest.fixture(scope="session")
+def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+    """Runs scripts in ranks that need not import the engines: `rank_server.run(script, 2, args=[...]).found`.
+
+    Its cache of the hub, HF_HOME, is empty at first.
+    """
+    with RankServer({"HF_HOME": str(tmp_path_factory.mktemp("hub home"))}) as server:
+        yield server
+
+
+# Scripts on the simulated accelerator report a dict, where ranks report names and values.
+ONE_DICT = """
+def report(facts, report=report):
+    report(**facts)
+"""
+
+
 class ScriptFailed(AssertionError):
     """A script on the simulated accelerator failed; the text holds all that it said."""
 
@@ -122,10 +146,11 @@ class Simulated:
     """Runs scripts on the simulated accelerator, each in a process of its own.
 
     A process that imports torch, transformers and peft costs several seconds before its first line, so let one script
-    do much: it may call ``report({...})`` more than once.
+    do much: it may call ``report({...})`` more than once. `run_forked` has the imports for nothing.
     """
 
     library: Path
+    server: RankServer | None = None
 
     def env(self, count: int = 8) -> dict[str, str]:
         """The environment of a process that has `count` simulated devices once it imports ``torch_npu``."""
@@ -152,6 +177,13 @@ class Simulated:
             _launch([sys.executable], folder, args, {**self.env(count), **(env or {})}, timeout)
             return _reported(folder, 0)
 
+    def run_forked(
+        self, script: str, *, timeout: float = 120, args: Sequence[str | os.PathLike[str]] = ()
+    ) -> dict[str, Any]:
+        """The same on 8 devices in a process forked from one that has imported the accelerator and the engines."""
+        assert self.server is not None
+        return self.server.run_alone(ONE_DICT + textwrap.dedent(script), args=args, timeout=timeout).found[0]
+
     def run_ranks(
         self,
         script: str,
@@ -170,14 +202,17 @@ class Simulated:
 
 
 @pytest.fixture(scope="session")
-def simulated() -> Simulated:
+def simulated() -> Iterator[Simulated]:
     """The simulated accelerator, built on first use; skips with the reason where it cannot be built."""
     from simulated_devices.build import CannotBuildError, build
 
     try:
-        return Simulated(build())
+        library = build()
     except CannotBuildError as error:
         pytest.skip(f"no simulated accelerator: {error}")
+    # the accelerator before the engines, which look for it once
+    with RankServer(Simulated(library).env(), ("torch_npu", *MODULES)) as server:
+        yield Simulated(library, server)
 
 
 def _import_path() -> list[str]:

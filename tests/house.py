@@ -23,6 +23,7 @@ ORDER = (
     "_checkpoint",
     "_output",
     "_ranks",
+    "_model/formats",
     "_model/quantized",
     "_model",
     "_model/layout",

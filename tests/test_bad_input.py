@@ -47,7 +47,7 @@ class Good:
         self.base = save_llama(root / "base")
         self.adapter = save_adapter(root / "adapter", self.base)
         self.plain: Any = AutoModelForCausalLM.from_pretrained(self.base)
-        self.peft = s.load_peft_on_rank(self.adapter, self.base)
+        self.peft = s.load_peft_on_rank(self.base, self.adapter)
         self.out = root / "out"
 
     def peft_on_meta(self) -> Any:
@@ -64,7 +64,7 @@ Verb = Callable[[Good, Path], tuple[Any, Callable[[], Any]]]
 # From the good ones and the path of a bad folder: the caller's model, which a refusal must not change (None if there is
 # none), and the call.
 OF_A_BASE: dict[str, Verb] = {
-    "load_peft_on_rank": lambda g, f: (None, lambda: s.load_peft_on_rank(g.adapter, f)),
+    "load_peft_on_rank": lambda g, f: (None, lambda: s.load_peft_on_rank(f, g.adapter)),
     "merge_lora_checkpoint": lambda g, f: (None, lambda: s.merge_lora_checkpoint(f, g.adapter, g.out)),
     "check_checkpoint": lambda g, f: (None, lambda: check(f)),
     "wrap_fsdp_meta_safe": lambda g, f: (m := s.meta_model(f), lambda: s.wrap_fsdp_meta_safe(m, f)),
@@ -76,7 +76,7 @@ OF_A_BASE: dict[str, Verb] = {
     "fewest_ranks": lambda g, f: (None, lambda: s.fewest_ranks(f, TRAIN, 2**30, s.Spread.fsdp2(1))),
 }
 OF_AN_ADAPTER: dict[str, Verb] = {
-    "load_peft_on_rank": lambda g, f: (g.plain, lambda: s.load_peft_on_rank(f, g.plain)),
+    "load_peft_on_rank": lambda g, f: (g.plain, lambda: s.load_peft_on_rank(g.plain, f)),
     "load_adapter_on_rank": lambda g, f: (g.peft, lambda: s.load_adapter_on_rank(g.peft, f, "two")),
     "hot swap": lambda g, f: (g.peft, lambda: s.load_adapter_on_rank(g.peft, f, "default", hotswap=True)),
     "merge_lora_checkpoint": lambda g, f: (None, lambda: s.merge_lora_checkpoint(g.base, f, g.out)),
@@ -106,8 +106,10 @@ ACCEPTED = {
     # a tensor outside the layers may be a head for another task: a finding of the load, copied by the merge
     ("extra tensor", "load_peft_on_rank"),
     ("extra tensor", "merge_lora_checkpoint"),
-    # the merge writes what it does not touch as it was
+    # the merge writes what it does not touch as it was, and FSDP trains the two weights of the files, as a load does
+    ("tied by the config, not on disk", "load_peft_on_rank"),
     ("tied by the config, not on disk", "merge_lora_checkpoint"),
+    ("tied by the config, not on disk", "wrap_fsdp_meta_safe"),
     # only the config names them, and a swap takes the tensors of the file
     ("adapter for modules that are not there", "hot swap"),
     ("adapter for modules that are not there", "wrap_fsdp_meta_safe"),

@@ -38,13 +38,23 @@ PAGE_OF = {  # the page whose tables list a file's findings; the longest start o
     "_checkpoint/": "checkpoints.md",
     "_loading/check_checkpoint.py": "checkpoints.md",
     "_loading/folder_findings.py": "checkpoints.md",
-    "_loading/layer_findings.py": "checkpoints.md",
+    "_loading/check_as_load.py": "checkpoints.md",
     "_model/layout/": "checkpoints.md",
+    "_model/layout/ties.py": "loading.md",
+    "_model/weights_dtype.py": "planning.md",
     "_merging/": "merging.md",
     "_merging/disk/": "merge_checkpoint.md",
     "_merging/merge_lora_checkpoint.py": "merge_checkpoint.md",
+    "_output/": "merge_checkpoint.md",
+    "_merging/disk/compare_": "verify_merge.md",
     "_sharding/": "fsdp.md",
     "_memory/plan": "planning.md",
+    "_model/formats": "planning.md",
+    "_model/formats/four_bit.py": "loading.md",
+    "_model/formats/packed_on_disk.py": "checkpoints.md",
+    "_model/layout/packed_modules.py": "loading.md",
+    "_model/meta_model.py": "planning.md",
+    "_model/positions.py": "planning.md",
     "_model/quantized": "planning.md",
     "_memory/forecast/": "memory.md",
     "_memory/predict_memory.py": "memory.md",
@@ -53,7 +63,16 @@ PAGE_OF = {  # the page whose tables list a file's findings; the longest start o
     "_doctor/": "doctor.md",
     "": "loading.md",
 }
-ALSO_ON = {"_merging/weights/loss_findings.py": "merge_checkpoint.md"}  # what both merges find stands on both pages
+ALSO_ON = {  # what several verbs find stands on the page of each
+    "_checkpoint/tokenizer_ids.py": ("loading.md",),
+    "_loading/choose_class.py": ("merge_checkpoint.md",),
+    "_merging/weights/loss_findings.py": ("merge_checkpoint.md",),
+    "_merging/weights/packed_base.py": ("merge_checkpoint.md",),
+    "_model/formats/four_bit.py": ("merging.md",),
+    "_model/layout/packed_modules.py": ("planning.md",),
+    "_model/positions.py": ("memory.md",),
+    "_model/layout/ties.py": ("merge_checkpoint.md", "planning.md"),
+}
 
 
 NEEDED = {"sft.md": "trl"}  # what a page needs beside the package
@@ -226,8 +245,8 @@ def test_every_finding_stands_in_a_table_and_no_other() -> None:
         if codes:
             inside = path.relative_to(PACKAGE).as_posix()
             made[PAGE_OF[max((start for start in PAGE_OF if inside.startswith(start)), key=len)]] |= codes
-            if inside in ALSO_ON:
-                made[ALSO_ON[inside]] |= codes
+            for also in ALSO_ON.get(inside, ()):
+                made[also] |= codes
     for page, codes in made.items():
         rows = table_codes(page)
         assert len(rows) == len(set(rows)), f"{page}: a code stands twice"
@@ -296,6 +315,7 @@ def test_the_pictures_are_drawn_by_the_project_from_what_was_measured(monkeypatc
     forecast = json.loads(facts["forecast"])
     for name in ("total_bytes", "modules"):
         del forecast[name]
+    forecast["workload"] = safe_loading.Workload.from_facts(forecast["workload"])
     drawn = {
         "plan.svg": plan._repr_svg_() + "\n",
         "forecast.svg": safe_loading.MemoryForecast(**forecast, modules=())._repr_svg_() + "\n",

@@ -13,6 +13,10 @@ if not table.DOCS.is_dir():
 
 TESTS = Path(__file__).parent
 DOCTOR = "commands/test_doctor.py::"
+VERIFY = "merging/test_verify_merge.py::"
+VERIFY_MISTAKES = "merging/test_verify_merge_mistakes.py::"
+POSITIONS = "model/test_positions.py::test_rows_beyond_the_positions_are_told_and_shorter_ones_are_not"
+VERIFY_CODES = "merging/test_verify_merge_codes.py::"
 VERSIONS, DEVICES, DISKS = (
     f"{DOCTOR}test_versions_are_judged",
     f"{DOCTOR}test_hidden_devices_and_too_many_ranks_are_told",
@@ -26,26 +30,80 @@ MADE_BY_TESTS = {
         "SL124": "memory/test_audit_model.py::test_what_layers_in_8_bits_keep_under_checkpointing",
     },
     "checkpoints.md": {
+        "hash-unknown": "checkpoint/test_published_hashes.py::test_files_that_nobody_published_are_named",
+        "manifest": "checkpoint/test_published_hashes.py::test_a_manifest_of_another_kind_is_an_error",
+        "signature-not-verified": "checkpoint/test_published_hashes.py::"
+        "test_a_manifest_is_compared_and_said_to_be_unverified",
+        "tokenizer-beyond-rows": "loading/test_vocabularies.py::test_a_tokenizer_with_words_beyond_the_rows_is_told",
         "changed": "checkpoint/test_checkpoint_index.py::"
         "test_files_that_changed_since_their_headers_were_read_are_refused",
         "not-a-folder": "checkpoint/test_checkpoint_index.py::"
         "test_folders_that_are_not_there_or_hold_nothing_are_not_found",
+        "half-checkpoint": "checkpoint/test_trainer_folder.py::"
+        "test_a_save_that_was_killed_is_named_with_the_last_whole_one",
+        "packed-statistics": "loading/test_packed_folders.py::test_a_damaged_folder_is_refused_by_name_in_every_verb",
         "unreadable": "loading/test_check_checkpoint.py::test_a_folder_that_cannot_be_listed_is_a_finding",
     },
     "loading.md": {
+        "tokenizer-ids": "loading/test_check_as_load.py::test_a_tokenizer_with_words_beyond_the_rows_is_an_error",
+        "tokenizer-beyond-rows": "loading/test_vocabularies.py::test_a_tokenizer_with_words_beyond_the_rows_is_told",
         "current-device": "loading/test_contexts_on_cuda.py::test_the_device_of_a_rank_is_made_current",
+        "expert-factors-widened": "loading/test_experts.py::test_scalings_that_16_bits_would_round_widen_the_factors",
+        "fused-layout-unknown": "loading/test_expert_layouts.py::test_square_experts_without_a_version_are_refused",
+        "lora-dropout-ignored": "loading/test_experts.py::"
+        "test_dropout_is_a_finding_and_refused_where_it_would_be_trained_with",
+        "codes-reordered": "merging/test_merge_packed.py::test_codes_in_the_order_for_cpus_are_named_and_saved_right",
+        "skips-differ": "loading/test_packed_modules.py::test_skips_under_older_names_are_those_of_the_headers",
         "shared-tensor-differs": "loading/test_methods.py::"
         "test_projections_that_differ_from_the_shared_ones_are_refused",
     },
-    "merge_checkpoint.md": dict.fromkeys(
-        ("requantised", "update-lost"),
-        "merging/test_merge_lora_checkpoint_codes.py::test_an_update_that_rounding_loses_is_told_and_dequantized_it_is_kept",
-    ),
-    "merging.md": {"update-lost": "merging/test_fp8_merge.py::test_the_report_says_what_rounding_to_codes_lost"},
+    "merge_checkpoint.md": {
+        "trained-on-packed": "merging/test_merge_packed.py::test_an_adapter_of_a_packed_base_is_told_of_the_two_merges",
+        **dict.fromkeys(
+            ("requantized", "update-lost"),
+            "merging/test_merge_lora_checkpoint_codes.py::test_an_update_that_rounding_loses_is_told_and_dequantized_it_is_kept",
+        ),
+        "begun-anew": "merging/test_merge_lora_checkpoint_killed.py::"
+        "test_an_edited_record_means_to_begin_anew_and_is_told_once",
+        "base-class-chosen": "loading/test_old_names.py::test_the_class_is_the_one_that_has_the_adapters_modules",
+        "base-untied": "model/test_ties.py::test_a_merge_of_one_of_two_weights_that_the_config_ties_changes_that_one",
+    },
+    "memory.md": {"context-too-long": POSITIONS},
+    "planning.md": {
+        "context-too-long": POSITIONS,
+        "base-untied": "model/test_ties.py::test_a_load_and_a_plan_say_that_the_files_hold_two_weights",
+        "skips-differ": "loading/test_packed_modules.py::test_skips_under_older_names_are_those_of_the_headers",
+        "class-assumed": "model/test_meta_model.py::"
+        "test_a_class_taken_by_the_type_of_the_model_is_a_finding_that_its_name_ends",
+        "dtype-assumed": "model/test_weights_dtype.py::test_the_advice_of_an_assumed_dtype_taken",
+    },
+    "merging.md": {
+        "trained-on-packed": "merging/test_merge_packed.py::test_an_adapter_of_a_packed_base_is_told_of_the_two_merges",
+        "codes-reordered": "merging/test_merge_packed.py::test_codes_in_the_order_for_cpus_are_named_and_saved_right",
+        "update-lost": "merging/test_fp8_merge.py::test_the_report_says_what_rounding_to_codes_lost",
+    },
+    "verify_merge.md": {
+        "update-twice": f"{VERIFY_MISTAKES}test_a_mistake_is_named",
+        "update-scaled": f"{VERIFY_MISTAKES}test_a_mistake_is_named",
+        "update-transposed": f"{VERIFY_MISTAKES}test_a_mistake_is_named",
+        "values-swapped": f"{VERIFY_MISTAKES}test_a_mistake_is_named",
+        "values-differ": f"{VERIFY_MISTAKES}test_a_mistake_is_named",
+        "merged-not-finite": f"{VERIFY_MISTAKES}test_a_mistake_is_named",
+        "merged-shape": f"{VERIFY_MISTAKES}test_a_mistake_is_named",
+        "values-narrowed": f"{VERIFY}test_a_merge_in_16_bits_that_is_stored_in_32_is_told",
+        "merged-missing": f"{VERIFY}test_missing_and_extra_tensors",
+        "merged-extra": f"{VERIFY}test_missing_and_extra_tensors",
+        "merged-dtype": f"{VERIFY}test_another_dtype_of_the_output_is_judged_in_it",
+        "merged-unchecked": f"{VERIFY_CODES}test_codes_without_their_scales_are_unchecked_and_not_ok",
+        "merged-config": f"{VERIFY}test_the_files_beside_the_weights",
+        "merged-files-lost": f"{VERIFY}test_the_files_beside_the_weights",
+        "merged-tokenizer-of-base": f"{VERIFY}test_the_files_beside_the_weights",
+    },
     "doctor.md": {
         "engine-missing": VERSIONS,
         "engine-too-old": VERSIONS,
         "engine-untested": VERSIONS,
+        "engine-advisory": VERSIONS,
         "engine-known": VERSIONS,
         "engine-broken": f"{DOCTOR}test_a_torch_that_cannot_be_imported_is_told",
         "devices-hidden": DEVICES,

@@ -24,6 +24,12 @@ def test_importing_the_package_imports_nothing_else():
     assert imported_by("import safe_loading") == {"safe_loading"}
 
 
+def test_a_process_that_a_test_starts_elsewhere_has_the_package_that_is_tested(tmp_path: Path):
+    command = [sys.executable, "-c", "import safe_loading; print(safe_loading.__file__)"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.strip() == safe_loading.__file__
+
+
 @pytest.mark.parametrize(
     "name", ["check_checkpoint", "CheckpointReport", "Finding", "Workload", "CheckpointError", "PickleRefused"]
 )

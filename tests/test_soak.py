@@ -46,14 +46,14 @@ def held() -> dict[str, int]:
 
 def logits(adapter: Path, base: Path) -> torch.Tensor:
     with torch.no_grad():
-        result: torch.Tensor = load_peft_on_rank(adapter, base)(input_ids=TOKENS).logits
+        result: torch.Tensor = load_peft_on_rank(base, adapter)(input_ids=TOKENS).logits
     return result
 
 
 def cycle(adapter: Path, second: Path, base: Path, output: Path) -> None:
     """Check, load, load another, swap, unload, merge in memory and on disk."""
     assert check_checkpoint(base).ok
-    model = load_peft_on_rank(adapter, base)
+    model = load_peft_on_rank(base, adapter)
     load_adapter_on_rank(model, second, "second")
     load_adapter_on_rank(model, second, "default", hotswap=True)
     model.delete_adapter("second")

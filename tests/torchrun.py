@@ -6,8 +6,8 @@ Which one to take for a new case:
 * `spawn_ranks` when ranks end on their own and the others must go on, or when rank 0 holds the store.
 * `spawn_ranks(script, 1)` with `held_store` and `fork_ranks` in the script, when there are many jobs or ranks that die:
   it imports everything once and forks the ranks of each job.
-* The fixture `rank_server` of tests/sharding when a script needs the engines and neither the launcher nor the imports
-  are what it tests: its ranks are forked from one process for all files, and start at once.
+* The fixture `rank_server` when neither the launcher nor the imports are what a script tests: its ranks are forked from
+  one process for all files, and start at once; `run` and `spawn` stand for the two above.
 
 A script hands results to the test with ``report(name=value)``, which it has without an import; the values must be JSON,
 and are ``found[rank][name]`` of the `Run`. A rank takes 2 to 4 seconds before its first line, most of it the import of

@@ -1,1 +1,1 @@
-"""Reads what is on disk: opening files, strict JSON, headers, indexes, hub ids. Nothing here imports torch."""
+"""Reads checkpoints on disk: opening files, strict JSON, headers, indexes, hub ids. Nothing here imports torch."""

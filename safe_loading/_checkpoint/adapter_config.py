@@ -1,4 +1,4 @@
-"""What an ``adapter_config.json`` may make peft do: match, open, import and allocate. Judged before peft sees it.
+"""Faults of an ``adapter_config.json``, found before peft sees it: in fields, patterns, sources, code and sizes.
 
 Everything here holds for the folder alone, so that ``check_checkpoint`` and the verbs say the same. Imports no torch.
 """
@@ -9,11 +9,12 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 
 from safe_loading._core.report import Finding
 
 from .adapter_patterns import costly_patterns
-from .faults import fault
+from .faults import fault, shown_number
 
 # Fields that say how large or how many tensors peft makes, of all methods of peft 0.21. Seeds, steps and factors are no
 # sizes. tests/checkpoint/test_adapter_config.py asks for each field of the installed peft which of the two it is.
@@ -43,10 +44,60 @@ _LONGEST_LIST = 10_000
 _MOST_ITERATIONS = 1_000  # of a start that factorizes each weight of the base; published adapters take up to 64
 
 
+def config_problems(config: Mapping[str, object]) -> list[str]:
+    """Return the problems that make an adapter's config unusable, without asking peft."""
+    method = config.get("peft_type")
+    if not isinstance(method, str) or not method:
+        if isinstance(config.get("config"), Mapping) and "model_name" in config:
+            return [
+                "it is an adapter of AdapterHub, with modules that peft does not have; load it with the library "
+                "adapters (adapters.init(model), then model.load_adapter(folder))"
+            ]
+        return [f'peft_type is {method!r}; it must name the method, such as "LORA"']
+    problems = [
+        f"{name} is {value!r:.80}; it must be a list of names"
+        for name in ("modules_to_save", "target_modules", "exclude_modules", "layers_pattern")
+        if not isinstance(value := config.get(name), (list, str, NoneType))
+        or (isinstance(value, list) and not all(isinstance(entry, str) for entry in value))
+    ]
+    problems += [
+        f"{name} is {value!r:.80}; it must be an object with a value for each pattern"
+        for name, value in config.items()
+        if name.endswith("_pattern") and name != "layers_pattern" and not isinstance(value, (dict, NoneType))
+    ]
+    if not _is_lora(config):
+        return problems
+    for name in ("r", "lora_alpha"):
+        value = config.get(name)
+        if name not in config:
+            # LoraConfig has a default for both, so the adapter would be scaled by a number that nobody chose.
+            problems.append(f"{name} is missing; peft would silently take its default, 8")
+        elif isinstance(value, bool) or not isinstance(value, (int, float)):
+            problems.append(f"{name} is {value!r}; it must be a number, because it scales the adapter")
+        elif name == "r" and value < 1:
+            problems.append(f"r is {value!r}; a rank must be at least 1")
+    return problems
+
+
+def factors_of_other_rank(config: Mapping[str, object], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return the rank of every ``lora_A`` whose rank is not the config's ``r``: it would be scaled for another rank."""
+    rank = config.get("r")
+    if not _is_lora(config) or isinstance(rank, bool) or not isinstance(rank, (int, float)):
+        return {}
+    # A pattern gives some layers other ranks; with target_parameters the factors of all experts are stacked.
+    if config.get("rank_pattern") or config.get("target_parameters"):
+        return {}
+    return {key: shape[0] for key, shape in shapes.items() if ".lora_A." in key and shape and shape[0] != rank}
+
+
+def _is_lora(config: Mapping[str, object]) -> bool:
+    return str(config.get("peft_type")).upper() == "LORA"
+
+
 def adapter_config_faults(
     path: Path, config: Mapping[str, object], shapes: Mapping[str, Sequence[int]] | None
 ) -> list[Finding]:
-    """Return what the config of an adapter must not do; ``shapes`` are those of its tensors, if it has a header."""
+    """Return the faults of an adapter's config; ``shapes`` are those of its tensors, if it has a header."""
     simpler = "name the modules in a list, or write the pattern with fewer wildcards"
     findings = [fault("config-pattern", path, problem, simpler) for problem in costly_patterns(config, shapes or ())]
     with_peft = "load this adapter with peft itself, once you trust what it names"
@@ -63,7 +114,7 @@ def _method(config: Mapping[str, object]) -> str:
 
 
 def _other_sources(config: Mapping[str, object]) -> list[str]:
-    """Return the fields that make peft load from elsewhere what the adapter's own file does not hold."""
+    """Return the problems of fields that make peft load other adapters or models, by a path or a hub id."""
     problems = []
     if _method(config) == "XLORA" and config.get("adapters"):
         problems.append(f"adapters names other adapters, by a path or a hub id: {config['adapters']!r:.200}")
@@ -85,7 +136,8 @@ def _sizes(config: Mapping[str, object], shapes: Mapping[str, Sequence[int]] | N
     largest = max((length for shape in every for length in shape), default=0)
     most = max(_SIZE_ALLOWED, _TIMES_ON_DISK * largest)
     problems = [
-        f"{field} is {_shown(value)}, which peft would build; the longest side of a tensor of the file is {largest}"
+        f"{field} is {shown_number(value)}, which peft would build; "
+        f"the longest side of a tensor of the file is {largest}"
         for field, value in _sized(config)
         if _number(value) > (_MOST_LAYERS if "layers" in field else most)
     ]
@@ -93,13 +145,15 @@ def _sizes(config: Mapping[str, object], shapes: Mapping[str, Sequence[int]] | N
         elements = _prompt_elements(config)
         on_disk = sum(math.prod(shape) for shape in every)
         if elements > max(_ELEMENTS_ALLOWED, _TIMES_ON_DISK * on_disk):
-            problems.append(f"describes a prompt of {_shown(elements)} values, and the file holds {on_disk}")
+            problems.append(f"describes a prompt of {shown_number(elements)} values, and the file holds {on_disk}")
     replicated = config.get("layer_replication")
     if isinstance(replicated, list):
         spans = [pair for pair in replicated if isinstance(pair, list) and len(pair) == 2]
         layers = sum(max(0, _number(end) - _number(start)) for start, end in spans)
         if layers > _MOST_REPLICATED:
-            problems.append(f"layer_replication makes {_shown(layers)} layers, and at most {_MOST_REPLICATED} are made")
+            problems.append(
+                f"layer_replication makes {shown_number(layers)} layers, and at most {_MOST_REPLICATED} are made"
+            )
     return problems
 
 
@@ -143,7 +197,7 @@ def _iterations(config: Mapping[str, object]) -> list[str]:
         with contextlib.suppress(ValueError):
             counts["init_lora_weights"] = int(start.rpartition("_niter_")[2])
     return [
-        f"{field} asks for {_shown(count)} iterations on each weight, and at most {_MOST_ITERATIONS} are made"
+        f"{field} asks for {shown_number(count)} iterations on each weight, and at most {_MOST_ITERATIONS} are made"
         for field, count in counts.items()
         if count > _MOST_ITERATIONS
     ]
@@ -151,8 +205,3 @@ def _iterations(config: Mapping[str, object]) -> list[str]:
 
 def _number(value: object) -> float:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
-
-
-def _shown(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"a number of {len(text)} digits"

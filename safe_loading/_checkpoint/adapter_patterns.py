@@ -1,4 +1,4 @@
-"""The patterns of an ``adapter_config.json`` that peft matches with the names of modules, and what they cost it.
+"""The patterns of an ``adapter_config.json`` that peft matches with the names of modules, and their cost.
 
 They are judged before peft sees them: for the file alone, so that ``check_checkpoint`` and the verbs say the same, and
 again for the modules of a model when there is one. Imports no torch.
@@ -34,7 +34,7 @@ _MATCHED = {
 
 
 def costly_patterns(config: Mapping[str, object], keys: Iterable[str]) -> list[str]:
-    """Return which fields must not be matched whatever the base is; ``keys`` are those of the adapter's file."""
+    """Return which fields must not be matched with any base; ``keys`` are those of the adapter's file."""
     own = shapes_of(sorted({_module_of(key)[:_MOST_NAME_CHARACTERS] for key in keys}))
     return pattern_problems(config, [*USUAL_MODULES, *own[:_MODULES_TRIED]])
 

@@ -1,4 +1,4 @@
-"""What a model's ``config.json`` may make transformers do: build, fetch and match. Judged before transformers sees it.
+"""Faults of a model's ``config.json``, found before transformers sees it: in sizes, code to fetch, and patterns.
 
 Everything here holds for the folder alone, so that ``check_checkpoint`` and the verbs say the same. Imports no torch.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 
-from .faults import fault, note
+from .faults import fault, note, shown_number
 from .pattern_cost import is_valid, shapes_of
 from .pattern_limits import USUAL_MODULES, is_name, pattern_problem
 
@@ -21,10 +21,11 @@ from .pattern_limits import USUAL_MODULES, is_name, pattern_problem
 _LARGEST_COUNTS = {  # the first that is found in a name counts
     r"vocab_size": 100_000_000,
     r"num_(?:.*_)?layers$|^n_layers?$|depth": 2_000,  # the deepest published models have less than 200
-    r"layer|block": 10_000,
+    # not a width inside of one (block_ff_dim of LFM2), nor the names of quantized ones (each expert of MiniMax-M3)
+    r"^(?!quantized_)(?=.*(?:layer|block))(?!.*_(?:dim|size)$)": 10_000,
     r"expert": 100_000,
     r"num_labels|^id2label$|^label2id$": 100_000,
-    r"hidden_size|intermediate_size|head_dim|_ffn_dim|^(?:d_model|d_ff|n_embd|n_inner)$|num_(?:.*_)?heads$": 1_000_000,
+    r"hidden_size|intermediate_size|head_dim|_ffn?_dim|^(?:d_model|d_ff|n_embd|n_inner)$|num_(?:.*_)?heads$": 1_000_000,
 }
 _WHOLE_NUMBERS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 _MAY_BE_ZERO = ("num_hidden_layers", "vocab_size")
@@ -49,6 +50,11 @@ QUANTIZERS = frozenset(
     | {"compressed-tensors", "fbgemm_fp8", "fouroversix", "fp8", "fp_quant", "gemma", "gguf", "gptq", "higgs", "hqq"}
     | {"metal", "mxfp4", "mxfp8", "nvfp4", "quanto", "quark", "sinq", "spqr", "torchao", "vptq"}
 )
+# Those whose checkpoints hold codes: one of their tensors is no float of 16 bits or more, or scales one that is (a
+# dense checkpoint of compressed-tensors). bitnet's "online" checkpoints are plain, and nobody looked at the others.
+STORE_CODES = QUANTIZERS - {"bitnet", "fouroversix", "fp_quant", "gemma", "gguf", "metal", "quark", "sinq"}
+
+_SKIPS = "llm_int8_skip_modules"
 
 
 def base_config_faults(
@@ -72,13 +78,16 @@ def base_config_faults(
 
 
 def quantization_findings(path: Path, config: JsonObject, modules: Iterable[str]) -> list[Finding]:
-    """Return what is wrong with how a config says that its model, which has these modules, is quantized."""
+    """Return the findings about a config's quantization settings; ``modules`` are the names of its model's modules."""
     shapes = shapes_of([*USUAL_MODULES, *modules])
     findings = []
     for where, section in _sections(config):
         quantized = section.get("quantization_config") or section.get("compression_config")
         if not isinstance(quantized, dict):
             continue
+        if problem := _not_names(quantized.get(_SKIPS)):
+            fix = "write null without quotes, or a list of names of modules"
+            findings.append(fault("config-class", path, f"{where}quantization_config.{_SKIPS} {problem}", fix))
         for inner, part in _sections(quantized):
             if problem := pattern_problem(_matched(part), "(?:{})", shapes):
                 place = f"{where}quantization_config.{inner}".removesuffix(".")
@@ -93,8 +102,38 @@ def quantization_findings(path: Path, config: JsonObject, modules: Iterable[str]
     return findings
 
 
+def _not_names(value: object) -> str | None:
+    """Return why a value is no list of names, which a quantizer iterates over until one fails; None for no value."""
+    if value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+        return None
+    return f"is {value!r:.100}; it must be a list of names of modules"
+
+
+def named_quantization(config: JsonObject) -> tuple[str, str] | None:
+    """Return where a config says that its weights are codes, and by which method; None where it does not."""
+    parts = {"": config, "text_config.": config.get("text_config")}
+    for where, part in parts.items():
+        for key in ("quantization_config", "compression_config"):
+            quantized = part.get(key) if isinstance(part, dict) else None
+            if not isinstance(quantized, dict):
+                continue
+            early = quantized.get("load_in_4bit") or quantized.get("load_in_8bit")
+            method = quantized.get("quant_method") or ("bitsandbytes" if early else None)
+            if method in STORE_CODES and (method != "compressed-tensors" or _compresses_weights(quantized)):
+                return f"{where}{key}", str(method)
+    return None
+
+
+def _compresses_weights(quantized: JsonObject) -> bool:
+    """Return whether compressed-tensors has a format for weights, and not for the cache or activations alone."""
+    nested = quantized.get("quantization_config")
+    groups = (nested if isinstance(nested, dict) else quantized).get("config_groups")
+    schemes = groups.values() if isinstance(groups, dict) else ()
+    return any(isinstance(scheme, dict) and scheme.get("weights") for scheme in schemes)
+
+
 def _matched(part: JsonObject) -> list[str]:
-    """Return what a quantizer may match with names: keys, and entries of lists (``modules_to_not_convert``)."""
+    """Return the patterns of a quantizer for names: keys, and entries of lists (``modules_to_not_convert``)."""
     lists = [entry for value in part.values() if isinstance(value, list) for entry in value if isinstance(entry, str)]
     # compressed-tensors and torchao mark a pattern by "re:". What is no pattern for re is a name or a glob.
     patterns = (entry.removeprefix("re:") for entry in (*part, *lists))
@@ -121,7 +160,7 @@ def _classes(config: JsonObject) -> Iterator[str]:
 
 
 def _numbers(config: JsonObject) -> Iterator[str]:
-    """Refuse what is no size, which transformers passes on until something multiplies it."""
+    """Refuse values that are no sizes, which transformers passes on until something multiplies them."""
     for where, section in _sections(config):
         for key in _WHOLE_NUMBERS:
             value = section.get(key)
@@ -147,7 +186,7 @@ def _counts(config: JsonObject) -> Iterator[str]:
             listed = [value] if isinstance(value, int) else list(value)  # a count for each stage of the model, say
             too_large = next((entry for entry in listed if type(entry) is int and entry > most), None)
             if too_large is not None:
-                yield f"{where}{key} is {_shown(too_large)}, and no model has more than {most}"
+                yield f"{where}{key} is {shown_number(too_large)}, and no model has more than {most}"
             elif len(listed) > most:
                 yield f"{where}{key} lists {len(listed)} entries, and no model has more than {most}"
 
@@ -188,7 +227,3 @@ def _backbones(config: JsonObject) -> Iterator[str]:
 
 def _missing(package: str | None) -> bool:
     return package is not None and importlib.util.find_spec(package) is None
-
-
-def _shown(value: int) -> str:
-    return str(value) if abs(value) < 10**40 else f"a number of {len(str(value))} digits"

@@ -6,13 +6,17 @@ import ctypes
 import errno
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from safe_loading.errors import CheckpointError
 
+from .files import open_regular
+
 _BLOCK = 1 << 20
 # For larger writes the kernel allocates larger pieces of memory, which a virtual machine may have to get from its host.
 _WRITE_BYTES = 1 << 18
+MOST_BUFFERS = 1024  # of one read (IOV_MAX of Linux and macOS)
 _READ_AHEAD_BYTES = 32 << 20
 # copy_file_range does not exist or does not work between these two files, so the bytes are copied through memory.
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
@@ -50,11 +54,35 @@ def clone(source: int, target: int) -> bool:
 
 def read_into(descriptor: int, buffer: memoryview, at: int) -> None:
     """Fill a buffer from a file; raise CheckpointError if the file ends before the buffer is full."""
-    while buffer:
-        done = os.preadv(descriptor, [buffer], at)
+    read_adjacent(descriptor, [buffer], at)
+
+
+def read_adjacent(descriptor: int, buffers: Sequence[memoryview], at: int) -> None:
+    """Fill buffers, at most ``MOST_BUFFERS``, with bytes that follow one another in a file from offset ``at`` on.
+
+    Raises CheckpointError if the file ends before all are full.
+    """
+    left = [buffer for buffer in buffers if buffer]
+    while left:
+        done = os.preadv(descriptor, left, at)
         if not done:
-            raise _shortened(descriptor, len(buffer))
-        buffer, at = buffer[done:], at + done
+            raise _shortened(descriptor, sum(map(len, left)))
+        at += done
+        filled = 0
+        while filled < len(left) and done >= len(left[filled]):
+            done -= len(left[filled])
+            filled += 1
+        left = left[filled:]
+        if done:
+            left[0] = left[0][done:]
+
+
+def range_of(path: Path, at: int, count: int) -> bytearray:
+    """Return some bytes of a regular file."""
+    data = bytearray(count)
+    with open_regular(path) as file:
+        read_into(file.fileno(), memoryview(data), at)
+    return data
 
 
 def write_from(descriptor: int, buffer: memoryview, at: int) -> None:

@@ -15,6 +15,7 @@ from safe_loading.errors import CheckpointError, CheckpointNotFound, PickleRefus
 
 _NOT_FOUND = frozenset({"not-found", "broken-link", "weights-missing"})
 _NAMES_SHOWN = 6
+_MOST_DIGITS = 40
 
 
 def fault(code: str, where: object, message: str, fix: str, size: int = 0) -> Finding:
@@ -33,7 +34,7 @@ def _sentence(text: str) -> str:
 
 
 def raise_faults(subject: object, findings: Sequence[Finding]) -> NoReturn:
-    """Raise the findings as one exception, whatever their severity.
+    """Raise the findings, of any severity, as one exception.
 
     It is CheckpointNotFound where all of them are of something that does not exist, PickleRefused where one is of a
     pickle, and otherwise CheckpointError. Of several, the message begins with ``subject``, the file or folder read.
@@ -55,6 +56,17 @@ def listed(names: Iterable[str]) -> str:
     text = ", ".join(repr(name) for name in all_names[:_NAMES_SHOWN])
     more = len(all_names) - _NAMES_SHOWN
     return f"{text} and {more} more" if more > 0 else text
+
+
+def shown_number(value: object) -> str:
+    """Return a number of a config for a message: its digits, or how many there are."""
+    text = str(value)
+    return text if len(text) <= _MOST_DIGITS else f"a number of {len(text)} digits"
+
+
+def json_kind(value: object) -> str:
+    """Return the kind of a JSON value that is not of the kind it must be, for a message."""
+    return "null" if value is None else "empty" if value == {} else f"of type {type(value).__name__}"
 
 
 def truncated(path: Path, size: int, needed: int, what: str) -> Finding:

@@ -29,6 +29,8 @@ _OTHER_KINDS = (
 )
 # O_NONBLOCK: if a FIFO replaces the file after the check, open() still returns at once.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+LINKED_FOLDERS = "SAFE_LOADING_LINKED_FOLDERS"
+"""The variable with the folders, separated as in PATH, to which links of a checkpoint may lead."""
 LFS_FIX = "run `git lfs pull` in the folder, or download the file again"
 
 
@@ -93,14 +95,23 @@ def _link_out_of_folder(path: Path) -> Finding | None:
         return None
     # The folder is resolved too, since the caller may have reached it through a link.
     real = path.resolve()
-    if real.is_relative_to(path.parent.resolve()) or _is_blob(real):
+    if real.is_relative_to(path.parent.resolve()) or is_blob(real) or _is_linked_on_purpose(real):
         return None
     message = f"is a symbolic link out of its folder, to {str(real)!r}; it was not opened"
-    fix = "put the file itself there, or name the folder that it is in; do not trust a folder that came with the link"
+    fix = (
+        "put the file itself there, or name the folder that it is in; if the link is your own, set "
+        f"{LINKED_FOLDERS} to the folder that it leads to; do not trust a folder that came with the link"
+    )
     return fault("outside-link", path, message, fix)
 
 
-def _is_blob(real: Path) -> bool:
+def _is_linked_on_purpose(real: Path) -> bool:
+    """Return whether a file is in one of the folders to which links may lead, because the user named it."""
+    named = os.environ.get(LINKED_FOLDERS, "").split(os.pathsep)
+    return any(real.is_relative_to(Path(folder).resolve()) for folder in named if Path(folder).is_absolute())
+
+
+def is_blob(real: Path) -> bool:
     """Return whether a file is a blob of a Hugging Face cache, to which snapshots and older downloads link."""
     return real.parent.name == "blobs" and real.parent.parent.name.startswith(("models--", "datasets--", "spaces--"))
 

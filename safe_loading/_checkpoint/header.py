@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding, format_bytes
+from safe_loading._core.report import Finding, counted, format_bytes
 
-from .faults import fault, listed, raise_faults, truncated
+from .faults import fault, json_kind, listed, raise_faults, truncated
 from .files import is_lfs_pointer, lfs_pointer, try_open, unreadable
 from .strict_json import try_parse
 
@@ -44,6 +44,12 @@ _MOST_BITS = 8 * _MAX_INT64
 # Frameworks whose weights are the transpose of torch's, or have another layout, under names that may be the same.
 _OTHER_LAYOUTS = frozenset({"tf", "flax", "jax", "paddle", "pd"})
 _AGAIN = "download or copy the file again, or save it again"
+_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+_OF_WEIGHTS = (".weight", ".lora_A", ".lora_B", ".lora_embedding_A", ".lora_embedding_B")
+_GATHER = (
+    "run DeepSpeed's `zero_to_fp32.py` on its own checkpoint and save what it makes, or save the model again with "
+    "`stage3_gather_16bit_weights_on_model_save: true` in the config of DeepSpeed"
+)
 _OTHER_FORMATS = (
     (b"PK\x03\x04", "a zip archive, as torch.save writes; convert it to safetensors"),
     (b"\x80", "a Python pickle; convert it to safetensors"),
@@ -80,7 +86,12 @@ class Header:
     tensors: Mapping[str, TensorInfo]  # by name, in the order of the header
     metadata: Mapping[str, str]
     nbytes: int  # the size of the whole file
-    data_start: int  # the offset of the first tensor byte
+    content: bytes = field(repr=False)  # all that is in front of the first tensor byte, as it is in the file
+
+    @property
+    def data_start(self) -> int:
+        """The offset of the first tensor byte."""
+        return len(self.content)
 
 
 def read_header(path: Path) -> Header:
@@ -99,18 +110,19 @@ def try_header(path: Path) -> Header | list[Finding]:
     try:
         with file:
             size = os.fstat(file.fileno()).st_size
-            data = _header_bytes(path, file, size)
+            content = _header_bytes(path, file, size)
     except OSError as error:
         return [unreadable(path, error)]
-    if isinstance(data, Finding):
-        return [data]
-    document = try_parse(data, f"{path}: the header")
+    if isinstance(content, Finding):
+        return [content]
+    document = try_parse(content[8:], f"{path}: the header")
     if isinstance(document, Finding):
         return [document]
-    return _check_document(path, document, size, 8 + len(data))
+    return _check_document(path, document, size, content)
 
 
 def _header_bytes(path: Path, file: BinaryIO, size: int) -> bytes | Finding:
+    """Return the header with its length in front, or the finding that says why it cannot be one."""
     head = file.read(8)
     if len(head) < 8:
         what = "is empty" if not head else f"holds {len(head)} bytes, fewer than the 8 of the header's length"
@@ -138,10 +150,11 @@ def _header_bytes(path: Path, file: BinaryIO, size: int) -> bytes | Finding:
     if data.count(b"{") > MAX_TENSORS + 2 or data.count(b",") > _MAX_COMMAS:
         message = f"describes more than {MAX_TENSORS} tensors in {format_bytes(length)} of header"
         return fault("header-bomb", path, message, "save it in several files; do not trust it until you know why")
-    return data
+    return head + data
 
 
-def _check_document(path: Path, document: JsonObject, size: int, data_start: int) -> Header | list[Finding]:
+def _check_document(path: Path, document: JsonObject, size: int, content: bytes) -> Header | list[Finding]:
+    data_start = len(content)
     findings: list[Finding] = []
     metadata = document.pop("__metadata__", {})
     reason = _metadata_fault(metadata)
@@ -164,14 +177,34 @@ def _check_document(path: Path, document: JsonObject, size: int, data_start: int
     if len(tensors) == len(document) and not (in_order and end == size):
         # Overlaps and holes can be found only if every tensor has valid offsets.
         findings += _layout_faults(path, tensors, size, data_start)
-    return findings or Header(path, tensors, metadata, size, data_start)
+    findings += _emptied(path, tensors)
+    return findings or Header(path, tensors, metadata, size, content)
+
+
+def _emptied(path: Path, tensors: Mapping[str, TensorInfo]) -> list[Finding]:
+    """Return the fault of weights that ZeRO-3 emptied: of shape [0], where an engine's empty matrix is [0, columns].
+
+    Biases, buffers and codes are not looked at: those may be empty by right, and ZeRO-3 empties the weights with them.
+    """
+    empty = [
+        name
+        for name, info in tensors.items()
+        if info.shape == (0,) and info.dtype in _FLOATS and name.removesuffix(".default").endswith(_OF_WEIGHTS)
+    ]
+    if not empty:
+        return []
+    message = (
+        f"holds {counted(len(empty), 'weight')} without an element (shape [0]), as DeepSpeed ZeRO-3 leaves them when a "
+        f"model is saved without gathering its parameters: {listed(empty)}"
+    )
+    return [fault("tensor-empty", path, message, _GATHER)]
 
 
 def _metadata_fault(metadata: object) -> str | None:
     if not isinstance(metadata, dict):
-        return f"is {_json_kind(metadata)}"
+        return f"is {json_kind(metadata)}"
     wrong = [key for key, value in metadata.items() if not isinstance(value, str)]
-    return f"holds a value that is {_json_kind(metadata[wrong[0]])} under {listed(wrong)}" if wrong else None
+    return f"holds a value that is {json_kind(metadata[wrong[0]])} under {listed(wrong)}" if wrong else None
 
 
 def _tensor(name: str, entry: object, data_start: int) -> TensorInfo | tuple[str, str]:
@@ -215,7 +248,7 @@ def _shape_fault(shape: object) -> str:
 def _entry_fault(entry: object) -> str:
     expected = "it must be an object of dtype, shape and data_offsets"
     if not isinstance(entry, dict):
-        return f"its entry is {_json_kind(entry)}; {expected}"
+        return f"its entry is {json_kind(entry)}; {expected}"
     missing, extra = sorted(_ENTRY_KEYS - entry.keys()), sorted(entry.keys() - _ENTRY_KEYS)
     reasons = [f"has no {listed(missing)}"] if missing else []
     reasons += [f"has additional keys: {listed(extra)}"] if extra else []
@@ -259,10 +292,6 @@ def _layout_faults(path: Path, tensors: Mapping[str, TensorInfo], size: int, dat
         message = f"holds {size - end} bytes after {before}, which ends at byte {end} of {size}"
         findings.append(fault("trailing-bytes", path, message, _AGAIN, size - end))
     return findings
-
-
-def _json_kind(value: object) -> str:
-    return "null" if value is None else f"of type {type(value).__name__}"
 
 
 def _short(value: object) -> str:

@@ -19,6 +19,8 @@ from safe_loading._core.paths import is_there, path_text
 from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound, PickleRefused
 
 from .index import read_index
+from .mlx import MLX_WEIGHTS
+from .other_things import address, other_thing
 from .weight_files import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_SINGLE
 
 _MOST_CHARACTERS = 96  # of a hub id (huggingface_hub's validate_repo_id)
@@ -42,11 +44,13 @@ def resolve(
     revision: str | None = None,
     subfolder: str | None = None,
     hub: Mapping[str, Any] | None = None,
+    gguf: bool = False,
 ) -> Resolved:
-    """Return the folder of ``source``, downloading what is needed when it is a hub id.
+    """Return the folder of ``source``; when it is a hub id, download the files needed.
 
     ``choose`` gets the names in the subfolder and a function that downloads one of them, and returns the names needed.
-    ``hub`` holds ``token``, ``cache_dir`` and ``local_files_only``, as for ``huggingface_hub.hf_hub_download``.
+    ``hub`` holds ``token``, ``cache_dir`` and ``local_files_only``, as for ``huggingface_hub.hf_hub_download``;
+    ``gguf`` is whether one GGUF file of the folder is asked for.
     """
     if revision and not is_revision(revision):
         raise ArgumentError(
@@ -58,10 +62,8 @@ def resolve(
     if is_there(path):
         if revision is not None:
             raise ArgumentError(f"revision={revision!r} is for hub ids, and {text!r} is a folder. Leave it out.")
-        folder = path / subfolder if subfolder else path
-        if not folder.is_dir():
-            raise CheckpointNotFound(f"{folder} is not a folder. Pass the folder that holds the files.")
-        return Resolved(text, folder)
+        return Resolved(text, _folder_at(path / subfolder if subfolder else path, gguf=gguf))
+    _refuse_address(text)
     if not is_hub_id(text):
         raise CheckpointNotFound(
             f"{text!r:.300} is not a folder on this machine (working folder {Path.cwd()}) and cannot be a hub id, "
@@ -70,9 +72,40 @@ def resolve(
     return _resolve_on_hub(text, choose, revision, subfolder, dict(hub or {}))
 
 
+def folder_here(source: str | os.PathLike[str], argument: str) -> Path:
+    """Return a folder on this machine; refuse other things that are there by their names, and addresses of the hub."""
+    text = path_text(source, argument)
+    path = Path(text).expanduser()
+    if is_there(path):
+        return _folder_at(path)
+    _refuse_address(text)
+    return path
+
+
+@dataclasses.dataclass(frozen=True)
+class HubOptions:
+    """The place of one folder or hub id, in the words that every verb has for it."""
+
+    revision: str | None = None  # branch, tag or commit of a hub id
+    subfolder: str | None = None  # folder inside it
+    token: str | bool | None = None  # of the hub, as for huggingface_hub
+
+    def find(self, source: str | os.PathLike[str]) -> Path:
+        """Return the folder with the small files of ``source``, downloaded where they are not in the cache."""
+        hub = {} if self.token is None else {"token": self.token}
+        return resolve(source, small_files, revision=self.revision, subfolder=self.subfolder, hub=hub).folder
+
+    def refuse_for(self, source: object) -> None:
+        """Refuse options of a folder or a hub id for a ``source`` that is neither."""
+        passed = [f"{name}=" for name, value in vars(self).items() if value is not None]
+        if passed:
+            kind = type(source).__name__
+            raise ArgumentError(f"{', '.join(passed)}: for a folder or a hub id, and this is a {kind}. Leave it out.")
+
+
 def adapter_files(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
     """Choose an adapter's files: its config and its weights; a pickle only if there are no others."""
-    weights = ADAPTER_SINGLE if ADAPTER_SINGLE in names else ADAPTER_PICKLE
+    weights = next((name for name in (ADAPTER_SINGLE, MLX_WEIGHTS) if name in names), ADAPTER_PICKLE)
     return [name for name in (ADAPTER_CONFIG, weights) if name in names]
 
 
@@ -124,6 +157,11 @@ def small_files(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str
     return [name for name in sorted(names) if "/" not in name and name.endswith((".json", ".py"))]
 
 
+def is_cached(repo: str, name: str) -> bool:
+    """Return whether the cache has a file of a repository, of any commit."""
+    return is_hub_id(repo) and any(_repository_cache(repo, None).glob(f"snapshots/*/{glob.escape(name)}"))
+
+
 def is_hub_id(text: str) -> bool:
     """Return whether a text that is no path on this machine may be a hub id, ``name`` or ``owner/name``."""
     names = text.split("/")
@@ -132,6 +170,19 @@ def is_hub_id(text: str) -> bool:
         and len(names) <= 2
         and all(name and name[0] not in ".~" and "\\" not in name for name in names)
     )
+
+
+def _folder_at(path: Path, *, gguf: bool = False) -> Path:
+    if other := other_thing(path, gguf=gguf):
+        raise CheckpointNotFound(f"{path} {other.message}; {other.fix}.")
+    if not path.is_dir():
+        raise CheckpointNotFound(f"{path} is not a folder. Pass the folder that holds the files.")
+    return path
+
+
+def _refuse_address(text: str) -> None:
+    if page := address(text):
+        raise CheckpointNotFound(f"{text!r:.300} {page.message}; {page.fix}.")
 
 
 def _did_you_mean(path: Path) -> str:
@@ -203,7 +254,7 @@ def _commit_and_files(repo: str, revision: str | None, token: str | bool | None)
 
 
 def _download_missing(repo: str, names: list[str], commit: str, hub: dict[str, Any]) -> None:
-    """Download what is not in the cache, several files at a time; costs no request if everything is."""
+    """Download the files that are not in the cache, several at a time; costs no request if all are."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
     cache = hub.get("cache_dir")

@@ -10,10 +10,10 @@ from pathlib import Path
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, counted
 
-from .faults import fault, listed, note, raise_faults
+from .faults import fault, json_kind, listed, note, raise_faults
 from .files import not_contained, size_of, stamp
 from .header import Header, TensorInfo, try_header
-from .strict_json import try_json_object
+from .json_files import JsonFiles
 from .weight_files import Kind, find_weights, names_in
 
 _TRIES = 50  # replacing a folder takes a moment; one that is replaced all the time is read as it is
@@ -40,7 +40,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     file_of: Mapping[str, Path]
     findings: tuple[Finding, ...] = ()  # warnings and notes, no errors
-    # ``files.stamp`` of each weight file before its header was read.
+    # ``files.stamp`` of each weight file before its header was read, and of the index before it was.
     stamps: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -57,14 +57,21 @@ def read_index(path: Path) -> Index:
     return index
 
 
-def read_checkpoint(folder: Path, *, variant: str | None = None, kind: Kind | None = None) -> Checkpoint:
+def read_checkpoint(
+    folder: Path, *, variant: str | None = None, kind: Kind | None = None, files: JsonFiles | None = None
+) -> Checkpoint:
     """Read the headers of all weight files of a folder, and check that together they are one complete checkpoint.
 
     The error names all files that are missing, damaged or from another save. For weights that exist as a pickle only it
     is PickleRefused, with the command that converts them. By default the folder is read as an adapter if it holds one
-    and no model.
+    and no model. A caller who has read JSON files of the folder passes them as ``files``; they are not read again.
     """
-    checkpoint, findings = inspect_checkpoint(folder, variant=variant, kind=kind)
+    return require_whole(folder, inspect_checkpoint(folder, variant=variant, kind=kind, files=files))
+
+
+def require_whole(folder: Path, inspected: tuple[Checkpoint | None, list[Finding]]) -> Checkpoint:
+    """Return the checkpoint that :func:`inspect_checkpoint` found in a folder; raise its errors if it has any."""
+    checkpoint, findings = inspected
     errors = [finding for finding in findings if finding.severity == "error"]
     if checkpoint is None or errors:
         raise_faults(folder, errors)
@@ -73,41 +80,50 @@ def read_checkpoint(folder: Path, *, variant: str | None = None, kind: Kind | No
 
 def require_unchanged(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose files another process has written or replaced since their headers were checked."""
-    changed = [path for path, before in checkpoint.stamps.items() if stamp(path) != before]
+    refuse_changed(checkpoint.folder, checkpoint.stamps)
+
+
+def refuse_changed(folder: Path, stamps: Mapping[Path, tuple[int, ...]]) -> None:
+    """Refuse a folder of whose files one has no longer the stamp that it had before it was read."""
+    changed = [path for path, before in stamps.items() if stamp(path) != before]
     if changed:
-        message = f"{len(changed)} of {len(checkpoint.stamps)} files were written while they were read: "
+        message = f"{len(changed)} of {len(stamps)} files were written while they were read: "
         message += listed(path.name for path in changed)
         fix = "load it again when its writer is done; write each new checkpoint to a folder of its own"
-        raise_faults(checkpoint.folder, [fault("changed", checkpoint.folder, message, fix)])
+        raise_faults(folder, [fault("changed", folder, message, fix)])
 
 
 def inspect_checkpoint(
-    folder: Path, *, variant: str | None = None, kind: Kind | None = None
+    folder: Path, *, variant: str | None = None, kind: Kind | None = None, files: JsonFiles | None = None
 ) -> tuple[Checkpoint | None, list[Finding]]:
-    """Read like :func:`read_checkpoint`, but raise nothing; return what could be read, and findings of any severity.
+    """Read like :func:`read_checkpoint`, but raise nothing; return the checkpoint and findings of any severity.
 
     Where nothing could be read, the checkpoint is ``None``, and at least one of the findings is an error.
     """
-    tries = 0
+    tries, files = 0, JsonFiles() if files is None else files
     while True:
         before, tries = stamp(folder), tries + 1
-        result = _inspect(folder, variant, kind)
+        read = files.copy()
+        result = _inspect(folder, variant, kind, read)
         # Read again if the folder was replaced in the meantime.
         if tries == _TRIES or stamp(folder) == before:
+            files.add(read)
             return result
 
 
-def _inspect(folder: Path, variant: str | None, kind: Kind | None) -> tuple[Checkpoint | None, list[Finding]]:
+def _inspect(
+    folder: Path, variant: str | None, kind: Kind | None, read: JsonFiles
+) -> tuple[Checkpoint | None, list[Finding]]:
     names = names_in(folder)
     if isinstance(names, Finding):
         return None, [names]
-    weights, findings = find_weights(folder, names, variant=variant, kind=kind)
+    weights, findings = find_weights(folder, names, variant=variant, kind=kind, read=read)
     if weights is None:
         return None, findings
     index = None
     files = {weights.path.relative_to(folder).as_posix(): weights.path}
     if weights.is_index:
-        index, index_findings = inspect_index(weights.path)
+        index, index_findings = inspect_index(weights.path, read)
         findings += index_findings
         if index is None:
             return None, findings
@@ -115,6 +131,7 @@ def _inspect(folder: Path, variant: str | None, kind: Kind | None) -> tuple[Chec
         files = {name: folder / name for name in sorted(set(index.weight_map.values()))}
     # Before the headers are read, so that a file that changes while they are counts as changed.
     stamps = {path: stamp(path) for path in files.values()}
+    stamps |= {} if index is None else {index.path: read.stamps[index.path]}
     headers, missing = _headers(files, index)
     tensors, file_of, twice = _merged(headers)
     findings += [*missing, *twice]
@@ -128,14 +145,15 @@ def _inspect(folder: Path, variant: str | None, kind: Kind | None) -> tuple[Chec
     return Checkpoint(folder, weights.kind, index, headers, tensors, file_of, notes, stamps), findings
 
 
-def inspect_index(path: Path) -> tuple[Index | None, list[Finding]]:
+def inspect_index(path: Path, read: JsonFiles | None = None) -> tuple[Index | None, list[Finding]]:
     """Read like :func:`read_index`, but raise nothing; return the index or ``None``, and the findings."""
-    document = try_json_object(path)
+    document = (JsonFiles() if read is None else read).try_read(path)
     if isinstance(document, Finding):
         return None, [document]
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        message = f"weight_map is {_json_kind(weight_map)}; it must be an object that names the file of each tensor"
+        kind = json_kind(weight_map) if "weight_map" in document else "missing"
+        message = f"weight_map is {kind}; it must be an object that names the file of each tensor"
         return None, [fault("index-weight-map", path, message, "save or download the index again")]
     findings = _weight_map_faults(path, weight_map)
     total_size, notes = _total_size(path, document)
@@ -147,7 +165,7 @@ def _weight_map_faults(path: Path, weight_map: JsonObject) -> list[Finding]:
     findings = []
     wrong = [name for name, file in weight_map.items() if not isinstance(file, str)]
     if wrong:
-        kind = _json_kind(weight_map[wrong[0]])
+        kind = json_kind(weight_map[wrong[0]])
         message = f"weight_map holds {kind} for {listed(wrong)}; it must be the name of a file"
         findings.append(fault("index-weight-map", path, message, "save or download the index again"))
     for file in sorted({file for file in weight_map.values() if isinstance(file, str)}):
@@ -165,7 +183,8 @@ def _total_size(path: Path, document: JsonObject) -> tuple[int | None, list[Find
     metadata = document.get("metadata")
     fix = 'add "metadata": {"total_size": <bytes of all tensors>} to the index'
     if not isinstance(metadata, dict):
-        message = f"metadata is {_json_kind(metadata)}; transformers fails on an index without the object"
+        kind = json_kind(metadata) if "metadata" in document else "missing"
+        message = f"metadata is {kind}; transformers fails on an index without the object"
         return None, [note("warning", "index-metadata", path, message, fix)]
     total_size = metadata.get("total_size")
     if total_size is None or (type(total_size) is int and total_size >= 0):
@@ -246,7 +265,3 @@ def _stray_shards(folder: Path, names: Sequence[str], files: Mapping[str, Path])
             fix = "delete it if it is left over from an earlier save"
             findings.append(note("warning", "stray-shard", path, message, fix, size_of(path)))
     return findings
-
-
-def _json_kind(value: object) -> str:
-    return "missing" if value is None else "empty" if value == {} else f"of type {type(value).__name__}"

@@ -44,7 +44,7 @@ class Costly(NamedTuple):
 
 
 class _Takes(NamedTuple):
-    """What a state of a program takes: one character, by a node of the parser's tree."""
+    """The condition on the one character that a state of a program takes: a node of the parser's tree."""
 
     kind: str
     value: Any

@@ -1,7 +1,8 @@
-"""JSON objects, read strictly, because these files decide what is loaded. Imports no torch.
+"""JSON objects, read strictly, because these files decide which model is built and loaded. Imports no torch.
 
 Python's own parser keeps the last of two equal keys, accepts ``NaN`` and ``1e400``, and reads half a surrogate pair.
-Each of these lets two programs read the same file differently, so each is refused here.
+Each of these lets two programs read the same file differently, so each is refused here. ``Infinity`` is read where
+transformers itself writes it: in a model's config (``time_step_limit`` of Nemotron-H).
 """
 
 from __future__ import annotations
@@ -43,6 +44,17 @@ def read_json_object(path: Path) -> JsonObject:
 
 def try_json_object(path: Path) -> JsonObject | Finding:
     """Read like :func:`read_json_object`; return the object, or the finding that says why there is none."""
+    data = try_json_bytes(path)
+    return data if isinstance(data, Finding) else try_parse_file(data, path)
+
+
+def try_parse_file(data: bytes, path: Path) -> JsonObject | Finding:
+    """Parse the bytes of a JSON file, in which an integer that no double can hold is refused."""
+    return try_parse(data, str(path), finite=True, infinity=path.name == "config.json")
+
+
+def try_json_bytes(path: Path) -> bytes | Finding:
+    """Return the bytes of a file of a limited size that should hold JSON, or the finding that says why not."""
     file = try_open(path)
     if isinstance(file, Finding):
         return file
@@ -58,15 +70,14 @@ def try_json_object(path: Path) -> JsonObject | Finding:
         what = path.name if path.name in _LARGEST_CONFIGS else "JSON file"
         limit = f"{format_bytes(most)} ({most} bytes), the limit for a {what} of a checkpoint"
         return fault("json-too-large", path, f"is larger than {limit}", "check that it is the right file")
-    if is_lfs_pointer(data):
-        return lfs_pointer(path)
-    return try_parse(data, str(path), finite=True)
+    return lfs_pointer(path) if is_lfs_pointer(data) else data
 
 
-def try_parse(data: bytes, where: str, *, finite: bool = False) -> JsonObject | Finding:
-    """Parse one JSON object in UTF-8 without a byte order mark; ``where`` is what the finding calls the bytes.
+def try_parse(data: bytes, where: str, *, finite: bool = False, infinity: bool = False) -> JsonObject | Finding:
+    """Parse one JSON object in UTF-8 without a byte order mark; ``where`` names the bytes in the finding.
 
-    With ``finite``, an integer that no double can hold is refused, too: whoever computes with it overflows.
+    With ``finite``, an integer that no double can hold is refused, too: whoever computes with it overflows. With
+    ``infinity``, ``Infinity`` and ``-Infinity`` are read.
     """
     if is_lfs_pointer(data):
         return lfs_pointer(where)
@@ -76,7 +87,7 @@ def try_parse(data: bytes, where: str, *, finite: bool = False) -> JsonObject | 
         byte = f"byte {error.start} is 0x{data[error.start]:02x}"
         return fault("json-utf8", where, f"the JSON is not valid UTF-8: {byte} ({error.reason})", _AGAIN)
     try:
-        value, duplicates = _decode(text, finite=finite)
+        value, duplicates = _decode(text, finite=finite, infinity=infinity)
     except RecursionError:
         return fault("json-invalid", where, "the JSON is nested too deeply to be read", _AGAIN)
     except ValueError as error:
@@ -89,7 +100,7 @@ def try_parse(data: bytes, where: str, *, finite: bool = False) -> JsonObject | 
     return value
 
 
-def _decode(text: str, *, finite: bool) -> tuple[object, list[str]]:
+def _decode(text: str, *, finite: bool, infinity: bool) -> tuple[object, list[str]]:
     duplicates: list[str] = []
 
     def to_dict(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -103,14 +114,15 @@ def _decode(text: str, *, finite: bool) -> tuple[object, list[str]]:
     parse_int = _zero_keeps_its_sign if "-0" in text else None
     if finite and _LONG_NUMBER.search(text):
         parse_int = _finite_integer
+    constant = _infinity if infinity else _no_constant
     if "\\" not in text:
-        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=parse_int)
+        value = json.loads(text, parse_constant=constant, parse_float=_finite, parse_int=parse_int)
         # Faster than a hook for each object: without escapes every quotation mark begins or ends a string, and a key
         # that is there twice leaves two marks more than the parsed strings have.
         if type(value) is dict and 2 * _count_strings(value) == text.count('"'):
             return value, []
     value = json.loads(
-        text, object_pairs_hook=to_dict, parse_constant=_no_constant, parse_float=_finite, parse_int=parse_int
+        text, object_pairs_hook=to_dict, parse_constant=constant, parse_float=_finite, parse_int=parse_int
     )
     if "\\u" in text and _HALF_SURROGATE.search(text):
         # Two halves that belong together have become one character; a half that is left cannot be encoded.
@@ -133,6 +145,10 @@ def _refuse_half_surrogates(value: object) -> None:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _infinity(name: str) -> float:
+    return _no_constant(name) if name == "NaN" else float(name)
 
 
 def _finite(number: str) -> float:

@@ -12,7 +12,8 @@ from safe_loading._core.report import Finding
 
 from .faults import fault, listed, note
 from .files import not_contained, unreadable
-from .strict_json import try_json_object
+from .json_files import JsonFiles
+from .mlx import MLX_WEIGHTS
 
 Kind = Literal["model", "adapter"]
 ADAPTER_SINGLE, ADAPTER_PICKLE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"
@@ -46,7 +47,7 @@ class Weights:
 
 
 def find_weights(
-    folder: Path, names: Collection[str], *, variant: str | None = None, kind: Kind | None = None
+    folder: Path, names: Collection[str], *, read: JsonFiles, variant: str | None = None, kind: Kind | None = None
 ) -> tuple[Weights | None, list[Finding]]:
     """Choose the weight file or index as transformers and peft do: a single file before an index, never a pickle.
 
@@ -54,7 +55,7 @@ def find_weights(
     is read as an adapter when it holds an adapter and no model weights.
     """
     single, index = _with_variant("model.safetensors", variant), _with_variant("model.safetensors.index.json", variant)
-    configured = _configured(folder, names)
+    configured = _configured(folder, names, read)
     if isinstance(configured, Finding):
         return None, [configured]
     has_adapter = bool({ADAPTER_SINGLE, ADAPTER_PICKLE, ADAPTER_CONFIG} & set(names))
@@ -62,6 +63,8 @@ def find_weights(
     if kind == "adapter" or (kind is None and has_adapter and not has_model):
         if ADAPTER_SINGLE in names:
             return Weights("adapter", folder / ADAPTER_SINGLE, False), []
+        if MLX_WEIGHTS in names:
+            return Weights("adapter", folder / MLX_WEIGHTS, False), []
         return None, [_no_weights(folder, names, [(ADAPTER_PICKLE, ADAPTER_SINGLE)])]
     # From here on in the order of transformers' _get_resolved_checkpoint_files: config, single file, index.
     if configured is not None:
@@ -101,9 +104,9 @@ def _with_variant(name: str, variant: str | None) -> str:
     return f"{stem}.{variant}.{suffix}"
 
 
-def _configured(folder: Path, names: Collection[str]) -> Path | Finding | None:
+def _configured(folder: Path, names: Collection[str], read: JsonFiles) -> Path | Finding | None:
     """Return the file that ``transformers_weights`` of config.json names, which transformers prefers to all others."""
-    config = try_json_object(folder / "config.json") if "config.json" in names else None
+    config = read.try_read(folder / "config.json") if "config.json" in names else None
     weights = config.get("transformers_weights") if isinstance(config, dict) else None
     if weights is None:
         return None
@@ -133,4 +136,7 @@ def _no_weights(folder: Path, names: Collection[str], pickles: list[tuple[str, s
     others = [name for name in names if name.endswith((".safetensors", ".gguf", *PICKLE_SUFFIXES))]
     instead = f"; it holds {listed(others)}" if others else ""
     fix = "check the path and the variant, or download or copy the weights"
+    if others and all(name.endswith(".gguf") for name in others):
+        instead += ", which llama.cpp reads"
+        fix = "pass a folder that transformers saved, of the model that the GGUF file was made from"
     return fault("weights-missing", folder, f"holds no weights: {expected} does not exist{instead}", fix)

@@ -7,11 +7,11 @@ runs, so that ``check`` works without importing torch.
 
 from __future__ import annotations
 
-from . import audit, check, demo, doctor, explain, merge, plan, predict
+from . import audit, check, demo, doctor, explain, merge, plan, predict, verify
 from .answer import Commands
 
 
 def add_all(commands: Commands) -> None:
-    """Declare every command; ``commands`` is what ``add_subparsers`` returned."""
-    for command in (demo, check, merge, audit, predict, doctor, plan, explain):  # the order of --help
+    """Declare every command; ``commands`` is the result of ``add_subparsers``."""
+    for command in (demo, check, merge, verify, audit, predict, doctor, plan, explain):  # the order of --help
         command.add(commands)

@@ -6,7 +6,7 @@ import argparse
 
 from .answer import NOT_OK, OK, USAGE, Answer, Commands, example
 from .quantization import add_quantization, quantization
-from .training import add_training, refuse_unused, training
+from .training import OF_A_STEP, add_training, refuse_unused, training
 
 _FORMATS = ("text", "json", "github", "sarif")
 
@@ -27,6 +27,9 @@ def add(commands: Commands) -> None:
     add_training(parser)
     add_quantization(parser)
     parser.add_argument("--trust-remote-code", action="store_true", help="run the repository's own code")
+    parser.add_argument(
+        "--json", dest="format", action="store_const", const="json", default="text", help="the same as --format json"
+    )
     parser.add_argument("--format", choices=_FORMATS, default="text", help="default: %(default)s")
     parser.set_defaults(run=_run)
 
@@ -37,13 +40,14 @@ def _run(arguments: argparse.Namespace) -> Answer:
 
     try:
         if arguments.train is None:
-            refuse_unused(arguments, "gradient_checkpointing", "optimizer", "adapter")
+            refuse_unused(arguments, "adapter", *OF_A_STEP)
         workload = None if arguments.train is None else training(arguments)
         report = audit_model(
             arguments.model,
             workload,
             trust_remote_code=arguments.trust_remote_code,
             quantization_config=quantization(arguments),
+            prepare_for_kbit=arguments.kbit,
         )
     except SafeLoadingError as error:
         return Answer([f"safe_loading: {error}"], USAGE)

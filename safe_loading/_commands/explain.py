@@ -24,10 +24,14 @@ def add(commands: Commands) -> None:
     summary = "explain a finding's code or an exception: what it means, an example, and the fix; without one, list all"
     parser = commands.add_parser("explain", help=summary, description=summary, epilog=example("explain SL120"))
     parser.add_argument("name", metavar="CODE", nargs="*", help="such as truncated, SL120 or AdapterError")
+    parser.add_argument("--json", action="store_true", help="print the entries as JSON, by code")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
+    if arguments.json:
+        names = [_known(name) for name in arguments.name] or list(_all())
+        return Answer([json.dumps({name: list(_all()[name]) for name in names}, indent=2)])
     if not arguments.name:
         rows = [(name, each.get("severity", ""), each["page"]) for name, found in _all().items() for each in found]
         return Answer([text_table(("name", "severity", "page"), rows)])
@@ -42,7 +46,7 @@ def _all() -> Mapping[str, Sequence[Mapping[str, str]]]:
 
 
 def explain(name: str) -> str:
-    """Return what a code of a finding or an exception means, an example, and what to do.
+    """Return the meaning of a code of a finding or an exception, an example, and the remedy.
 
     Args:
         name: The code as a message has it, such as ``"truncated"``, or the name of an exception; in any letter case.
@@ -53,6 +57,12 @@ def explain(name: str) -> str:
     Raises:
         ArgumentError: There is no such code; the message has the nearest ones.
     """
+    found = _known(name)
+    return "\n\n".join(_paragraph(found, facts) for facts in _all()[found])
+
+
+def _known(name: str) -> str:
+    """Return a code as it is spelled here, or raise with the nearest ones."""
     known = {each.lower(): each for each in _all()}
     # people copy the brackets of a message along with the code
     asked = name.strip(" []().:`'\"").lower()
@@ -60,7 +70,7 @@ def explain(name: str) -> str:
         near = difflib.get_close_matches(asked, known, n=3) or [code for code in known if asked and asked in code][:3]
         hint = f" The nearest are {', '.join(known[code] for code in near)}." if near else ""
         raise ArgumentError(f"there is no code {name!r}.{hint} `python -m safe_loading explain` lists all.")
-    return "\n\n".join(_paragraph(known[asked], facts) for facts in _all()[known[asked]])
+    return known[asked]
 
 
 def _paragraph(name: str, facts: Mapping[str, str]) -> str:
@@ -72,7 +82,8 @@ def _paragraph(name: str, facts: Mapping[str, str]) -> str:
         if key in facts:
             statements = [statement.strip() for statement in facts[key].split(";")]
             lines += ["", _INDENT + heading, *(f"{_INDENT * 3}{statement}" for statement in statements if statement)]
-    return "\n".join([*lines, "", f"{_INDENT}The names in it, and the rest: {facts['page']}"])
+    # No wheel has the pages.
+    return "\n".join([*lines, "", f"{_INDENT}The names in it, and the rest, in the repository: {facts['page']}"])
 
 
 def _from_markdown(text: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safe_loading.errors import OutputError
 
-from .answer import Answer, Commands, example
+from .answer import Answer, Commands, add_verbosity, example
 
 
 def add(commands: Commands) -> None:
@@ -24,7 +24,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--device", default="cpu", help="the device that computes the merged blocks (default: cpu)")
     parser.add_argument("--max-shard-size", metavar="SIZE", help="such as 5GB (default: split as the base is)")
     parser.add_argument("--dtype", help="dtype of the output, such as bfloat16 (default: the base's)")
-    plain = "write a quantized base as a plain one (without it, fp8 and MXFP4 keep their format)"
+    plain = "write a quantized base as a plain one (without it, fp8 and 4-bit floats keep their format)"
     parser.add_argument("--dequantize", action="store_true", help=plain)
     parser.add_argument("--overwrite", action="store_true", help="replace an existing folder as a whole")
     parser.add_argument("--no-resume", action="store_true", help="do not continue what an interrupted call left")
@@ -37,10 +37,12 @@ def add(commands: Commands) -> None:
     parser.add_argument("--tokenizer", choices=("adapter", "base"), help=whose)
     parser.add_argument("--auto-class", metavar="CLASS", help="class of transformers that loads the base")
     parser.add_argument("--allow-pickle", action="store_true", help="read adapters that were saved as .bin")
+    add_key_mapping(parser)
     hub = "upload the output to this repository of the hub, which is made where it does not exist"
     parser.add_argument("--push-to-hub", metavar="REPO", help=hub)
     parser.add_argument("--private", action="store_true", help="make the repository of --push-to-hub a private one")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the base's own code to build it on meta")
+    add_verbosity(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=_run)
 
@@ -49,7 +51,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
     from safe_loading._merging.merge_lora_checkpoint import merge_lora_checkpoint
 
     size = arguments.max_shard_size
-    adapters, weights = zip(*map(_adapter_and_weight, arguments.adapter), strict=True)
+    adapters, weights = zip(*map(adapter_and_weight, arguments.adapter), strict=True)
     report = merge_lora_checkpoint(
         arguments.base,
         adapters,
@@ -62,6 +64,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
         verify=not arguments.no_verify,
         dequantize=arguments.dequantize,
         threads=arguments.threads,
+        progress=False if arguments.quiet else None,
         adapter_revision=arguments.adapter_revision,
         adapter_subfolder=arguments.adapter_subfolder,
         base_revision=arguments.base_revision,
@@ -71,12 +74,24 @@ def _run(arguments: argparse.Namespace) -> Answer:
         tokenizer=arguments.tokenizer,
         auto_class=arguments.auto_class,
         allow_pickle=arguments.allow_pickle,
+        key_mapping=key_mapping_of(arguments),
     )
     texts = [report.to_json() if arguments.json else str(report)]
     return Answer(_then_uploaded(texts, report.output, arguments) if arguments.push_to_hub else texts)
 
 
-def _adapter_and_weight(word: str) -> tuple[str, float]:
+def add_key_mapping(parser: argparse.ArgumentParser) -> None:
+    """Declare the option that renames the keys of adapters."""
+    shown = "rename the adapters' keys: a regular expression and its replacement; may be given several times"
+    parser.add_argument("--key-mapping", metavar=("PATTERN", "NAME"), nargs=2, action="append", help=shown)
+
+
+def key_mapping_of(arguments: argparse.Namespace) -> dict[str, str] | None:
+    """Return the patterns that were given for the keys of adapters; None where none were."""
+    return dict(arguments.key_mapping) if arguments.key_mapping else None
+
+
+def adapter_and_weight(word: str) -> tuple[str, float]:
     """Return the adapter and the weight of ``ADAPTER=0.7``; a folder whose own name ends so has the weight 1."""
     source, _, number = word.rpartition("=")
     if not source or Path(word).exists():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .answer import INFEASIBLE, NOT_OK, OK, Answer, Commands, example
 from .quantization import add_quantization, capability, quantization
-from .training import add_training, refuse_unused, training
+from .training import OF_A_STEP, add_training, refuse_unused, training
 
 if TYPE_CHECKING:
     from safe_loading._core.workload import Workload
@@ -34,6 +34,7 @@ def add(commands: Commands) -> None:
     declare("--capability", metavar="X.Y", help="compute capability of the cards, which decides whether fp8 stays: 9.0")
     declare("--dtype", help="dtype of the weights, such as bfloat16 (default: the checkpoint's)")
     objectives = "load evenly, or use as few as possible"
+    declare("--auto-class", metavar="CLASS", help="class of transformers to build (default: the config's)")
     declare("--objective", choices=("balance", "fill"), default="balance", help=objectives)
     declare("--offload", choices=("never", "cpu", "disk"), default="never", help="where to put what does not fit")
     declare("--overhead", metavar="SIZE", help="bytes to keep free on each accelerator")
@@ -44,6 +45,7 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
+    quantized = quantization(arguments)  # which refuses a name before the engines are imported
     from safe_loading._memory.plan_device_map import plan_device_map
     from safe_loading.errors import DeviceMapInfeasible
 
@@ -53,7 +55,9 @@ def _run(arguments: argparse.Namespace) -> Answer:
             _limits(arguments.max_memory),
             workload=_workload(arguments),
             dtype=arguments.dtype,
-            quantization_config=quantization(arguments),
+            auto_class=arguments.auto_class,
+            quantization_config=quantized,
+            prepare_for_kbit=arguments.kbit,
             capability=capability(arguments.capability),
             objective=arguments.objective,
             offload=arguments.offload,
@@ -101,7 +105,7 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     rows = 1 if arguments.batch is None else arguments.batch
     if arguments.train is not None:
         return training(arguments, rows)
-    refuse_unused(arguments, "gradient_checkpointing", "optimizer")
+    refuse_unused(arguments, *OF_A_STEP)
     if arguments.context is not None:
         return Workload.generate(rows, arguments.context, adapter=arguments.adapter)
     refuse_unused(arguments, "batch", "adapter", needs="--context or --train")

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from .answer import INFEASIBLE, OK, Answer, Commands, example
 from .quantization import add_quantization, quantization
-from .training import add_training, refuse_unused, training
+from .training import OF_A_STEP, add_training, refuse_unused, training
 
 if TYPE_CHECKING:
+    import torch
     from peft import LoraConfig
 
     from safe_loading._core.cards import Card
     from safe_loading._core.spread import Spread
     from safe_loading._core.workload import Workload
     from safe_loading._memory.forecast.on_cards import ForecastsOnCards, OnCards
-    from safe_loading._memory.forecast.report import MemoryForecast
+    from safe_loading._memory.forecast.report import MemoryForecast, Suggestion
 
 _CARDS = ("l4", "l40s", "h100")
 _FIRST = {"batch": 1, "length": 512}
@@ -46,6 +47,7 @@ def add(commands: Commands) -> None:
     declare("--lora", nargs="+", metavar="FIELD=VALUE", help="train a LoRA: r=16 alpha=32 targets=q_proj,v_proj")
     add_quantization(parser)
     declare("--dtype", help="dtype of the weights, such as bfloat16 (default: the checkpoint's)")
+    declare("--auto-class", metavar="CLASS", help="class of transformers to build (default: the config's)")
     declare("--attention", metavar="NAME", help="as attn_implementation of from_pretrained, such as eager")
     what = "spread over N GPUs, or the fewest of --card; --train is what each runs (default: with --fsdp)"
     declare("--gpus", type=_gpus, metavar="N|fewest", help=what)
@@ -60,6 +62,10 @@ def add(commands: Commands) -> None:
         help="keep FSDP's shards and the optimizer on the host; with --zero, the optimizer",
     )
     declare("--activation-offload", action="store_true", help="keep what is saved for the backward pass on the host")
+    emptied = "the loop empties the allocator's cache after each step, as the Trainer's torch_empty_cache_steps=1"
+    declare("--empties-cache", action="store_true", help=emptied)
+    packed = "the ROWS of --train lie one after the other in one row without padding, as trl packs them"
+    declare("--packing", action="store_true", help=packed)
     cards = f"such as h100 'rtx 4090' 24GB (default: {' '.join(_CARDS)})"
     declare("--card", nargs="+", metavar="NAME|SIZE", help=cards)
     declare("--sweep", choices=("batch", "length"), help="forecast several sizes, until none of the cards takes it")
@@ -78,6 +84,7 @@ def _gpus(text: str) -> int | str:
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
+    quantized = quantization(arguments)  # which refuses a name before the engines are imported
     from safe_loading._core.cards import card_of
     from safe_loading._core.parse_size import parse_size
     from safe_loading._memory.forecast.on_cards import ForecastsOnCards
@@ -90,30 +97,66 @@ def _run(arguments: argparse.Namespace) -> Answer:
     limit = None if arguments.limit is None else parse_size(arguments.limit, "--limit")
     cards = tuple(card_of(name) for name in arguments.card or _CARDS)
     workload = _workload(arguments)
-    forecast = _forecaster(arguments)
+    forecast = _forecaster(arguments, quantized)
     rows = tuple(_rows(arguments, workload, cards, forecast))
     report = ForecastsOnCards(arguments.sweep or "", cards, rows)
     if arguments.picture is not None:
         _write(Path(arguments.picture), report._repr_svg_())
     fits = limit is None or all(forecast.fits(limit) for row in rows for forecast in row.forecasts)
-    fewest = arguments.gpus == _FEWEST
-    texts = _texts(report, arguments.limit, fits=fits, fewest=fewest)
-    return Answer([_json(report, limit, fits=fits)] if arguments.json else list(texts), OK if fits else INFEASIBLE)
+    name, changes = _suggestions(report, arguments.limit, limit)
+    if arguments.json:
+        return Answer([_json(report, limit, changes, fits=fits)], OK if fits else INFEASIBLE)
+    verdict = _verdict(report, arguments.limit, fits=fits, fewest=arguments.gpus == _FEWEST)
+    texts = [" ".join(verdict), *_changes_text(name, changes), ""]
+    texts += [] if report.varied else [f"{rows[0].forecasts[0]}\n"]
+    return Answer([*texts, str(report)], OK if fits else INFEASIBLE)
 
 
-def _texts(report: ForecastsOnCards, limit: str | None, *, fits: bool, fewest: bool) -> Iterator[str]:
-    if not report.varied:
-        yield f"{report.rows[0].forecasts[0]}\n"
-    yield str(report)
-    if fewest:
-        yield f"\nThe fewest GPUs that take it: {_gpus_of(report)}."
+def _verdict(report: ForecastsOnCards, limit: str | None, *, fits: bool, fewest: bool) -> Iterator[str]:
+    """Yield sentences: the limit, the cards, and how many of them; of several sizes each row says its own."""
+    from safe_loading._core.parse_size import forgotten_unit, parse_size
+
     if limit is not None:
-        yield f"\n{'Within' if fits else 'MORE THAN'} the limit of {limit}."
+        yield f"{'Within' if fits else 'MORE THAN'} the limit of {limit}."
+    sizes = [card.memory for card in report.cards] + ([] if limit is None else [parse_size(limit, "--limit")])
+    yield from filter(None, [forgotten_unit(sizes)])
+    if report.varied:
+        yield f"By {report.varied}, {len(report.rows)} sizes:"
+        return
+    by_answer: dict[bool, list[str]] = {True: [], False: []}
+    for card, answer in zip(report.cards, report.rows[0].fits, strict=True):
+        by_answer[answer].append(card.name)
+    for answer, names in by_answer.items():
+        if names:
+            yield f"{'Fits' if answer else 'Does NOT fit'} on {' and '.join(names)}."
+    if fewest:
+        yield f"The fewest GPUs that take it: {_gpus_of(report)}."
 
 
-def _json(report: ForecastsOnCards, limit: int | None, *, fits: bool) -> str:
+def _suggestions(report: ForecastsOnCards, text: str | None, limit: int | None) -> tuple[str, tuple[Suggestion, ...]]:
+    """Return the name of the limit or the largest card, whichever does not take the step, and changes for it."""
+    if report.varied:
+        return "", ()
+    (row,) = report.rows
+    if text is not None and limit is not None and not all(made.fits(limit) for made in row.forecasts):
+        return text, max(row.forecasts, key=lambda made: made.total_bytes).suggestions(limit)
+    if any(row.fits):
+        return "", ()
+    largest = max(range(len(report.cards)), key=lambda place: report.cards[place].memory)
+    return report.cards[largest].name, row.forecasts[largest].suggestions(report.cards[largest].memory)
+
+
+def _changes_text(name: str, changes: tuple[Suggestion, ...]) -> Iterator[str]:
+    from safe_loading._memory.forecast.suggestions import suggestions_table
+
+    if changes:
+        yield f"\nChanges that take less, from the cheapest to the dearest:\n\n{suggestions_table(changes, name)}"
+
+
+def _json(report: ForecastsOnCards, limit: int | None, changes: tuple[Suggestion, ...], *, fits: bool) -> str:
     facts = json.loads(report.to_json())
     facts |= {"gpus": _gpus_of(report), "limit": limit, "within_limit": None if limit is None else fits}
+    facts["suggestions"] = [each.facts() for each in changes]
     return json.dumps(facts, indent=2)
 
 
@@ -163,7 +206,7 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     adapter = arguments.adapter if arguments.lora is None else _lora(arguments.lora)
     if kinds == ["train"]:
         return training(arguments).replace(adapter=adapter, activation_offload=arguments.activation_offload)
-    refuse_unused(arguments, "gradient_checkpointing", "optimizer", "activation_offload")
+    refuse_unused(arguments, *OF_A_STEP, "activation_offload", "empties_cache", "packing")
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)", arguments.generate.lower())
     if match is None:
         raise ArgumentError(f"--generate {arguments.generate}: write ROWSxTOKENS, such as 1x4096, or only TOKENS.")
@@ -200,25 +243,43 @@ def _value(text: str) -> object:
         return text.split(",") if "," in text or not text.startswith("all-") else text
 
 
-def _forecaster(arguments: argparse.Namespace) -> Callable[[Workload, Card], MemoryForecast]:
+def _forecaster(
+    arguments: argparse.Namespace, quantized: dict[str, Any] | None
+) -> Callable[[Workload, Card], MemoryForecast]:
     from safe_loading._memory.fewest_ranks import fewest_ranks
     from safe_loading._memory.predict_memory import predict_memory
 
-    quantized, spread = quantization(arguments), _spread(arguments)
+    spread = _spread(arguments)
 
     def forecast(workload: Workload, card: Card) -> MemoryForecast:
         options: dict[str, Any] = {
             "capability": card.capability,
             "dtype": arguments.dtype,
+            "auto_class": arguments.auto_class,
             "attn_implementation": arguments.attention,
             "quantization_config": quantized,
+            "prepare_for_kbit": arguments.kbit,
+            "empties_cache": arguments.empties_cache,
             "trust_remote_code": arguments.trust_remote_code,
         }
+        if arguments.packing:
+            workload, options["inputs"] = _packed(workload)
         if spread is not None and arguments.gpus == _FEWEST:
             return fewest_ranks(arguments.model, workload, card.memory, spread, **options)
         return predict_memory(arguments.model, workload, spread=spread, **options)
 
     return forecast
+
+
+def _packed(workload: Workload) -> tuple[Workload, dict[str, torch.Tensor]]:
+    """Return a step with its rows in one, and the positions from 0 that say where each begins; no mask."""
+    import torch
+
+    rows, tokens = workload.batch_size, workload.sequence_length
+    ids = torch.zeros((1, rows * tokens), dtype=torch.int64)
+    positions = torch.arange(tokens).repeat(rows)[None]
+    inputs = {"input_ids": ids, "position_ids": positions, "labels": ids}
+    return workload.replace(batch_size=1, sequence_length=rows * tokens), inputs
 
 
 def _spread(arguments: argparse.Namespace) -> Spread | None:

@@ -1,19 +1,25 @@
-"""The argument ``--quantization``, shared by ``plan``, ``predict`` and ``audit``."""
+"""The argument ``--quantization``, shared by ``plan``, ``predict`` and ``audit``, and the notice of an engine."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-# As transformers' configs have them: BitsAndBytesConfig, FineGrainedFP8Config and Mxfp4Config with their defaults.
+# As transformers' configs have them: BitsAndBytesConfig, FineGrainedFP8Config and Mxfp4Config with their defaults; GPTQ
+# and AWQ as nearly all checkpoints have them.
 _CONFIGS: dict[str, dict[str, Any]] = {
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "fp4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "mxfp4": {"quant_method": "mxfp4"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
 }
 
 
@@ -52,3 +58,18 @@ def capability(text: str | None) -> tuple[int, int] | None:
     if text is not None and match is None:
         raise ArgumentError(f"--capability {text}: write major and minor, such as 8.0 for an A100 and 9.0 for an H100.")
     return None if match is None else (int(match[1]), int(match[2]))
+
+
+@contextmanager
+def without_kernel_notice() -> Iterator[None]:
+    """Drop bitsandbytes' notice at import that a kernel of the hub is not there: no command runs 4 bits on a CPU."""
+    engine = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    engine.addFilter(_is_no_notice)
+    try:
+        yield
+    finally:
+        engine.removeFilter(_is_no_notice)
+
+
+def _is_no_notice(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from safe_loading._core.workload import Workload
 
 
+# what describes a training step alone, by the names under which argparse keeps it
+OF_A_STEP = ("gradient_checkpointing", "optimizer", "kbit", "bf16", "fp16", "accumulation")
+
+
 def add_training(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that describe a training step."""
     declare = parser.add_argument
@@ -21,6 +25,14 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         help="recompute activations when backpropagating",
     )
     declare("--optimizer", help="such as adamw_8bit or sgd (default: adamw)")
+    precision = parser.add_mutually_exclusive_group()
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        more = f"mixed precision: the forward pass under torch.autocast in {dtype}, as the Trainer's {name}=True"
+        precision.add_argument(f"--{name}", action="store_true", help=more)
+    batches = "micro-batches of --train whose gradients are summed before a step of the optimizer (default: 1)"
+    declare("--accumulation", "--gradient-accumulation", type=int, metavar="N", help=batches)
+    who = "prepares a base in 4 or 8 bits: trl (the default), peft's prepare_model_for_kbit_training, or none"
+    declare("--kbit", choices=("trl", "peft", "none"), help=who)
     declare("--adapter", metavar="DIR", help="the folder of the adapter that is trained")
 
 
@@ -40,6 +52,8 @@ def training(arguments: argparse.Namespace, rows: int = 1) -> Workload:
         gradient_checkpointing=arguments.gradient_checkpointing,
         optimizer=arguments.optimizer or "adamw",
         adapter=arguments.adapter,
+        autocast="bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None,
+        gradient_accumulation_steps=1 if arguments.accumulation is None else arguments.accumulation,
     )
 
 

@@ -1,1 +1,1 @@
-"""What every folder shares; imports no torch."""
+"""The modules that every folder shares; imports no torch."""

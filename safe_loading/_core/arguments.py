@@ -10,14 +10,14 @@ from .paths import path_text
 
 
 def whole_number(value: object, argument: str, *, least: int, what: str = "a number") -> int:
-    """Return a count or a size; refuse what is no int or is below ``least``, and say ``what`` would be right."""
+    """Return a count or a size; raise an error that asks for ``what`` unless it is an int of ``least`` or more."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ArgumentError(f"{argument}={value!r:.80}: pass {what}, {least} or more.")
     return value
 
 
 def model_source(value: object, argument: str, *classes: type) -> None:
-    """Refuse what is neither a path, a hub id nor an instance of ``classes``: no model can be built from it."""
+    """Refuse a value that is neither a path, a hub id nor an instance of ``classes``: no model can be built from it."""
     if isinstance(value, classes):
         return
     if not isinstance(value, (str, os.PathLike)):
@@ -27,7 +27,7 @@ def model_source(value: object, argument: str, *classes: type) -> None:
 
 
 def compute_capability(value: object, argument: str = "capability") -> None:
-    """Refuse what is no compute capability: a pair of major and minor number."""
+    """Refuse any value but a compute capability: a pair of major and minor number."""
     numbers = value if isinstance(value, tuple) else ()
     if [type(number) for number in numbers] != [int, int]:
         raise ArgumentError(f"{argument}={value!r:.80}: pass major and minor, for example (8, 0).")

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from safe_loading.errors import printable
+
 from .report import format_bytes
 
 COLORS: dict[str, str | None] = {
@@ -71,7 +73,7 @@ class MemoryBar:
 
     @property
     def sizes(self) -> str:
-        """The total, the limit, and what is free or missing."""
+        """The total, the limit, and the verdict or the bytes that are free or missing."""
         if self.limit is None:
             return format_bytes(self.total)
         left = self.limit - self.total
@@ -80,7 +82,7 @@ class MemoryBar:
 
 
 class Mark(NamedTuple):
-    """A line down through all bars, at a number of bytes; its label stands above the bars."""
+    """A line through all bars, at a number of bytes; its label stands above the bars."""
 
     label: str
     bytes: int
@@ -108,13 +110,15 @@ def draw_bars(bars: Sequence[MemoryBar], marks: Sequence[Mark] = (), title: str 
     for row, line in enumerate(textwrap.wrap(title, _TITLE_LETTERS)):
         shapes.append(_text(0, row * _LINE + 14, line, bold=True))
     first = y = (len(shapes) + len(marks)) * _LINE + (_GAP if shapes else 0)
+    tops = []
     for bar in bars:
         heading = _heading(bar, y + 14)
         y += _LINE * (2 if bar.contents else 1)
+        tops.append(y)
         shapes += [*heading, *_bar_shapes(bar, y, scale)]
         y += _BAR + _GAP
     for row, mark in enumerate(marks):
-        shapes += _mark_shapes(mark, first - (len(marks) - row) * _LINE, max(first, y - _GAP), scale)
+        shapes += _mark_shapes(mark, first - (len(marks) - row) * _LINE, tops, scale)
     legend, y = _legend(bars, y)
     shapes += legend
     # a margin of 4, so that no outline is cut
@@ -127,20 +131,20 @@ def draw_bars(bars: Sequence[MemoryBar], marks: Sequence[Mark] = (), title: str 
 def _text(x: float, y: float, text: str, *, bold: bool = False, end: bool = False, inside: str = "") -> str:
     weight = ' font-weight="600"' if bold else ""
     anchor = ' text-anchor="end"' if end else ""
-    return f'<text x="{x:g}" y="{y:g}"{weight}{anchor}>{html.escape(text)}{inside}</text>'
+    return f'<text x="{x:g}" y="{y:g}"{weight}{anchor}>{html.escape(printable(text))}{inside}</text>'
 
 
 def _heading(bar: MemoryBar, y: int) -> list[str]:
-    """Return what stands above a bar: what it is of, its sizes at the right, and what is there on a second line."""
+    """Return the heading above a bar: its label, its sizes at the right, and its contents on a second line."""
     shapes = [_cut(y, bar.label, _LABEL_LETTERS, bold=True), _text(_WIDTH, y, bar.sizes, end=True)]
     return [*shapes, _cut(y + _LINE, bar.contents, _LINE_LETTERS)] if bar.contents else shapes
 
 
 def _cut(y: int, text: str, most: int, *, bold: bool = False) -> str:
-    """Return a text at the left; what is cut of it is shown when the pointer rests on it."""
+    """Return a text at the left; one that is cut is shown in full when the pointer rests on it."""
     if len(text) <= most:
         return _text(0, y, text, bold=bold)
-    return _text(0, y, f"{text[: most - 3]}...", bold=bold, inside=f"<title>{html.escape(text)}</title>")
+    return _text(0, y, f"{text[: most - 3]}...", bold=bold, inside=f"<title>{html.escape(printable(text))}</title>")
 
 
 def _legend(bars: Sequence[MemoryBar], top: int) -> tuple[list[str], int]:
@@ -175,9 +179,12 @@ def _near_marks(marks: Sequence[Mark], widest: int) -> list[Mark]:
     return [mark for mark in ordered if first_beyond is None or mark.bytes <= first_beyond]
 
 
-def _mark_shapes(mark: Mark, top: int, bottom: int, scale: float) -> list[str]:
+def _mark_shapes(mark: Mark, top: int, bars: Sequence[int], scale: float) -> list[str]:
+    """Return a mark's label with a line beside it, and the line again through each bar, but through no text."""
     x = mark.bytes * scale
-    line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}" stroke="currentColor" stroke-dasharray="4 3"/>'
+    pieces = [(top, top + _LINE), *((bar - 3, bar + _BAR + 3) for bar in bars)]
+    path = " ".join(f"M{x:.1f} {start}V{stop}" for start, stop in pieces)
+    line = f'<path d="{path}" stroke="currentColor" stroke-dasharray="4 3"/>'
     # a label on the right half stands to the left of its line, where there is room
     left = x > _WIDTH / 2
     text = f"{mark.label}: {format_bytes(mark.bytes)}"

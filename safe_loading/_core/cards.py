@@ -47,6 +47,8 @@ _TOTAL_CAPACITY = {
 }
 CARDS = {name: Card(name, int(size * GiB), capability) for name, (size, capability) in _TOTAL_CAPACITY.items()}
 _SPELLINGS = {"h10080gb": "h100", "h100sxm": "h100", "h200141gb": "h200", "rtxa6000": "a6000", "l4048gb": "l40"}
+_NEAR = 0.08  # 24 GB on the box are 22.4 GiB as a size, and the cards that are sold so offer 21.9 to 23.6
+_SEVERAL = re.compile(r"\s*(\d+)\s*[x×*]\s*(\S.*?)\s*")  # as in 2x48GB
 _OTHER = (8, 0)  # the capability of a card that is given by its size alone
 
 
@@ -58,6 +60,9 @@ def card_of(text: str) -> Card:
     by_spelling |= {key.removeprefix("rtx"): card for key, card in by_spelling.items() if key.startswith("rtx")}
     if plain in by_spelling:
         return by_spelling[plain]
+    if several := _SEVERAL.fullmatch(text):
+        number, one = several.groups()
+        raise ArgumentError(f"card {text!r} is {number} cards: pass {one} with --gpus {number}, or spread= in Python.")
     if re.match(r"\s*[0-9.]", text):
         return Card(text.strip(), parse_size(text, "card"), _OTHER)
     sizes = [name for name in CARDS if plain and name.startswith(f"{plain}-")]
@@ -68,14 +73,25 @@ def card_of(text: str) -> Card:
 
 
 def card_memory(card: object, options: dict[str, Any], **of_named: object) -> int:
-    """Return the memory of a card; for one that is named, fill in its capability and what `of_named` says."""
+    """Return the memory of a card; for one that is named, fill in its capability and the options of `of_named`."""
     if not isinstance(card, str):
-        return parse_size(card, "card")
+        return parse_size(card, "max_memory")
     found = card_of(card)
     if found.name in CARDS:
         for name, value in {"capability": found.capability, **of_named}.items():
             options.setdefault(name, value)
     return found.memory
+
+
+def sold_as(card: Card) -> str:
+    """Return a sentence that names cards of about the size of one that is given by its size; empty without any."""
+    if card.name in CARDS:
+        return ""
+    near = [named for named in CARDS.values() if abs(named.memory - card.memory) < _NEAR * card.memory]
+    if not near or any(named.memory == card.memory for named in near):
+        return ""
+    names = ", ".join(f"{named.name} {format_bytes(named.memory)}" for named in near)
+    return f"{card.name} is {format_bytes(card.memory)}. By their names, cards of about this size are: {names}."
 
 
 def card_text(card: Card) -> str:

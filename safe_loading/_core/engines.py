@@ -1,4 +1,4 @@
-"""Where supported versions of the engines differ, and what to say when one is missing or too old. Imports none of them.
+"""Differences between supported versions of the engines, and errors for missing or old ones. Imports none of them.
 
 Every difference between supported versions is bridged by one function here, named with the version that brought the
 newer behavior: when the lower bound in pyproject.toml reaches it, the function goes.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module, metadata
 from typing import Any
 
@@ -113,6 +113,25 @@ def renaming_scope(rule: object) -> object:
     return getattr(rule, "scope_prefix", None)
 
 
+def missing_of_load(result: Any) -> set[str]:
+    """Return the weights that transformers' loader did not load, from its result; they may be taken out of it.
+
+    Part of an object since transformers 5.1; before, the first of several sets.
+    """
+    missing: set[str] = getattr(result[0], "missing_keys", result[0])
+    return missing
+
+
+def note_uses(rules: Iterable[Any], like: Iterable[Any]) -> None:
+    """Note of each conversion rule of transformers that it was used, if the same one in ``like`` was.
+
+    Since 5.6 a model keeps the rules that its load used, and `save_pretrained` reverses these; before, all rules.
+    """
+    for rule, other in zip(rules, like, strict=True):
+        if getattr(other, "_was_used", False):
+            rule._was_used = True
+
+
 def targets_of(rule: object) -> object:
     """Return the names that a conversion rule of transformers makes, as its author wrote them.
 
@@ -198,9 +217,15 @@ def swaps_features(wrapper: object) -> bool:
     return bool(getattr(wrapper, "_did_swap_in_out_features", False))
 
 
+def is_integrated(model: object) -> bool:
+    """Return whether a model has adapters of transformers' own ``add_adapter``, without a PeftModel around it."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
 def forget_adapters(model: object) -> None:
     """Remove the configs of adapters from an unloaded model, as `BaseTuner.unload` does since peft 0.20."""
     vars(model).pop("peft_config", None)
+    vars(model).pop("_hf_peft_config_loaded", None)  # of the load_adapter() of transformers
 
 
 def hash_tensor(tensor: Any) -> int:

@@ -1,4 +1,4 @@
-"""What ``nvidia-smi`` says about GPUs and their processes, without making a CUDA context. Imports no torch."""
+"""GPUs and their processes as ``nvidia-smi`` reports them, without making a CUDA context. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of modules and tensors: what wrappers and peft put into them, and the modules around a name. No torch."""
+"""Names of modules and tensors: the parts that wrappers and peft add, and the modules around a name. No torch."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ def method_name(peft_type: object) -> str:
 def without_peft_prefix(name: str) -> str:
     """Return a name in a PeftModel as its base model has it; other names are returned as they are."""
     return name.removeprefix(PEFT_PREFIX)
+
+
+def with_stars(name: str) -> str:
+    """Return a name with a star for each number in it, which the same module of every layer has.
+
+    >>> with_stars("model.layers.12.self_attn.q_proj.weight")
+    'model.layers.*.self_attn.q_proj.weight'
+    """
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def ancestors(name: str) -> Iterator[str]:

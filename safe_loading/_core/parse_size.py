@@ -14,7 +14,8 @@ from safe_loading.errors import ArgumentError
 Device = int | str
 """An accelerator's index, ``"cpu"`` or ``"disk"``: what a device map may hold."""
 
-Limits = Mapping[Any, object]
+Size = int | float | str
+Limits = Mapping[Any, Size]  # by device; a mapping of other keys could not be passed, since keys are invariant
 """Sizes by device, as a caller writes them. (The keys of a ``Mapping`` are invariant, hence the ``Any``.)"""
 
 HOST: tuple[str, str] = ("cpu", "disk")
@@ -22,19 +23,21 @@ UNLIMITED = 1 << 62
 """The limit of what has none, in bytes."""
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-# Any letter case means bytes: "5gb" is 5 gigabytes here, whoever reads it as gigabits elsewhere.
+# "5GB" and "5gb" are bytes; "5Gb" writes the b as bits are written, and accelerate reads it so.
 _NUMBER = r"[+-]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:e[+-]?[0-9]+)?"
-_SIZE = re.compile(rf"\s*({_NUMBER})\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
+_SIZE = re.compile(rf"\s*({_NUMBER})\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
 _NO_ACCELERATORS = ("cpu", "meta", "disk")
+_LEAST_MEANT = 4096  # bytes: a smaller limit is a number whose unit was forgotten
 _INDEXED = re.compile(r"(?:[a-z]+:)?([0-9]+)")
 _SIZE_SYNTAX = 'pass a number of bytes, or text such as "20GiB" (2^30 bytes each) or "20GB" (10^9 bytes each)'
 
 
 def parse_size(value: object, where: str) -> int:
-    """Return a size in bytes; ``where`` says in an error what it is the size of.
+    """Return a size in bytes; ``where`` names its origin, such as an argument, in an error.
 
-    It is a finite number from 0 on, of Python or numpy, or text with a unit in any letter case: ``"5GB"`` and ``"5G"``
-    are 5 x 10^9 bytes, ``"5GiB"`` is 5 x 2^30. A fraction of a byte is dropped.
+    It is a finite number from 0 on, of Python or numpy, or text with a unit: ``"5GB"``, ``"5gb"`` and ``"5G"`` are
+    5 x 10^9 bytes, ``"5GiB"`` is 5 x 2^30, and ``"5Gb"``, which may be bits, is refused. Fractions of a byte are
+    dropped.
     """
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
@@ -44,11 +47,23 @@ def parse_size(value: object, where: str) -> int:
         unit = 1 << (10 * power) if match[3] else 10 ** (3 * power)
         # Digits alone never become a float, which is exact up to 2^53 only.
         size = int(number) * unit if number.lstrip("+-").isdigit() else _whole_bytes(float(number) * unit, value, where)
+        if match[2].isupper() and match[4] == "b":
+            written = f"{match[1]}{match[2]}{match[3]}B"
+            raise ArgumentError(
+                f'{where}: {value!r} may be bytes or bits; pass "{written}" for {size} bytes, or {size // 8} for the '
+                f"bytes of so many bits, as accelerate reads Gb."
+            )
     else:
         size = _number_of_bytes(value, where)
     if size < 0:
         raise ArgumentError(f"{where}: {value!r} is negative; {_SIZE_SYNTAX}.")
     return size
+
+
+def forgotten_unit(sizes: Iterable[int | None]) -> str:
+    """Return a sentence for limits so small that a unit must have been forgotten; empty where none is."""
+    forgotten = any(size is not None and 0 < size < _LEAST_MEANT for size in sizes)
+    return 'A number without a unit is in bytes: write "16GB".' if forgotten else ""
 
 
 def parse_limits(max_memory: Limits, name: str = "max_memory") -> dict[Device, int]:

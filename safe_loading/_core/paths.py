@@ -1,4 +1,4 @@
-"""What callers pass for a path, before anything is looked up. Imports no torch."""
+"""Path arguments of callers, checked before anything is looked up. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from safe_loading.errors import ArgumentError
 
 
 def path_text(value: object, argument: str) -> str:
-    """Return a path or hub id as text; refuse what is empty, or neither text nor a path of text."""
+    """Return a path or hub id as text; refuse an empty one, and a value that is neither text nor a path of text."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text:
         raise ArgumentError(f"{argument}={value!r:.80}: pass a path, as text that is not empty or a pathlib.Path.")

@@ -1,21 +1,31 @@
-"""Progress bars, the engines' and ours: on local rank 0 of a terminal only."""
+"""Progress bars, the engines' and ours: on local rank 0 of a terminal only; elsewhere lines in the log."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .log import logger
+from .report import format_bytes
+
+LINES = logger.getChild("progress")  # the lines that stand for a bar
+_LINE_SECONDS = 10.0  # between two of them; the machines of CI end jobs that are silent for minutes
 _TRUE = frozenset({"1", "ON", "YES", "TRUE"})
+
+
+def refused() -> bool:
+    """Return whether HF_HUB_DISABLE_PROGRESS_BARS is set."""
+    return os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in _TRUE
 
 
 def wanted(local_rank: int) -> bool:
     """Return whether a bar may be shown: local rank 0, a terminal, HF_HUB_DISABLE_PROGRESS_BARS not set."""
-    refused = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in _TRUE
-    return local_rank == 0 and not refused and sys.stderr is not None and sys.stderr.isatty()
+    return local_rank == 0 and not refused() and sys.stderr is not None and sys.stderr.isatty()
 
 
 class Bar:
@@ -30,6 +40,8 @@ class Bar:
         self.shown = shown
         self._bar: Any = tqdm(desc=what, total=total, unit=unit, unit_scale=unit == "B", delay=after, disable=not shown)
         self._guard = threading.Lock()
+        self._what, self._total, self._in_bytes, self._done = what, total, unit == "B", 0
+        self._begin = self._last_line = time.monotonic()
 
     def __enter__(self) -> Bar:
         """Return itself."""
@@ -40,14 +52,26 @@ class Bar:
         self._bar.close()
 
     def advance(self, count: int = 1) -> None:
-        """Add to what is done."""
+        """Add a count to the work done."""
         # tqdm adds to its count without a lock; its own guards the terminal alone.
         with self._guard:
             self._bar.update(count)
+            self._done += count
+            now = time.monotonic()
+            if not self.shown and now - self._last_line >= _LINE_SECONDS:
+                self._last_line = now
+                LINES.info("%s", self._line(now - self._begin))
+
+    def _line(self, seconds: float) -> str:
+        done, total = (
+            None if n is None else format_bytes(n) if self._in_bytes else n for n in (self._done, self._total)
+        )
+        share = f" ({self._done / self._total:.0%})" if self._total else ""
+        return f"{self._what}: {done}{'' if total is None else f' of {total}'}{share} after {seconds:.0f} s"
 
 
 def bar_of_a_rank(what: str, total: int | None, local_rank: int, *, unit: str = "B") -> Bar:
-    """Return a bar for what ranks do side by side: one of them shows it, once it has taken a second."""
+    """Return a bar for work that ranks do side by side: one of them shows it, once it has taken a second."""
     return Bar(what, total, unit=unit, after=1.0, shown=wanted(local_rank))
 
 

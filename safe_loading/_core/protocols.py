@@ -1,4 +1,4 @@
-"""Types that several rooms share: parsed JSON, and what this package uses of the engines' objects. Imports no torch."""
+"""Types that several rooms share: parsed JSON, and protocols for the engines' objects. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EngineKwargs = Mapping[str, Any]
 
 
 class ModelClass(Protocol):
-    """What transformers loads a model with: the class of the model, or an auto class."""
+    """A class with which transformers loads a model: the model's own, or an auto class."""
 
     __name__: str
 

@@ -1,4 +1,4 @@
-"""What every report shares: findings, sizes for people, and tables as text and as HTML. Imports no torch."""
+"""The parts that every report shares: findings, sizes for people, and tables as text and as HTML. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from safe_loading.errors import printable
+
 Severity = Literal["error", "warning", "info"]
 
 KiB = 1024
@@ -18,14 +20,14 @@ GiB = 1024 * MiB
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing worth knowing, and what to do about it.
+    """One fact worth knowing, and the remedy.
 
     Attributes:
         code: A stable name in kebab-case, to be matched by programs.
         severity: ``"error"`` (the result is wrong or nothing was done), ``"warning"`` or ``"info"``.
         where: The file, tensor or module concerned.
         message: What was found, with both sides.
-        fix: What to do about it.
+        fix: The remedy.
         bytes: The memory or the file bytes concerned; 0 when size is not the matter.
     """
 
@@ -37,12 +39,13 @@ class Finding:
     bytes: int = 0
 
     def __str__(self) -> str:
-        """Return one line: where, what, fix."""
-        return f"{self.where}: {self.message}" + (f" Fix: {self.fix}" if self.fix else "")
+        """Return one line: where, message, fix."""
+        found = f"{printable(self.where, lines=False)}: {printable(self.message, lines=False)}"
+        return found + (f" Fix: {printable(self.fix)}" if self.fix else "")
 
     @property
     def problem(self) -> str:
-        """The finding as a problem of an exception: where, what, fix, and the command that says more about the code."""
+        """The finding as a problem of an exception: where, message, fix, and the command that explains the code."""
         # A fix of several lines ends with a command, which is copied as a line.
         gap = "\n" if "\n" in self.fix else " "
         return f"{self}{gap}(safe-loading explain {self.code})"
@@ -67,7 +70,7 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return an aligned table of plain text; a column whose cells all start with a digit is aligned to the right."""
-    body = [[str(cell) for cell in row] for row in rows]
+    body = [[printable(cell, lines=False) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
     right = _numbers(body, len(header))
 
@@ -83,7 +86,7 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return the same table as HTML, every cell escaped."""
-    texts = [[str(cell) for cell in row] for row in rows]
+    texts = [[printable(cell, lines=False) for cell in row] for row in rows]
     right = _numbers(texts, len(header))
 
     def cells(tag: str, values: Sequence[str]) -> str:
@@ -131,14 +134,14 @@ class Table(NamedTuple):
 
 
 class Report(ABC):
-    """What a verb did or found, as text, as HTML in a notebook and as JSON.
+    """The account of a verb's work or findings, as text, as HTML in a notebook and as JSON.
 
     A subclass is a frozen dataclass; it says what its title is and which tables it has.
     """
 
     @abstractmethod
     def _title(self) -> str:
-        """Return what the report says in one line."""
+        """Return the report's summary in one line."""
 
     def _tables(self) -> Sequence[Table]:
         """Return the tables, in their order; a table without rows is not shown."""
@@ -149,17 +152,18 @@ class Report(ABC):
         return ()
 
     def _facts(self) -> Mapping[str, object]:
-        """Return what :meth:`to_json` writes."""
+        """Return the mapping that :meth:`to_json` writes."""
         return dataclasses.asdict(self)  # type: ignore[call-overload,no-any-return]  # the subclasses are dataclasses
 
     def __str__(self) -> str:
         """Return the title, the tables and the notes."""
         tables = [text_table(*table) for table in self._tables() if table.rows]
-        return "\n\n".join(filter(None, [self._title(), *tables, *self._notes()]))
+        notes = [printable(note, None) for note in self._notes()]
+        return "\n\n".join(filter(None, [printable(self._title()), *tables, *notes]))
 
     def _repr_html_(self) -> str:
         tables = [html_table(*table) for table in self._tables() if table.rows]
-        return f"<p>{html.escape(self._title())}</p>{self._picture()}{''.join(tables)}"
+        return f"<p>{html.escape(printable(self._title()))}</p>{self._picture()}{''.join(tables)}"
 
     def _picture(self) -> str:
         """Return an SVG that stands between the title and the tables of the HTML."""

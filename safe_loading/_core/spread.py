@@ -52,7 +52,8 @@ class Spread:
     Make one with `fsdp2`, `fsdp1`, `ddp` or `zero`.
 
     Attributes:
-        ranks: Over how many ranks each parameter is sharded; with DDP, how many hold the model.
+        ranks: Over how many ranks each parameter is sharded; with DDP, how many hold the model; 0 where
+            :func:`fewest_ranks` is to find it.
         replicas: How many such groups there are, each with a copy of the whole model (hybrid sharding, HSDP).
         param_dtype: The dtype in which parameters are gathered; None for their own.
         reduce_dtype: The dtype in which gradients are reduced; None for theirs.
@@ -85,7 +86,7 @@ class Spread:
 
     @staticmethod
     def fsdp2(
-        ranks: int,
+        ranks: int | None,
         *,
         replicas: int = 1,
         param_dtype: str | None = None,
@@ -97,7 +98,7 @@ class Spread:
         """FSDP2 with the units of `wrap_fsdp_meta_safe`: each layer, the norm and the head, and the rest.
 
         Args:
-            ranks: Over how many ranks each parameter is sharded.
+            ranks: Over how many ranks each parameter is sharded; None for :func:`fewest_ranks` to find.
             replicas: How many such groups there are; from 2 on this is HSDP.
             param_dtype: ``"bfloat16"`` or ``"float16"`` for mixed precision.
             reduce_dtype: The same for the reduction of gradients, ``"float32"`` for example.
@@ -109,7 +110,8 @@ class Spread:
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown dtype.
         """
-        _sharded(ranks, replicas, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        ranks = _number_of(ranks)
+        _sharded(replicas, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         _flags(reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload, sync_each_batch=sync_each_batch)
         return Spread(
             ranks,
@@ -123,7 +125,7 @@ class Spread:
 
     @staticmethod
     def fsdp1(
-        ranks: int,
+        ranks: int | None,
         *,
         replicas: int = 1,
         param_dtype: str | None = None,
@@ -135,11 +137,14 @@ class Spread:
     ) -> Spread:
         """FSDP1, ``FullyShardedDataParallel``, with the units of `wrap_fsdp_meta_safe` and ``use_orig_params=True``.
 
+        For an adapter in another dtype than its base these are the units of accelerate and peft, too: each layer, each
+        matrix of the adapter, and the rest in the root.
+
         The parameters of a unit are one flat tensor, whose gradient is whole where only some of them are trained, as
         with LoRA. It is for training.
 
         Args:
-            ranks: Over how many ranks each unit is sharded.
+            ranks: Over how many ranks each unit is sharded; None for :func:`fewest_ranks` to find.
             replicas: How many such groups there are; from 2 on this is ``HYBRID_SHARD``.
             param_dtype: ``"bfloat16"`` or ``"float16"`` for mixed precision.
             reduce_dtype: The same for the reduction of gradients, ``"float32"`` for example.
@@ -152,7 +157,8 @@ class Spread:
         Raises:
             ArgumentError: A number that is not a positive integer, an unknown dtype, or what FSDP1 does not combine.
         """
-        _sharded(ranks, replicas, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        ranks = _number_of(ranks)
+        _sharded(replicas, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         flags = {"reshard_after_forward": reshard_after_forward, "shard": shard, "cpu_offload": cpu_offload}
         _flags(**flags, sync_each_batch=sync_each_batch)
         if not shard and (replicas > 1 or not reshard_after_forward or ranks == 1):
@@ -180,7 +186,7 @@ class Spread:
 
     @staticmethod
     def ddp(
-        ranks: int,
+        ranks: int | None,
         *,
         bucket_cap_mb: float = 25,
         gradient_as_bucket_view: bool = False,
@@ -203,7 +209,7 @@ class Spread:
         Raises:
             ArgumentError: A number that is not positive, or a flag that is none.
         """
-        whole_number(ranks, "ranks", least=1, what="a number of ranks")
+        ranks = _number_of(ranks)
         if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
             raise ArgumentError(f"bucket_cap_mb={bucket_cap_mb!r:.80}: a size in MiB, more than 0.")
         flags = {"gradient_as_bucket_view": gradient_as_bucket_view, "find_unused_parameters": find_unused_parameters}
@@ -219,7 +225,7 @@ class Spread:
 
     @staticmethod
     def zero(
-        ranks: int,
+        ranks: int | None,
         *,
         stage: int,
         param_dtype: str | None = None,
@@ -260,7 +266,8 @@ class Spread:
         Raises:
             ArgumentError: An argument that DeepSpeed would refuse, or what is not forecast.
         """
-        _sharded(ranks, 1, param_dtype=param_dtype)
+        ranks = _number_of(ranks)
+        _sharded(1, param_dtype=param_dtype)
         if stage not in (1, 2, 3) or isinstance(stage, bool):
             raise ArgumentError(f"stage={stage!r:.80}: 1, 2 or 3.")
         overlapped = stage == 3 if overlap_comm is None else overlap_comm
@@ -286,15 +293,22 @@ class Spread:
         return self.ranks * self.replicas
 
     def __str__(self) -> str:
-        """Return the call that makes it, without what is as by default."""
+        """Return the call that makes it, without arguments that have their defaults."""
         default = Spread(self.ranks, kind=self.kind, deepspeed=self.deepspeed)
         words = [f"{name}={value!r}" for name, value in vars(self).items() if value != vars(default)[name]]
         words = words if self.deepspeed is None else [str(self.deepspeed), *words]
-        return f"Spread.{self.kind}({', '.join([f'ranks={self.ranks}', *words])})"
+        return f"Spread.{self.kind}({', '.join([f'ranks={self.ranks or None}', *words])})"
 
 
-def _sharded(ranks: int, replicas: int, **dtypes: str | None) -> None:
+def _number_of(ranks: int | None) -> int:
+    """Return the number of ranks; 0 where it is to be found."""
+    if ranks is None:
+        return 0
     whole_number(ranks, "ranks", least=1, what="a number of ranks")
+    return ranks
+
+
+def _sharded(replicas: int, **dtypes: str | None) -> None:
     whole_number(replicas, "replicas", least=1, what="a number of groups")
     for name, dtype in dtypes.items():
         if dtype is not None and dtype not in DTYPES:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def walk_modules(model: torch.nn.Module, *, adapters: bool = True) -> Iterator[torch.nn.Module]:
+def unordered_modules(model: torch.nn.Module, *, adapters: bool = True) -> Iterator[torch.nn.Module]:
     """Yield the modules of a model in any order, one without children as often as it is registered.
 
     ``Module.modules()`` makes each module's name, and passes it up through one generator for each level. Without
@@ -34,7 +34,7 @@ def walk_modules(model: torch.nn.Module, *, adapters: bool = True) -> Iterator[t
 
 def walk_parameters(model: torch.nn.Module, *, adapters: bool = True) -> Iterator[torch.nn.Parameter]:
     """Yield the parameters of a model, one in several places several times; ``adapters`` as for the modules."""
-    for module in walk_modules(model, adapters=adapters):
+    for module in unordered_modules(model, adapters=adapters):
         if module._parameters:
             for parameter in module._parameters.values():
                 if parameter is not None:
@@ -44,7 +44,7 @@ def walk_parameters(model: torch.nn.Module, *, adapters: bool = True) -> Iterato
 def walk_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield the parameters and buffers of a model, one in several places several times."""
     yield from walk_parameters(model)
-    for module in walk_modules(model):
+    for module in unordered_modules(model):
         for buffer in module._buffers.values():
             if buffer is not None:
                 yield buffer

@@ -1,16 +1,18 @@
-"""``Workload``: what a model will be asked to do, so that its memory can be counted. Imports no torch."""
+"""``Workload``: the work that a model will be asked to do, so that its memory can be counted. Imports no torch."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
+import json
 import math
 import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from safe_loading.errors import ArgumentError
 
@@ -20,12 +22,14 @@ if TYPE_CHECKING:
 Kind = Literal["weights_only", "generate", "train"]
 AUTOCAST = ("bfloat16", "float16")
 _NOT_WRITTEN = ("peft_type", "peft_version", "auto_mapping")  # what a config of peft sets itself
-_FLAGS = ("gradient_checkpointing", "labels", "activation_offload", "use_cache")
+_SOUGHT = {"batch_size": "largest_micro_batch", "sequence_length": "largest_workload"}  # and the verb that finds it
+MOST_DECODED = 256  # steps of one token in a trace, which runs the whole model in Python for each
+_FLAGS = ("gradient_checkpointing", "labels", "activation_offload", "use_cache", "fused_lm_head")
 
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """What one optimizer keeps for each trainable parameter."""
+    """The state that one optimizer keeps for each trainable parameter."""
 
     moments: int  # tensors of the parameter's shape
     itemsize: int | None = None  # bytes of an element of a moment; None for the parameter's own dtype
@@ -37,7 +41,7 @@ class OptimizerRule:
     def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
         """Return the bytes of state of one trainable parameter, step counters left out."""
         count, width = math.prod(shape), itemsize if self.itemsize is None else self.itemsize
-        if self.block and count < 4096:  # min_8bit_size of bitsandbytes' optimizers
+        if self.block and count < 4096:  # min_8bit_size of the 8-bit optimizers
             return self.moments * count * 4
         if self.block:  # one byte an element, and a float32 absmax for each block
             return self.moments * (count * width + math.ceil(count / self.block) * 4)
@@ -56,7 +60,7 @@ OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
         "adam": OptimizerRule(2, source="torch.optim:Adam", options=_FUSED),
         # torch's own default on an accelerator; its step takes one more copy of the parameters for a while
         "adamw_foreach": OptimizerRule(2, source="torch.optim:AdamW", options=(("foreach", True),)),
-        "adamw_8bit": OptimizerRule(2, itemsize=1, block=256),  # bitsandbytes, block-wise
+        "adamw_8bit": OptimizerRule(2, itemsize=1, block=256),  # block-wise
         "lion": OptimizerRule(1),
         "lion_8bit": OptimizerRule(1, itemsize=1, block=256),
         "sgd": OptimizerRule(0, source="torch.optim:SGD", options=_ONE_BY_ONE),
@@ -80,12 +84,12 @@ _ALIASES = {  # the Trainer's names (transformers.training_args.OptimizerNames)
 
 @dataclass(frozen=True, repr=False)
 class Workload:
-    """What a model is asked to do. Make one with `weights_only`, `generate` or `train`; see there.
+    """The work that a model is asked to do. Make one with `weights_only`, `generate` or `train`; see there.
 
     Attributes:
         kind: ``"weights_only"``, ``"generate"`` or ``"train"``.
-        batch_size: Rows of a batch; of a micro-batch on one device when training.
-        sequence_length: Tokens of a row; the context length when generating.
+        batch_size: Rows of a batch; of a micro-batch on one device when training; 0 where a search is to find it.
+        sequence_length: Tokens of a row; the context length when generating; 0 where a search is to find it.
         decode_steps: Steps of one token each after the prompt.
         gradient_checkpointing: Whether layers keep their inputs only and are computed again in the backward pass.
         optimizer: A name of ``OPTIMIZERS``, or a ``torch.optim`` class.
@@ -95,6 +99,7 @@ class Workload:
         labels: Whether the model computes its own loss from labels; otherwise the loss is the mean of its outputs.
         activation_offload: Whether the forward pass runs under ``torch.autograd.graph.save_on_cpu``.
         use_cache: Whether the model fills its cache in training too.
+        fused_lm_head: Whether trl's fused LM head computes the loss, without logits.
     """
 
     kind: Kind
@@ -109,6 +114,7 @@ class Workload:
     labels: bool = True
     activation_offload: bool = False
     use_cache: bool = False
+    fused_lm_head: bool = False
 
     @staticmethod
     def weights_only() -> Workload:
@@ -117,8 +123,8 @@ class Workload:
 
     @staticmethod
     def generate(
-        batch_size: int,
-        context_length: int,
+        batch_size: int | None,
+        context_length: int | None,
         *,
         decode_steps: int = 1,
         autocast: str | None = None,
@@ -133,9 +139,9 @@ class Workload:
         layer's keys are concatenated. To plan for a conversation that ends at N tokens, give N.
 
         Args:
-            batch_size: Rows of the batch, beams included.
-            context_length: Tokens of each row: all that the cache will hold.
-            decode_steps: How many steps of one token follow the prompt.
+            batch_size: Rows of the batch, beams included; None where a search is to find it.
+            context_length: Tokens of each row: all that the cache will hold; None where a search is to find it.
+            decode_steps: How many steps of one token follow the prompt, at most 256.
             autocast: ``"bfloat16"`` or ``"float16"`` to run under ``torch.autocast``.
             adapter: A ``peft`` config or the folder of an adapter that is attached, unmerged.
 
@@ -144,14 +150,19 @@ class Workload:
         """
         return _checked(
             Workload(
-                "generate", batch_size, context_length, decode_steps=decode_steps, autocast=autocast, adapter=adapter
+                "generate",
+                cast("int", batch_size),
+                cast("int", context_length),
+                decode_steps=decode_steps,
+                autocast=autocast,
+                adapter=adapter,
             )
         )
 
     @staticmethod
     def train(
-        batch_size: int,
-        sequence_length: int,
+        batch_size: int | None,
+        sequence_length: int | None,
         gradient_checkpointing: bool = False,
         optimizer: str | type = "adamw",
         adapter: PeftConfig | str | os.PathLike[str] | None = None,
@@ -161,6 +172,7 @@ class Workload:
         labels: bool = True,
         activation_offload: bool = False,
         use_cache: bool = False,
+        fused_lm_head: bool = False,
     ) -> Workload:
         """A steady-state training step (optimizer state already allocated): forward, loss, backward, optimizer.
 
@@ -168,8 +180,8 @@ class Workload:
         config. Gradients are None when the step begins, as after ``zero_grad(set_to_none=True)``.
 
         Args:
-            batch_size: Rows of a micro-batch on one device.
-            sequence_length: Tokens of each row.
+            batch_size: Rows of a micro-batch on one device; None where a search is to find it.
+            sequence_length: Tokens of each row; None where a search is to find it.
             gradient_checkpointing: Whether the model's ``gradient_checkpointing_enable()`` is called.
             optimizer: ``"adamw"`` (fused, as the Trainer's), ``"adamw_foreach"``, ``"adam"``, ``"adamw_8bit"``,
                 ``"lion"``, ``"lion_8bit"``, ``"sgd"``, ``"sgd_momentum"``, ``"adagrad"``, ``"rmsprop"``,
@@ -183,6 +195,8 @@ class Workload:
             use_cache: Whether the model fills its cache as it is trained, which its output then holds. The Trainer
                 switches that off; in a loop of your own, ``model(**batch)`` does it unless
                 ``model.config.use_cache`` is False or the model checkpoints.
+            fused_lm_head: Whether the loss is computed by trl's fused LM head, as in its trainers for SFT, DPO, KTO and
+                GRPO since trl 1.16: in tiles, so that no logits are made. Needs trl, whose code is run.
 
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown name.
@@ -190,8 +204,8 @@ class Workload:
         return _checked(
             Workload(
                 "train",
-                batch_size,
-                sequence_length,
+                cast("int", batch_size),
+                cast("int", sequence_length),
                 gradient_checkpointing=gradient_checkpointing,
                 optimizer=_ALIASES.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer,
                 adapter=adapter,
@@ -200,6 +214,7 @@ class Workload:
                 labels=labels,
                 activation_offload=activation_offload,
                 use_cache=use_cache,
+                fused_lm_head=fused_lm_head,
             )
         )
 
@@ -210,18 +225,61 @@ class Workload:
 
     @property
     def rule(self) -> OptimizerRule | None:
-        """What the optimizer keeps; None for a class, whose step is traced to find out."""
+        """The rule for the optimizer's state; None for a class, whose step is traced to find the state."""
         return OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else None
 
     def replace(self, **changes: Any) -> Workload:
         """Return the same workload with some fields changed, checked again."""
         return _checked(dataclasses.replace(self, **changes))
 
+    def require_sizes(self) -> None:
+        """Refuse a workload of which a size is still to be found."""
+        if self.kind == "weights_only":
+            return
+        for name, verb in _SOUGHT.items():
+            if getattr(self, name) == 0:
+                raise ArgumentError(f"{self} leaves {name} open: pass a number, or let {verb} find it.")
+
+    def facts(self) -> dict[str, object]:
+        """Return the fields as JSON has them; of an adapter's config those that were set, beside its class."""
+        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if isinstance(self.optimizer, type):
+            facts["optimizer"] = f"{self.optimizer.__module__}.{self.optimizer.__qualname__}"
+        if isinstance(self.adapter, os.PathLike):
+            facts["adapter"] = os.fspath(self.adapter)
+        elif self.adapter is not None and not isinstance(self.adapter, str):
+            facts["adapter"] = {"config": type(self.adapter).__name__, **_json_values(_set_fields(self.adapter))}
+        return facts
+
+    @staticmethod
+    def from_facts(facts: Mapping[str, Any]) -> Workload:
+        """Return the workload whose `facts` these are, also after JSON.
+
+        Only classes of ``peft`` and ``torch.optim`` are looked up; any other stays the text that names it.
+        """
+        values = dict(facts)
+        if isinstance(values.get("adapter"), Mapping):
+            fields = dict(values["adapter"])
+            values["adapter"] = _class_in("peft", fields.pop("config"))(**fields)
+        package, _, name = str(values.get("optimizer")).rpartition(".")
+        if package.split(".")[:2] == ["torch", "optim"]:
+            values["optimizer"] = _class_in("torch.optim", name)
+        return Workload(**values)
+
+    def __str__(self) -> str:
+        """Return the call that makes it, with an adapter's kind and rank in place of all its fields."""
+        if self.adapter is None or isinstance(self.adapter, (str, os.PathLike)):
+            return repr(self)
+        fields = vars(self.adapter)  # PeftConfig declares no rank, since some kinds of adapters have none
+        rank = f"r={fields['r']}" if "r" in fields else ""
+        return f"{repr(dataclasses.replace(self, adapter=None))[:-1]}, adapter={type(self.adapter).__name__}({rank}))"
+
     def __repr__(self) -> str:
         """Return the call that makes it, without the arguments that have their default."""
         words = []
         for name, parameter in inspect.signature(getattr(Workload, self.kind)).parameters.items():
             value = getattr(self, name)
+            value = None if value == 0 and name in (*_SOUGHT, "context_length") else value
             if value is not parameter.default and value != parameter.default:
                 words.append(f"{name}={value.__name__ if isinstance(value, type) else _written(value)}")
         return f"Workload.{self.kind}({', '.join(words)})"
@@ -231,13 +289,32 @@ def _written(value: object) -> str:
     """Return an argument as it is written: of a config of peft, which has dozens of fields, those that were set."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return repr(value)
-    words = []
-    for field in dataclasses.fields(value):
-        own = getattr(value, field.name, None)
+    words = [f"{name}={own!r}" for name, own in _set_fields(value).items()]
+    return f"{type(value).__name__}({', '.join(words)})"
+
+
+def _set_fields(config: Any) -> dict[str, object]:
+    """Return the fields of a config of peft that have not their default; sets in an order, as lists."""
+    fields: dict[str, object] = {}
+    for field in dataclasses.fields(config):
+        own = getattr(config, field.name, None)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if own != default and field.name not in _NOT_WRITTEN:
-            words.append(f"{field.name}={sorted(own, key=repr)!r}" if isinstance(own, set) else f"{field.name}={own!r}")
-    return f"{type(value).__name__}({', '.join(words)})"
+            fields[field.name] = sorted(own, key=repr) if isinstance(own, set) else own
+    return fields
+
+
+def _json_values(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return fields for JSON, in which values that it has no form for are their text."""
+    return {name: json.loads(json.dumps(value, default=repr)) for name, value in fields.items()}
+
+
+def _class_in(package: str, name: str) -> type[Any]:
+    """Return a class of peft or of torch.optim by its name, or raise `ArgumentError`."""
+    found = getattr(importlib.import_module(package), name, None)
+    if not isinstance(found, type) or (package == "peft" and not name.endswith("Config")):
+        raise ArgumentError(f"{package} has no such class: {name!r:.80}.")
+    return found
 
 
 def _checked(workload: Workload) -> Workload:
@@ -255,11 +332,21 @@ def _checked(workload: Workload) -> Workload:
             number = operator.index(value)
         except TypeError:
             number = low - 1
-        if isinstance(value, bool) or number < low:
+        if value is None and name in _SOUGHT:
+            number = 0
+        elif isinstance(value, bool) or number < low:
             problems.append(f"{written_as.get(name, name)}={value!r}: an integer, {low} or more.")
         numbers[name] = number
+    if numbers["decode_steps"] > MOST_DECODED:
+        length = numbers["sequence_length"] + numbers["decode_steps"] - MOST_DECODED
+        problems.append(
+            f"decode_steps={numbers['decode_steps']}: each step is traced, and {MOST_DECODED} at most. The cache of a "
+            f"long prompt is as large: pass context_length={length} and decode_steps={MOST_DECODED}."
+        )
     flags = {name: getattr(workload, name) for name in _FLAGS}
     problems += [f"{name}={flag!r}: True or False." for name, flag in flags.items() if not isinstance(flag, bool)]
+    if workload.fused_lm_head and workload.labels is False:
+        problems.append("fused_lm_head=True computes the loss from labels: leave labels=False out.")
     if workload.autocast not in (None, *AUTOCAST):
         problems.append(f"autocast={workload.autocast!r}: one of {list(AUTOCAST)}, or None.")
     known = isinstance(workload.optimizer, type) or (

@@ -27,7 +27,7 @@ _HEADER = ("rank", "device", "base", "adapter", "dtypes of the adapter", "second
 
 
 def chapter(folder: Path) -> str:
-    """Make the checkpoints, start the ranks, and return the table of what each one loaded and where."""
+    """Make the checkpoints, start the ranks, and return a table of the loads: device, base, adapter, time."""
     _make_base(folder / "base")
     _make_adapter(folder / "adapter", folder / "base")
     shards = sorted((folder / "base").glob("*.safetensors"))

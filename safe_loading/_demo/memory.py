@@ -1,4 +1,4 @@
-"""Chapter six: what a wrapper in the wrong place costs a training step, from the config alone."""
+"""Chapter six: the memory cost of a misplaced wrapper in a training step, from the config alone."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _HEADER = ("method", "weights that differ", "elements that differ", "storage kep
 
 def chapter(folder: Path) -> str:
     """Merge the first chapter's adapter in three ways and return the table of their differences."""
-    model = load_peft_on_rank(folder / "adapter", folder / "base", device="cpu", ranks="self")
+    model = load_peft_on_rank(folder / "base", folder / "adapter", device="cpu", ranks="self")
     pointers = {tensor.data_ptr() for tensor in model.get_base_model().parameters()}
     merged = merge_lora_inplace(model, progress=False)
     merge_lora_checkpoint(folder / "base", folder / "adapter", folder / "merged", progress=False)

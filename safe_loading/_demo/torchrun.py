@@ -15,7 +15,7 @@ TIMEOUT_SECONDS = 300
 
 
 def run_ranks(module: str, folder: Path, ranks: int, written: str) -> list[JsonObject]:
-    """Start the ranks with torchrun and return what each one wrote.
+    """Start the ranks with torchrun and return the facts that each one wrote.
 
     ``module`` is run as a rank, with the folder as its argument, and writes its facts there: ``{written}{rank}.json``.
     """

@@ -65,7 +65,7 @@ def chapter(folder: Path) -> str:
 
 
 def _step(model: Any) -> tuple[int, int, int, float]:
-    """Do what a trainer does with its model: switch checkpointing on where it can, take a step, save."""
+    """Treat the model as a trainer does: switch checkpointing on where it can, take a step, save."""
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()

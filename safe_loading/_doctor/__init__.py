@@ -1,1 +1,1 @@
-"""Is this machine, and what is installed on it, fit for the work? Asked before a long run, answered in a second."""
+"""Are this machine and its installed packages fit for the work? Asked before a long run, answered in a second."""

@@ -1,4 +1,4 @@
-"""The accelerators that this process sees, what its launcher says, and who holds a context on them.
+"""The accelerators that this process sees, its launcher's variables, and the processes with a context on them.
 
 Nothing here makes a context: devices are counted, never used, and NVIDIA's own tool is asked for processes.
 """
@@ -35,7 +35,7 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """What can be known about the devices without using one."""
+    """The facts about the devices that are known without using one."""
 
     kind: str  # such as "cuda"; "cpu" where there is no accelerator
     seen: tuple[Device, ...]
@@ -45,7 +45,7 @@ class Devices:
 
 
 def read_devices() -> tuple[Devices, list[Finding]]:
-    """Return what is known about the devices, and findings about problems."""
+    """Return the facts about the devices, and findings about problems."""
     findings = []
     launcher = None
     try:

@@ -1,4 +1,4 @@
-"""The folders that loading and merging use: free space, file system, and what it can do. Imports no torch."""
+"""The folders that loading and merging use: free space, file system, and its capabilities. Imports no torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_places(output: Path) -> tuple[Place, ...]:
 
 
 def judge_places(places: tuple[Place, ...]) -> list[Finding]:
-    """Return findings about what may fail later because of a place."""
+    """Return findings about failures that a place may cause later."""
     findings = []
     for place in places:
         if place.exchanges is False:

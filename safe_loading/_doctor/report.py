@@ -1,4 +1,4 @@
-"""`DoctorReport`: what ``python -m safe_loading doctor`` says."""
+"""`DoctorReport`, the report of ``python -m safe_loading doctor``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLACES = ("place", "path", "file system", "free", "of", "exchange")
 
 @dataclasses.dataclass(frozen=True)
 class DoctorReport(Verdict):
-    """Whether this machine and what is installed on it are fit for the work."""
+    """Whether this machine and its installed packages are fit for the work."""
 
     python: str
     engines: tuple[Engine, ...]

@@ -34,7 +34,7 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True)
 class _KnownProblem:
-    """What goes wrong with some versions of an engine when it is called directly."""
+    """A fault of some versions of an engine when it is called directly."""
 
     engine: str
     versions: str
@@ -64,6 +64,55 @@ _KNOWN_PROBLEMS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Advisory:
+    """A published fault of some versions of an engine, which a later version mends."""
+
+    engine: str
+    mended_in: str  # the first version without it
+    source: str  # where it is published, and the change that mends it
+    message: str
+
+
+# docs/doctor.md has the same table; tests/commands/test_doctor.py compares.
+ADVISORIES = (
+    Advisory(
+        "transformers",
+        "5.3",
+        "CVE-2026-4372, GHSA-29pf-2h5f-8g72",
+        "a config.json with _attn_implementation_internal runs code of the hub in from_pretrained, without "
+        "trust_remote_code",
+    ),
+    Advisory(
+        "transformers",
+        "5.5",
+        "CVE-2026-5241, huggingface/transformers#45122",
+        "a config.json of LightGlue turns trust_remote_code on for the models inside, though it was passed as False "
+        "(told of 5.2.0)",
+    ),
+    Advisory(
+        "transformers",
+        "5.10",
+        "CVE-2026-9856, GHSA-xrqw-3rrv-vx5w, huggingface/transformers#46191",
+        "save_pretrained of a tokenizer or processor writes chat templates outside the folder, where their names are "
+        "paths",
+    ),
+    Advisory(
+        "torch",
+        "2.10",
+        "CVE-2026-24747",
+        "torch.load of a pickle from others corrupts memory and may run its code, in spite of weights_only=True",
+    ),
+    Advisory(
+        "accelerate",
+        "1.15",
+        "huggingface/accelerate#4206",
+        "Trainer with FSDP2, LoRA and FULL_STATE_DICT saves the first rank's part of each factor alone in "
+        "pytorch_model_fsdp.bin",
+    ),
+)
+
+
 def read_engines() -> tuple[Engine, ...]:
     """Return the engines with their installed, required and tested versions."""
     declared = declared_engines()
@@ -73,7 +122,10 @@ def read_engines() -> tuple[Engine, ...]:
 
 
 def judge_engines(engines: tuple[Engine, ...]) -> list[Finding]:
-    """Return findings about engines that are missing, too old, untested, or known to have a problem."""
+    """Return findings about engines that are missing, too old, untested, or known to have a problem.
+
+    Published faults come from `ADVISORIES`, others that were found here from the table above it.
+    """
     return [finding for engine in engines for finding in _findings(engine)]
 
 
@@ -91,6 +143,17 @@ def _findings(engine: Engine) -> list[Finding]:
         fix = "if something fails, try the tested versions of constraints.txt."
         findings.append(Finding("engine-untested", "info", name, message, fix))
     where = f"{name} {installed}"
+    findings += [
+        Finding(
+            "engine-advisory",
+            "warning",
+            where,
+            f"{advisory.message} ({advisory.source}).",
+            f"pip install '{name}>={advisory.mended_in}'",
+        )
+        for advisory in ADVISORIES
+        if advisory.engine == name and installed < Version(advisory.mended_in)
+    ]
     return findings + [
         Finding("engine-known", "info", where, f"{problem.message}.", f"{problem.fix}.")
         for problem in _KNOWN_PROBLEMS

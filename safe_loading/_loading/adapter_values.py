@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 import torch
 
+from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.copy_bytes import read_into
 from safe_loading._checkpoint.faults import fault, note
 from safe_loading._checkpoint.files import open_regular
-from safe_loading._checkpoint.header import Header, TensorInfo, read_header
+from safe_loading._checkpoint.header import Header, TensorInfo
+from safe_loading._checkpoint.mlx import MLX_FACTOR
 from safe_loading._core.report import Finding
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.tensor_values import as_buffer, value_range
 from safe_loading.errors import AdapterError, CheckpointError
 
-from .adapter_facts import AdapterFacts
 from .key_names import renames, summarize
+from .old_names import OldNames
 
 
 class RenamedTensors(NamedTuple):
@@ -28,16 +30,17 @@ class RenamedTensors(NamedTuple):
     tensors: dict[str, torch.Tensor]  # by canonical key
     renamed: dict[str, str]  # {key on disk: canonical key}, of the keys that differ
     findings: list[Finding]  # one finding if there are such keys
+    old_names: OldNames | None = None  # those of modules that the base calls otherwise now
 
 
-def read_tensors(facts: AdapterFacts) -> dict[str, torch.Tensor]:
+def read_tensors(facts: AdapterFolder) -> dict[str, torch.Tensor]:
     """Return the adapter's tensors by their key on disk, in memory of their own.
 
     A file that was written or cut short since its header was read, or a pickle of something other than tensors, is
     a CheckpointError.
     """
     if facts.header is not None:
-        return _read(facts.header)
+        return _of_mlx(_read(facts.header)) if facts.is_mlx else _read(facts.header)
     with open_regular(facts.weights) as file:
         try:
             tensors = torch.load(file, map_location="cpu", weights_only=True)
@@ -48,6 +51,25 @@ def read_tensors(facts: AdapterFacts) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def digest_of(facts: AdapterFolder, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return :meth:`AdapterFolder.digest` of tensors that :func:`read_tensors` has read, without another reading."""
+    if facts.header is None or facts.is_mlx:
+        return facts.digest()
+    # No byte of the file belongs to none of the tensors: its header was checked.
+    in_order = sorted(facts.header.tensors.values(), key=lambda info: (info.start, info.stop))
+    return facts.digest([facts.header.content, *(as_buffer(tensors[info.name]) for info in in_order)])
+
+
+def _of_mlx(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the factors of MLX as peft has them: transposed."""
+    matches = {name: MLX_FACTOR.fullmatch(name) for name in tensors}
+    return {
+        f"{match['path']}.lora_{match['factor'].upper()}.weight": tensors[name].t().contiguous()
+        for name, match in matches.items()
+        if match is not None
+    }
+
+
 def _read(header: Header) -> dict[str, torch.Tensor]:
     # Not mapped: a training loop saves over its adapter, and a mapped file that gets shorter ends the process (SIGBUS).
     path = header.path
@@ -55,8 +77,9 @@ def _read(header: Header) -> dict[str, torch.Tensor]:
         before = os.fstat(file.fileno())
         tensors = {name: _read_tensor(file.fileno(), header, info) for name, info in header.tensors.items()}
         after = os.fstat(file.fileno())
+        content = file.read(header.data_start)
     # The header once more, because a clock may be too coarse to tell two writes apart.
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or read_header(path) != header:
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or content != header.content:
         raise CheckpointError(f"{path} was written again while it was read. Load it again when its writer is done.")
     return tensors
 
@@ -71,32 +94,37 @@ def _read_tensor(descriptor: int, header: Header, info: TensorInfo) -> torch.Ten
 
 
 def rename_keys(
-    facts: AdapterFacts,
+    facts: AdapterFolder,
     tensors: Mapping[str, torch.Tensor],
+    base: torch.nn.Module | None = None,
     *,
-    prompt_learning: bool,
-    own_module: bool,
+    prompt_learning: bool = False,
     key_mapping: Mapping[str, str] | None = None,
+    known: Container[str] = (),
 ) -> RenamedTensors:
-    """Return the tensors by the keys that peft writes; the arguments are those of ``key_names.canonical_key``."""
+    """Return the tensors by the keys that peft writes, of the modules of ``base`` as it is now if it is passed.
+
+    ``key_mapping`` holds the patterns that the caller has for the keys; None takes those of the base's class, as peft.
+    The keys in ``known`` are known to be right, without a look at the base.
+    """
+    own_module = base is not None and "module" in base._modules
+    patterns = key_mapping if key_mapping is not None else getattr(base, "_checkpoint_conversion_mapping", None)
+    patterns = patterns if isinstance(patterns, Mapping) and not prompt_learning else {}
+    old = None if base is None or prompt_learning else OldNames(base, known)
+    place = None if old is None else old.place
     changed, collisions = renames(
-        tensors, prompt_learning=prompt_learning, own_module=own_module, key_mapping=key_mapping
+        tensors, prompt_learning=prompt_learning, own_module=own_module, key_mapping=patterns, place=place
     )
     if collisions:
         raise AdapterError(f"{facts.weights} contains the same tensor under two names:", collisions)
     renamed = _without_copies({changed.get(key, key): tensor for key, tensor in tensors.items()})
     if not changed:
-        return RenamedTensors(renamed, changed, [])
-    mapped = bool(key_mapping) and not prompt_learning
-    message = f"{'mapped by patterns, or ' if mapped else ''}saved through a wrapper: {summarize(changed)}"
+        return RenamedTensors(renamed, changed, [], old)
+    kinds = ["mapped by patterns"] if patterns else []
+    kinds += ["placed by the table with which transformers reads older names"] if old is not None and old.of else []
+    message = f"{', or '.join([*kinds, 'saved through a wrapper'])}: {summarize(changed)}"
     fix = "none needed here; peft's own load would ignore these keys"
-    return RenamedTensors(renamed, changed, [note("info", "adapter-keys-renamed", facts.weights, message, fix)])
-
-
-def key_mapping_for(asked: Mapping[str, str] | None, base: torch.nn.Module) -> Mapping[str, str]:
-    """Return the patterns for the keys of an adapter: those asked for, else those of the base's class, as peft does."""
-    own = getattr(base, "_checkpoint_conversion_mapping", None)
-    return asked if asked is not None else own if isinstance(own, Mapping) else {}
+    return RenamedTensors(renamed, changed, [note("info", "adapter-keys-renamed", facts.weights, message, fix)], old)
 
 
 def _without_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -119,7 +147,7 @@ def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
 
 
-def value_findings(facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
+def value_findings(facts: AdapterFolder, tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
     """Return findings for NaN and infinity, for factors of integers, and for a ``lora_B`` that is still zero."""
     findings, zero, candidates = [], [], 0
     for key, tensor in tensors.items():
@@ -143,7 +171,7 @@ def value_findings(facts: AdapterFacts, tensors: Mapping[str, torch.Tensor]) -> 
     return findings
 
 
-def _integer_factor(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Finding:
+def _integer_factor(facts: AdapterFolder, key: str, tensor: torch.Tensor) -> Finding:
     message = (
         f"the tensor is {tensor.dtype}, {list(tensor.shape)}; LoRA factors are floats, and peft would cast it without "
         f"a warning"
@@ -152,7 +180,7 @@ def _integer_factor(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Find
     return fault("adapter-dtype", f"{facts.weights}: {key}", message, fix, tensor.nbytes)
 
 
-def _non_finite(facts: AdapterFacts, key: str, tensor: torch.Tensor) -> Finding:
+def _non_finite(facts: AdapterFolder, key: str, tensor: torch.Tensor) -> Finding:
     values = tensor.float()
     nans, infinities = int(values.isnan().sum()), int(values.isinf().sum())
     kind = f"{tensor.dtype}, {list(tensor.shape)}"

@@ -18,15 +18,16 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import LoraLayer, MultiheadAttention, ParamWrapper
-from peft.utils.other import get_pattern_key
 
+from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.protocols import JsonObject
+from safe_loading._core.stubs import do_nothing
 from safe_loading._model.peft_layers import LoraModule, base_of, has_adapters, is_lora_layer
 from safe_loading._model.snapshot import Snapshot
 
-from .adapter_facts import AdapterFacts
-from .adapter_values import RenamedTensors, key_mapping_for, rename_keys
+from .adapter_values import RenamedTensors, rename_keys
+from .peft_config import of_pattern
 from .slots import AdapterSlot
 
 _PLANS = "_safe_loading_plans"  # the attribute of a model that holds them, by structure
@@ -67,7 +68,7 @@ class AdapterPlan:
     places: Mapping[str, FactorPlace]  # by key in the file
 
     def layers(self, model: PeftModel) -> dict[str, LoraModule] | None:
-        """Return the layers by path; None when one is no more what it was."""
+        """Return the layers by path; None when one of them has changed since."""
         found = {}
         for path in {place.layer for place in self.places.values()}:
             try:
@@ -106,7 +107,7 @@ class Alike(NamedTuple):
 def remember(
     model: PeftModel,
     name: str,
-    facts: AdapterFacts,
+    facts: AdapterFolder,
     tensors: Mapping[str, torch.Tensor],
     values: Mapping[str, torch.Tensor],
     slots: Mapping[str, AdapterSlot],
@@ -136,7 +137,7 @@ def remember(
     model.__dict__.setdefault(_PLANS, {})[structure_of(facts)] = AdapterPlan(name, places)
 
 
-def plan_for(model: PeftModel, facts: AdapterFacts) -> AdapterPlan | None:
+def plan_for(model: PeftModel, facts: AdapterFolder) -> AdapterPlan | None:
     """Return the plan of an adapter that is alike and still in the model."""
     plans: Mapping[str, AdapterPlan] = vars(model).get(_PLANS, {})
     plan = plans.get(structure_of(facts)) if plans else None
@@ -144,7 +145,7 @@ def plan_for(model: PeftModel, facts: AdapterFacts) -> AdapterPlan | None:
 
 
 def find_alike(
-    model: torch.nn.Module, facts: AdapterFacts, tensors: Mapping[str, torch.Tensor], mapping: Mapping[str, str] | None
+    model: torch.nn.Module, facts: AdapterFolder, tensors: Mapping[str, torch.Tensor], mapping: Mapping[str, str] | None
 ) -> Alike | None:
     """Return how an adapter can be attached as one before it was; None when there was none, or it does not fit.
 
@@ -156,14 +157,12 @@ def find_alike(
     layers = plan.layers(model) if plan is not None else None
     if plan is None or layers is None:
         return None
-    base = base_of(model)
-    own_module, patterns = "module" in base._modules, key_mapping_for(mapping, base)
-    file = rename_keys(facts, tensors, prompt_learning=False, own_module=own_module, key_mapping=patterns)
+    file = rename_keys(facts, tensors, base_of(model), key_mapping=mapping, known=plan.places)
     return Alike(plan, layers, file) if plan.fits(file.tensors, facts.config) else None
 
 
-def structure_of(facts: AdapterFacts) -> str:
-    """Return what the structure of an adapter depends on, as text to compare."""
+def structure_of(facts: AdapterFolder) -> str:
+    """Return the settings that decide the structure of an adapter, as text to compare."""
     fields = {
         field: sorted(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else value
         for field, value in facts.config.items()
@@ -175,22 +174,16 @@ def structure_of(facts: AdapterFacts) -> str:
 
 def rank_of(config: JsonObject, path: str) -> int:
     """Return the rank that a config gives the layer at a path in the base, as peft finds it."""
-    patterns: dict[str, int] = config.get("rank_pattern") or {}
-    rank: int = config["r"]
-    return patterns.get(str(get_pattern_key(list(patterns), path)), rank)
+    return int(of_pattern(config.get("rank_pattern"), path, config["r"]))
 
 
 @contextmanager
 def only_new_modules(layer: LoraModule) -> Iterator[None]:
-    """Keep ``update_layer`` from going through the adapters that are there: what it would set there is set already."""
-    shadowed: dict[str, Any] = dict.fromkeys(("set_adapter", "_move_adapter_to_device_of_base_layer"), _do_nothing)
+    """Keep ``update_layer`` from going through the adapters that are there: their state is right already."""
+    shadowed: dict[str, Any] = dict.fromkeys(("set_adapter", "_move_adapter_to_device_of_base_layer"), do_nothing)
     vars(layer).update(shadowed)
     try:
         yield
     finally:
         for name in shadowed:
             del vars(layer)[name]
-
-
-def _do_nothing(*_: object, **__: object) -> None:
-    pass

@@ -1,4 +1,4 @@
-"""A limit on what peft allocates while it builds an adapter on a model with values: in proportion to file and base."""
+"""A limit on peft's allocations while it builds an adapter on a model with values: in proportion to file and base."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AllocationLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Count what an operator would make of numbers, and run it."""
+        """Count the elements that a factory function would allocate, and run it."""
         options = dict(kwargs or {})
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, options))):
             self._count(func, args, options)

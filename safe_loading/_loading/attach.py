@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from pathlib import Path
 
 import torch
 from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel
 
-from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
+from safe_loading._checkpoint.adapter_folder import AdapterFolder
+from safe_loading._checkpoint.tokenizer_ids import warning_of_added_words
 from safe_loading._core.engines import trainable_as_before, without_autocast
 from safe_loading._core.log import quiet
 from safe_loading._core.report import Finding
@@ -19,17 +21,21 @@ from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._model.peft_layers import base_of, has_adapters
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
+from safe_loading._ranks.own_generators import own_generators
 from safe_loading._ranks.rank_devices import RankDevices
 from safe_loading.errors import AdapterError, ArgumentError, SafeLoadingError
 
-from .adapter_facts import AdapterFacts
-from .adapter_values import key_mapping_for, read_tensors, rename_keys, value_findings
+from .adapter_values import read_tensors, rename_keys, value_findings
 from .alike import find_alike, plan_for, remember
 from .allocation_limit import allocation_limit
 from .dispatched import bring_inputs
+from .experts import fit_experts
 from .fill_slots import fill_slots, overwrite_base
+from .fused_parameters import without_conversion_by_peft
+from .key_names import check_key_mapping
 from .match import Match, match_tensors
 from .move_modules import move_modules
+from .old_names import with_new_names
 from .peft_config import as_trained, build_config, refuse_costly_patterns
 from .slots import AdapterSlot, RoutedTensors, new_slots, own_tensor, route
 from .starts import (
@@ -53,7 +59,7 @@ class Adapter:
     """An adapter that has been read and checked, ready to be attached to a model."""
 
     name: str  # in the model
-    facts: AdapterFacts
+    facts: AdapterFolder
     config: PeftConfig
     tensors: dict[str, torch.Tensor]  # on the host, by their key on disk
     findings: tuple[Finding, ...]  # what is wrong or noteworthy about it, whatever the model
@@ -67,7 +73,7 @@ class Adapter:
 
 @dataclasses.dataclass(frozen=True)
 class Attached:
-    """A model with an adapter attached, and what there is to report about the adapter."""
+    """A model with an adapter attached, and the adapter's findings, sizes and renamed keys for the report."""
 
     model: PeftModel
     findings: list[Finding]
@@ -100,9 +106,10 @@ class Injection:
 
 
 def prepare(
-    name: str, facts: AdapterFacts, *, is_trainable: bool, key_mapping: Mapping[str, str] | None = None
+    name: str, facts: AdapterFolder, *, is_trainable: bool, key_mapping: Mapping[str, str] | None = None
 ) -> Adapter:
     """Read an adapter's config and tensors and check the values."""
+    check_key_mapping(key_mapping)
     config, findings = build_config(facts, is_trainable=is_trainable)
     if is_trainable and holds_finished_prompt(config):
         raise AdapterError(
@@ -111,6 +118,7 @@ def prepare(
             f"it, or train a new one with peft.get_peft_model."
         )
     tensors = read_tensors(facts)
+    facts.require_unchanged()  # peft has read the config again
     return Adapter(name, facts, config, tensors, (*findings, *value_findings(facts, tensors)), key_mapping)
 
 
@@ -134,10 +142,13 @@ class Checked:
     before: Snapshot  # of the model on meta, without them
 
 
-def check_on_meta(meta_model: torch.nn.Module, adapters: Sequence[Adapter]) -> Checked | None:
-    """Attach the adapters to a model on meta, so that what does not fit is refused before the base is loaded.
+def check_on_meta(
+    meta_model: torch.nn.Module, adapters: Sequence[Adapter], advise: Callable[[], Sequence[str]] = list
+) -> Checked | None:
+    """Attach the adapters to a model on meta, so that a misfit is refused before the base is loaded.
 
-    Returns what peft built for the first adapter, if the model holds the modules of no other one.
+    Returns what peft built for the first adapter, if the model holds the modules of no other one. A refusal begins with
+    what ``advise`` returns.
     """
     problems: list[str] = []
     built: list[Checked] = []
@@ -162,7 +173,7 @@ def check_on_meta(meta_model: torch.nn.Module, adapters: Sequence[Adapter]) -> C
         _remember(adapter, injection)
         built.append(Checked(adapter, injection, before))
     if problems:
-        raise refusal(adapters, type(meta_model).__name__, problems)
+        raise refusal(adapters, type(meta_model).__name__, (*advise(), *problems))
     return built[0] if len(built) == 1 and built[0].adapter is adapters[0] else None
 
 
@@ -228,8 +239,17 @@ def attach(
 def _attached(adapter: Adapter, injection: Injection, findings: Iterable[Finding]) -> Attached:
     now = (own_tensor(slot.owner, slot.name) for slot in injection.slots.values())
     tensors = [tensor for tensor in now if tensor is not None]
-    findings = [*adapter.findings, *injection.match.findings, *findings]
+    findings = [*adapter.findings, *injection.match.findings, *findings, *rows_of_words(adapter, injection.model)]
     return Attached.of(injection.model, findings, tensors, injection.renamed)
+
+
+def rows_of_words(adapter: Adapter, model: torch.nn.Module) -> list[Finding]:
+    """Return the finding of a tokenizer beside an adapter with words for which the base has no rows."""
+    base = base_of(model)
+    weight = embeddings_and_head_of(base).weights[0]
+    named = getattr(base, "name_or_path", None)
+    known = Path(named) if isinstance(named, str) and named and Path(named).is_dir() else None
+    return [] if weight is None else warning_of_added_words(adapter.facts.path, weight.shape[0], known)
 
 
 class _NeedsValues(Exception):
@@ -259,7 +279,7 @@ def _start_on_base(
             snapshot.keep(weight)
     watch = BaseWatch(weights)
     injection = _inject_and_match(model, adapter, on_meta=False)
-    injection.changed = watch.changed()
+    injection.changed = watch.changed(injection.model)
     return injection
 
 
@@ -273,9 +293,11 @@ def _findings_of_start(adapter: Adapter, injection: Injection) -> list[Finding]:
 
 
 def _refuse(adapter: Adapter, injection: Injection, findings: Iterable[Finding], *, strict: bool) -> None:
-    """Refuse an adapter with errors, and one of which nothing fits whatever ``strict`` says."""
-    errors = errors_in((*adapter.findings, *findings))
-    if errors and (strict or not (injection.match.values or adapter.config.is_prompt_learning)):
+    """Refuse an adapter with errors; without ``strict`` only one of which no tensor fits, or one of unknown layout."""
+    findings = [*adapter.findings, *findings]
+    errors = errors_in(findings)
+    unread = any(finding.code == "fused-layout-unknown" for finding in findings)
+    if errors and (strict or unread or not (injection.match.values or adapter.config.is_prompt_learning)):
         raise refusal([adapter], type(base_of(injection.model)).__name__, errors)
 
 
@@ -296,33 +318,30 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
     # Taken before the injection, which may replace these modules by an adapter's copies of them.
     embeddings = [weight for weight in embeddings_and_head_of(base).weights if weight is not None]
     config = adapter.config
-    refuse_costly_patterns(config, base, adapter.facts.folder / ADAPTER_CONFIG)
-    file = rename_keys(
-        adapter.facts,
-        adapter.tensors,
-        prompt_learning=config.is_prompt_learning,
-        own_module=any(name == "module" for name, _ in base.named_children()),
-        key_mapping=key_mapping_for(adapter.key_mapping, base),
-    )
+    refuse_costly_patterns(config, base, adapter.facts.config_file)
+    prompts = config.is_prompt_learning
+    file = rename_keys(adapter.facts, adapter.tensors, base, prompt_learning=prompts, key_mapping=adapter.key_mapping)
+    config = with_new_names(config, file.old_names, base)
+    config, tensors, fitted, is_fused = fit_experts(config, file.tensors, base, adapter.facts)
     before = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    with quiet(), as_trained(config):
+    with quiet(), as_trained(config), without_conversion_by_peft(base) if is_fused else nullcontext():
         if on_meta:
             # No memory is used and no number is drawn: every value comes from the file.
             with without_start_on_base(config), MetaStandIns(model), torch.device("meta"), NoInit():
                 injected = _inject(model, config, adapter, on_meta=True)
         else:
             # Only here: what is built on meta allocates nothing, whatever its size.
-            limit = allocation_limit(base, adapter.tensors, adapter.facts.folder / ADAPTER_CONFIG)
-            with without_repeated_layers(model, config), limit:
+            limit = allocation_limit(base, adapter.tensors, adapter.facts.config_file)
+            with without_repeated_layers(model, config), limit, own_generators():
                 injected = _inject(model, config, adapter, on_meta=False)
     with _in_the_model(injected, adapter.name):
-        routed = _route(injected, adapter, file.tensors)
+        routed = _route(injected, adapter, tensors)
         slots = new_slots(routed.places, before)  # after peft has routed, which replaces parameters of AdaLoRA
         if config.is_prompt_learning:
             # peft loads these straight into the prompt encoder, so no tensor goes through a state-dict key
             return Injection(injected, Match({}, {}, file.findings), slots, file.renamed, file.tensors, on_meta)
         match = match_tensors(injected, adapter.name, adapter.file, slots, routed, embeddings)
-    match.findings[:0] = file.findings
+    match.findings[:0] = (*file.findings, *fitted)
     return Injection(injected, match, slots, file.renamed, file.tensors, on_meta)
 
 
@@ -356,10 +375,25 @@ def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_
         # and accelerate's "weight is on the meta device", for the copy of a module that it dispatched
         if on_meta and isinstance(error, (RuntimeError, ValueError)) and "meta" in str(error):
             raise _NeedsValues from error
+        if isinstance(error, IndexError):
+            _refuse_rows_beyond(adapter, base_of(model))
         raise AdapterError(
-            f"{adapter.facts.folder / ADAPTER_CONFIG}: peft cannot add {name!r} to {type(base_of(model)).__name__}: "
-            f"{error}"
+            f"{adapter.facts.config_file}: peft cannot add {name!r} to {type(base_of(model)).__name__}: {error}"
         ) from error
+
+
+def _refuse_rows_beyond(adapter: Adapter, base: torch.nn.Module) -> None:
+    """Refuse an adapter that trains rows of the embeddings which the base does not have."""
+    config, embeddings = adapter.config, embeddings_and_head_of(base).weights[0]
+    asked = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or ()
+    lists = asked.values() if isinstance(asked, Mapping) else [asked]
+    last = max((row for rows in lists for row in rows), default=-1)
+    if embeddings is not None and last >= embeddings.shape[0]:
+        raise AdapterError(
+            f"{adapter.facts.config_file}: it trains row {last} of the embeddings, and {type(base).__name__} has "
+            f"{embeddings.shape[0]} rows. Load the base, call resize_token_embeddings({last + 1}) or with the size of "
+            f"its training, and pass it as base_model."
+        )
 
 
 def _route(model: PeftModel, adapter: Adapter, tensors: dict[str, torch.Tensor]) -> RoutedTensors:

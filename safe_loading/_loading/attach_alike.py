@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from copy import deepcopy
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -17,8 +17,9 @@ from safe_loading._model.stand_ins import NoInit
 from safe_loading._ranks.rank_devices import RankDevices
 
 from .alike import Alike, FactorPlace, only_new_modules, rank_of
-from .attach import Adapter, Attached, errors_in, refusal
+from .attach import Adapter, Attached, errors_in, refusal, rows_of_words
 from .fill_slots import fill_slots
+from .peft_config import of_pattern
 from .slots import AdapterSlot
 
 
@@ -33,13 +34,13 @@ def attach_alike(
 ) -> Attached:
     """Attach an adapter as the one before it; ``alike.snapshot`` undoes it."""
     name, config = adapter.name, adapter.config
-    findings: list[Finding] = [*adapter.findings, *alike.file.findings]
+    findings: list[Finding] = [*adapter.findings, *alike.file.findings, *rows_of_words(adapter, model)]
     errors = errors_in(findings)
     if errors and strict:
         raise refusal([adapter], type(base_of(model)).__name__, errors)
     # As peft has it after an injection: by the base's kind where the file named none, and as names in this release.
     of_first = model.peft_config[alike.plan.first]
-    for field in ("target_modules", "exclude_modules"):
+    for field in ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"):
         vars(config)[field] = deepcopy(getattr(of_first, field))
     model.peft_config[name] = config
     _build(alike.layers, adapter)
@@ -61,11 +62,10 @@ def _build(layers: Mapping[str, LoraModule], adapter: Adapter) -> None:
     unstarted = deepcopy(config)
     vars(unstarted)["init_lora_weights"] = False
     of_file = adapter.facts.config
-    with quiet(), warnings.catch_warnings(), torch.device("meta"), NoInit():
-        warnings.simplefilter("ignore")
+    with quiet(), torch.device("meta"), NoInit():
         for path, layer in layers.items():
             own = without_peft_prefix(path)
-            alpha = rank_of({"r": config.lora_alpha, "rank_pattern": of_file.get("alpha_pattern")}, own)
+            alpha: Any = of_pattern(of_file.get("alpha_pattern"), own, config.lora_alpha)  # may be any number
             with only_new_modules(layer):
                 layer.update_layer(name, rank_of(of_file, own), lora_alpha=alpha, target_name=own, config=unstarted)
             for factors in (layer.lora_A, layer.lora_B, layer.lora_dropout):

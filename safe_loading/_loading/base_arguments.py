@@ -29,6 +29,12 @@ _RESERVED = {
     "output_loading_info": "leave it out: the report has it",
 }
 _BITS = ("load_in_4bit", "load_in_8bit")
+_QUANTIZE_LATER = "leave it out, and quantize the output when it is loaded: nothing is quantized on disk"
+# Arguments of a load that change no file, and what to do instead of a merge with them.
+_NOT_ON_DISK = {
+    **dict.fromkeys(("quantization_config", *_BITS), _QUANTIZE_LATER),
+    "key_mapping": "leave it out, and save the base under the names of its class first: load it so, and save it",
+}
 
 
 def check_base_kwargs(base_kwargs: EngineKwargs) -> None:
@@ -36,6 +42,14 @@ def check_base_kwargs(base_kwargs: EngineKwargs) -> None:
     problems = [f"base_kwargs[{name!r}]: {instead}" for name, instead in _RESERVED.items() if name in base_kwargs]
     if problems:
         raise ArgumentError("base_kwargs has arguments that this call sets itself:", problems)
+
+
+def check_merge_kwargs(base_kwargs: EngineKwargs) -> None:
+    """Refuse keyword arguments by which a merge on disk would do nothing."""
+    check_base_kwargs(base_kwargs)
+    problems = [f"base_kwargs[{name!r}]: {instead}" for name, instead in _NOT_ON_DISK.items() if base_kwargs.get(name)]
+    if problems:
+        raise ArgumentError("base_kwargs has arguments that a merge on disk would ignore:", problems)
 
 
 def checked_base_kwargs(base_kwargs: EngineKwargs) -> dict[str, object]:
@@ -105,7 +119,7 @@ def config_class_of(model_class: ModelClass) -> str:
 
 
 def for_constructor(unused: EngineKwargs) -> dict[str, object]:
-    """Return what ``from_pretrained`` hands on to the model's constructor, of the arguments that no config takes."""
+    """Return the arguments, of those that no config takes, that ``from_pretrained`` hands on to the constructor."""
     return {name: value for name, value in unused.items() if name not in _taken_by_from_pretrained()}
 
 

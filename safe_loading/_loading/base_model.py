@@ -8,36 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from safe_loading._checkpoint.base_config import IMPLEMENTATIONS
 from safe_loading._checkpoint.faults import fault, listed, note
 from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._core.log import quiet
 from safe_loading._core.protocols import EngineKwargs, JsonObject, ModelClass
 from safe_loading._core.report import Finding, counted
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
-from safe_loading._model.meta_model import build_on_meta, class_in_config, weights_dtype
-from safe_loading._model.model_config import CONFIG, read_config
-from safe_loading._model.quantized.stand_ins import bitsandbytes_config
+from safe_loading._model.layout.ties import untied_finding
+from safe_loading._model.meta_model import build_on_meta
+from safe_loading._model.model_config import read_config
+from safe_loading._model.quantized.request import packs_on_device
+from safe_loading._model.weights_dtype import weights_dtype
 from safe_loading._ranks.rank_devices import RankDevices
-from safe_loading.errors import AdapterError, CheckpointError, SafeLoadingError
+from safe_loading.errors import CheckpointError, EngineError, SafeLoadingError
 
-from .adapter_facts import AdapterFacts
 from .attach import Adapter
-from .base_arguments import for_constructor, refuse_unknown, takes_config
+from .base_arguments import for_constructor, refuse_unknown
+from .into_place import IntoPlace, Method, read_into_place
+from .report import FROM_PRETRAINED
 
-_AUTO_CLASSES = {
-    "CAUSAL_LM": "AutoModelForCausalLM",
-    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-    "FEATURE_EXTRACTION": "AutoModel",
-}
 _HEADS = ("SEQ_CLS", "TOKEN_CLS")
 
 LoadingInfo = Mapping[str, Iterable[object]]
@@ -73,38 +68,8 @@ def changed_config(folder: Path, base_kwargs: EngineKwargs) -> tuple[PreTrainedC
     return config, rest if quantization is None else {**rest, "quantization_config": quantization}
 
 
-def auto_class_for(facts: AdapterFacts, config: PreTrainedConfig, base_kwargs: EngineKwargs) -> ModelClass:
-    """Return the class that loads the base, by the adapter's task type or auto mapping, or the base's architecture."""
-    # The task type comes first: it is what the adapter was trained for, whatever head the base was saved with.
-    task = facts.config.get("task_type")
-    if task in _AUTO_CLASSES:
-        auto_class: ModelClass = getattr(transformers, _AUTO_CLASSES[task])
-        # Adapters of image-text models have CAUSAL_LM too, and that auto class does not know such models.
-        remote_code = getattr(config, "auto_map", None) or {}
-        if type(config) in getattr(auto_class, "_model_mapping", {}) or auto_class.__name__ in remote_code:
-            return auto_class
-    mapping = facts.config.get("auto_mapping")
-    mapping = mapping if isinstance(mapping, Mapping) else {}
-    architectures = config.architectures or []
-    # The parent library is a module path that a file names, so it is not imported: only transformers is searched.
-    of_transformers = str(mapping.get("parent_library", "")).split(".")[0] == "transformers"
-    name = str(mapping.get("base_model_class")) if of_transformers else ""
-    model_class: ModelClass | None = getattr(transformers, name, None)
-    if model_class is not None and not takes_config(model_class, config):
-        model_class = None  # of another type of base, which the keys of the adapter will show
-    trusted = bool(base_kwargs.get("trust_remote_code", False))
-    model_class = model_class or class_in_config(config, trust_remote_code=trusted)
-    if model_class is not None:
-        return model_class
-    raise AdapterError(
-        f"{facts.folder}: neither task_type ({task!r}) nor auto_mapping ({mapping!r}) nor the base's architectures "
-        f"({architectures}) name a class that loads the base. Pass auto_class=, such as "
-        f"transformers.AutoModelForCausalLM."
-    )
-
-
 def base_on_meta(
-    auto_class: ModelClass, folder: Path, dtype: torch.dtype | str, base_kwargs: EngineKwargs
+    auto_class: ModelClass, folder: ModelFolder, dtype: torch.dtype | str, base_kwargs: EngineKwargs
 ) -> torch.nn.Module | None:
     """Return the base on meta, in the dtype that it will have, or None if its class cannot be built on meta."""
     options = {"trust_remote_code": False, **base_kwargs}
@@ -112,7 +77,7 @@ def base_on_meta(
     try:
         with quiet():
             # With the options, because some are fields of the config (num_labels), which decide shapes.
-            config, unused = changed_config(folder, options)
+            config, unused = changed_config(folder.path, options)
     except Exception:  # remote code may do anything
         return None
     arguments = for_constructor(unused)
@@ -154,41 +119,62 @@ def check_fit(
 
 
 def load_base(
-    auto_class: ModelClass, folder: Path, devices: RankDevices, dtype: torch.dtype | str, base_kwargs: EngineKwargs
-) -> tuple[PreTrainedModel, LoadingInfo]:
-    """Load the base onto its devices and nowhere else; it is in eval mode."""
+    auto_class: ModelClass,
+    folder: Path,
+    devices: RankDevices,
+    dtype: torch.dtype | str,
+    base_kwargs: EngineKwargs,
+    config: PreTrainedConfig,
+    *,
+    skips: Sequence[str] | None = None,
+    planned: IntoPlace | Method,
+) -> tuple[PreTrainedModel, LoadingInfo, Method]:
+    """Load the base onto its devices and nowhere else; it is in eval mode. ``config`` is its config as read before.
+
+    ``skips`` are the modules that the folder holds plain, where its ``quantization_config`` names others; ``planned``
+    are the weights that transformers need not read. Returns how the weights were read, too.
+    """
     # use_safetensors: otherwise transformers falls back to a pickle where there is no safetensors file.
     arguments: dict[str, object] = {"dtype": dtype, "output_loading_info": True}
     rest = dict(base_kwargs)
-    if (folder / CONFIG).exists() and not IMPLEMENTATIONS.isdisjoint(base_kwargs):
-        arguments["config"], rest = changed_config(folder, base_kwargs)
+    if (folder / CONFIG).exists() and (skips is not None or not IMPLEMENTATIONS.isdisjoint(base_kwargs)):
+        changed, rest = changed_config(folder, base_kwargs)
+        if skips is not None:
+            changed.quantization_config["llm_int8_skip_modules"] = list(skips)
+        arguments["config"] = changed
     arguments |= {"use_safetensors": True, "trust_remote_code": base_kwargs.get("trust_remote_code", False), **rest}
     if devices.are_several:
         arguments["device_map"] = dict(devices.by_module)
     elif devices.main.type != "cpu":
         # Always with an index: transformers' loader threads do not inherit the current device and take "cuda" for 0.
         arguments["device_map"] = {"": devices.main}
-    elif _is_quantized_by_bitsandbytes(folder, base_kwargs):
+    elif _packs_on_device(config, base_kwargs):
         arguments["device_map"] = {"": "cpu"}  # its quantizer loads onto the current accelerator otherwise
     try:
-        model, info = auto_class.from_pretrained(folder, **arguments)
+        with read_into_place(planned) as methods:
+            model, info = auto_class.from_pretrained(folder, **arguments)
     except (SafeLoadingError, MemoryError, torch.OutOfMemoryError):
         raise
+    except ImportError as error:  # a package that its attention, quantizer or own code needs
+        raise EngineError(
+            f"transformers cannot load the base {folder} with the packages that are installed: "
+            f"{str(error).rstrip('. ')}. Ask for what needs none of them, such as "
+            f'attn_implementation="sdpa", or install it.'
+        ) from error
     except Exception as error:  # from the class of the model, its quantizer, or remote code
         raise CheckpointError(
-            f"{folder / CONFIG}: transformers cannot load the base: {type(error).__name__}: {error}"
+            f"{folder}: transformers cannot load the base: {type(error).__name__}: {error}"
         ) from error
     if devices.main.type == "cpu" and not devices.are_several:
         # peft's later calls take {"": "cpu"} for offloading, and dispatch the model to an accelerator
         vars(model).pop("hf_device_map", None)
-    return model, info
+    return model, info, methods[-1] if methods else Method(FROM_PRETRAINED, "its class has a loader of its own")
 
 
-def _is_quantized_by_bitsandbytes(folder: Path, base_kwargs: EngineKwargs) -> bool:
-    """Return whether the base's config or the arguments of its load name that method."""
-    config = base_config(folder, base_kwargs) if (folder / CONFIG).exists() else None
+def _packs_on_device(config: PreTrainedConfig, base_kwargs: EngineKwargs) -> bool:
+    """Return whether the base's config or the arguments of its load name a method that packs weights on a device."""
     asked = (base_kwargs.get("quantization_config"), getattr(config, "quantization_config", None))
-    return any(bitsandbytes_config(each) is not None for each in asked)
+    return any(packs_on_device(each) for each in asked)
 
 
 def name_base(model: torch.nn.Module, source: str | os.PathLike[str]) -> None:
@@ -228,9 +214,8 @@ def untied_findings(model: torch.nn.Module, source: str) -> list[Finding]:
     embedding, head = embeddings_and_head_of(model).weights
     if embedding is None or head is None or embedding is head:
         return []
-    message = "the config says tie_word_embeddings=True, and the checkpoint has two weights with different values"
-    fix = "set tie_word_embeddings to false in config.json if both are intended; otherwise delete the wrong one"
-    return [fault("base-untied", f"{source}: lm_head, the output embeddings", message, fix)]
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    return [untied_finding(source, [names.get(id(weight), "a weight") for weight in (head, embedding)])]
 
 
 def replaced_modules(adapters: Sequence[Adapter]) -> set[str]:

@@ -1,4 +1,4 @@
-"""``check_checkpoint``: whether a folder is whole and safe to load, from headers and configs, without torch."""
+"""``check_checkpoint``: whether a folder is whole and safe to load, by its headers and the load's own check."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ from safe_loading._checkpoint.faults import fault, raise_faults
 from safe_loading._checkpoint.files import size_of, unreadable
 from safe_loading._checkpoint.header import Header, try_header
 from safe_loading._checkpoint.hub import is_hub_id
-from safe_loading._checkpoint.index import inspect_checkpoint
+from safe_loading._checkpoint.model_folder import ModelFolder
+from safe_loading._checkpoint.other_things import address, other_thing
+from safe_loading._checkpoint.published_hashes import compare_hashes
+from safe_loading._checkpoint.tokenizer_ids import rows_of, tokenizer_findings
+from safe_loading._checkpoint.trainer_folder import checkpoints_of, half_checkpoint
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, conversion_command, names_in
 from safe_loading._core.paths import path_text
-from safe_loading._core.report import Finding, Table, Verdict, format_bytes, worst_first
+from safe_loading._core.report import Finding, Table, Verdict, counted, format_bytes, worst_first
+from safe_loading.errors import EngineError
 
-from .folder_findings import adapter_findings, code_findings, model_findings
+from .folder_findings import adapter_findings, code_findings, model_findings, quantization_on_disk
 
 Kind = Literal["model", "adapter", "file"]
+_HEADERS = "headers alone"
+_CHECKED_ALONE = (".safetensors", *PICKLE_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class CheckpointReport(Verdict):
-    """What :func:`check_checkpoint` found.
+    """The report of :func:`check_checkpoint`.
 
     Attributes:
         path: The folder or file.
@@ -51,6 +58,9 @@ class CheckpointReport(Verdict):
         dtypes: The bytes in each dtype, by its safetensors name.
         metadata: The metadata of the weight files.
         findings: Everything worth knowing, errors first.
+        checked_on: The model that the load's own check was asked with, such as ``"LlamaForCausalLM on meta"``, or
+            ``"headers alone"`` and the reason.
+        hashed: How many files were read and compared with the hash that they were published with.
     """
 
     path: str
@@ -61,6 +71,8 @@ class CheckpointReport(Verdict):
     dtypes: Mapping[str, int]
     metadata: Mapping[str, str]
     findings: tuple[Finding, ...]
+    checked_on: str = _HEADERS
+    hashed: int = 0
 
     def _title(self) -> str:
         dtypes = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in self.dtypes.items())
@@ -70,31 +82,54 @@ class CheckpointReport(Verdict):
 
     def _verdict(self) -> str:
         counts = Counter(finding.severity for finding in self.findings)
-        return ("ok" if self.ok else "NOT OK") + "".join(f", {n} {severity}" for severity, n in counts.items())
+        verdict = f"{'ok' if self.ok else 'NOT OK'}{'' if self.kind == 'file' else f' ({self.checked_on})'}"
+        verdict += f", {counted(self.hashed, 'file')} compared by hash" if self.hashed else ""
+        return verdict + "".join(f", {n} {severity}" for severity, n in counts.items())
 
     def _tables(self) -> list[Table]:
         rows = [(file.name, str(file.tensors), format_bytes(file.bytes)) for file in self.files]
         return [Table(("file", "tensors", "bytes"), rows)]
 
 
-def check_checkpoint(path: str | os.PathLike[str], *, values: bool = False) -> CheckpointReport:
-    """Check that a checkpoint is whole and safe to load, from headers and configs alone.
+def check_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    values: bool = False,
+    headers: bool = False,
+    hashes: bool = False,
+    base_model: str | os.PathLike[str] | None = None,
+) -> CheckpointReport:
+    """Check that a checkpoint is whole and safe to load, by its headers and as a load does.
 
-    No tensor is read and torch is not imported, so a folder of any size takes a fraction of a second.
+    Headers, indexes and configs are read first, without torch. Where they have no error and the engines are installed,
+    the model is built on meta and the check of :func:`load_peft_on_rank` is asked: which weights are missing, or have
+    another shape or kind. An adapter is read, and attached to its base on meta if the base is on this machine. Of a
+    model no tensor is read, but two weights that its class ties and its files both hold, and the descriptions of
+    packed weights. Of a Trainer's ``checkpoint-N``, or a folder with several, it says what a save that was killed left
+    out, and which is the last whole one.
 
     Args:
         path: The folder of a model or of an adapter, or one ``.safetensors`` file.
         values: Whether to read every tensor as well, once, through 4 MiB of memory, to find NaN and infinity, and,
             if there is a ``merge_report.json`` of :func:`merge_lora_checkpoint`, bytes that differ from what it wrote.
+        headers: Whether headers and configs are all that is checked: no engine is imported, so that a folder of any
+            size takes a fraction of a second in a new process.
+        hashes: Whether every file is also read and compared with the hash that it was published with: the name of its
+            blob in a Hugging Face cache (git's SHA-1, or SHA-256), and the manifest of a model signing (``model.sig``),
+            whose signature is not verified. Where no file has one, that is an error.
+        base_model: For an adapter, the folder or hub id of its base. None takes the one that its config names.
 
     Returns:
-        The report. A bad checkpoint does not raise; its faults are findings of severity ``"error"``.
+        The report; ``checked_on`` says which was done. A bad checkpoint does not raise; its faults are findings of
+        severity ``"error"``.
 
     Raises:
         CheckpointNotFound: There is nothing at ``path``.
-        ArgumentError: ``path`` is not a path.
+        ArgumentError: ``path`` or ``base_model`` is not a path.
     """
-    checked = Path(path_text(path, "path"))
+    if base_model is not None:
+        path_text(base_model, "base_model")
+    checked = Path(path_text(path, "path")).expanduser()
     try:
         checked.stat()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -102,11 +137,27 @@ def check_checkpoint(path: str | os.PathLike[str], *, values: bool = False) -> C
         if finding.code in ("not-found", "broken-link"):
             raise_faults(checked, [_with_download(finding, str(path))])
         return _report(checked, "file", {}, [finding])
-    return _check_folder(checked, values) if checked.is_dir() else _check_file(checked, values)
+    other = other_thing(checked)
+    if other is not None and checked.suffix not in _CHECKED_ALONE:
+        halves = [half_checkpoint(latest) for latest in checkpoints_of(checked)[-1:]]
+        findings = [fault("not-a-folder", checked, other.message, other.fix), *filter(None, halves)]
+        return _report(checked, "file", {}, findings)
+    is_folder = checked.is_dir()
+    report = _check_folder(checked, values, headers, base_model) if is_folder else _check_file(checked, values)
+    return _with_hashes(report, checked) if hashes else report
+
+
+def _with_hashes(report: CheckpointReport, path: Path) -> CheckpointReport:
+    """Return the report with the findings about every file and its published hash."""
+    compared = compare_hashes(path) if path.is_dir() else compare_hashes(path.parent, [path.name])
+    findings = worst_first([*report.findings, *compared.findings])
+    return replace(report, findings=findings, hashed=compared.files)
 
 
 def _with_download(finding: Finding, text: str) -> Finding:
     """Return the finding on a path that is not there; where it may be a hub id, its fix says how to download it."""
+    if page := address(text):
+        return fault("not-found", text, page.message, f"{page.fix}; it is downloaded first: `{page.download}`")
     if finding.code != "not-found" or "/" not in text or not is_hub_id(text):
         return finding
     return replace(finding, fix=f"{finding.fix}; a hub id is downloaded first: `hf download {text}`")
@@ -125,11 +176,14 @@ def _check_file(path: Path, values: bool) -> CheckpointReport:
     return _report(path, "file", headers, _value_findings(path.parent, headers) if values else [])
 
 
-def _check_folder(folder: Path, values: bool) -> CheckpointReport:
+def _check_folder(
+    folder: Path, values: bool, headers_alone: bool, base_model: str | os.PathLike[str] | None
+) -> CheckpointReport:
     names = names_in(folder)
     if isinstance(names, Finding):
         return _report(folder, "model", {}, [names])
-    checkpoint, findings = inspect_checkpoint(folder)
+    opened = ModelFolder(folder)
+    checkpoint, findings = opened.inspect_checkpoint()
     headers = checkpoint.headers if checkpoint is not None else {}
     tensors = checkpoint.tensors if checkpoint is not None else {}
     if checkpoint is not None:
@@ -137,13 +191,35 @@ def _check_folder(folder: Path, values: bool) -> CheckpointReport:
     else:
         kind = "adapter" if ADAPTER_CONFIG in names and "config.json" not in names else "model"
     if kind == "adapter":
-        findings += adapter_findings(folder, tensors)
+        findings += adapter_findings(folder, tensors, opened.files)
     else:
-        findings += model_findings(folder, names, tensors)
+        is_whole = all(finding.severity != "error" for finding in findings)
+        findings += model_findings(opened, names, tensors)
+        findings += quantization_on_disk(opened, checkpoint) if is_whole and checkpoint is not None else []
+        findings += tokenizer_findings(folder, rows_of(tensors))
     findings += code_findings(folder, names)
+    findings += filter(None, [half_checkpoint(folder)])
+    checked_on = _HEADERS
+    if not headers_alone and all(finding.severity != "error" for finding in findings):
+        checked_on, refused = _as_a_load(opened, kind, base_model)
+        findings += refused
     if values and headers:
         findings += _value_findings(folder, headers)
-    return _report(folder, kind, headers, findings)
+    return _report(folder, kind, headers, findings, checked_on)
+
+
+def _as_a_load(opened: ModelFolder, kind: Kind, base_model: str | os.PathLike[str] | None) -> tuple[str, list[Finding]]:
+    """Return the model that the load's own check was asked with, and its findings."""
+    from safe_loading._core.engines import require_engines  # which reads versions with a package of its own
+
+    try:
+        require_engines()
+    except EngineError as error:
+        return f"{_HEADERS}: {error.problems[0]}", []
+    from .check_as_load import check_adapter, check_model
+
+    by, findings = check_adapter(opened, base_model) if kind == "adapter" else check_model(opened)
+    return by, findings
 
 
 def _value_findings(folder: Path, headers: Mapping[str, Header]) -> list[Finding]:
@@ -152,7 +228,9 @@ def _value_findings(folder: Path, headers: Mapping[str, Header]) -> list[Finding
     return [*check_contents(folder, headers)]
 
 
-def _report(path: Path, kind: Kind, headers: Mapping[str, Header], findings: Sequence[Finding]) -> CheckpointReport:
+def _report(
+    path: Path, kind: Kind, headers: Mapping[str, Header], findings: Sequence[Finding], checked_on: str = _HEADERS
+) -> CheckpointReport:
     files, dtypes, metadata = [], Counter[str](), dict[str, str]()
     for name, header in headers.items():
         size = 0
@@ -170,4 +248,5 @@ def _report(path: Path, kind: Kind, headers: Mapping[str, Header], findings: Seq
         dtypes=dict(dtypes.most_common()),
         metadata=metadata,
         findings=worst_first(findings),
+        checked_on=checked_on,
     )

@@ -1,95 +1,105 @@
-"""Findings on what lies next to the weights in a folder: its configs, and files that could run code. No torch."""
+"""Findings on the files next to the weights in a folder: its configs, and files that could run code. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from safe_loading._checkpoint.adapter_config import adapter_config_faults
+from safe_loading._checkpoint.adapter_config import (
+    adapter_config_faults,
+    config_problems,
+    factors_of_other_rank,
+)
 from safe_loading._checkpoint.base_config import base_config_faults, quantization_findings
 from safe_loading._checkpoint.faults import fault, listed, note, raise_faults
 from safe_loading._checkpoint.files import size_of
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.index import Checkpoint
-from safe_loading._checkpoint.strict_json import try_json_object
+from safe_loading._checkpoint.json_files import JsonFiles
+from safe_loading._checkpoint.mlx import is_mlx, mlx_problems, peft_config_of
+from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG, ModelFolder
+from safe_loading._checkpoint.modelopt import modelopt_codes
+from safe_loading._checkpoint.tokenizer_ids import rows_of, tokenizer_findings
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, names_in
 from safe_loading._core.names import WRAPPER_PREFIXES
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, counted
-
-from .adapter_facts import config_problems, factors_of_other_rank
-from .layer_findings import INTEGERS, layer_findings
+from safe_loading._model.quantized.on_disk import codes_findings
 
 _BODIES = ("model", "transformer", "bert", "roberta", "gpt_neox", "base_model")
+_INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"})
 _SAVE_ADAPTER = "save the adapter again with `save_pretrained` of peft"
 
 
-def model_findings(
-    folder: Path, names: Sequence[str], tensors: Mapping[str, TensorInfo], config: JsonObject | None = None
-) -> list[Finding]:
-    """Return what is wrong with the config of a model and the names of its tensors; ``names`` are its files.
-
-    A caller who has parsed config.json already passes it.
-    """
-    of_config = _model_config(folder, names, tensors, config)
-    return [*of_config, *_wrapper_prefix(folder, tensors), *_two_names(folder, tensors)]
+def model_findings(folder: ModelFolder, names: Sequence[str], tensors: Mapping[str, TensorInfo]) -> list[Finding]:
+    """Return findings on the config of a model and the names of its tensors; ``names`` are its files."""
+    of_config = _model_config(folder, names, tensors)
+    return [*of_config, *_wrapper_prefix(folder.path, tensors), *_two_names(folder.path, tensors)]
 
 
-def base_findings(checkpoint: Checkpoint, config: JsonObject | None = None) -> list[Finding]:
-    """Return what ``check_checkpoint`` says of a folder and does not refuse, for the reports of those that load it.
-
-    A caller who has parsed config.json already passes it.
-    """
-    names = names_in(checkpoint.folder)
+def base_findings(folder: ModelFolder, checkpoint: Checkpoint) -> list[Finding]:
+    """Return the findings of ``check_checkpoint`` on a folder that are no errors, for the reports of a load."""
+    names = names_in(folder.path)
     if isinstance(names, Finding):
         return []
     found = [
         *checkpoint.findings,
-        *model_findings(checkpoint.folder, names, checkpoint.tensors, config),
-        *code_findings(checkpoint.folder, names),
+        *model_findings(folder, names, checkpoint.tensors),
+        *code_findings(folder.path, names),
     ]
     return [finding for finding in found if finding.severity != "error"]
 
 
-def refuse_index_without_metadata(checkpoint: Checkpoint) -> None:
+def refuse_index_without_metadata(folder: ModelFolder, checkpoint: Checkpoint) -> None:
     """Refuse an index that transformers cannot read; a merge and a wrapped model need no metadata."""
     metadata = [finding for finding in checkpoint.findings if finding.code == "index-metadata"]
     if checkpoint.index is not None and checkpoint.index.total_size is None and metadata:
-        document = try_json_object(checkpoint.index.path)
+        document = folder.files.try_read(checkpoint.index.path)
         if not isinstance(document, Finding) and not isinstance(document.get("metadata"), dict):
             raise_faults(checkpoint.folder, metadata)
 
 
-def refuse_quantizer_patterns(checkpoint: Checkpoint, config: JsonObject) -> None:
-    """Refuse a base whose quantizer would match patterns with its modules that may never end."""
-    path = checkpoint.folder / "config.json"
+def refuse_quantization(checkpoint: Checkpoint, config: JsonObject) -> None:
+    """Refuse a base whose quantizer would match patterns that may never end, or wait for codes that are not there."""
+    path = checkpoint.folder / CONFIG
     modules = {name.rpartition(".")[0] for name in checkpoint.tensors}
-    found = quantization_findings(path, config, modules)
+    found = [*quantization_findings(path, config, modules), *codes_findings(path, config, checkpoint)]
     if errors := [finding for finding in found if finding.severity == "error"]:
         raise_faults(path, errors)
 
 
-def adapter_findings(folder: Path, tensors: Mapping[str, TensorInfo]) -> list[Finding]:
-    """Return what is wrong with the config of an adapter, also compared with its tensors."""
+def quantization_on_disk(folder: ModelFolder, checkpoint: Checkpoint) -> list[Finding]:
+    """Return the findings of a quantization that the config names and the weights do not have, or not whole."""
+    config = folder.files.try_read(folder.path / CONFIG)
+    return [] if isinstance(config, Finding) else codes_findings(folder.path / CONFIG, config, checkpoint)
+
+
+def adapter_findings(folder: Path, tensors: Mapping[str, TensorInfo], files: JsonFiles) -> list[Finding]:
+    """Return findings on the config of an adapter, also compared with its tensors."""
     path = folder / ADAPTER_CONFIG
-    config = try_json_object(path)
+    config = files.try_read(path)
     if isinstance(config, Finding):
         return [config]
-    problems = config_problems(config)
     shapes = {name: info.shape for name, info in tensors.items()}
+    if is_mlx(config):
+        if found := mlx_problems(config, shapes):
+            return [fault("adapter-config", path, found[0].partition("; ")[0], found[0].partition("; ")[2])]
+        config = peft_config_of(config, shapes)
+    problems = config_problems(config)
     other_rank = factors_of_other_rank(config, shapes)
     if other_rank:
         name, rank = next(iter(other_rank.items()))
         problems.append(f"r is {config['r']}, and {name!r} has rank {rank}: it would be scaled for another rank")
     findings = [fault("adapter-config", path, problem, _SAVE_ADAPTER) for problem in problems]
     findings += adapter_config_faults(path, config, shapes)
-    integers = [name for name, info in tensors.items() if ".lora_" in name and info.dtype in INTEGERS]
+    integers = [name for name, info in tensors.items() if ".lora_" in name and info.dtype in _INTEGERS]
     if integers:
         message = (
             f"holds {counted(len(integers), 'LoRA factor')} as integers, which peft would cast without a warning: "
             f"{listed(integers)}"
         )
         findings.append(fault("adapter-dtype", folder, message, _SAVE_ADAPTER))
+    findings += tokenizer_findings(folder, rows_of(tensors))
     if isinstance(config.get("peft_type"), str) and not isinstance(config.get("base_model_name_or_path"), str):
         message = "names no base model (base_model_name_or_path)"
         fix = "pass base_model= when you load it"
@@ -114,30 +124,30 @@ def code_findings(folder: Path, names: Sequence[str]) -> list[Finding]:
     return findings
 
 
-def _model_config(
-    folder: Path, names: Sequence[str], tensors: Mapping[str, TensorInfo], parsed: JsonObject | None
-) -> list[Finding]:
-    path = folder / "config.json"
+def _model_config(folder: ModelFolder, names: Sequence[str], tensors: Mapping[str, TensorInfo]) -> list[Finding]:
+    path = folder.path / CONFIG
     if path.name not in names:
         message = "has no 'config.json', so no model can be made for the weights"
         fix = "copy the model's config.json here, or save the model again with `save_pretrained`"
-        return [fault("config-missing", folder, message, fix)]
-    config = parsed or try_json_object(path)
+        return [fault("config-missing", folder.path, message, fix)]
+    config = folder.files.try_read(path)
     if isinstance(config, Finding):
         return [config]
-    findings = [*base_config_faults(path, config), *layer_findings(path, config, tensors)]
+    findings = base_config_faults(path, config)
     findings += quantization_findings(path, config, {name.rpartition(".")[0] for name in tensors})
+    if found := modelopt_codes(folder):
+        findings = [each for each in findings if each.code != "quantization-unknown"] + [found]
     if not isinstance(config.get("model_type"), str):
         message = f"model_type is {config.get('model_type')!r}; transformers cannot tell which model this is"
         fix = 'set "model_type" to the architecture, such as "llama"'
         findings.append(note("warning", "config-model-type", path, message, fix))
-    generation = folder / "generation_config.json"
-    if generation.name in names and isinstance(damaged := try_json_object(generation), Finding):
+    generation = folder.path / GENERATION_CONFIG
+    if generation.name in names and isinstance(damaged := folder.files.try_read(generation), Finding):
         findings.append(damaged)
     if ADAPTER_CONFIG in names:
         message = f"has a model and {ADAPTER_CONFIG!r}; transformers loads that adapter into the model without asking"
         fix = "keep the adapter in a folder of its own"
-        findings.append(note("warning", "adapter-beside", folder, message, fix))
+        findings.append(note("warning", "adapter-beside", folder.path, message, fix))
     return findings
 
 

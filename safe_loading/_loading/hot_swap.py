@@ -11,16 +11,19 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils.hotswap import check_hotswap_configs_compatible, hotswap_adapter_from_state_dict
 
+from safe_loading._checkpoint.adapter_config import factors_of_other_rank
 from safe_loading._checkpoint.faults import fault
+from safe_loading._core.interrupts import undone_on_error
 from safe_loading._core.log import quiet
-from safe_loading._core.names import method_name
+from safe_loading._core.names import method_name, without_peft_prefix
 from safe_loading._core.report import Finding
 from safe_loading.errors import AdapterError
 
-from .adapter_facts import factors_of_other_rank
-from .adapter_values import key_mapping_for, rename_keys
+from .adapter_values import rename_keys
 from .attach import Adapter, Attached, refusal
 from .match import one_for_all_layers, saved_module_dtype
+from .old_names import with_new_names
+from .peft_config import of_pattern
 from .slots import AdapterSlot, adapter_slots, route
 from .starts import starts_on_base
 
@@ -44,6 +47,9 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
     adapter takes its size in device memory in addition. The model is unchanged.
     """
     name, config = adapter.name, adapter.config
+    base = model.get_base_model()
+    file = rename_keys(adapter.facts, adapter.tensors, base, key_mapping=adapter.key_mapping)
+    config = with_new_names(config, file.old_names, base)
     try:
         check_hotswap_configs_compatible(model.peft_config[name], config)
     except ValueError as error:
@@ -53,8 +59,6 @@ def stage_swap(model: PeftModel, adapter: Adapter, *, dtype: torch.dtype | None)
         ) from error
     if not isinstance(config, LoraConfig):
         raise AdapterError(f"{adapter.facts.source!r} is {method_name(config.peft_type)}; peft can hot-swap LoRA only.")
-    mapping = key_mapping_for(adapter.key_mapping, model.get_base_model())
-    file = rename_keys(adapter.facts, adapter.tensors, prompt_learning=False, own_module=False, key_mapping=mapping)
     # Both go through peft's mapping, so that their keys can be compared.
     with quiet():
         old = route(model, name, get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
@@ -85,28 +89,47 @@ def commit_swap(model: PeftModel, staged: StagedSwap) -> Attached:
     # On the host: the new values are on the device already, and it may have no room for a third copy.
     old_values = {key: slot.tensor.detach().to("cpu", copy=True) for key, slot in staged.slots.items()}
     old_scalings = [(layer, layer.scaling[name]) for layer in _layers(model) if name in layer.scaling]
-    try:
-        hotswap_adapter_from_state_dict(model, lora, name, config)
-        # what else belongs to the adapter: DoRA's magnitudes, modules to save, trained biases
-        with torch.no_grad():
-            for key in staged.values.keys() - lora.keys():
-                staged.slots[key].tensor.copy_(staged.values[key])
-    except BaseException:  # Ctrl-C included: otherwise half of each adapter would be left
+
+    def undo() -> None:
         with torch.no_grad():
             for key, value in old_values.items():
                 staged.slots[key].tensor.copy_(value)
         for layer, scaling in old_scalings:
             layer.scaling[name] = scaling
-        raise
-    config.inference_mode = old_config.inference_mode
-    if any(slot.tensor.shape != staged.values[key].shape for key, slot in staged.slots.items()):
-        _describe_padded(config, old_config)
-    model.peft_config[name] = config
+        model.peft_config[name] = old_config
+
+    with undone_on_error(undo):  # Ctrl-C included: otherwise half of each adapter would be left
+        hotswap_adapter_from_state_dict(model, lora, name, config)
+        _set_scalings(model, name, config)
+        # what else belongs to the adapter: DoRA's magnitudes, modules to save, trained biases
+        with torch.no_grad():
+            for key in staged.values.keys() - lora.keys():
+                staged.slots[key].tensor.copy_(staged.values[key])
+        config.inference_mode = old_config.inference_mode
+        if any(slot.tensor.shape != staged.values[key].shape for key, slot in staged.slots.items()):
+            _describe_padded(config, old_config)
+        model.peft_config[name] = config
     return Attached.of(model, staged.findings, [slot.tensor for slot in staged.slots.values()], staged.renamed)
 
 
 def _layers(model: PeftModel) -> list[LoraLayer]:
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _set_scalings(model: PeftModel, name: str, config: LoraConfig) -> None:
+    """Give each layer the scaling of the config; peft matches its patterns with the names of factors, in vain."""
+    for path, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer) or name not in layer.scaling:
+            continue
+        path = without_peft_prefix(path)
+        rank = of_pattern(config.rank_pattern, path, config.r)
+        alpha = of_pattern(config.alpha_pattern, path, config.lora_alpha)
+        scaling: object = layer.scaling[name]
+        value = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        if isinstance(scaling, torch.Tensor):  # of peft's prepare_model_for_compiled_hotswap
+            scaling.fill_(value)
+        else:
+            layer.scaling[name] = value
 
 
 def _describe_padded(config: LoraConfig, loaded: PeftConfig) -> None:
@@ -135,7 +158,7 @@ def _unsupported(model: PeftModel, adapter: Adapter, config: LoraConfig, padded:
 
 
 def _other_start(new: LoraConfig, loaded: PeftConfig) -> list[str]:
-    """Return a problem when the base is not what the new adapter starts on."""
+    """Return a problem when the new adapter starts on another base than the loaded one."""
     if not (starts_on_base(new) or starts_on_base(loaded)):
         return []
     # What such a start takes out of the base depends on these, and the loaded adapter has taken out its own.

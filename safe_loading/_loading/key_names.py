@@ -1,11 +1,12 @@
-"""The keys of an adapter file in the form that peft writes, whatever wrapper they were saved through. No torch."""
+"""The keys of an adapter file in the form that peft writes, with the prefixes of any wrapper removed. No torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from safe_loading._core.names import DDP_PREFIX, PEFT_PREFIX, canonical, without_peft_prefix
+from safe_loading.errors import ArgumentError
 
 # A key of a raw state_dict(), with the adapter's name after the kind of tensor. The tail is missing for the parameters
 # of an embedding's LoRA. "weight" and "bias" are no names of adapters: lora_A.weight is what save_pretrained writes.
@@ -47,10 +48,12 @@ def renames(
     prompt_learning: bool = False,
     own_module: bool = False,
     key_mapping: Mapping[str, str] | None = None,
+    place: Callable[[str], str] | None = None,
 ) -> tuple[dict[str, str], list[str]]:
     """Return ``{key on disk: canonical key}`` where they differ, and a problem for each two that mean one tensor.
 
-    ``key_mapping`` holds regular expressions and replacements for keys without peft's prefix.
+    ``key_mapping`` holds regular expressions and replacements for keys without peft's prefix, ``place`` says where in
+    the base a key with that prefix leads.
     """
     seen: dict[str, str] = {}
     changed: dict[str, str] = {}
@@ -59,12 +62,33 @@ def renames(
         name = canonical_key(key, prompt_learning=prompt_learning, own_module=own_module)
         if key_mapping and name.startswith(PEFT_PREFIX) and not prompt_learning:
             name = PEFT_PREFIX + _mapped(without_peft_prefix(name), key_mapping)
+        if place is not None and name.startswith(PEFT_PREFIX):
+            name = place(name)
         if name in seen:
             problems.append(f"{seen[name]!r} and {key!r} both mean {name!r}; keep one of them")
         seen[name] = key
         if name != key:
             changed[key] = name
     return changed, problems
+
+
+def check_key_mapping(key_mapping: object) -> None:
+    """Refuse a value that is no mapping of regular expressions to their replacements."""
+    if key_mapping is None:
+        return
+    if not isinstance(key_mapping, Mapping):
+        raise ArgumentError(
+            f"key_mapping={key_mapping!r:.80}: pass a mapping of regular expressions to their replacements, such as "
+            f'{{"^visual": "model.visual"}}.'
+        )
+    for pattern, replacement in key_mapping.items():
+        try:
+            re.sub(pattern, replacement, "")
+        except (re.error, TypeError) as error:
+            raise ArgumentError(
+                f"key_mapping has {pattern!r}: {replacement!r}, which is no regular expression with a replacement: "
+                f"{error}. Correct it, or leave it out."
+            ) from error
 
 
 def _mapped(key: str, key_mapping: Mapping[str, str]) -> str:

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import torch
 from peft import PeftModel
+from transformers import PreTrainedConfig
 
 from safe_loading._checkpoint.faults import note
 from safe_loading._checkpoint.hub import Resolved
-from safe_loading._checkpoint.index import Checkpoint, read_checkpoint, require_unchanged
-from safe_loading._checkpoint.strict_json import read_json_object
+from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
+from safe_loading._checkpoint.modelopt import refuse_modelopt
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.engines import set_adapter
+from safe_loading._core.interrupts import undone_on_error
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding
-from safe_loading._model.model_config import CONFIG, read_generation_config
+from safe_loading._model.formats.four_bit import reordering_findings
+from safe_loading._model.layout.layout import read_layout
+from safe_loading._model.layout.packed_modules import modules_by_headers
+from safe_loading._model.layout.ties import UntiedPair, untie_as_on_disk
+from safe_loading._model.model_config import read_generation_config
 from safe_loading._model.peft_layers import has_adapters
 from safe_loading._model.size_limit import refuse_out_of_proportion
 from safe_loading._model.snapshot import Snapshot
+from safe_loading._model.torch_state import TorchState
 from safe_loading._ranks.device_guard import make_current, one_device
 from safe_loading._ranks.rank_devices import DeviceMap, RankDevices, devices_of
 from safe_loading.errors import AdapterError, ArgumentError
@@ -34,7 +43,6 @@ from .attach import Adapter, Attached, Checked, attach, attach_checked, check_on
 from .attach_alike import attach_alike
 from .base_arguments import check_class
 from .base_model import (
-    auto_class_for,
     base_config,
     base_on_meta,
     check_fit,
@@ -43,8 +51,11 @@ from .base_model import (
     name_base,
     untied_findings,
 )
-from .folder_findings import base_findings, refuse_index_without_metadata, refuse_quantizer_patterns
+from .choose_class import ChosenClass, choose_class, fitting_class
+from .folder_findings import base_findings, refuse_index_without_metadata, refuse_quantization
+from .into_place import NOT_COMPARED, IntoPlace, Method, plan_into_place
 from .report import LoadedPart
+from .vocabulary import resize_to_adapters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,55 +77,96 @@ class BaseOnDisk:
     """A base that passed the checks before the load."""
 
     resolved: Resolved
+    opened: ModelFolder  # what was read of the folder
+    config: PreTrainedConfig
     auto_class: ModelClass  # its from_pretrained loads the base
-    checkpoint: Checkpoint | None  # its weight files; None where they are no safetensors files
     findings: tuple[Finding, ...] = ()  # what check_checkpoint says of the folder
+    skips: Sequence[str] | None = None  # the modules that its weights keep plain, where its config names others
     checked: Checked | None = None  # what peft built for the check, to be moved to the base
+    built_as: str | None = None  # the class of the model on meta that was checked; None where none could be built
+    untied: tuple[UntiedPair, ...] = ()  # what the class ties and the files hold with different values
+    # the weights that need not go through transformers' loader, or why all of them do
+    planned: IntoPlace | Method = NOT_COMPARED
 
 
 class Loaded(NamedTuple):
-    """A model with its adapters, and what its report says of each part."""
+    """A model with its adapters, and the entry of each part in its report."""
 
     model: PeftModel
     parts: list[LoadedPart]
     findings: list[Finding]
 
 
-def check_before_load(base: Resolved, adapters: Sequence[Adapter], options: LoadOptions) -> BaseOnDisk:
-    """Check everything that can be known before a weight of the base is read."""
+def check_before_load(
+    base: Resolved, adapters: Sequence[Adapter], options: LoadOptions, opened: ModelFolder | None = None
+) -> BaseOnDisk:
+    """Check everything that can be known before a weight of the base is read; ``opened`` is its folder, if read."""
     folder = base.folder
-    if (folder / ADAPTER_CONFIG).exists():
+    is_model = (folder / CONFIG).exists() or bool(options.base_kwargs.get("gguf_file"))
+    if is_model and (folder / ADAPTER_CONFIG).exists():
         raise AdapterError(
             f"The base folder {folder} holds an adapter too ({ADAPTER_CONFIG}), which transformers would load into the "
             f"base without being asked. Move the adapter's files to a folder of their own."
         )
-    document = read_json_object(folder / CONFIG) if (folder / CONFIG).exists() else None
-    config = base_config(folder, options.base_kwargs, document)
-    auto_class = options.auto_class
-    if auto_class is None:
-        auto_class = auto_class_for(adapters[0].facts, config, options.base_kwargs)
+    opened = opened or ModelFolder(folder)
+    config = base_config(folder, options.base_kwargs, opened.config)
+    build = functools.partial(base_on_meta, folder=opened, dtype=options.dtype, base_kwargs=options.base_kwargs)
+    if options.auto_class is None:
+        chosen = choose_class(adapters[0], config, options.base_kwargs, build)
     else:
-        check_class(auto_class, config)
+        chosen = ChosenClass(options.auto_class)
+        check_class(options.auto_class, config)
+    auto_class = chosen.auto_class
     # Pickles and GGUF files have no safetensors header to check; transformers reads them if it is told to.
     checkpoint = None
     if options.base_kwargs.get("use_safetensors", True) and not options.base_kwargs.get("gguf_file"):
-        checkpoint = read_checkpoint(folder, variant=options.base_kwargs.get("variant"), kind="model")
-        refuse_quantizer_patterns(checkpoint, document or {})
-        refuse_index_without_metadata(checkpoint)
-    read_generation_config(folder)
-    checked = None
-    meta_model = base_on_meta(auto_class, folder, options.dtype, options.base_kwargs)
+        checkpoint = opened.read_checkpoint(variant=options.base_kwargs.get("variant"))
+        refuse_quantization(checkpoint, opened.config or {})
+        refuse_modelopt(opened)
+        refuse_index_without_metadata(opened, checkpoint)
+    read_generation_config(folder, opened.generation_config)
+    meta_model = chosen.model or build(auto_class)
     if meta_model is not None and checkpoint is not None:
         on_disk = sum(info.nbytes for info in checkpoint.tensors.values())
         refuse_out_of_proportion(meta_model, folder / CONFIG, on_disk)
     if meta_model is not None:
         _require_devices(options.devices, meta_model)
-    if meta_model is not None and options.strict:
-        if checkpoint is not None:
-            check_fit(meta_model, checkpoint, adapters, key_mapping=options.base_kwargs.get("key_mapping"))
-        checked = check_on_meta(meta_model, adapters)
-    findings = () if checkpoint is None else tuple(base_findings(checkpoint))
-    return BaseOnDisk(base, auto_class, checkpoint, findings, checked)
+    findings = chosen.findings if checkpoint is None else (*chosen.findings, *base_findings(opened, checkpoint))
+    found = BaseOnDisk(base, opened, config, auto_class, findings)
+    return found if meta_model is None else _checked_on_meta(found, meta_model, checkpoint, adapters, options, build)
+
+
+def _checked_on_meta(
+    base: BaseOnDisk,
+    meta_model: torch.nn.Module,
+    checkpoint: Checkpoint | None,
+    adapters: Sequence[Adapter],
+    options: LoadOptions,
+    build: Callable[[ModelClass], torch.nn.Module | None],
+) -> BaseOnDisk:
+    """Return the base with the findings of its model on meta, on which the adapters were tried."""
+    untied = list[UntiedPair]()
+    if checkpoint is not None:
+        layout = read_layout(meta_model, checkpoint.tensors, key_mapping=options.base_kwargs.get("key_mapping"))
+        settings = (base.opened.config or {}).get("quantization_config")
+        if (by_headers := modules_by_headers(meta_model, checkpoint, settings, layout)) is not None:
+            base = dataclasses.replace(base, skips=by_headers.skips, findings=(*base.findings, by_headers.finding))
+        planned = plan_into_place(base.opened, checkpoint, layout, meta_model, options.devices, options.base_kwargs)
+        base = dataclasses.replace(base, planned=planned)
+        if options.strict:
+            check_fit(meta_model, checkpoint, adapters, layout)
+            untied = untie_as_on_disk(meta_model, checkpoint, layout)  # as the load will
+    base = dataclasses.replace(base, built_as=type(meta_model).__name__, untied=tuple(untied))
+    if not options.strict:
+        return base
+    if checkpoint is not None and not untied:
+        resize_to_adapters(meta_model, adapters)
+    given = options.auto_class
+
+    def advise() -> list[str]:
+        return [] if given is None else fitting_class(adapters[0], given, base.config, options.base_kwargs, build)
+
+    return dataclasses.replace(base, checked=check_on_meta(meta_model, adapters, advise))
 
 
 def _require_devices(devices: RankDevices, meta_model: torch.nn.Module) -> None:
@@ -122,8 +174,8 @@ def _require_devices(devices: RankDevices, meta_model: torch.nn.Module) -> None:
     left_out = devices.without_device(name for name, _ in meta_model.named_parameters())
     if left_out:
         raise ArgumentError(
-            f"device= maps no module around these parameters of {type(meta_model).__name__}; add the modules, or '' "
-            f"for all others:",
+            f"device_map= maps no module around these parameters of {type(meta_model).__name__}; add the modules, or "
+            f"'' for all others:",
             left_out,
         )
 
@@ -141,22 +193,36 @@ def load(
         set_adapter(loaded.model, options.active, trainable=options.is_trainable)
     if not options.is_trainable:
         loaded.model.eval()
-    return loaded
+    return loaded._replace(findings=[*loaded.findings, *reordering_findings(loaded.model)])
 
 
 def _load_base_and_attach(base: BaseOnDisk, adapters: Sequence[Adapter], options: LoadOptions) -> Loaded:
     start = time.perf_counter()
-    source = base.resolved.source
-    model, info = load_base(base.auto_class, base.resolved.folder, options.devices, options.dtype, options.base_kwargs)
-    # transformers reads the files after their headers were checked here: what changed in between was not checked.
-    if base.checkpoint is not None:
-        require_unchanged(base.checkpoint)
+    source, folder = base.resolved.source, base.resolved.folder
+    config = base.config
+    model, info, method = load_base(
+        base.auto_class,
+        folder,
+        options.devices,
+        options.dtype,
+        options.base_kwargs,
+        config,
+        skips=base.skips,
+        planned=base.planned,
+    )
+    # transformers reads the files after they were checked here: what changed in between was not checked.
+    base.opened.require_unchanged()
+    for adapter in adapters:
+        adapter.facts.require_unchanged()
     name_base(model, source)
     findings = [*loading_findings(info, adapters, source), *untied_findings(model, source)]
     errors = [finding.problem for finding in findings if finding.severity == "error"]
     if errors and options.strict:
         raise AdapterError(f"{source!r} does not fill {type(model).__name__}:", errors)
+    if not any(finding.code == "base-untied" for finding in findings):  # a resize would tie the weights again
+        findings += resize_to_adapters(model, adapters)
     part = _base_part(model, source, base.resolved.commit, options.devices, time.perf_counter() - start)
+    part = dataclasses.replace(part, method=method.name, method_reason=method.why)
     attached = _attach_all(model, adapters, options, [], base.checked)
     findings = [*base.findings, *findings, *attached.findings]
     return Loaded(attached.model, [part, *attached.parts], findings)
@@ -179,7 +245,7 @@ def _attach_and_move(
 
 @contextmanager
 def restored_on_error(model: torch.nn.Module | None) -> Iterator[list[Snapshot]]:
-    """If the block raises, put the caller's ``model`` back to what it was and where it was; yield its snapshot.
+    """If the block raises, restore the caller's ``model`` and its devices; yield its snapshot.
 
     Nothing is done, and an empty list yielded, when there is no such model.
     """
@@ -187,24 +253,27 @@ def restored_on_error(model: torch.nn.Module | None) -> Iterator[list[Snapshot]]
         yield []
         return
     devices = devices_of(model)
-    try:
-        with restored_by([Snapshot(model)]) as undo:
-            yield undo
-    except BaseException:
+
+    def move_back() -> None:
         if not devices.are_several:  # otherwise it was not moved
             model.to(devices.main)
-        raise
+
+    with undone_on_error(move_back), restored_by([Snapshot(model)]) as undo:
+        yield undo
 
 
 @contextmanager
 def restored_by(undo: list[Snapshot]) -> Iterator[list[Snapshot]]:
-    """If the block raises, restore the snapshots that are in the list by then; yield the list."""
-    try:
-        yield undo
-    except BaseException:
+    """If the block raises, restore torch's state and the snapshots that are in the list by then; yield the list."""
+    state = TorchState()
+
+    def restore() -> None:
+        state.restore()
         for snapshot in undo:
             snapshot.restore()
-        raise
+
+    with undone_on_error(restore):
+        yield undo
 
 
 def _attach_all(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from peft import PeftMixedModel, PeftModel
 
 from safe_loading._core import progress as _progress
+from safe_loading._core.engine_names import LATER, LaterNames
 from safe_loading._core.engines import require_for
 from safe_loading._core.log import logger
-from safe_loading._core.walk import walk_modules
+from safe_loading._core.walk import unordered_modules
 from safe_loading._model.peft_layers import base_of, has_adapters, is_mixed
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.device_guard import (
@@ -34,7 +35,13 @@ from .base_arguments import as_dtype
 from .hot_swap import StagedSwap, commit_swap, stage_swap
 from .load import adapter_part, current_device_findings, restored_by, warn_of_errors
 from .report import LoadReport
-from .sources import HUB_OPTIONS, LoadRequest, find_sources
+from .sources import LoadRequest, find_sources
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def load_adapter_on_rank(
@@ -52,8 +59,8 @@ def load_adapter_on_rank(
     allow_pickle: bool = False,
     ranks: Literal["all", "self"] | Sequence[int] = "all",
     timeout: float = 1800.0,
-    hub_kwargs: Mapping[str, Any] | None = None,
     key_mapping: Mapping[str, str] | None = None,
+    **other: Unpack[LaterNames],
 ) -> LoadReport:
     """Load one more adapter into a model, on the device that the model is on and on no other.
 
@@ -79,8 +86,9 @@ def load_adapter_on_rank(
         allow_pickle: Whether a ``.bin`` adapter may be read, with ``weights_only=True``.
         ranks: Which ranks load together, as for :func:`load_peft_on_rank`.
         timeout: Longest wait for the other ranks, in seconds.
-        hub_kwargs: ``token``, ``cache_dir`` and ``local_files_only`` for an adapter on the hub.
         key_mapping: Regular expressions and replacements for the adapter's keys, as for :func:`load_peft_on_rank`.
+        **other: Names of peft that mean one thing here: ``torch_device`` is ``device``; ``token``, ``cache_dir`` and
+            ``local_files_only`` are those of the hub.
 
     Returns:
         What was loaded where, in which dtype and time.
@@ -94,13 +102,12 @@ def load_adapter_on_rank(
     """
     group = Ranks.resolve(ranks)
     with group.together("check the arguments", timeout=timeout):
+        device, hub = LATER.placed(load_adapter_on_rank, other, {"device": device}, None)
         check_adapter_name(adapter_name)
         own_dtype = as_dtype(adapter_dtype, "adapter_dtype", None)
         own = _checked_model(model, adapter_name, hotswap=hotswap)
         if hotswap:
             _check_swap(is_trainable=is_trainable, strict=strict)
-        if unknown := sorted((hub_kwargs or {}).keys() - HUB_OPTIONS):
-            raise ArgumentError(f"hub_kwargs has {unknown}; it takes {sorted(HUB_OPTIONS)}.")
         devices = _devices_of(own, device)
         target = devices.main
     contexts_before = contexts()
@@ -111,11 +118,11 @@ def load_adapter_on_rank(
         adapter_revision=adapter_revision,
         adapter_subfolder=adapter_subfolder,
         allow_pickle=allow_pickle,
-        base_kwargs=hub_kwargs or {},
+        base_kwargs=hub or {},
     )
     # Outermost, and the report is made inside, so that Ctrl-C in the last line is undone as well. A swap is staged
     # beside the model, and undoes itself.
-    with restored_by([]) as undo, guarded(target), _progress.engine_bars(local_rank()):
+    with restored_by([]) as undo, guarded(target, builds=False), _progress.engine_bars(local_rank()):
         facts = find_sources(request, group, timeout=timeout).adapters[adapter_name]
         start = time.perf_counter()
         with group.together("load the adapter", timeout=timeout):
@@ -188,7 +195,7 @@ def _attach(
     is_trainable: bool,
     strict: bool,
 ) -> Attached:
-    """Attach an adapter, after a snapshot of what that changes was added to ``undo``."""
+    """Attach an adapter, after adding to ``undo`` a snapshot of the state that this changes."""
     # as PeftModel.load_adapter: what is loaded for inference puts the whole model in eval mode
     to_eval = not is_trainable and _is_training(model)
     alike = find_alike(model, adapter.facts, adapter.tensors, adapter.key_mapping)
@@ -210,11 +217,11 @@ def _attach(
 def _is_training(model: PeftModel) -> bool:
     """Return whether a module is in train mode; adapters for inference follow the base."""
     trained = any(not config.inference_mode for config in model.peft_config.values())
-    return any(module.training for module in walk_modules(model, adapters=trained))
+    return any(module.training for module in unordered_modules(model, adapters=trained))
 
 
 def _activate_again(model: PeftModel) -> None:
-    """Activate the adapters of a mixed model that are active, as its ``load_adapter`` does; train what was trained."""
+    """Activate a mixed model's active adapters again, as its ``load_adapter`` does; ``requires_grad`` is kept."""
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     model.set_adapter(model.active_adapters)  # type: ignore[arg-type]  # a mixed model takes several
     for parameter, was_trained in trained:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from peft import PeftModel
@@ -12,6 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
 from safe_loading._core import progress as _progress
+from safe_loading._core.engine_names import LOAD, LoadNames
 from safe_loading._core.log import logger
 from safe_loading._core.paths import path_text
 from safe_loading._model.peft_layers import has_adapters
@@ -30,6 +31,7 @@ from safe_loading._ranks.same_arguments import check_same_arguments
 from safe_loading.errors import AdapterError, ArgumentError, DeviceError
 
 from .attach import Adapter, check_adapter_name, prepare
+from .base_and_adapter import named_sources
 from .base_arguments import as_dtype, as_model_class, checked_base_kwargs
 from .load import (
     BaseOnDisk,
@@ -43,16 +45,20 @@ from .load import (
 from .report import LoadReport
 from .sources import HUB_OPTIONS, BaseRequest, LoadRequest, LoadSources, Source, find_sources
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 def load_peft_on_rank(
-    adapter: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],
-    base_model: str | os.PathLike[str] | PreTrainedModel | None = None,
-    *,
-    device: torch.device | str | int | Mapping[str, torch.device | str | int] | None = None,
+    *sources: Source | PreTrainedModel | Mapping[str, Source],
+    base_model: Source | PreTrainedModel | None = None,
+    adapter: Source | Mapping[str, Source] | None = None,
+    device: torch.device | str | int | None = None,
+    device_map: Mapping[str, torch.device | str | int] | None = None,
     dtype: torch.dtype | str = "auto",
     adapter_dtype: torch.dtype | str | None = None,
     is_trainable: bool = False,
-    auto_class: Any = None,
+    auto_class: type | str | None = None,
     active: str | None = None,
     adapter_revision: str | None = None,
     adapter_subfolder: str | None = None,
@@ -64,6 +70,7 @@ def load_peft_on_rank(
     timeout: float = 1800.0,
     base_kwargs: Mapping[str, Any] | None = None,
     key_mapping: Mapping[str, str] | None = None,
+    **other: Unpack[LoadNames],
 ) -> PeftModel:
     """Load a base model and its adapter(s) onto this rank's device, and onto no other.
 
@@ -73,21 +80,24 @@ def load_peft_on_rank(
     model's attribute ``load_report``, and is logged at level INFO to the logger ``safe_loading``.
 
     Args:
-        adapter: A folder or hub id of an adapter, or ``{name: adapter}`` for several on one base.
+        *sources: ``base_model`` and ``adapter``, in this order; the other one is understood where the folders or their
+            types say which is which. A single one is the adapter, as for peft's ``AutoPeftModel``.
         base_model: A folder, a hub id, or a model that is loaded already (moved to ``device`` if it is on the CPU).
             None takes ``base_model_name_or_path`` of the (first) adapter's config.
+        adapter: A folder or hub id of an adapter, or ``{name: adapter}`` for several on one base.
         device: Where everything goes: a device, its name, or an index of the accelerator. None, or an accelerator
             without an index, takes :func:`device_for_rank`, and makes it the current device where a launcher gave it
-            and no other was chosen: torch's optimizers use the current device. A mapping of the base's modules to
-            several accelerators (a plan of :func:`plan_device_map`) spreads the base as
-            ``from_pretrained(device_map=...)`` does, and each tensor of the adapter goes where its layer is.
+            and no other was chosen: torch's optimizers use the current device.
+        device_map: The base's modules on several accelerators, such as a plan of :func:`plan_device_map`, in the place
+            of ``device``. It spreads the base as ``from_pretrained(device_map=...)`` does, and each tensor of the
+            adapter goes where its layer is.
         dtype: Dtype of the base, or its name; "auto" leaves it as it is in the checkpoint.
         adapter_dtype: Dtype of the adapter, or its name; None leaves each tensor exactly as it is on disk. A saved
             module (``modules_to_save``) has the dtype of the module that it replaces, whatever this is.
         is_trainable: Whether the active adapter's parameters require grad (those of the base never do). A model that
             was passed as the base keeps its train or eval mode then.
         auto_class: The class whose ``from_pretrained`` loads the base, or its name in transformers. None takes it from
-            the adapter's task type.
+            the adapter's config and the base's, as its tensors fit.
         active: The name of the adapter that is active afterwards. None takes the first.
         adapter_revision: Branch, tag or commit of adapters on the hub; never used for the base.
         adapter_subfolder: Folder inside the adapter's repository; never used for the base.
@@ -104,8 +114,11 @@ def load_peft_on_rank(
             ``quantization_config`` or ``trust_remote_code``, and of the model's constructor. ``token``, ``cache_dir``
             and ``local_files_only`` are used for the adapters too.
         key_mapping: Regular expressions and their replacements, for the keys of the adapters without peft's prefix
-            ``base_model.model.``; the first that matches a key is used, as in peft. None takes the base's own
-            ``_checkpoint_conversion_mapping``, if its class has one.
+            ``base_model.model.``; the first that matches a key is used, as in peft. Names that transformers itself
+            gave to modules of the base need none.
+        **other: Names of transformers and peft that mean one thing here: ``torch_dtype`` is ``dtype``, and
+            ``torch_device`` is ``device``; ``attn_implementation``, ``quantization_config``,
+            ``trust_remote_code``, ``token``, ``cache_dir`` and ``local_files_only`` go into ``base_kwargs``.
 
     Returns:
         The model, of peft's class for the task, in eval mode (with ``is_trainable`` the adapter is in train mode).
@@ -119,11 +132,13 @@ def load_peft_on_rank(
         ArgumentError: Arguments contradict each other.
     """
     group = Ranks.resolve(ranks)
-    loaded_base, source = (base_model, None) if isinstance(base_model, torch.nn.Module) else (None, base_model)
     with group.together("check the arguments", timeout=timeout) as phase:
+        source, given = named_sources(sources, base_model, adapter, adapter_subfolder)
+        loaded_base = _loaded(source)
+        own, named = {"device": _one_place(device), "dtype": dtype}, {"device_map": device_map, **other}
+        place, dtype, base_kwargs = LOAD.placed(load_peft_on_rank, named, own, base_kwargs)
         base_kwargs = checked_base_kwargs(base_kwargs or {})
-        adapters = _by_name(adapter, active)
-        devices = _devices(device, loaded_base)
+        adapters, devices = _by_name(given, active), _devices(place, loaded_base)
         target = devices.main
         options = LoadOptions(
             devices=devices,
@@ -135,32 +150,36 @@ def load_peft_on_rank(
             strict=strict,
             base_kwargs=base_kwargs,
         )
-        phase.payload = [owned_device(target, device), _same_on_all(adapters, options)]
-        of_base = {"auto_class": auto_class, "base_revision": base_revision, "base_subfolder": base_subfolder}
-        _check_base(base_model, devices, {**of_base, "dtype": None if dtype == "auto" else dtype, **base_kwargs})
+        phase.payload = [owned_device(target, place), _same_on_all(adapters, options)]
+        of_base = {"dtype": None if dtype == "auto" else dtype, "auto_class": auto_class, **base_kwargs}
+        _check_base(source, devices, {**of_base, "base_revision": base_revision, "base_subfolder": base_subfolder})
     check_not_shared(group.ranks, [device_of_rank for device_of_rank, _ in phase.results])
     check_same_arguments("load_peft_on_rank", group.ranks, [arguments for _, arguments in phase.results])
-    base_request = BaseRequest(source, base_revision, base_subfolder) if loaded_base is None else None
-    request = LoadRequest(adapters, base_request, adapter_revision, adapter_subfolder, allow_pickle, base_kwargs)
+    of_disk = BaseRequest(source, base_revision, base_subfolder) if loaded_base is None else None
+    request = LoadRequest(adapters, of_disk, adapter_revision, adapter_subfolder, allow_pickle, base_kwargs)
     contexts_before = contexts()
     # The snapshot is outermost and the report is made inside: a failure of another rank, which arrives when the ranks
     # meet, is undone as well, and so is Ctrl-C in the last line.
     with restored_on_error(loaded_base) as undo:
         with guarded(target), _progress.engine_bars(local_rank()):
-            sources = find_sources(request, group, timeout=timeout)
+            found = find_sources(request, group, timeout=timeout)
             with group.together("check the adapter against its base", timeout=timeout):
-                base, prepared = _checked(sources, loaded_base, options, key_mapping)
+                base, prepared = _checked(found, loaded_base, options, key_mapping)
             with group.together("load", timeout=timeout):
                 model, parts, findings = load(base, prepared, options, undo)
                 devices.check(model)
                 check_contexts(contexts_before, target, *devices.by_module.values())
                 warn_of_errors(findings)
         # After the guard, which puts the current device back.
-        findings = [*findings, *current_device_findings(target, device)]
+        findings = [*findings, *current_device_findings(target, place)]
         report = LoadReport(group.index(group.rank), group.size, str(devices), tuple(parts), tuple(findings))
         model.__dict__["load_report"] = report
         logger.info("%s", report)
         return model
+
+
+def _loaded(base: object) -> PreTrainedModel | None:
+    return cast("PreTrainedModel", base) if isinstance(base, torch.nn.Module) else None
 
 
 def _same_on_all(adapters: Mapping[str, Source], options: LoadOptions) -> dict[str, str]:
@@ -184,6 +203,12 @@ def _checked(
     return base, prepared
 
 
+def _one_place(device: object) -> Any:
+    if isinstance(device, Mapping):
+        raise ArgumentError("device= is one device; pass the map of several as device_map=.")
+    return device
+
+
 def _by_name(adapter: Source | Mapping[str, Source], active: str | None) -> dict[str, Source]:
     adapters = dict(adapter) if isinstance(adapter, Mapping) else {"default": adapter}
     if not adapters:
@@ -192,8 +217,7 @@ def _by_name(adapter: Source | Mapping[str, Source], active: str | None) -> dict
         check_adapter_name(name)
         if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
             raise ArgumentError(
-                f"The first argument is the adapter, the second the base. The adapter must be a folder or hub id, or "
-                f"a mapping of names to them; got {source!r:.80}."
+                f"adapter={source!r:.80} is no adapter: pass a folder or hub id, or a mapping of names to them."
             )
     if isinstance(active, (list, tuple)):
         raise ArgumentError(
@@ -221,7 +245,7 @@ def _devices(
 
 
 def _check_base(base: object, devices: RankDevices, arguments: Mapping[str, object]) -> None:
-    """Refuse what is no base, and for a model that is loaded already the ``arguments`` of loading one."""
+    """Refuse a value that is no base, and for a model that is loaded already the ``arguments`` of loading one."""
     if not isinstance(base, torch.nn.Module):
         if base is not None:
             path_text(base, "base_model")
@@ -241,8 +265,8 @@ def _check_base(base: object, devices: RankDevices, arguments: Mapping[str, obje
     current = one_device(base)
     if devices.are_several:
         raise DeviceError(
-            f"base_model is on {current}, and device= is a map. Pass the folder or id of the base, or load the base "
-            f"with from_pretrained(device_map=...) and leave device out."
+            f"base_model is on {current}, and device_map= is for one that is not loaded yet. Pass the folder or "
+            f"id of the base, or load the base with from_pretrained(device_map=...) and leave device_map out."
         )
     if current.type != "cpu" and current != devices.main:
         raise DeviceError(

@@ -15,6 +15,7 @@ from safe_loading._core.names import PEFT_PREFIX, nearest, without_peft_prefix
 from safe_loading._core.report import Finding
 from safe_loading._model.peft_layers import base_of
 
+from .fitting import what_would_fit
 from .key_names import layer_indices
 from .slots import AdapterSlot, RoutedTensors, named_tensors
 
@@ -76,7 +77,7 @@ def match_tensors(
 
 
 def one_for_all_layers(findings: Iterable[Finding]) -> list[Finding]:
-    """Replace findings that differ only in their layer number by one: what does not fit fails in every layer."""
+    """Replace findings that differ only in their layer number by one: a misfit recurs in every layer."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         texts = (finding.code, finding.where, finding.message, finding.fix)
@@ -129,10 +130,12 @@ def _match_base_weights(
     # It writes whole modules, so a bias comes along where the output layer has one (BERT's decoder).
     embedding_modules = {key.rpartition(".")[0] for key in without_slot if id(tensors.get(key)) in embedding_ids}
     modules = {path for path, _ in model.named_modules()}
+    nowhere = {key: value for key, value in without_slot.items() if _leads_nowhere(key, tensors, modules)}
+    fitting = what_would_fit(nowhere, base_of(model), config) if nowhere else None
     for key, value in without_slot.items():
         tensor = tensors.get(key)
         if tensor is None:
-            match.findings.append(_unexpected(file, key, modules, model, name))
+            match.findings.append(_unexpected(file, key, modules, model, name, fitting))
             continue
         if name in key.split(".")[-2:]:
             if not _same_values(tensor, value):
@@ -205,8 +208,16 @@ def _undeclared(file: str, key: str, value: torch.Tensor) -> Finding:
     return fault("modules-to-save-undeclared", f"{file}: {key}", message, fix, value.nbytes)
 
 
-def _unexpected(file: str, key: str, modules: set[str], model: PeftModel, adapter: str) -> Finding:
-    path = key.split(".lora_")[0] if ".lora_" in key else key.rpartition(".")[0]
+def _module_of(key: str) -> str:
+    return key.split(".lora_")[0] if ".lora_" in key else key.rpartition(".")[0]
+
+
+def _leads_nowhere(key: str, tensors: Mapping[str, torch.Tensor], modules: set[str]) -> bool:
+    return key not in tensors and _module_of(key) not in modules
+
+
+def _unexpected(file: str, key: str, modules: set[str], model: PeftModel, adapter: str, fitting: str | None) -> Finding:
+    path = _module_of(key)
     name = without_peft_prefix(path)
     if path in modules and path != PEFT_PREFIX.rstrip("."):
         # peft looks for the ties of the base by names that the wrappers of the adapters before it have changed.
@@ -224,10 +235,10 @@ def _unexpected(file: str, key: str, modules: set[str], model: PeftModel, adapte
         return fault("target-not-covered", f"{file}: {key}", message, fix)
     base = type(base_of(model)).__name__
     message = f"{base} has no module {name!r} (nearest: {_nearest(path, modules, model)})"
-    return fault("adapter-key-unexpected", f"{file}: {key}", message, _fix_of_unexpected(name, model))
+    return fault("adapter-key-unexpected", f"{file}: {key}", message, _fix_of_unexpected(name, model, fitting))
 
 
-def _fix_of_unexpected(path: str, model: PeftModel) -> str:
+def _fix_of_unexpected(path: str, model: PeftModel, fitting: str | None) -> str:
     for config in model.peft_config.values():
         for name in getattr(config, "modules_to_save", None) or ():
             if f"{path}.".startswith(f"{name}."):
@@ -235,7 +246,9 @@ def _fix_of_unexpected(path: str, model: PeftModel) -> str:
                     f"the adapter was saved with this head: load the base, call attach_head(base, {name!r}, ...) with "
                     f"a module like it, and pass that base"
                 )
-    return _RIGHT_BASE
+    if fitting is None:
+        return _RIGHT_BASE
+    return f"{_RIGHT_BASE}; if it is this one, pass {fitting}, with which all of these tensors fit"
 
 
 def _nearest(path: str, modules: set[str], model: PeftModel) -> str:

@@ -27,7 +27,7 @@ class _Pair(NamedTuple):
 
 
 def move_modules(model: PeftModel, base: torch.nn.Module, layers: Mapping[str, LoraModule], before: Snapshot) -> bool:
-    """Put what peft built around a model on meta around ``base``, a model of the same structure with its weights.
+    """Move the layers that peft built around a model on meta to ``base``, a model of the same structure with weights.
 
     ``layers`` are all the layers that peft put into the model on meta, and ``before`` is a snapshot of it without them.
     Returns False, and nothing is done, where peft did more than put them there, or might build others for this base:

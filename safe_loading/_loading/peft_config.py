@@ -5,35 +5,35 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import peft
 import torch
 from packaging.version import InvalidVersion, Version
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.utils.other import get_pattern_key
 
+from safe_loading._checkpoint.adapter_folder import AdapterFolder, read_adapter_config
 from safe_loading._checkpoint.adapter_patterns import pattern_problems
 from safe_loading._checkpoint.faults import note
 from safe_loading._checkpoint.hub import resolve
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.log import quiet
 from safe_loading._core.names import method_name
+from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, Severity
 from safe_loading._model.peft_layers import base_of
 from safe_loading.errors import AdapterError, SafeLoadingError
-
-from .adapter_facts import AdapterFacts, read_adapter_config
 
 # Initializations that subtract something from the base's weights when peft injects the adapter (peft
 # `LoraLayer.pissa_init`, `olora_init`, `corda_init`, `loftq_init`, `lora_ga_init`).
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def build_config(facts: AdapterFacts, *, is_trainable: bool) -> tuple[PeftConfig, list[Finding]]:
+def build_config(facts: AdapterFolder, *, is_trainable: bool) -> tuple[PeftConfig, list[Finding]]:
     """Return the config object of an adapter, and a finding for each field that this peft does not know."""
-    file, method = facts.folder / ADAPTER_CONFIG, facts.config["peft_type"]
+    file, method = facts.config_file, facts.config["peft_type"]
     config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(method)
     if config_class is None:
         raise AdapterError(
@@ -46,11 +46,13 @@ def build_config(facts: AdapterFacts, *, is_trainable: bool) -> tuple[PeftConfig
     unknown = {name: value for name, value in facts.config.items() if name not in known}
     with quiet():  # peft warns of the unknown fields, which are findings here
         try:
-            config = config_class.from_pretrained(str(facts.folder))
+            config = config_class(**facts.config) if facts.is_mlx else config_class.from_pretrained(str(facts.path))
         except Exception as error:  # __post_init__ of the method's config fails in its own way on odd values
             raise AdapterError(f"{file}: peft refuses the config: {error}") from error
     config.inference_mode = not is_trainable
-    return config, [_unknown_field(facts, name, value) for name, value in sorted(unknown.items())]
+    return config, [
+        _unknown_field(facts, name, value, is_trainable=is_trainable) for name, value in sorted(unknown.items())
+    ]
 
 
 def read_peft_config(source: str | os.PathLike[str]) -> PeftConfig:
@@ -69,7 +71,7 @@ def refuse_costly_patterns(config: PeftConfig, model: torch.nn.Module, where: ob
 
 @contextlib.contextmanager
 def as_trained(config: PeftConfig) -> Iterator[None]:
-    """While peft builds an adapter of this config, keep it from opening what its training began with.
+    """While peft builds an adapter of this config, keep it from opening the tokenizer or file its training began with.
 
     A prompt may have begun with the tokens of a text, for which peft loads the tokenizer that the config names, or with
     another prompt, for which it reads the file that the config names, a pickle too. Its values come from the adapter.
@@ -87,10 +89,9 @@ def as_trained(config: PeftConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def injecting(adapter: object, model: object) -> Iterator[None]:
-    """Turn whatever peft raises while it adds an adapter to a model into an AdapterError."""
+    """Turn any exception of peft's while it adds an adapter to a model into an AdapterError."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of peft's own use of what transformers deprecated
+        with quiet(FutureWarning):  # of peft's own use of what transformers deprecated
             yield
     except (SafeLoadingError, MemoryError):
         raise
@@ -112,6 +113,11 @@ def is_lora(config: PeftConfig) -> bool:
     return config.peft_type == peft.PeftType.LORA
 
 
+def of_pattern(patterns: Mapping[str, float] | None, path: str, otherwise: float) -> float:
+    """Return the value that ``rank_pattern`` or ``alpha_pattern`` gives the module at a path, as peft finds it."""
+    return (patterns or {}).get(str(get_pattern_key(list(patterns or ()), path)), otherwise)
+
+
 def can_build_on_meta(config: PeftConfig) -> bool:
     """Return whether peft can build the adapter's modules on a model without values: LoRA, DoRA, rsLoRA and the like.
 
@@ -121,20 +127,29 @@ def can_build_on_meta(config: PeftConfig) -> bool:
     return is_lora(config) and not getattr(config, "layer_replication", None)
 
 
-def _unknown_field(facts: AdapterFacts, name: str, value: object) -> Finding:
+def _changes_nothing(name: str, value: object, config: JsonObject, *, is_trainable: bool) -> bool:
+    """Return whether an adapter computes the same without a field: a newer peft writes all it has, used or not."""
+    if value is None or value is False or value in ([], {}, ""):
+        return True
+    # "qalora_group_size" beside "use_qalora": false
+    switched_off = config.get(f"use_{name.partition('_')[0]}") is False
+    return switched_off or ("dropout" in name and not is_trainable)
+
+
+def _unknown_field(facts: AdapterFolder, name: str, value: object, *, is_trainable: bool) -> Finding:
     written_by = facts.config.get("peft_version")
     try:
         # peft appends the commit to the version of a development build: "0.18.0.dev0@3f4e5d6"
         newer = written_by is not None and Version(str(written_by).split("@")[0]) > Version(peft.__version__)
     except InvalidVersion:
         newer = True
-    # A newer peft writes all its fields, used or not. An empty one has no effect, so dropping it changes nothing.
-    inert = value is None or value is False or value in ([], {}, "")
+    inert = _changes_nothing(name, value, facts.config, is_trainable=is_trainable)
     writer = f" (the file was written by peft {written_by})" if written_by else ""
+    effect = "which changes nothing" if inert else "and the adapter may then compute something else"
     message = (
         f"field {name!r} = {value!r} does not exist in the {facts.config['peft_type']} config of peft "
-        f"{peft.__version__}{writer}; peft drops it, and the adapter may then compute something else"
+        f"{peft.__version__}{writer}; peft drops it, {effect}"
     )
     fix = "upgrade peft" if newer else "upgrade peft if a newer one wrote it; remove the field if an older one did"
     severity: Severity = "info" if inert else "error"
-    return note(severity, "config-unknown-field", facts.folder / ADAPTER_CONFIG, message, fix)
+    return note(severity, "config-unknown-field", facts.config_file, message, fix)

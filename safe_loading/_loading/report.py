@@ -1,12 +1,13 @@
-"""The report of a load: which bytes went where, in which dtype and time, and what is worth knowing about it."""
+"""The report of a load: which bytes went where, in which dtype and time, and the findings about it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from safe_loading._core.report import Finding, Table, Verdict, format_bytes
 
+FROM_PRETRAINED, INTO_PLACE = "from_pretrained", "into place"
 _HEADER = ("what", "source", "device", "dtypes", "tensors", "size", "seconds")
 
 
@@ -23,7 +24,10 @@ class LoadedPart:
         tensors: The number of tensors.
         bytes: Their size in bytes.
         seconds: The time it took to load.
-        renamed: ``{key on disk: key used}`` for keys that were saved through a wrapper.
+        renamed: ``{key on disk: key used}`` for keys that have another name in the model.
+        method: How the weights of a base were read: by ``"from_pretrained"``, or those that are fused from several
+            tensors went ``"into place"`` from their files; empty for adapters and a base that was loaded already.
+        method_reason: Why so.
     """
 
     name: str
@@ -35,11 +39,13 @@ class LoadedPart:
     bytes: int
     seconds: float
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    method: str = ""
+    method_reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport(Verdict):
-    """What :func:`load_peft_on_rank` or :func:`load_adapter_on_rank` did.
+    """The report of :func:`load_peft_on_rank` or :func:`load_adapter_on_rank`.
 
     Attributes:
         rank: The position of this rank among those that loaded together.
@@ -74,6 +80,10 @@ class LoadReport(Verdict):
             for part in self.parts
         ]
         return [Table(_HEADER, rows)]
+
+    def _notes(self) -> Sequence[str]:
+        told = [part for part in self.parts if part.method == INTO_PLACE]  # the other method is what people expect
+        return [*(f"{part.name}: {part.method}; {part.method_reason}" for part in told), *super()._notes()]
 
     def _title(self) -> str:
         return f"rank {self.rank} of {self.ranks} on {self.device}"

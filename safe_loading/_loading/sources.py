@@ -7,17 +7,16 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from safe_loading._checkpoint.adapter_folder import AdapterFolder, read_adapter
 from safe_loading._checkpoint.hub import Chooser, Resolved, adapter_files, base_files, is_revision, resolve
-from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.paths import is_there
 from safe_loading._core.protocols import EngineKwargs, JsonObject
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.same_folders import FolderSeen, check_same_folders, folder_seen
 from safe_loading.errors import AdapterError, ArgumentError, CheckpointNotFound, RanksDisagree
 
-from .adapter_facts import AdapterFacts, digest, read_adapter
-
 Source = str | os.PathLike[str]
+_OTHER_LIBRARIES = frozenset({"diffusers", "lerobot", "timm", "torchvision", "open_clip"})
 HUB_OPTIONS = frozenset({"token", "cache_dir", "local_files_only"})
 
 
@@ -32,7 +31,7 @@ class BaseRequest:
 
 @dataclasses.dataclass(frozen=True)
 class LoadRequest:
-    """What a caller asked to load."""
+    """A caller's request: the adapters and the base to load, with their options."""
 
     adapters: Mapping[str, Source]  # the folder or hub id of each, by the adapter's name
     base: BaseRequest | None  # None when the caller passed a model
@@ -46,7 +45,7 @@ class LoadRequest:
 class LoadSources:
     """The adapters by name, and the base, found on this machine."""
 
-    adapters: dict[str, AdapterFacts]
+    adapters: dict[str, AdapterFolder]
     base: Resolved | None  # None when the caller passed a model
 
     def require_base(self) -> Resolved:
@@ -89,13 +88,17 @@ def resolve_all(
         adapters[name] = read_adapter(resolved, allow_pickle=request.allow_pickle)
     if request.base is None:
         return LoadSources(adapters, None)
-    chooser = choose_base or base_files(request.base_kwargs)
-    return LoadSources(adapters, _resolve_base(request.base, next(iter(adapters.values())), chooser, hub))
+    chooser, first = choose_base or base_files(request.base_kwargs), next(iter(adapters.values()))
+    gguf = bool(request.base_kwargs.get("gguf_file"))
+    return LoadSources(adapters, resolve_base(request.base, first, chooser, hub, gguf=gguf))
 
 
-def _resolve_base(asked: BaseRequest, adapter: AdapterFacts, choose: Chooser, hub: EngineKwargs) -> Resolved:
+def resolve_base(
+    asked: BaseRequest, adapter: AdapterFolder, choose: Chooser, hub: EngineKwargs, *, gguf: bool = False
+) -> Resolved:
     """Return the base that was asked for, or else the one that the adapter's config names."""
-    named, file = adapter.config.get("base_model_name_or_path"), adapter.folder / ADAPTER_CONFIG
+    _refuse_other_library(adapter)
+    named, file = adapter.config.get("base_model_name_or_path"), adapter.config_file
     source = asked.source or named
     if not source:
         raise AdapterError(f"{file} names no base model. Pass base_model=.")
@@ -112,13 +115,27 @@ def _resolve_base(asked: BaseRequest, adapter: AdapterFacts, choose: Chooser, hu
                 f"and base_revision=."
             )
     try:
-        return resolve(source, choose, revision=revision, subfolder=asked.subfolder, hub=hub)
+        return resolve(source, choose, revision=revision, subfolder=asked.subfolder, hub=hub, gguf=gguf)
     except CheckpointNotFound as error:
         if asked.source is not None:
             raise
+        of_file = "" if asked.revision is not None or revision is None else f" at the revision {revision!r}"
+        other = ", or base_revision='main' if that revision is not the base's" if of_file else ""
         raise CheckpointNotFound(
-            f"{error} {file} names this base; if it lies elsewhere now, pass base_model=."
+            f"{error} {file} names this base{of_file}; if it lies elsewhere now, pass base_model={other}."
         ) from error
+
+
+def _refuse_other_library(adapter: AdapterFolder) -> None:
+    """Refuse an adapter that was trained on a model of a library whose models are not loaded here."""
+    mapping = adapter.config.get("auto_mapping")
+    library = str(mapping.get("parent_library")).partition(".")[0] if isinstance(mapping, Mapping) else ""
+    if library in _OTHER_LIBRARIES:
+        kind = f"{mapping.get('base_model_class')!s:.80}"  # type: ignore[union-attr]  # a mapping, as was asked above
+        raise AdapterError(
+            f"{adapter.config_file}: it was trained on a {kind} of {library}, which is not loaded here. Load that "
+            f"model with {library}, and pass it as base_model to load_peft_on_rank."
+        )
 
 
 def _folders_seen(request: LoadRequest) -> dict[str, FolderSeen]:
@@ -146,7 +163,7 @@ def _to_json(sources: LoadSources) -> JsonObject:
     base = sources.base
     return {
         "adapters": {
-            name: {**place(facts.source, facts.folder, facts.commit), "sha256": digest(facts)}
+            name: {**place(facts.source, facts.path, facts.commit), "sha256": facts.digest()}
             for name, facts in sources.adapters.items()
         },
         "base": base and place(base.source, base.folder, base.commit),
@@ -165,7 +182,7 @@ def _from_json(payload: JsonObject, request: LoadRequest) -> LoadSources:
 
 
 def _different_requests(posts: Mapping[int, JsonObject]) -> list[str]:
-    """Compare what each rank asked for with what the leader of its node asked for, because it takes that answer."""
+    """Compare the request of each rank with that of its node's leader, whose answer it takes."""
     problems = []
     for rank, post in posts.items():
         own, leaders = post["asked"], posts[post["leader"]]["asked"]
@@ -178,7 +195,7 @@ def _different_requests(posts: Mapping[int, JsonObject]) -> list[str]:
 
 
 def _different_files(posts: Mapping[int, JsonObject]) -> list[str]:
-    """Compare what the leaders found: commits and contents, not paths, which may differ between nodes."""
+    """Compare the sources that the leaders found: commits and contents, not paths, which may differ between nodes."""
     found = [(rank, post["found"]) for rank, post in posts.items() if "found" in post]
     if not found:
         return []

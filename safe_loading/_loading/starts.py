@@ -49,7 +49,7 @@ def builds_on_meta(config: PeftConfig) -> bool:
 
 
 def resized_by_file(config: PeftConfig) -> bool:
-    """Return whether peft gives layers other ranks while it reads the file, from what training found: AdaLoRA."""
+    """Return whether peft resizes layers to the ranks found in training while it reads the file, as for AdaLoRA."""
     return config.peft_type == PeftType.ADALORA and bool(getattr(config, "rank_pattern", None))
 
 
@@ -75,7 +75,7 @@ def _unknown_fields(config: PeftConfig) -> list[str]:
 
 
 def holds_finished_prompt(config: PeftConfig) -> bool:
-    """Return whether the method trains an encoder of the prompt, of which its file holds only what it made."""
+    """Return whether the method trains an encoder of the prompt, while its file holds the encoder's output alone."""
     return config.peft_type == PeftType.P_TUNING or bool(getattr(config, "prefix_projection", False))
 
 
@@ -171,16 +171,18 @@ def adapted_layers(model: torch.nn.Module, name: str) -> list[LoraModule]:
 class BaseWatch:
     """The values of tensors as they are now, as hashes, to see later which of them changed.
 
-    Neither the address nor torch's version counter tells: OLoRA subtracts through ``.data``, in place.
+    Neither the address nor torch's version counter tells: OLoRA subtracts through ``.data``, in place. Codes it
+    replaces: the layer has another tensor then.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         plain = {id(tensor): tensor for tensor in tensors if not tensor.is_meta}.values()
         self._hashes = [(tensor, _hash(tensor)) for tensor in plain]
 
-    def changed(self) -> list[torch.Tensor]:
-        """Return the tensors with other values than at first."""
-        return [tensor for tensor, before in self._hashes if _hash(tensor) != before]
+    def changed(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """Return the tensors with other values than at first, or that the model no longer has."""
+        held = {id(parameter) for parameter in model.parameters()}
+        return [tensor for tensor, before in self._hashes if id(tensor) not in held or _hash(tensor) != before]
 
 
 def _hash(tensor: torch.Tensor) -> int:
@@ -193,7 +195,7 @@ def _hash(tensor: torch.Tensor) -> int:
 def start_findings(
     model: PeftModel, name: str, file: str, *, changed: Sequence[torch.Tensor], is_there: bool
 ) -> list[Finding]:
-    """Return what is to be said about an adapter's start.
+    """Return findings on an adapter's start.
 
     ``changed`` are the weights of the base that the start has changed, or that it would change. With ``is_there``
     another adapter's equal start has changed the base already, and it was not repeated.
@@ -234,7 +236,7 @@ def start_findings(
 
 
 def _why_another_start(config: PeftConfig, changed: Sequence[torch.Tensor]) -> str:
-    """Return why the base is not what this adapter was trained on; empty if it is."""
+    """Return why the adapter was trained on another base than this one; empty if it was not."""
     init = str(getattr(config, "init_lora_weights", "")).lower()
     if not isinstance(config, LoraConfig) or not changes_base(config):
         return ""

@@ -1,1 +1,1 @@
-"""What fits where: plans, forecasts, audits, and the traced step under them."""
+"""Fitting models into memory: plans, forecasts, audits, and the traced step under them."""

@@ -1,4 +1,4 @@
-"""``audit_model``: what will cost memory or silently go wrong; each finding has a code, its bytes and a fix."""
+"""``audit_model``: wasted memory and silent faults, as findings with a code, their bytes and a fix."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._core.arguments import model_source
 from safe_loading._core.report import Finding, worst_first
 from safe_loading._core.workload import Workload
+from safe_loading._model.quantized.kbit_preparation import (
+    KbitPreparation,
+    check_preparation,
+    preparation_of,
+    prepare_adapter,
+)
 from safe_loading._model.quantized.stand_ins import with_stand_ins
+from safe_loading._model.quantized_meta_model import QuantizationConfig
+from safe_loading._model.torch_state import undone_when_raised
 from safe_loading.errors import ArgumentError, TraceError
 
 from .audit import (
@@ -22,6 +31,8 @@ from .audit import (
     dtypes_and_ties,
     kept_memory,
     loss,
+    modes,
+    shared_names,
     step_checks,
     training,
     untrained,
@@ -29,6 +40,7 @@ from .audit import (
 )
 from .audit.audited_model import AuditedModel
 from .audit.report import AuditReport
+from .audit.round_trip import check_round_trip
 from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
 from .audit.unsharded import unsharded, without_fsdp1
 from .forecast.build_model import build
@@ -41,6 +53,7 @@ OF_RANKS: tuple[Check, ...] = (
     training.check_optimizer,
     device_checks.check_device_map,
     device_checks.check_contexts,
+    device_checks.check_data_parallel,
     device_checks.check_sharding,
 )
 # The other checks that need no step.
@@ -51,7 +64,11 @@ CHECKS: tuple[Check, ...] = (
     training.check_outside,
     training.check_head,
     training.check_heads,
+    modes.check_kept_in_eval,
+    shared_names.check_shared,
     untrained.check_disabled,
+    untrained.check_nested,
+    untrained.check_frozen_heads,
     untrained.check_tokens,
     untrained.check_scaled_halves,
     dtypes_and_ties.check_quantized,
@@ -63,6 +80,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
+@undone_when_raised
 def audit_model(
     model: torch.nn.Module | PreTrainedConfig | str | os.PathLike[str],
     workload: Workload | None = None,
@@ -70,11 +88,16 @@ def audit_model(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     forecast: bool = True,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | bool | None = None,
     trust_remote_code: bool = False,
     inputs: Mapping[str, torch.Tensor] | None = None,
-    quantization_config: object = None,
+    quantization_config: QuantizationConfig = None,
+    prepare_for_kbit: KbitPreparation | None = None,
+    round_trip: bool = False,
 ) -> AuditReport:
-    """Look for what costs memory or silently goes wrong, and return it with codes, bytes, places and fixes.
+    """Look for wasted memory and silent faults, and return them with codes, bytes, places and fixes.
 
     Flags are not trusted: one step runs on fake tensors, in the mode that the model is in, and what happens in it is
     compared with what was requested. The model, the trainer and the optimizer are not changed, and nothing is
@@ -87,23 +110,28 @@ def audit_model(
         trainer: A ``transformers.Trainer`` or one that looks like it.
         optimizer: The optimizer; by default the trainer's.
         forecast: Whether the report contains `predict_memory`'s forecast of a given workload.
+        revision: Branch, tag or commit of a hub id.
+        subfolder: Folder inside the folder or hub id.
+        token: Token for the hub, as for ``huggingface_hub``.
         trust_remote_code: Whether a repository's own code may run.
         inputs: What the model takes beside tokens, as for `predict_memory`.
         quantization_config: As for ``from_pretrained``, for a folder, a hub id or a config that is not quantized yet.
+        prepare_for_kbit: Who prepares a base in 4 or 8 bits, as for `predict_memory`. None takes the preparation of the
+            trainer's model, and trl's without a trainer.
+        round_trip: Whether to save what is trained as the trainer would, or else ``save_pretrained``, load it again and
+            compare by name and value (SL132). It takes the memory and a temporary folder for what the checkpoint holds.
 
     Raises:
         ArgumentError: No model can be built from what is there.
     """
     model_source(model, "model", torch.nn.Module, PreTrainedConfig)
-    if workload is not None and not isinstance(workload, Workload):
-        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
-    if quantization_config is not None and isinstance(model, torch.nn.Module):
-        raise ArgumentError("quantization_config= is for a config, a folder or a hub id; this model is built already.")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise ArgumentError(f"optimizer={optimizer!r:.80}: pass a torch optimizer, or None.")
-    source, requested = model, workload
+    _refuse(model, workload, optimizer, quantization_config)
+    preparation = check_preparation(prepare_for_kbit or preparation_of(trainer))
+    source, requested, hub = model, workload, HubOptions(revision, subfolder, token)
     if not isinstance(model, torch.nn.Module):
-        model, workload = _build_on_meta(model, workload, trust_remote_code, quantization_config)
+        model, workload = _build_on_meta(model, workload, trust_remote_code, quantization_config, hub, preparation)
+    else:
+        hub.refuse_for(model)
     planned = workload is not None and workload.kind == "train"
     will_train = planned or trainer is not None or optimizer is not None
     training = will_train or any(p.requires_grad for p in model.parameters())
@@ -118,14 +146,17 @@ def audit_model(
         findings += [finding for check in CHECKS for finding in check(audited)]
         found, skipped = _check_steps(audited, step, inputs, planned=planned)
         dtypes = dtypes_and_ties.bytes_by_dtype(audited)
+    if round_trip:
+        findings += check_round_trip(audited, skipped)
     checked = [check.__name__.removeprefix("check_") for check in (*OF_RANKS, *CHECKS)]
     checked += ["wrappers", *(["step"] if step is not None and not skipped else [])]
+    checked += ["round_trip"] if round_trip else []
     predicted = None
     if requested is not None and forecast:
         trusted = trust_remote_code and source is not model  # a module needs no code from a repository
         quantized = quantization_config if source is not model else None
-        options = {"trust_remote_code": trusted, "quantization_config": quantized}
-        predicted = _forecast(source, requested, inputs, options, skipped)
+        options = {"trust_remote_code": trusted, "quantization_config": quantized, "prepare_for_kbit": preparation}
+        predicted = _forecast(source, requested, inputs, {**options, **vars(hub)}, skipped)
     return AuditReport(
         model=os.fspath(source) if isinstance(source, (str, os.PathLike)) else type(model).__name__,
         findings=worst_first(sorted([*findings, *found], key=lambda finding: (-finding.bytes, finding.code))),
@@ -136,6 +167,18 @@ def audit_model(
     )
 
 
+def _refuse(model: object, workload: object, optimizer: object, quantization_config: object) -> None:
+    """Raise for an argument that is none of the things it may be."""
+    if workload is not None and not isinstance(workload, Workload):
+        raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
+    if isinstance(workload, Workload):
+        workload.require_sizes()
+    if quantization_config is not None and isinstance(model, torch.nn.Module):
+        raise ArgumentError("quantization_config= is for a config, a folder or a hub id; this model is built already.")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ArgumentError(f"optimizer={optimizer!r:.80}: pass a torch optimizer, or None.")
+
+
 def _forecast(
     source: torch.nn.Module | PreTrainedConfig | str | os.PathLike[str],
     workload: Workload,
@@ -143,7 +186,7 @@ def _forecast(
     options: dict[str, Any],
     skipped: list[str],
 ) -> MemoryForecast | None:
-    """Return the forecast of a workload, or None where there can be none, and add the reason to what was skipped."""
+    """Return the forecast of a workload, or None where there can be none, with the reason added to `skipped`."""
     if isinstance(source, torch.nn.Module) and is_sharded(source):
         skipped.append(f"forecast: {SHARDED_ALREADY}")
         return None
@@ -161,7 +204,7 @@ def _check_steps(
     findings: list[Finding] = []
     skipped: list[str] = []
     peaks = None
-    # the kernels of bitsandbytes do not run on fake tensors, and neither do collectives
+    # the kernels of quantized layers do not run on fake tensors, and neither do collectives
     with with_stand_ins(audited.model), unsharded(audited.model):
         if workload is not None:
             try:
@@ -187,12 +230,14 @@ def _build_on_meta(
     source: PreTrainedConfig | str | os.PathLike[str],
     workload: Workload | None,
     trust_remote_code: bool,
-    quantization_config: object,
+    quantization_config: QuantizationConfig,
+    hub: HubOptions,
+    preparation: KbitPreparation,
 ) -> tuple[torch.nn.Module, Workload | None]:
     """Return a model on meta with the adapter attached, ready to be trained, and the workload without the adapter."""
-    options: dict[str, object] = {"auto_class": None, "dtype": None, "attn_implementation": None, "revision": None}
+    options: dict[str, object] = {"auto_class": None, "dtype": None, "attn_implementation": None}
     options |= {"trust_remote_code": trust_remote_code, "quantization_config": quantization_config}
-    made = build(source, workload or Workload.weights_only(), options, True)
+    made = build(source, workload or Workload.weights_only(), options, preparation, hub=hub)
     adapter = made.workload.adapter
     if adapter is None:
         return made.model, workload
@@ -208,4 +253,5 @@ def _build_on_meta(
     config.inference_mode = False  # as it is in a saved config, with which nothing would be trained
     with injecting(adapter, made.model), as_trained(config):
         attached = get_peft_model(made.model, config)
+    prepare_adapter(attached, preparation)
     return attached, None if workload is None else workload.replace(adapter=None)

@@ -1,10 +1,14 @@
-"""``fewest_cards``: how many cards of a kind a model needs."""
+"""``fewest_cards``: how many cards of a kind a model needs.
+
+It does not stand on the one search: a plan that is refused counts the cards that are missing, so that the first number
+that does is mostly the answer, and no limit is known up to which to search.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedConfig
@@ -18,21 +22,25 @@ from safe_loading.errors import ArgumentError, DeviceMapInfeasible
 from .plan.device_map_plan import DeviceMapPlan
 from .plan.device_memory import CUDA_CONTEXT
 from .plan.module_tree import cut_model
+from .plan.options import CardOptions
 from .plan.planner import Planner
 from .plan.request import PlanRequest
 from .plan.require_traced import require_traced
 from .plan.step_traces import StepTraces
 from .plan_device_map import plan_request
 
-_NOT_HERE = ("max_memory", "offload", "offload_buffers", "nodes")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_NOT_HERE = ("offload", "offload_buffers", "nodes")
 
 
 def fewest_cards(
     model: str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module,
-    card: object,
+    max_memory: int | str,
     *,
     workload: Workload | None = None,
-    **options: Any,
+    **options: Unpack[CardOptions],
 ) -> DeviceMapPlan:
     """Return the plan on the fewest cards of one kind for which :func:`plan_device_map` finds one.
 
@@ -40,10 +48,10 @@ def fewest_cards(
 
     Args:
         model: As for :func:`plan_device_map`.
-        card: The memory that the model may take on each card, such as ``"80GB"``, or the name of a card, such as
+        max_memory: The memory that the model may take on each card, such as ``"80GB"``, or the name of a card, such as
             ``"h100"`` or ``"rtx-4090"``: all its memory then, less a CUDA context, with the kernels that it runs.
         workload: What the model will be asked to do; None for its weights alone.
-        **options: The other arguments of :func:`plan_device_map`, but not ``max_memory``, ``offload`` and ``nodes``.
+        **options: The other arguments of :func:`plan_device_map`, but not ``offload`` and ``nodes``.
 
     Returns:
         The plan; ``len(plan.devices)`` is the number of cards.
@@ -56,7 +64,7 @@ def fewest_cards(
     refused = [name for name in _NOT_HERE if name in options]
     if refused:
         raise ArgumentError(f"fewest_cards takes no {refused[0]}=: the cards are alike, and hold all of the model.")
-    memory = card_memory(card, options, overhead=CUDA_CONTEXT)
+    memory = card_memory(max_memory, cast("dict[str, Any]", options), overhead=CUDA_CONTEXT)
     return _CardSearch(plan_request(model, {0: memory}, workload=workload, **options)).fewest()
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from transformers import PreTrainedConfig
 
+from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._core.arguments import whole_number
 from safe_loading._core.parse_size import Limits
 from safe_loading._core.workload import Workload
+from safe_loading._model.positions import positions_of
 from safe_loading.errors import ArgumentError
 
+from .plan.options import PlanOptions
 from .plan.planned_model import config_of
 from .plan.size_search import SizeSearch
 from .plan_device_map import plan_request
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _MOST = 1 << 24
 _FIELD = {"length": "sequence_length", "batch": "batch_size"}
@@ -29,7 +34,7 @@ def largest_workload(
     workload: Workload | None = None,
     vary: Literal["length", "batch"] = "length",
     most: int | None = None,
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> Workload:
     """Return the largest workload for which :func:`plan_device_map` finds a plan.
 
@@ -39,9 +44,9 @@ def largest_workload(
     Args:
         model: As for :func:`plan_device_map`.
         max_memory: The limits, as there.
-        workload: What the model is asked to do, with any value for the size that varies:
-            ``Workload.generate(batch_size, 1)`` finds the longest context, ``Workload.train(1, 4096)`` with
-            ``vary="batch"`` the largest batch. None generates one row of text.
+        workload: What the model is asked to do, whose size that varies may be None: ``Workload.generate(1, None)``
+            finds the longest context, ``Workload.train(None, 4096)`` with ``vary="batch"`` the largest batch.
+            None generates one row of text.
         vary: "length" varies the context or sequence length, "batch" the batch size.
         most: Where to stop. None takes the model's ``max_position_embeddings`` for a length, 2^24 otherwise.
         **options: The other arguments of :func:`plan_device_map`.
@@ -54,9 +59,9 @@ def largest_workload(
         ArgumentError: An argument cannot be read.
         TraceError: The model's step cannot be traced, so that caches and activations would be missing.
     """
-    start = workload or Workload.generate(1, 1)
+    start = workload or Workload.generate(1, None)
     if start.kind == "weights_only":
-        raise ArgumentError("Workload.weights_only() has no size to vary; pass for example Workload.generate(1, 1).")
+        raise ArgumentError("Workload.weights_only() has no size to vary; pass for example Workload.generate(1, None).")
     if vary not in ("length", "batch"):
         raise ArgumentError(f"vary={vary!r} is neither 'length' nor 'batch'.")
     top = most if most is not None else _most(model, vary, options)
@@ -67,12 +72,12 @@ def largest_workload(
     return search.sized(search.largest())
 
 
-def _most(model: object, vary: str, options: Mapping[str, object]) -> int:
+def _most(model: object, vary: str, options: PlanOptions) -> int:
     if vary == "batch":
         return _MOST
     config = getattr(model, "config", model)
     if isinstance(model, (str, os.PathLike)):
-        asked: Any = options.get("attn_implementation")
-        config = config_of(model, bool(options.get("trust_remote_code", False)), asked)
-    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
-    return int(getattr(text, "max_position_embeddings", None) or _MOST)
+        asked = options.get("attn_implementation")
+        hub = HubOptions(options.get("revision"), options.get("subfolder"), options.get("token"))
+        config = config_of(model, bool(options.get("trust_remote_code", False)), asked, hub)
+    return positions_of(config) or _MOST

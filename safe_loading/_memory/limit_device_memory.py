@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from safe_loading._core.parse_size import Limits
+from safe_loading._core.parse_size import Limits, Size
 
 from .plan.device_memory import cap_devices
 
 
-def limit_device_memory(max_memory: Limits, *, overhead: object = 0) -> dict[int, float]:
-    """Cap what this process may take on each device, in the same units as the planner's limits.
+def limit_device_memory(max_memory: Limits, *, overhead: Size | Limits = 0) -> dict[int, float]:
+    """Cap the memory of this process on each device, in the same units as the planner's limits.
 
     An allocation beyond the cap raises ``torch.OutOfMemoryError``, as if the device were that small. torch counts what
     its allocator reserves, not the context, so `overhead` is what the allocator may take on top of the limit: the

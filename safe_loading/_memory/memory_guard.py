@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from safe_loading._core.arguments import whole_number
-from safe_loading._core.log import logger
+from safe_loading._core.log import logger, quiet
 from safe_loading._core.report import Report, Table, format_bytes
 
 _MOST_SHOWN = 5
@@ -178,8 +177,7 @@ def _storages() -> _Storages:
     """Return every storage that a tensor reachable from Python is on."""
     gc.collect()  # or tensors in reference cycles would count as alive
     storages: _Storages = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some objects of the engines warn of being deprecated when looked at
+    with quiet():  # some objects of the engines warn of being deprecated when looked at
         for candidate in gc.get_objects():
             # not isinstance: it reads __class__, which lazy proxies compute
             if not issubclass(type(candidate), torch.Tensor):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from transformers import PreTrainedConfig
 
+from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._core.arguments import compute_capability
-from safe_loading._core.parse_size import HOST, UNLIMITED, Device, Limits, parse_device, parse_limits, parse_size
+from safe_loading._core.engine_names import PLAN, PlanNames
+from safe_loading._core.parse_size import HOST, UNLIMITED, Device, Limits, Size, parse_device, parse_limits, parse_size
 from safe_loading._core.workload import Workload
-from safe_loading._model.quantized.request import TargetCard
+from safe_loading._model.formats.format import TargetCard
+from safe_loading._model.positions import long_rows
+from safe_loading._model.quantized.kbit_preparation import KbitPreparation, check_preparation
+from safe_loading._model.quantized_meta_model import QuantizationConfig
+from safe_loading._model.torch_state import undone_when_raised
 from safe_loading.errors import ArgumentError
 
 from .plan.device_map_plan import DeviceMapPlan
@@ -21,27 +28,35 @@ from .plan.planned_model import model_of
 from .plan.planner import Planner
 from .plan.request import PlanRequest
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+@undone_when_raised
 def plan_device_map(
     model: str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module,
     max_memory: Limits | None = None,
     *,
     workload: Workload | None = None,
     dtype: torch.dtype | str | None = None,
-    quantization_config: object = None,
+    quantization_config: QuantizationConfig = None,
     no_split_modules: Iterable[str] | None = None,
     objective: Literal["balance", "fill"] = "balance",
     offload: Literal["never", "cpu", "disk"] = "never",
     verify: bool = True,
-    overhead: object = None,
+    overhead: Size | Limits | None = None,
     inputs: Mapping[str, torch.Tensor] | None = None,
-    auto_class: type | None = None,
+    auto_class: type | str | None = None,
     attn_implementation: str | None = None,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | bool | None = None,
     trust_remote_code: bool = False,
     capability: tuple[int, int] | None = None,
     offload_buffers: bool = False,
     nodes: Sequence[Sequence[object]] | None = None,
-    prepare_for_kbit: bool = True,
+    prepare_for_kbit: KbitPreparation | None = None,
+    **other: Unpack[PlanNames],
 ) -> DeviceMapPlan:
     """Plan which module goes to which device, so that no limit is exceeded and nothing is offloaded without need.
 
@@ -67,11 +82,14 @@ def plan_device_map(
             devices are kept together, and the plan is made again.
         overhead: Bytes to keep free on each accelerator, or by device. None keeps nothing free under explicit limits.
         inputs: Tensors by argument name, whose shapes and dtypes are used, for models whose inputs are not tokens.
-        auto_class: The class to build from a config; by default the one that the config names.
+        auto_class: The class to build from a config, or its name; by default the one that the config names.
         attn_implementation: As for ``from_pretrained``; it changes what activations take.
+        revision: Branch, tag or commit of a hub id.
+        subfolder: Folder inside the folder or hub id.
+        token: Token for the hub, as for ``huggingface_hub``.
         trust_remote_code: Whether the repository's own code may run.
         capability: Compute capability of the cards on which the model will run, such as (8, 0) for an A100 and (9, 0)
-            for an H100. It decides which kernels run, and whether fp8 and MXFP4 stay as they are or are dequantized.
+            for an H100. It decides which kernels run, and whether quantized weights stay so or are dequantized.
             None takes that of this machine's GPUs where ``max_memory`` is None; otherwise kernels are those of an A100,
             and formats stay as they are.
         offload_buffers: Whether buffers that are saved are offloaded with the weights. Pass the same to
@@ -79,9 +97,12 @@ def plan_device_map(
         nodes: The cards of each node, such as ``[[0, 1, 2, 3], [4, 5, 6, 7]]``, for limits of more cards than one
             machine has. Of the placements with the least largest load, the plan is then one with the fewest crossings
             between nodes. :meth:`DeviceMapPlan.stages` hands it to an engine that runs on several nodes.
-        prepare_for_kbit: Whether training in 4 or 8 bits of bitsandbytes starts with peft's
-            ``prepare_model_for_kbit_training``, which casts what is not quantized to float32. Only for a config or a
-            folder.
+        prepare_for_kbit: Who prepares a base in 4 or 8 bits for training: "trl", whose trainers leave the base as it
+            was loaded and cast the adapter to bfloat16; "peft", whose ``prepare_model_for_kbit_training`` casts what is
+            not packed to float32 and leaves the adapter in float32; or "none". None takes trl's, which most people
+            use. A base that is passed as a module is as it is, and only the adapter of the workload is cast.
+        **other: Names of transformers and accelerate that mean one thing here: ``torch_dtype`` is ``dtype``,
+            ``no_split_module_classes`` is ``no_split_modules``.
 
     Returns:
         The map: a ``dict`` for ``device_map=`` that has a table, a picture and ``verified``.
@@ -105,11 +126,15 @@ def plan_device_map(
         inputs=inputs,
         auto_class=auto_class,
         attn_implementation=attn_implementation,
+        revision=revision,
+        subfolder=subfolder,
+        token=token,
         trust_remote_code=trust_remote_code,
         capability=capability,
         offload_buffers=offload_buffers,
         nodes=nodes,
         prepare_for_kbit=prepare_for_kbit,
+        **other,
     )
     return Planner(request).plan()
 
@@ -120,70 +145,90 @@ def plan_request(
     *,
     workload: Workload | None = None,
     dtype: torch.dtype | str | None = None,
-    quantization_config: object = None,
+    quantization_config: QuantizationConfig = None,
     no_split_modules: Iterable[str] | None = None,
     objective: Literal["balance", "fill"] = "balance",
     offload: Literal["never", "cpu", "disk"] = "never",
     verify: bool = True,
-    overhead: object = None,
+    overhead: Size | Limits | None = None,
     inputs: Mapping[str, torch.Tensor] | None = None,
-    auto_class: type | None = None,
+    auto_class: type | str | None = None,
     attn_implementation: str | None = None,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | bool | None = None,
     trust_remote_code: bool = False,
     capability: tuple[int, int] | None = None,
     offload_buffers: bool = False,
     nodes: Sequence[Sequence[object]] | None = None,
-    prepare_for_kbit: bool = True,
+    prepare_for_kbit: KbitPreparation | None = None,
+    **other: Unpack[PlanNames],
 ) -> PlanRequest:
-    """Return what :func:`plan_device_map` plans for: its arguments, checked, with the model built."""
-    if objective not in ("balance", "fill"):
-        raise ArgumentError(f"objective={objective!r} is neither 'balance' nor 'fill'.")
-    if offload not in ("never", "cpu", "disk"):
-        raise ArgumentError(f"offload={offload!r} is none of 'never', 'cpu' and 'disk'.")
-    if workload is not None and not isinstance(workload, Workload):
-        raise ArgumentError(f"workload={workload!r}: pass a Workload, for example Workload.generate(1, 4096).")
-    if no_split_modules is not None:
-        no_split_modules = _class_names(no_split_modules)
+    """Return the request that :func:`plan_device_map` plans for: its arguments, checked, with the model built."""
+    own = {"dtype": dtype, "no_split_modules": no_split_modules}
+    dtype, no_split_modules, _ = PLAN.placed(plan_device_map, other, own, None)
+    _check_choices(objective, offload)
+    _check_workload(workload)
     limits = parse_limits(max_memory) if max_memory is not None else free_now()
     if set(limits) == {"disk"}:
         raise ArgumentError('max_memory names the disk alone, where nothing runs: add {0: "20GiB"} or {"cpu": "9GB"}.')
     reserved = _overhead(overhead, limits, derived=max_memory is None)
-    if capability is None and max_memory is None:
-        capability = capability_here()
-    elif capability is not None:
+    limits = _without_useless_cards(limits, offload)
+    capability = capability_here() if capability is None and max_memory is None else capability
+    if capability is not None:
         compute_capability(capability)
-    planned, findings = model_of(
+    build = functools.partial(
+        model_of,
         model,
         dtype=dtype,
         quantization_config=quantization_config,
         auto_class=auto_class,
         trust_remote_code=trust_remote_code,
-        attn_implementation=attn_implementation,
         card=TargetCard(
             capability,
             on_host=all(device in HOST for device in limits),
             trains=workload is not None and workload.kind == "train",
         ),
-        prepare=prepare_for_kbit and workload is not None and workload.kind == "train",
+        prepare_for_kbit=prepare_for_kbit,
+        hub=HubOptions(revision, subfolder, token),
     )
+    planned, findings = build(attn_implementation=attn_implementation)
     return PlanRequest(
         model=planned,
         limits=_with_hosts(limits, offload),
         overhead=reserved,
         workload=workload or Workload.weights_only(),
-        no_split_modules=no_split_modules,
+        no_split_modules=_class_names(no_split_modules),
         objective=objective,
         offload=offload,
         verify=verify,
         inputs=inputs,
         capability=capability,
-        findings=tuple(findings),
+        findings=(*findings, *long_rows(planned, workload)),
         offload_buffers=bool(offload_buffers),
+        prepare_for_kbit=check_preparation(prepare_for_kbit),
         node_of=_node_of(nodes, limits, offload),
+        with_attention=lambda name: build(attn_implementation=name)[0],
     )
 
 
-def _class_names(names: object) -> list[str]:
+def _check_choices(objective: str, offload: str) -> None:
+    if objective not in ("balance", "fill"):
+        raise ArgumentError(f"objective={objective!r} is neither 'balance' nor 'fill'.")
+    if offload not in ("never", "cpu", "disk"):
+        raise ArgumentError(f"offload={offload!r} is none of 'never', 'cpu' and 'disk'.")
+
+
+def _check_workload(workload: object) -> None:
+    if workload is not None and not isinstance(workload, Workload):
+        raise ArgumentError(f"workload={workload!r}: pass a Workload, for example Workload.generate(1, 4096).")
+    if workload is not None:
+        workload.require_sizes()
+
+
+def _class_names(names: object) -> list[str] | None:
+    if names is None:
+        return None
     entries = list(names) if isinstance(names, Iterable) and not isinstance(names, (str, bytes)) else [None]
     class_names = [entry for entry in entries if isinstance(entry, str)]
     if len(class_names) < len(entries):
@@ -229,6 +274,16 @@ def _node_of(nodes: Sequence[Sequence[object]] | None, limits: Mapping[Device, i
     if problems:
         raise ArgumentError("nodes= does not go with max_memory:", problems)
     return node_of
+
+
+def _without_useless_cards(limits: dict[Device, int], offload: str) -> dict[Device, int]:
+    """Return the limits of the host and the disk alone where every card's is 0 and offloading is allowed.
+
+    accelerate, too, then puts all modules on the host, which runs them.
+    """
+    hosts: dict[Device, int] = {device: limit for device, limit in limits.items() if device in HOST}
+    has_room = any(limit for device, limit in limits.items() if device not in hosts)
+    return limits if has_room or offload == "never" else hosts
 
 
 def _with_hosts(limits: Mapping[Device, int], offload: str) -> dict[Device, int]:

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
+import weakref
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
+from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._core.arguments import compute_capability, model_source, whole_number
 from safe_loading._core.spread import Spread
 from safe_loading._core.workload import Workload
-from safe_loading._model.quantized.request import TargetCard
+from safe_loading._model.formats.format import TargetCard
+from safe_loading._model.positions import long_rows
+from safe_loading._model.quantized.kbit_preparation import KbitPreparation, check_preparation
 from safe_loading._model.quantized.stand_ins import with_stand_ins
+from safe_loading._model.quantized_meta_model import QuantizationConfig
+from safe_loading._model.torch_state import undone_when_raised
 from safe_loading.errors import ArgumentError
 
 from .forecast.build_model import build, loading_of_layers
 from .forecast.peak_parts import components_at_peak, modules_at_peak, peak_in_words
 from .forecast.report import MemoryForecast
+from .forecast.suggestions import Origin, suggestions_for
 from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
 from .trace.records import StepTrace
@@ -36,9 +44,12 @@ SHARDED_ALREADY = (
     "spread=Spread.fsdp2(ranks)."
 )
 
+_OF_THE_BUILD = ("auto_class", "dtype", "attn_implementation", "trust_remote_code", "quantization_config")
 
+
+@undone_when_raised
 def predict_memory(
-    model_or_config: torch.nn.Module | PreTrainedConfig | str | os.PathLike[str],
+    model: torch.nn.Module | PreTrainedConfig | str | os.PathLike[str],
     workload: Workload,
     *,
     inputs: Mapping[str, torch.Tensor] | None = None,
@@ -47,24 +58,26 @@ def predict_memory(
     expandable_segments: bool = False,
     dtype: torch.dtype | str | None = None,
     attn_implementation: str | None = None,
-    auto_class: type | None = None,
-    prepare_for_kbit: bool = True,
+    auto_class: type | str | None = None,
+    prepare_for_kbit: KbitPreparation | None = None,
     keep_outputs: bool | Literal["across_steps"] = False,
     trust_remote_code: bool = False,
     revision: str | None = None,
-    quantization_config: object = None,
+    subfolder: str | None = None,
+    token: str | bool | None = None,
+    quantization_config: QuantizationConfig = None,
     spread: Spread | None = None,
     scan_kernels: bool = True,
     loaded_by: Literal["to", "device_map"] = "to",
     empties_cache: bool = False,
 ) -> MemoryForecast:
-    """Return what a step takes of one GPU, without the GPU, the weights or the memory.
+    """Forecast the memory that a step takes on one GPU, without the GPU, the weights or the memory.
 
     The model's own code runs once on tensors that have shapes and no data, and every allocation is recorded. The
     records of a few steps are then replayed by the rules of CUDA's caching allocator.
 
     Args:
-        model_or_config: A folder or hub id of a model or an adapter, a config, or a model: real, on meta, or a
+        model: A folder or hub id of a model or an adapter, a config, or a model: real, on meta, or a
             ``PeftModel``. It is not changed. A config with a ``quantization_config`` gives quantized layers, whether or
             not the package of the method is installed.
         workload: What is run, for example ``Workload.train(batch_size=4, sequence_length=1024)``.
@@ -72,20 +85,24 @@ def predict_memory(
             collator. Their shapes and dtypes count; integers that are not on meta keep their values, such as the
             places of images in a text. Inputs that are not passed are made from the workload.
         capability: Compute capability of the GPU, on which the attention kernels and the size of cuBLAS's scratch
-            depend, and whether fp8 and MXFP4 stay as they are or are dequantized: (7, 5) a T4, (8, 0) an A100, (8, 9)
+            depend, and whether quantized weights stay so or are dequantized: (7, 5) a T4, (8, 0) an A100, (8, 9)
             an L4 or RTX 4090, (9, 0) an H100. None takes an A100, and an H100 for fp8, which an A100 does not run.
         context_bytes: The size of the CUDA context. None takes what was measured for this capability, or an allowance.
         expandable_segments: Whether ``PYTORCH_ALLOC_CONF=expandable_segments:True`` will be set.
         dtype: The dtype of the weights of a config or folder. None takes the one that it names.
         attn_implementation: As for ``from_pretrained``, for a config or folder.
-        auto_class: The class to build for a config or folder that does not name one.
-        prepare_for_kbit: Whether training in 4 or 8 bits starts with peft's ``prepare_model_for_kbit_training``, which
-            casts what is not quantized to float32. Only for a model made here.
+        auto_class: The class to build from a config or folder, or its name in transformers; None takes what it names.
+        prepare_for_kbit: Who prepares a base in 4 or 8 bits for training: "trl", whose trainers leave the base as it
+            was loaded and cast the adapter to bfloat16; "peft", whose ``prepare_model_for_kbit_training`` casts what is
+            not packed to float32 and leaves the adapter in float32; or "none". None takes trl's, which most people
+            use. A base that is passed as a module is as it is, and only the adapter of the workload is cast.
         keep_outputs: Whether the loop holds the model's output, logits included, while it runs backward, as
             ``out = model(...); out.loss.backward()`` does in a function of one step. The Trainer does not.
             ``"across_steps"`` for a loop whose variable holds it until the next forward pass has returned.
         trust_remote_code: Whether the repository's own code may run.
         revision: Branch, tag or commit of a hub id.
+        subfolder: Folder inside the folder or hub id.
+        token: Token for the hub, as for ``huggingface_hub``.
         quantization_config: As for ``from_pretrained``, for a config or folder that is not quantized yet, or the dict
             that a config.json has.
         spread: How the job is spread over ranks: ``Spread.fsdp2(ranks=8)`` or ``Spread.ddp(ranks=8)``. The forecast is
@@ -97,7 +114,7 @@ def predict_memory(
         loaded_by: How the weights come to the GPU: ``"to"`` for ``model.to("cuda")`` and for weights made or loaded
             there one by one; ``"device_map"`` for ``from_pretrained(..., device_map=...)``, which takes all weights in
             one block first, so that other tails of blocks stay allocated, and after which the adapter is attached, so
-            that what peft leaves on the host stays there (BOFT's permutations). Weights that bitsandbytes quantizes
+            that what peft leaves on the host stays there (BOFT's permutations). Weights in 4 or 8 bits
             are always loaded the second way.
         empties_cache: Whether the loop calls ``torch.cuda.empty_cache()`` between steps, as the Trainer does with
             ``torch_empty_cache_steps=1``: each step then starts without what the one before left in the allocator.
@@ -106,31 +123,30 @@ def predict_memory(
         ArgumentError: No model can be built from the source, or the workload does not suit it.
         TraceError: The model's own code cannot run without data; the text says where.
     """
-    model_source(model_or_config, "model_or_config", torch.nn.Module, PreTrainedConfig)
+    passed = dict(locals())
+    model_source(model, "model", torch.nn.Module, PreTrainedConfig)
     if not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
+    workload.require_sizes()
     if capability is not None:
         compute_capability(capability)
-    _check_inputs_and_loading(inputs, loaded_by)
-    if context_bytes is not None:
-        whole_number(context_bytes, "context_bytes", least=0, what="a number of bytes")
-    options: dict[str, object] = {"auto_class": auto_class, "dtype": dtype, "attn_implementation": attn_implementation}
-    options |= {"trust_remote_code": trust_remote_code, "revision": revision}
-    options |= {"quantization_config": quantization_config}
+    _check_inputs_and_loading(inputs, loaded_by, context_bytes)
+    preparation = check_preparation(prepare_for_kbit)
+    options = {name: passed[name] for name in _OF_THE_BUILD}
     card = TargetCard(capability, trains=workload.kind == "train")
-    made = build(model_or_config, workload, options, prepare_for_kbit, card)
+    made = build(model, workload, options, preparation, card, HubOptions(revision, subfolder, token))
     capability = capability or made.capability
     scans = scan_stand_ins(made.model) if scan_kernels else contextlib.nullcontext(())
     kept = _kept_outputs(made.model, keep_outputs)
     with with_stand_ins(made.model) as stand_ins, cuda_paths(capability), scans as of_scans, kept:
         loading = loading_of_layers(made.model, stand_ins) if stand_ins else made.loading
         loading = dataclasses.replace(loading, warmed=loading.warmed or loaded_by == "device_map")
-        traces = _traces(made.model, made.workload, inputs, spread, attached_there=loaded_by == "device_map")
+        there = loaded_by == "device_map"
+        traces = _traces(made.model, made.workload, inputs, spread, preparation, attached_there=there)
     trace = max(traces.values(), key=lambda of_rank: of_rank.devices[0].peak_bytes if 0 in of_rank.devices else 0)
     # accelerators come first; the host follows where the model's own code makes tensors on it
     device = next(iter(trace.devices))
-    workspaces = workspaces_of(capability, training=workload.kind == "train")
-    workspaces = () if workload.kind == "weights_only" else workspaces
+    workspaces = workspaces_of(capability, training=workload.kind == "train") if workload.kind != "weights_only" else ()
     events = run_events(
         trace, device, loading, workspaces, left_across_steps=keep_outputs == "across_steps", emptied=empties_cache
     )
@@ -138,7 +154,7 @@ def predict_memory(
     context, source = context_of(capability) if context_bytes is None else (context_bytes, "as passed")
     return MemoryForecast(
         model=made.name,
-        workload=_workload_text(workload),
+        workload=workload,
         allocated_peak_bytes=run.allocated_peak_bytes,
         reserved_peak_bytes=run.reserved_peak_bytes,
         context_bytes=context,
@@ -149,10 +165,32 @@ def predict_memory(
         events=events,
         expandable_segments=expandable_segments,
         ranks={rank: of_rank.devices[device].peak_bytes for rank, of_rank in traces.items()} if spread else {},
+        findings=tuple(long_rows(made.model, workload, made.name)),
+        suggest=functools.partial(suggestions_for, _origin(passed, quantized=bool(stand_ins) or made.quantized)),
     )
 
 
-def _check_inputs_and_loading(inputs: Mapping[str, torch.Tensor] | None, loaded_by: str) -> None:
+def _origin(passed: dict[str, Any], *, quantized: bool) -> Origin:
+    """Return the call of `predict_memory` with these arguments; a model is not kept alive by its forecast."""
+    source = passed.pop("model")
+    del passed["workload"]
+    model = weakref.ref(source) if isinstance(source, torch.nn.Module) else None
+    folder_or_config = None if model else source
+
+    def held() -> Any:
+        return model() if model else folder_or_config
+
+    def predict(workload: Workload, changes: Mapping[str, object]) -> MemoryForecast:
+        return predict_memory(held(), workload, **{**passed, **changes})
+
+    return Origin(predict, lambda: held() is not None, passed, model is not None, quantized)
+
+
+def _check_inputs_and_loading(
+    inputs: Mapping[str, torch.Tensor] | None, loaded_by: str, context_bytes: int | None
+) -> None:
+    if context_bytes is not None:
+        whole_number(context_bytes, "context_bytes", least=0, what="a number of bytes")
     given = {} if inputs is None else inputs
     if not isinstance(given, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in given.values()):
         raise ArgumentError(
@@ -167,6 +205,7 @@ def _traces(
     workload: Workload,
     inputs: Mapping[str, torch.Tensor] | None,
     spread: Spread | None,
+    preparation: KbitPreparation,
     *,
     attached_there: bool,
 ) -> dict[int, StepTrace]:
@@ -174,9 +213,16 @@ def _traces(
     if is_sharded(model):
         raise ArgumentError(SHARDED_ALREADY)
     if spread is None:
-        return {0: trace_step(model, workload, inputs=inputs, attached_there=attached_there)}
+        trace = trace_step(model, workload, inputs=inputs, attached_there=attached_there, prepare_for_kbit=preparation)
+        return {0: trace}
     if not isinstance(spread, Spread):
         raise ArgumentError(f"spread={spread!r:.80}: pass a Spread, for example Spread.fsdp2(ranks=8).")
+    if not spread.ranks:
+        raise ArgumentError(f"{spread} leaves the ranks open: pass a number, or let fewest_ranks find it.")
+    if workload.fused_lm_head:
+        raise ArgumentError(
+            "trl's fused LM head was not held against ranks. Forecast one card, or the job with fused_lm_head=False."
+        )
     if workload.kind == "weights_only":
         raise ArgumentError("spread= needs a step, because units are gathered in it: Workload.train(...) or generate.")
     if spread.kind == "ddp" and workload.kind != "train":
@@ -186,8 +232,9 @@ def _traces(
     if is_stage_3(spread):
         _check_stage_3(workload)
     traces: dict[int, StepTrace] = {}
-    for group in ranks_alike(model, workload, spread):
-        traces |= dict.fromkeys(group, trace_step(model, workload, inputs=inputs, spread=spread, rank=group[0]))
+    for group in ranks_alike(model, workload, spread, preparation):
+        of_rank = trace_step(model, workload, inputs=inputs, spread=spread, rank=group[0], prepare_for_kbit=preparation)
+        traces |= dict.fromkeys(group, of_rank)
     return dict(sorted(traces.items()))
 
 
@@ -229,19 +276,9 @@ def _scan_notes(kinds: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
-def _workload_text(workload: Workload) -> str:
-    """Return the call that makes a workload, with an adapter's kind and rank in place of all its fields."""
-    adapter = workload.adapter
-    if adapter is None or isinstance(adapter, (str, os.PathLike)):
-        return repr(workload)
-    fields = vars(adapter)  # PeftConfig declares no rank, since some kinds of adapters have none
-    rank = f"r={fields['r']}" if "r" in fields else ""
-    return f"{repr(workload.replace(adapter=None))[:-1]}, adapter={type(adapter).__name__}({rank}))"
-
-
 @contextlib.contextmanager
 def _kept_outputs(model: torch.nn.Module, keep: bool | str) -> Iterator[None]:
-    """Keep what the model returns alive until its next call, as a loop's variable does."""
+    """Keep the model's output alive until its next call, as a loop's variable does."""
     if keep not in (True, False, "across_steps"):
         raise ArgumentError(f"keep_outputs={keep!r:.80}: True, False or 'across_steps'.")
     kept: dict[str, object] = {}

@@ -1,18 +1,25 @@
-"""``smallest_limits``: the least memory that would do."""
+"""``smallest_limits``: the least memory that would do.
+
+It does not stand on the one search: that asks of a number whether it holds, and here each plan answers with the limit
+that would have been enough, which is the next one to try. Nor is it monotone, since the planner may find a placement
+with more room only; then limits count and loads do not.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig
 
 from safe_loading._core.parse_size import UNLIMITED, Device, parse_device
+from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError, DeviceMapInfeasible
 
+from .plan.options import PlanOptions
 from .plan.planner import Planner
 from .plan.request import PlanRequest
 from .plan.require_traced import require_traced
@@ -20,21 +27,26 @@ from .plan.search import Objective
 from .plan.step_traces import StepTraces
 from .plan_device_map import plan_request
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _GUESSES = 8  # plans for one byte less than the last one needed; from then on the interval is halved
 
 
 def smallest_limits(
     model: str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module,
     devices: int | Sequence[object] = 1,
-    **options: Any,
+    *,
+    workload: Workload | None = None,
+    **options: Unpack[PlanOptions],
 ) -> dict[Device, int]:
     """Return the least limit, the same for each device, under which :func:`plan_device_map` finds a plan.
 
     Args:
         model: As for :func:`plan_device_map`.
         devices: How many accelerators, or which (``[0, 3]``).
-        **options: The other arguments of :func:`plan_device_map`: ``workload=``, ``dtype=``, ``verify=`` and so on, but
-            not ``offload=``.
+        workload: What the model will be asked to do; None for its weights alone.
+        **options: The other arguments of :func:`plan_device_map`, but not ``max_memory`` and ``offload``.
 
     Returns:
         The limit of each device in bytes, to be passed as ``max_memory``.
@@ -47,8 +59,7 @@ def smallest_limits(
     for name in ("offload", "max_memory"):
         if name in options:
             raise ArgumentError(f"smallest_limits takes no {name}=, since it asks what fits without it.")
-    objective = options.pop("objective", "balance")
-    request = plan_request(model, dict.fromkeys(names, UNLIMITED // 2), objective=objective, **options)
+    request = plan_request(model, dict.fromkeys(names, UNLIMITED // 2), workload=workload, **options)
     search = LimitSearch(replace(request, explains=False), names)
     return dict.fromkeys(names, search.least())
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from safe_loading._checkpoint.index import require_unchanged
 from safe_loading._core import progress as _progress
 from safe_loading._core.arguments import whole_number
+from safe_loading._core.engine_names import MERGE, MergeNames
 from safe_loading._core.log import logger
 from safe_loading._core.parse_size import parse_size
 from safe_loading._loading.base_arguments import as_model_class
@@ -27,7 +26,7 @@ from safe_loading._loading.sources import BaseRequest, Source
 from safe_loading._model.dtypes import dtype_named
 from safe_loading._model.layout.tensor_contents import REPORT
 from safe_loading._output.output_folder import check_apart, output_path
-from safe_loading._output.stage import Stage
+from safe_loading._output.stage import Records, Stage
 from safe_loading._ranks.device_guard import guarded, own_device
 from safe_loading.errors import ArgumentError
 
@@ -38,7 +37,11 @@ from .disk.record import Outcome, is_complete, job_of, make_report, report_file
 from .disk.report import MergeReport
 from .disk.small_files import small_files
 from .disk.sources import checked_weights, merge_request, open_sources
-from .disk.write_files import WriteJob, WrittenFile, from_journal, one_torch_thread, to_journal, write_files
+from .disk.tokenizer_ids import refuse_ids_without_rows
+from .disk.write_files import WriteJob, WrittenFile, cores, from_journal, is_readable, one_torch_thread, write_files
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def merge_lora_checkpoint(
@@ -62,8 +65,10 @@ def merge_lora_checkpoint(
     dequantize: bool = False,
     adapter_weights: Sequence[float] | None = None,
     tokenizer: Literal["adapter", "base"] | None = None,
-    auto_class: object = None,
+    auto_class: type | str | None = None,
     allow_pickle: bool = False,
+    key_mapping: Mapping[str, str] | None = None,
+    **other: Unpack[MergeNames],
 ) -> MergeReport:
     """Write the base with the adapter merged into it, never holding more than a few blocks of a weight in memory.
 
@@ -90,10 +95,10 @@ def merge_lora_checkpoint(
         base_subfolder: Folder inside the base's repository.
         base_kwargs: More arguments of the base's ``from_pretrained``, such as ``trust_remote_code``, ``num_labels`` or
             ``variant``. ``token``, ``cache_dir`` and ``local_files_only`` are used for the adapters too.
-        dequantize: Whether a quantized base (bitsandbytes in 4 or 8 bits, fp8 under scales, MXFP4) is
-            written as a plain one, in the dtype of its config, each element rounded once. Otherwise fp8 and MXFP4 keep
-            their format: merged weights are rounded to codes again, ``tensor.rounding`` and findings say what that
-            loses, and all else is copied byte for byte. Other formats are refused.
+        dequantize: Whether a quantized base is written as a plain one, in the dtype of its config, each element rounded
+            once. Otherwise formats whose codes can be merged into, such as fp8, are kept: merged weights are rounded to
+            codes again, ``tensor.rounding`` and findings say what that loses, and all else is copied byte for byte.
+            Other formats are refused; the page on merges on disk lists all of them.
         adapter_weights: A factor for what each adapter adds, in their order, as peft's ``set_scale`` takes it. Only
             for adapters that add to weights: not for DoRA, saved modules, trained biases or tokens.
         tokenizer: Whose tokenizer and chat template the output has. By default the last adapter's that brings one,
@@ -101,6 +106,9 @@ def merge_lora_checkpoint(
         auto_class: The class that loads the base, such as ``transformers.AutoModelForCausalLM``, or its name; by
             default the one of the adapter's task.
         allow_pickle: Whether adapters that were saved as ``adapter_model.bin`` are read, with ``weights_only=True``.
+        key_mapping: Regular expressions and replacements for the adapters' keys, as for :func:`load_peft_on_rank`.
+        **other: Names of transformers that mean one thing here: ``torch_dtype`` is ``dtype``; ``trust_remote_code``,
+            ``token``, ``cache_dir`` and ``local_files_only`` go into ``base_kwargs``.
 
     Returns:
         What was done with each tensor.
@@ -115,54 +123,50 @@ def merge_lora_checkpoint(
         ArgumentError: An argument cannot be honored.
     """
     begin = time.perf_counter()
+    dtype, base_kwargs = MERGE.placed(merge_lora_checkpoint, other, {"dtype": dtype}, base_kwargs)
     shard_bytes, output_dtype = _shard_bytes(max_shard_size), _float_dtype(dtype)
     if threads is not None:
         whole_number(threads, "threads", least=1, what="a number of threads, or None for one for each core")
     own = own_device(device)
-    if base_kwargs is not None and not isinstance(base_kwargs, Mapping):
-        raise ArgumentError(f"base_kwargs={base_kwargs!r:.80}: pass a dict of arguments of from_pretrained.")
     if tokenizer not in (None, "adapter", "base"):
         raise ArgumentError(f'tokenizer={tokenizer!r}: pass "adapter", "base", or None for the one that differs.')
     target = output_path(output)
     asked_base, kwargs = BaseRequest(base_model, base_revision, base_subfolder), dict(base_kwargs or {})
     request = merge_request(adapter, asked_base, adapter_revision, adapter_subfolder, kwargs)
     request = dataclasses.replace(request, allow_pickle=allow_pickle)
-    weights = checked_weights(adapter_weights, request)
-    model_class = as_model_class(auto_class)
+    weights, model_class = checked_weights(adapter_weights, request), as_model_class(auto_class)
     with one_torch_thread(), guarded(own), _progress.engine_bars(0):
-        sources = open_sources(request, weights, dtype=output_dtype, dequantize=dequantize)
+        sources = open_sources(request, weights, dtype=output_dtype, dequantize=dequantize, key_mapping=key_mapping)
         check_apart(target, sources.folders)
         changes, dtypes = find_changes(sources, output_dtype, model_class)
-    base = sources.base
+    base, of_base = sources.base, base_findings(sources.base.opened, sources.base.checkpoint)
     plans = plan_files(base, changes, dtypes, shard_bytes)
     small, findings = small_files(sources, changes, plans, resharded=shard_bytes is not None, tokenizer=tokenizer)
+    refuse_ids_without_rows(sources, small, plans)
+    options = {"verify": verify, "dtype": str(output_dtype), "max_shard_size": shard_bytes, "device": own.type}
+    options["class"] = None if model_class is None else model_class.__name__
+    options["key_mapping"] = str(key_mapping or None)
     # merge_report.json, which is not written yet, takes less than 512 bytes for each tensor.
     needed = sum(plan.nbytes for plan in plans) + sum(map(len, small.values())) + 512 * len(base.template.tensors)
-    options = {"verify": verify, "dtype": str(output_dtype), "max_shard_size": shard_bytes, "device": own.type}
-    if model_class is not None:  # absent otherwise: then a journal of an earlier release is of the same job
-        options["class"] = model_class.__name__
-    stage = Stage(target, job_of(sources, options), needed=needed, overwrite=overwrite, resume=resume, keep=verify)
-    with stage:
+    records = Records(is_readable, [plan.name for plan in plans])
+    write = {"overwrite": overwrite, "resume": resume, "keep": verify}
+    with Stage(target, job_of(sources, options), needed=needed, records=records, **write) as stage:
         if stage.finished is None:
-            job = WriteJob(stage, own, threads or min(4, _cores()), hashes=verify)
+            job = WriteJob(stage, own, threads or min(4, cores()), hashes=verify)
             written, resumed = _write_weights(plans, job, progress)
             # A base that another process wrote meanwhile would be merged half old and half new.
-            require_unchanged(base.checkpoint)
+            base.opened.require_unchanged()
             for name, data in {**small, REPORT: report_file(sources, plans, written)}.items():
                 stage.write(name, data)
-            stage.commit({plan.name: to_journal(written[plan.name]) for plan in plans})
+            stage.commit()
         else:  # an interrupted call was killed after the last rename: the output is complete
-            written = {name: from_journal(tensors) for name, tensors in stage.finished.items()}
+            written = {name: from_journal(facts["tensors"]) for name, facts in stage.finished.items()}
             resumed = [plan.name for plan in plans]
-    findings = [*base_findings(base.checkpoint, base.config), *changes.findings, *findings]
+    findings = [*of_base, *sources.findings, *changes.findings, *findings, *stage.findings]
     outcome = Outcome(sources, plans, written, resumed, list(small), list(changes.dropped), findings)
     report = make_report(target, outcome, time.perf_counter() - begin)
     logger.info("%s", report)
     return report
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _shard_bytes(size: int | str | None) -> int | None:
@@ -191,7 +195,7 @@ def _float_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def _write_weights(
     plans: Sequence[FilePlan], job: WriteJob, progress: bool | None
 ) -> tuple[dict[str, WrittenFile], list[str]]:
-    """Write the missing weight files; return what is known of each file, and which an interrupted call completed."""
+    """Write the missing weight files; return the record of each file, and the names of those that were resumed."""
     written: dict[str, WrittenFile] = {}
     for plan in plans:
         entry = job.stage.recorded(plan.name, functools.partial(is_complete, plan))

@@ -6,16 +6,21 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 
 from safe_loading._core import progress as _progress
+from safe_loading._core.engine_names import INPLACE, InplaceNames
+from safe_loading._core.interrupts import signals_held, undone_on_error
 from safe_loading._core.log import logger
 from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding, MiB
-from safe_loading._model.peft_layers import without_peft_levels
+from safe_loading._model.formats.four_bit import reordering_findings
+from safe_loading._model.peft_layers import tuner_of, without_peft_levels
+from safe_loading._model.quantized.recognize import is_quantized
 from safe_loading.errors import ArgumentError
 
 from .report import InplaceMergeReport, MergedWeight
@@ -27,12 +32,16 @@ from .weights.layer_merge import LayerMerge, MergeOptions
 from .weights.loss_findings import IN_MEMORY, loss_findings
 from .weights.merge_plan import MergePlan, make_plan
 from .weights.offloaded import OffloadedWeights
+from .weights.packed_base import packed_base_findings
 from .weights.peft_merge import merge_all_by_peft
 from .weights.release_ties import release_ties
 from .weights.saved_as_plain import forget_codes
 from .weights.shared_weights import give_own_weights, take_back
 from .weights.trainable_tokens import TokenRows
 from .weights.unload import unload_adapters
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @torch.no_grad()
@@ -45,6 +54,7 @@ def merge_lora_inplace(
     progress: bool | None = None,
     unload: bool = True,
     dequantize: bool = False,
+    **other: Unpack[InplaceNames],
 ) -> torch.nn.Module:
     """Merge adapters into the weights of their base model, each weight in its own storage.
 
@@ -57,7 +67,8 @@ def merge_lora_inplace(
     small reserve is freed so that it can be finished.
 
     Args:
-        model: A PeftModel (or one of peft's tuners, such as ``LoraModel``).
+        model: A PeftModel (or one of peft's tuners, such as ``LoraModel``), or a model of transformers after
+            ``model.load_adapter()`` or ``model.add_adapter()``.
         adapter_names: The adapters to merge, in this order. None takes the active ones of each layer.
         check_finite: Whether adapters and merged weights must be finite in the dtype of the weight.
         scratch_bytes: The largest temporary, in bytes; never less than eight rows of a weight. The result does not
@@ -65,8 +76,9 @@ def merge_lora_inplace(
         progress: Whether a progress bar is shown. None shows it in a terminal.
         unload: Whether the base model is returned, without any adapter left. With False the adapters stay, marked
             as merged, so that ``model.unmerge_adapter()`` can take them out again.
-        dequantize: Whether all quantized layers of the model become plain ones in the dtype in which they compute.
+        dequantize: Whether all quantized layers of the model become plain ones in the dtype of the model.
             With False those that have adapters are requantized by peft, and a finding says what that rounds away.
+        **other: Names of peft that mean one thing here: ``progressbar`` is ``progress``.
 
     Returns:
         The base model, as ``merge_and_unload`` returns it; with ``unload=False`` the model itself.
@@ -77,6 +89,7 @@ def merge_lora_inplace(
         ArgumentError: The model has no adapters, or not those that were named.
     """
     started = time.perf_counter()
+    progress, _ = INPLACE.placed(merge_lora_inplace, other, {"progress": progress}, None)
     tuner = _tuner_of(model)
     names = _checked_names(tuner, adapter_names)
     if type(scratch_bytes) is not int or scratch_bytes <= 0:
@@ -90,25 +103,23 @@ def merge_lora_inplace(
         replacements = check_merge(tuner, plan, offloaded, options)
         # Nothing was written up to here. The report comes first, as carrying out the plan frees what it is made from.
         weights = [weight for job in plan.jobs for weight in _weights_of(job, plan)]
-        findings = _merged_before(plan.jobs)
-        # peft's merge may still fail, and is undone then; so it comes before everything that is not undone.
-        give_own_weights(plan.own_weights)
-        try:
-            by_peft = [job for job in plan.jobs if job.method == "peft" and job.names]
-            methods = {config.peft_type for config in tuner.peft_config.values()}
-            findings += merge_all_by_peft(by_peft, offloaded, methods, check_finite=check_finite)
-            findings += _taken_apart(tuner.model, plan)
-        except BaseException:
-            take_back(plan.own_weights)
-            raise
-        findings += replace_quantized(tuner.model, replacements)
-        forget_codes(tuner.model)
-        shown = _progress.wanted(0) if progress is None else progress
-        losses = carry_out(tuner, plan, offloaded, options, show_progress=shown)
-        weights = [dataclasses.replace(weight, rounding=losses.get(weight.name)) for weight in weights]
-        findings += loss_findings(weights, IN_MEMORY)
-        findings += offloaded.findings()
-        result, untied = unload_adapters(tuner, names) if unload else (model, [])
+        findings = [*_merged_before(plan.jobs), *_trained_on_packed(tuner)]
+        # Ctrl-C waits from here on, for the end of a layer.
+        with signals_held() as held:
+            # peft's merge may still fail, and is undone then; so it comes before everything that is not undone.
+            give_own_weights(plan.own_weights)
+            with undone_on_error(lambda: take_back(plan.own_weights)):
+                by_peft = [job for job in plan.jobs if job.method == "peft" and job.names]
+                methods = {config.peft_type for config in tuner.peft_config.values()}
+                findings += merge_all_by_peft(by_peft, offloaded, methods, held, check_finite=check_finite)
+                findings += _taken_apart(tuner.model, plan)
+            findings += replace_quantized(tuner.model, replacements)
+            forget_codes(tuner.model)
+            shown = _progress.wanted(0) if progress is None else progress
+            losses = carry_out(tuner, plan, offloaded, options, held, show_progress=shown)
+            weights = [dataclasses.replace(weight, rounding=losses.get(weight.name)) for weight in weights]
+            findings += [*loss_findings(weights, IN_MEMORY), *offloaded.findings(), *reordering_findings(tuner.model)]
+            result, untied = unload_adapters(tuner, names) if unload else (model, [])
     merged = tuple(dict.fromkeys(name for weight in weights for name in weight.adapters))
     report = InplaceMergeReport(merged, tuple(weights), time.perf_counter() - started, unload, (*findings, *untied))
     if weights or "merge_report" not in result.__dict__:  # a cell of a notebook that runs twice keeps what was done
@@ -118,8 +129,8 @@ def merge_lora_inplace(
 
 
 def _tuner_of(model: torch.nn.Module) -> BaseTuner:
-    tuner = model if isinstance(model, BaseTuner) else getattr(model, "base_model", None)
-    if not isinstance(tuner, BaseTuner):
+    tuner = tuner_of(model)
+    if tuner is None:
         kinds = [method_name(config.peft_type) for config in getattr(model, "peft_config", {}).values()]
         raise ArgumentError(
             f"{type(model).__name__} has no adapter that can be merged"
@@ -149,7 +160,7 @@ def _checked_names(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[str, 
 def _weights_of(job: LayerMerge, plan: MergePlan) -> list[MergedWeight]:
     """Return the lines of the report for one layer."""
     kind = type(job.layer).__name__
-    if job.method in ("peft", "dequantised"):
+    if job.method in ("peft", "dequantized"):
         parameters = list(job.layer.get_base_layer().parameters())
         size = sum(parameter.nbytes for parameter in parameters)
         dtype = str(next((parameter.dtype for parameter in parameters), "")).removeprefix("torch.")
@@ -177,6 +188,13 @@ def _taken_apart(model: torch.nn.Module, plan: MergePlan) -> list[Finding]:
     changed, size = [own.name for own in plan.own_weights], sum(own.parameter.nbytes for own in plan.own_weights)
     why = f"they were one weight, and the adapter changes {', '.join(changed)} alone or in another way"
     return [release_ties(model, names, why, size)]
+
+
+def _trained_on_packed(tuner: BaseTuner) -> list[Finding]:
+    if any(is_quantized(module) for module in tuner.model.modules()):
+        return []
+    configs = tuner.peft_config.items()
+    return packed_base_findings({name: config.base_model_name_or_path for name, config in configs})
 
 
 def _merged_before(jobs: list[LayerMerge]) -> list[Finding]:

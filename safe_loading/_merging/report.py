@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from safe_loading._core.names import with_stars
 from safe_loading._core.report import Finding, Table, Verdict, format_bytes
 
 from .weights.rounding_loss import RoundingLoss
 
-_HEADER = ("weight", "kind", "dtype", "adapters", "road", "size", "rms of delta")
+_HEADER = ("weight", "count", "kind", "dtype", "adapters", "method", "size", "rms of delta")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +22,8 @@ class MergedWeight:
         kind: The class of the layer, as peft calls it.
         dtype: Its dtype before the merge.
         adapters: The adapters that were added to it, in order.
-        road: The method: ``"blocks"`` (row blocks in place), ``"tokens"`` (rows replaced), ``"peft"`` (the layer's own
-            merge) or ``"dequantised"`` (a plain layer replaced a quantized one).
+        method: ``"blocks"`` (row blocks in place), ``"tokens"`` (rows replaced), ``"peft"`` (the layer's own
+            merge) or ``"dequantized"`` (a plain layer replaced a quantized one).
         bytes: Its size.
         delta_rms: The root mean square of what was added, DoRA's scaling left out; None where it is not known.
         also: The paths of other layers that share this memory and have the same adapters.
@@ -33,7 +34,7 @@ class MergedWeight:
     kind: str
     dtype: str
     adapters: tuple[str, ...]
-    road: str
+    method: str
     bytes: int
     delta_rms: float | None = None
     also: tuple[str, ...] = ()
@@ -42,7 +43,7 @@ class MergedWeight:
 
 @dataclasses.dataclass(frozen=True)
 class InplaceMergeReport(Verdict):
-    """The weights that a merge in memory changed.
+    """The weights that a merge in memory changed; as text a line for the same weight of all layers.
 
     Attributes:
         adapters: The adapters that were merged, in order.
@@ -64,19 +65,12 @@ class InplaceMergeReport(Verdict):
         return sum(weight.bytes for weight in self.weights)
 
     def _tables(self) -> list[Table]:
-        rows = [
-            (
-                weight.name,
-                weight.kind,
-                weight.dtype,
-                ", ".join(weight.adapters),
-                weight.road,
-                format_bytes(weight.bytes),
-                "" if weight.delta_rms is None else f"{weight.delta_rms:.3g}",
-            )
-            for weight in self.weights
-        ]
-        return [Table(_HEADER, rows)]
+        alike: dict[tuple[str, str, str, str, str], list[MergedWeight]] = {}
+        for weight in self.weights:
+            adapters = ", ".join(weight.adapters)
+            key = (with_stars(weight.name), weight.kind, weight.dtype, adapters, weight.method)
+            alike.setdefault(key, []).append(weight)
+        return [Table(_HEADER, [_row(*key, group) for key, group in alike.items()])]
 
     def _title(self) -> str:
         what = f"{', '.join(self.adapters) or 'nothing'} merged into {len(self.weights)} weights"
@@ -84,3 +78,17 @@ class InplaceMergeReport(Verdict):
 
     def _facts(self) -> Mapping[str, object]:
         return {"bytes": self.bytes, **super()._facts()}
+
+
+def _row(name: str, kind: str, dtype: str, adapters: str, method: str, alike: Sequence[MergedWeight]) -> list[str]:
+    """Return the line of weights that differ in the number of their layer alone."""
+    first, size = alike[0].name, sum(weight.bytes for weight in alike)
+    shown = first if len(alike) == 1 else name
+    return [shown, str(len(alike)), kind, dtype, adapters, method, format_bytes(size), _span(alike)]
+
+
+def _span(weights: Sequence[MergedWeight]) -> str:
+    """Return the range of the known root mean squares, or the one that there is."""
+    known = [weight.delta_rms for weight in weights if weight.delta_rms is not None]
+    ends = dict.fromkeys(f"{end(known):.3g}" for end in (min, max)) if known else {}
+    return " to ".join(ends)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 from transformers import PreTrainedModel
+
+from safe_loading._core.thread_patches import patched, seen_here
 
 FLEX = "flex_attention"
 
@@ -40,7 +41,7 @@ def without_packages() -> Iterator[None]:
 
     What the class does not support is refused as before.
     """
-    check = PreTrainedModel._check_and_adjust_attn_implementation
+    check = seen_here(PreTrainedModel, "_check_and_adjust_attn_implementation")
 
     def accept(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
         if not comes_from_a_package(attn_implementation):
@@ -51,5 +52,5 @@ def without_packages() -> Iterator[None]:
         suitable = getattr(self, "_compatible_flash_implementations", None)
         return suitable[0] if suitable and attn_implementation not in suitable else attn_implementation
 
-    with mock.patch.object(PreTrainedModel, "_check_and_adjust_attn_implementation", accept):
+    with patched(PreTrainedModel, "_check_and_adjust_attn_implementation", accept):
         yield

@@ -69,5 +69,8 @@ def _ask(model: object, method: str) -> torch.nn.Module | None:
 
 
 def _weight(module: torch.nn.Module | None) -> torch.Tensor | None:
-    weight = getattr(getattr(module, "base_layer", module), "weight", None)
+    try:
+        weight = getattr(getattr(module, "base_layer", module), "weight", None)
+    except IndexError:  # peft 0.18 asks for the active copy of a wrapper that has none yet
+        weight = getattr(getattr(module, "original_module", None), "weight", None)
     return weight if isinstance(weight, torch.Tensor) else None

@@ -14,21 +14,25 @@ import transformers
 from transformers import BitsAndBytesConfig, PreTrainedConfig
 from transformers import core_model_loading as loader
 
-from safe_loading._checkpoint.hub import resolve, small_files
-from safe_loading._checkpoint.index import inspect_checkpoint
+from safe_loading._checkpoint.hub import HubOptions
+from safe_loading._checkpoint.model_folder import ModelFolder
+from safe_loading._checkpoint.modelopt import refuse_modelopt
 from safe_loading._core.engines import dtype_plan, set_config_dtype, tie_on_meta
-from safe_loading._core.log import quiet
+from safe_loading._core.log import logger, quiet
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import ModelClass
-from safe_loading.errors import ArgumentError, CheckpointError
+from safe_loading._core.report import Finding
+from safe_loading._ranks.own_generators import own_generators
+from safe_loading.errors import ArgumentError
 
-from .dtypes import DTYPES, dtype_named
-from .model_config import CONFIG, building, read_config, read_generation_config
+from .formats.four_bit_on_meta import four_bit_on_meta
+from .model_config import building, read_config, read_generation_config
 from .module_limit import module_limit
-from .quantized.four_bit_on_meta import four_bit_on_meta
+from .quantized.on_disk import refuse_bad_codes
 from .quantized.to_plain import how_to_dequantize
 from .stand_ins import NoInit
 from .tensors import tensor_places
+from .weights_dtype import find_weights_dtype
 
 QuantizationConfig = Mapping[str, object] | BitsAndBytesConfig | None
 # For a config that names no class, whole models first: AutoModelForCausalLM knows configs of images and text, too, and
@@ -44,14 +48,15 @@ _AUTO_CLASSES = (
 
 
 def meta_model(
-    config_or_id: str | os.PathLike[str] | PreTrainedConfig,
-    auto_class: type | None = None,
+    model: str | os.PathLike[str] | PreTrainedConfig,
+    auto_class: type | str | None = None,
     dtype: torch.dtype | str | None = None,
     *,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
     subfolder: str | None = None,
+    token: str | bool | None = None,
     quantization_config: QuantizationConfig = None,
 ) -> torch.nn.Module:
     """Return a model on meta: its modules, shapes, dtypes and ties, without memory for its weights.
@@ -61,16 +66,19 @@ def meta_model(
     all of them. Only JSON files and safetensors headers are read, and the random generators are left as they were.
 
     Args:
-        config_or_id: A folder, a hub id, or a config, which is not changed.
-        auto_class: The class to build: an auto class such as ``transformers.AutoModelForCausalLM``, or a model class.
-            None takes the first of the config's ``architectures`` that transformers has; if the config names none, the
-            model that reads images or writes text, with its encoder where it has one.
+        model: A folder, a hub id, or a config, which is not changed.
+        auto_class: The class to build, or its name in transformers: an auto class such as
+            ``transformers.AutoModelForCausalLM``, or a model class. None takes the first of the config's
+            ``architectures`` that transformers has; if it has none of them, the model of the config's type that reads
+            images or writes text, with its encoder where it has one.
         dtype: The dtype of the weights. ``"auto"`` and None take the config's, else that of the checkpoint's first
-            floating-point tensor, else torch's default.
+            floating-point tensor, else the one that the configs inside agree on, else torch's default, with a logged
+            warning if the config is that of a checkpoint.
         attn_implementation: As for ``from_pretrained``, for example ``"sdpa"``.
         trust_remote_code: Whether the repository's own code may run.
         revision: Branch, tag or commit of a hub id.
-        subfolder: Folder inside ``config_or_id``.
+        subfolder: Folder inside ``model``.
+        token: Token for the hub, as for ``huggingface_hub``.
         quantization_config: A ``BitsAndBytesConfig`` for 4 bits, or the same as a mapping. The model has bitsandbytes'
             layers, which ``wrap_fsdp_meta_safe`` fills from a checkpoint that is not quantized.
 
@@ -84,32 +92,43 @@ def meta_model(
         CheckpointError: The config is damaged, or no model can be built from it.
     """
     folder: Path | None = None
-    if isinstance(config_or_id, PreTrainedConfig):
+    opened: ModelFolder | None = None
+    hub = HubOptions(revision, subfolder, token)
+    if isinstance(model, PreTrainedConfig):
+        hub.refuse_for(model)
         # The model keeps its config, into which transformers writes the dtype and the attention.
-        config = copy.deepcopy(config_or_id)
+        config = copy.deepcopy(model)
         name = config.name_or_path or ""
     else:
-        name = path_text(config_or_id, "config_or_id")
-        folder = resolve(name, small_files, revision=revision, subfolder=subfolder).folder
+        name = path_text(model, "model")
+        folder = hub.find(name)
         asked = () if attn_implementation is None else ("attn_implementation",)
-        config = read_config(folder, trust_remote_code=trust_remote_code, asked=asked)
+        opened = ModelFolder(folder)
+        config = read_config(folder, trust_remote_code=trust_remote_code, document=opened.config, asked=asked)
+    if opened is not None:
+        refuse_bad_codes(opened)
+        refuse_modelopt(opened)
     _refuse_quantized(config, name)
-    model_class = _class_to_build(config, auto_class, trust_remote_code)
+    model_class = class_to_build(config, auto_class, trust_remote_code=trust_remote_code)
     with building(config, model_class, folder):
-        made_dtype = weights_dtype(dtype, config, folder)
-        model = build_on_meta(
+        made_dtype, assumed = find_weights_dtype(dtype, config, opened)
+        built = build_on_meta(
             model_class,
             config,
             made_dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
+    guessed = class_assumed(config, built, trust_remote_code=trust_remote_code) if auto_class is None else None
+    for note in filter(None, (assumed, guessed if folder is not None else None)):
+        logger.warning("%s: %s %s", note.where, note.message, note.fix)
     if quantization_config is not None:
-        four_bit_on_meta(model, quantization_config, made_dtype)
-    if folder is not None:
-        _read_generation_config(model, folder)
-        _name_after(name, model, config)
-    return model
+        four_bit_on_meta(built, quantization_config, made_dtype)
+    if folder is not None and opened is not None:
+        _read_generation_config(built, opened)
+        opened.require_unchanged()  # transformers has read both configs again
+        _name_after(name, built, config)
+    return built
 
 
 def build_on_meta(
@@ -130,7 +149,7 @@ def build_on_meta(
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with ExitStack() as around:
-        around.enter_context(torch.random.fork_rng(devices=[]))
+        around.enter_context(own_generators())
         around.enter_context(torch.device("meta"))
         around.enter_context(NoInit())  # on meta an initializer does nothing, by way of torch's slow decompositions
         around.enter_context(quiet())
@@ -161,9 +180,17 @@ def _name_after(source: str, model: torch.nn.Module, config: PreTrainedConfig) -
     config.name_or_path = source
 
 
-def _read_generation_config(model: torch.nn.Module, folder: Path) -> None:
-    if hasattr(model, "generation_config") and (config := read_generation_config(folder)) is not None:
+def _read_generation_config(model: torch.nn.Module, opened: ModelFolder) -> None:
+    if not hasattr(model, "generation_config"):
+        return
+    if (config := read_generation_config(opened.path, opened.generation_config)) is not None:
         model.__dict__["generation_config"] = config
+
+
+_TO_SHARD = (
+    " To shard codes in 4 bits as they are, load them with from_pretrained on every rank, then call "
+    "wrap_fsdp_meta_safe(model)."
+)
 
 
 def _refuse_quantized(config: PreTrainedConfig, name: str) -> None:
@@ -174,21 +201,23 @@ def _refuse_quantized(config: PreTrainedConfig, name: str) -> None:
         raise ArgumentError(
             f"The config of {name or type(config).__name__} is quantized ({method}), so that its "
             f"modules are only made during the load, by a quantizer. To pass a plain checkpoint, "
-            f"{how_to_dequantize(method)}."
+            f"{how_to_dequantize(method)}.{_TO_SHARD if method == 'bitsandbytes' else ''}"
         )
 
 
-def _class_to_build(config: PreTrainedConfig, auto_class: object, trust_remote_code: bool) -> ModelClass:
+def class_to_build(config: PreTrainedConfig, auto_class: object, *, trust_remote_code: bool) -> ModelClass:
+    """Return the class that a config is built as: the one asked for, the one that it names, or that of its type."""
     if auto_class is not None:
-        if not _can_build(auto_class):
+        found = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
+        if not _can_build(found):
             raise ArgumentError(
                 f"auto_class={auto_class!r} is not a class of transformers; pass for example AutoModelForCausalLM."
             )
-        return auto_class
+        return found
     named = class_in_config(config, trust_remote_code=trust_remote_code)
     if named is not None:
         return named
-    if not config.architectures:  # a config that was made by hand
+    if not (trust_remote_code and config.__dict__.get("auto_map")):  # else the auto classes would run that code
         first = _WITH_ENCODER if getattr(config, "is_encoder_decoder", False) else ()
         for name in (*first, *_AUTO_CLASSES):
             candidate: ModelClass | None = getattr(transformers, name, None)  # not every version has each
@@ -204,6 +233,21 @@ def _class_to_build(config: PreTrainedConfig, auto_class: object, trust_remote_c
         f"Nothing says which class to build: the config's architectures are {config.architectures or []}, and none of "
         f"them is a class of transformers. Pass auto_class=, for example transformers.AutoModelForCausalLM."
     )
+
+
+def class_assumed(config: PreTrainedConfig, built: torch.nn.Module, *, trust_remote_code: bool) -> Finding | None:
+    """Return a finding where a model is built by its type alone, because transformers lacks the class of the config."""
+    names = config.architectures or []
+    if trust_remote_code or not names or any(_can_build(getattr(transformers, name, None)) for name in names):
+        return None
+    message = (
+        f"transformers has no {' or '.join(names)}, which the config names; {type(built).__name__} is taken, as the "
+        f"auto classes take it for the model type {config.model_type!r}."
+    )
+    fix = (
+        "pass auto_class= for another class, or trust_remote_code=True for the repository's own once you have read it."
+    )
+    return Finding("class-assumed", "warning", config.name_or_path or type(config).__name__, message, fix)
 
 
 def class_in_config(config: PreTrainedConfig, *, trust_remote_code: bool) -> ModelClass | None:
@@ -230,40 +274,8 @@ def _can_build(model_class: object) -> TypeGuard[ModelClass]:
     return hasattr(model_class, "from_config") or hasattr(model_class, "_from_config")
 
 
-def weights_dtype(asked: torch.dtype | str | None, config: PreTrainedConfig, folder: Path | None) -> torch.dtype:
-    """Return the dtype of the weights: the one asked for, else what the config says, else that of the checkpoint.
-
-    None and ``"auto"`` ask for none. Without a ``folder`` it is torch's default dtype instead of the checkpoint's. What
-    is no floating-point dtype is refused.
-    """
-    dtype: object = asked
-    if asked is None or asked == "auto":
-        dtype = config.dtype or dtype_on_disk(folder) or torch.get_default_dtype()
-    named = dtype_named(dtype)
-    if named is None or not named.is_floating_point:
-        if folder is not None and (asked is None or asked == "auto"):
-            raise CheckpointError(
-                f"{folder / CONFIG}: dtype is {config.dtype!r:.80}, which is no floating-point dtype of torch. Set it "
-                f'to the dtype of the weights, such as "bfloat16", or pass dtype=.'
-            )
-        raise ArgumentError(
-            f"dtype={asked!r}; pass a floating-point torch.dtype such as torch.bfloat16, its name, or 'auto'."
-        )
-    return named
-
-
-def dtype_on_disk(folder: Path | None) -> torch.dtype | None:
-    """Return the dtype of a checkpoint's first floating-point tensor, which is what transformers takes for "auto"."""
-    checkpoint = inspect_checkpoint(folder, kind="model")[0] if folder is not None else None
-    for info in checkpoint.tensors.values() if checkpoint is not None else ():
-        dtype = DTYPES.get(info.dtype)
-        if dtype is not None and dtype.is_floating_point:
-            return dtype
-    return None
-
-
 def _keep_in_float32(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast what the class keeps in float32, which ``from_pretrained`` does as it loads each weight."""
+    """Cast the weights that the class keeps in float32, which ``from_pretrained`` does as it loads each weight."""
     plan: Mapping[str, torch.dtype] = dtype_plan(model, dtype)
     if not plan:
         return

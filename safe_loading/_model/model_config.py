@@ -10,11 +10,11 @@ from pathlib import Path
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from safe_loading._checkpoint.base_config import base_config_faults, quantization_findings
+from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG
+from safe_loading._checkpoint.other_things import not_a_model
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._core.protocols import JsonObject
 from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound, SafeLoadingError
-
-CONFIG = "config.json"
 
 
 def read_config(
@@ -34,7 +34,7 @@ def read_config(
     path = folder / CONFIG
     # lexists(), so that a broken link is read and refused, and is not taken for a file that was never there
     if not os.path.lexists(path):
-        raise CheckpointNotFound(f"{folder} holds no {CONFIG}. Pass the folder of a model, or save it there again.")
+        raise CheckpointNotFound(f"{folder} holds no {CONFIG}. {not_a_model(folder)}")
     document = read_json_object(path) if document is None else document
     refuse_bad_config(path, document, trusted=trust_remote_code, asked=asked)
     try:
@@ -54,15 +54,17 @@ def read_config(
     return config
 
 
-def read_generation_config(folder: Path) -> GenerationConfig | None:
+def read_generation_config(folder: Path, document: JsonObject | None = None) -> GenerationConfig | None:
     """Return the generation config in a folder, if there is one; a damaged one, or one of wrong values, is refused.
 
-    transformers ignores a damaged one, and blames no file for wrong values.
+    transformers ignores a damaged one, and blames no file for wrong values. A caller who has parsed the file already
+    passes it as ``document``.
     """
-    path = folder / "generation_config.json"
+    path = folder / GENERATION_CONFIG
     if not os.path.lexists(path):
         return None
-    read_json_object(path)
+    if document is None:
+        read_json_object(path)
     try:
         return GenerationConfig.from_pretrained(folder)
     except Exception as error:  # its checks, and what they run into where a value is of another type
@@ -73,7 +75,7 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
 
 
 def refuse_bad_config(path: Path, document: JsonObject, *, trusted: bool = False, asked: Collection[str] = ()) -> None:
-    """Refuse what no model must be made from; the options are those of ``base_config_faults``."""
+    """Refuse a config from which no model must be built; the options are those of ``base_config_faults``."""
     faults = base_config_faults(path, document, trusted=trusted, asked=asked)
     faults += [found for found in quantization_findings(path, document, ()) if found.severity == "error"]
     if faults and all(fault.code == "config-code" for fault in faults):
@@ -84,7 +86,7 @@ def refuse_bad_config(path: Path, document: JsonObject, *, trusted: bool = False
 
 @contextlib.contextmanager
 def building(config: PreTrainedConfig, what: object, folder: Path | None) -> Iterator[None]:
-    """Turn whatever a model's class (``what``) raises about its config into one kind of error.
+    """Turn any exception of a model's class (``what``) about its config into one kind of error.
 
     It is a CheckpointError where the config comes from a folder (None: the one that it names), else an ArgumentError.
     """

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import TypeGuard
 
 import torch
-from peft import PeftMixedModel, PeftModel
+from peft import PeftConfig, PeftMixedModel, PeftModel, PeftType
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora.layer import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from transformers import PreTrainedModel
+
+from safe_loading._core.engines import is_integrated
 
 
 # BaseTunerLayer is a mixin: every class that peft puts into a model derives from torch.nn.Module as well. These two are
@@ -36,6 +40,22 @@ def without_peft_levels(name: str) -> str:
 def has_adapters(model: torch.nn.Module) -> TypeGuard[PeftModel]:
     """Return whether a model is peft's, around a base; a PeftMixedModel is no subclass, but has its attributes."""
     return isinstance(model, (PeftModel, PeftMixedModel))
+
+
+def tuner_of(model: torch.nn.Module) -> BaseTuner | None:
+    """Return peft's tuner of a model, also of one into which transformers' ``load_adapter`` put the layers itself."""
+    tuner = model if isinstance(model, BaseTuner) else getattr(model, "base_model", None)
+    if isinstance(tuner, BaseTuner):
+        return tuner
+    configs: dict[str, PeftConfig] | None = getattr(model, "peft_config", None)
+    if not (isinstance(model, PreTrainedModel) and configs and is_integrated(model)):
+        return None
+    kind = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(next(iter(configs.values())).peft_type)]
+    around = kind.__new__(kind)  # its constructor would put other layers in
+    torch.nn.Module.__init__(around)
+    around.model, around.peft_config = model, configs
+    around.active_adapter = model.active_adapters()
+    return around
 
 
 def is_mixed(model: torch.nn.Module) -> bool:

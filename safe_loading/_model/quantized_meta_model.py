@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from safe_loading._checkpoint.model_folder import ModelFolder
+from safe_loading._checkpoint.modelopt import refuse_modelopt
 from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
 from .attention_names import attention_of, scratch_is_known, without_packages
-from .meta_model import meta_model
-from .quantized.engine_formats import build_compressed, build_fbgemm, build_fp8, build_mxfp4
-from .quantized.packed_formats import pack_awq, pack_gptq, pack_hqq, pack_torchao
-from .quantized.patterns import refuse_costly_patterns
-from .quantized.request import AMPERE, HOPPER, QuantizationRequest, TargetCard, read_request
-from .quantized.stand_ins import bitsandbytes_config, quantize_with_stand_ins
+from .formats.card_findings import bytes_of_parameters, experts_not_quantized
+from .formats.format import AMPERE, HOPPER, Format, QuantizationRequest, TargetCard
+from .formats.registry import FORMATS
+from .meta_model import class_assumed, meta_model
+from .quantized.on_disk import refuse_bad_codes
+from .quantized.patterns import compiled_once, refuse_costly_patterns
+from .quantized.request import read_request
+from .weights_dtype import find_weights_dtype
 
-_QUANTIZED_WHILE_LOADING = ("fp8", "mxfp4", "torchao", "hqq")  # bitsandbytes' loading is forecast
-_OF_LINEAR_LAYERS = ("bitsandbytes", "gptq", "auto-round", "awq", "torchao", "hqq")
-_SMALLER = (*_OF_LINEAR_LAYERS, "fp8", "mxfp8")  # than 16 bits
+QuantizationConfig = Mapping[str, object] | QuantizationConfigMixin | None
+# The modules that a folder keeps plain, where its config names others, and the finding about it.
+ByHeaders = Callable[[torch.nn.Module, ModelFolder, object], "tuple[list[str], Finding] | None"]
 
 
 class QuantizedModel(NamedTuple):
-    """A model on meta, and what is worth knowing about its quantization on the card that it is for."""
+    """A model on meta, and the findings about its quantization on the card that it is for."""
 
     model: torch.nn.Module
     method: str = ""  # transformers' ``quant_method``; empty for a model that is not quantized
     findings: Sequence[Finding] = ()
+
+    @property
+    def packs_on_device(self) -> bool:
+        """Whether its weights arrive in 16 bits and are packed on the device."""
+        return bool(self.method) and FORMATS[self.method].packs_on_device
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -40,34 +51,51 @@ class QuantizedModel(NamedTuple):
 
 
 def quantized_meta_model(
-    config: PreTrainedConfig, quantization_config: object = None, *, card: TargetCard | None = None, **options: Any
+    config: PreTrainedConfig,
+    quantization_config: QuantizationConfig = None,
+    *,
+    card: TargetCard | None = None,
+    folder: ModelFolder | None = None,
+    dtype: torch.dtype | str | None = None,
+    by_headers: ByHeaders | None = None,
+    **options: Any,
 ) -> QuantizedModel:
-    """Return the model of a config on meta, with layers that store and allocate what the quantized ones do on a card.
+    """Return the model of a config on meta, with layers that store and allocate as the quantized ones do on a card.
 
     No package of a method is needed: shapes and dtypes are facts of the formats. Without a ``quantization_config`` it
-    is what the config says, which is what its checkpoint holds. The options are those of ``meta_model``; the config is
+    is what the config says, which is what its checkpoint holds. The ``folder`` is the config's, whose weights may say
+    their dtype, and by ``by_headers`` which modules stay plain. The options are those of ``meta_model``; the config is
     not changed. What cannot be planned, or is refused by transformers on this card, raises `ArgumentError`.
     """
+    if folder is not None:
+        refuse_bad_codes(folder)
+        refuse_modelopt(folder)
+    weights = find_weights_dtype(dtype, config, folder)
     plain = copy.deepcopy(config)
     on_disk = vars(plain).pop("quantization_config", None)
     if on_disk is None:
         on_disk = _of_text_model(plain)
     request = read_request(on_disk, quantization_config)
     with without_packages():
-        model = meta_model(plain, **options)
-    attention = [_of_attention(name) for name in attention_of(model) if not scratch_is_known(name)]
+        model = meta_model(plain, dtype=weights.dtype, **options)
+    known = [] if weights.assumed is None else [weights.assumed]
+    if options.get("auto_class") is None:
+        trusted = bool(options.get("trust_remote_code"))
+        known += filter(None, [class_assumed(plain, model, trust_remote_code=trusted)])
+    known += [_of_attention(name) for name in attention_of(model) if not scratch_is_known(name)]
     if request is None:
-        return QuantizedModel(model, findings=attention)
-    build = _BUILDERS.get(request.method)
-    if build is None:
-        raise ArgumentError(
-            f"quantization_config is {request.method!r}, which cannot be planned; these can: {', '.join(_BUILDERS)}. "
-            f"Without quantization: take the checkpoint in 16 bits, whose plan is an upper bound."
-        )
+        return QuantizedModel(model, findings=known)
+    chosen = _known_format(request)
     refuse_costly_patterns(request, (path for path, _ in model.named_modules()))
-    before = _held(model)
+    found = by_headers(model, folder, on_disk) if by_headers is not None and folder is not None else None
+    if found is not None:
+        skips, finding = found
+        request = dataclasses.replace(request, options={**request.options, "llm_int8_skip_modules": skips})
+        known.append(finding)
+    before = bytes_of_parameters(model)
     try:
-        findings = attention + build(model, request, card or TargetCard())
+        with compiled_once():
+            findings = known + chosen.build(model, request, card or TargetCard())
     except SafeLoadingError:
         raise
     except Exception as error:
@@ -76,24 +104,23 @@ def quantized_meta_model(
             f"{type(error).__name__}: {error}"
         ) from error
     dequantized = any(finding.code == "dequantized" for finding in findings) or request.options.get("dequantize")
-    if request.method in _SMALLER and not dequantized and _held(model) == before:
+    if chosen.shrinks and not dequantized and bytes_of_parameters(model) == before:
         findings.append(_nothing_quantized(model, request.method, before))
-    elif request.method in _OF_LINEAR_LAYERS:
-        findings += _of_experts(model, request.method)
-    if not request.pre_quantized and request.method in _QUANTIZED_WHILE_LOADING:
+    elif chosen.linear_only:
+        findings += experts_not_quantized(model, request.method)
+    if not request.pre_quantized and chosen.loading_not_counted:
         findings.append(_of_loading(request.method))
     return QuantizedModel(model, request.method, findings)
 
 
-def cast_for_training(model: torch.nn.Module) -> dict[str, int]:
-    """Freeze and cast as ``prepare_model_for_kbit_training`` does; return what was cast, and its bytes before."""
-    before = {}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = False
-        if parameter.dtype in (torch.float16, torch.bfloat16):
-            before[name] = parameter.nbytes
-            parameter.data = parameter.data.to(torch.float32)
-    return before
+def _known_format(request: QuantizationRequest) -> Format:
+    chosen = FORMATS.get(request.method)
+    if chosen is None:
+        raise ArgumentError(
+            f"quantization_config is {request.method!r}, which cannot be planned; these can: {', '.join(FORMATS)}. "
+            f"Without quantization: take the checkpoint in 16 bits, whose plan is an upper bound."
+        )
+    return chosen
 
 
 def _of_text_model(config: PreTrainedConfig) -> object:
@@ -104,10 +131,6 @@ def _of_text_model(config: PreTrainedConfig) -> object:
         return None
     found: object = vars(text).pop("quantization_config", None)
     return found
-
-
-def _held(model: torch.nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _nothing_quantized(model: torch.nn.Module, method: str, size: int) -> Finding:
@@ -123,19 +146,6 @@ def _nothing_quantized(model: torch.nn.Module, method: str, size: int) -> Findin
     return Finding("nothing-quantized", "warning", name, message, fix, size)
 
 
-def _of_experts(model: torch.nn.Module, method: str) -> list[Finding]:
-    """Say what stays in 16 bits because transformers holds all experts of a layer in one tensor."""
-    held = [p.nbytes for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name.split(".")]
-    if not held:
-        return []
-    message = (
-        f"transformers holds the experts of a layer in one tensor, and {method} quantizes linear layers only: they "
-        f"stay in 16 bits."
-    )
-    fix = "take a checkpoint in fp8, or MXFP4 for gpt-oss, whose experts are quantized."
-    return [Finding("experts-not-quantized", "warning", "", message, fix, sum(held))]
-
-
 def _of_attention(name: str) -> Finding:
     message = f"{name} is counted as flash attention 2; what else its kernels allocate is not known."
     fix = 'leave room for it with overhead=, or plan with attn_implementation="flash_attention_2" or "sdpa".'
@@ -146,31 +156,3 @@ def _of_loading(method: str) -> Finding:
     message = f"what quantizing to {method} takes for a moment while the weights are loaded is not counted."
     fix = "leave room for one weight in float32, twice; or load a checkpoint that is quantized already."
     return Finding("load-not-counted", "info", "", message, fix)
-
-
-def _build_bitsandbytes(model: torch.nn.Module, request: QuantizationRequest, card: TargetCard) -> list[Finding]:
-    config = bitsandbytes_config(dict(request.options))
-    if config is not None:
-        quantize_with_stand_ins(model, config)
-    return []
-
-
-def _build_auto_round(model: torch.nn.Module, request: QuantizationRequest, card: TargetCard) -> list[Finding]:
-    """AutoRound stores its codes in the layout of GPTQ or of AWQ."""
-    layout = str(request.options.get("packing_format", "auto_round:auto_gptq"))
-    return (pack_awq if "awq" in layout else pack_gptq)(model, request, card)
-
-
-_BUILDERS: dict[str, Callable[[torch.nn.Module, QuantizationRequest, TargetCard], list[Finding]]] = {
-    "bitsandbytes": _build_bitsandbytes,
-    "fp8": build_fp8,
-    "mxfp8": build_fp8,
-    "fbgemm_fp8": build_fbgemm,
-    "mxfp4": build_mxfp4,
-    "compressed-tensors": build_compressed,
-    "gptq": pack_gptq,
-    "auto-round": _build_auto_round,
-    "awq": pack_awq,
-    "torchao": pack_torchao,
-    "hqq": pack_hqq,
-}

@@ -1,4 +1,4 @@
-"""A limit on the memory that a config makes a model take: in proportion to what the files hold, counted on meta."""
+"""A limit on the memory that a config makes a model take: in proportion to the checkpoint's bytes, counted on meta."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A snapshot of a module tree, which undoes what an engine changed in place when the call fails."""
+"""A snapshot of a module tree, which undoes an engine's changes in place when the call fails."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from safe_loading._core.walk import walk_modules, walk_parameters
+from safe_loading._core.interrupts import finish
+from safe_loading._core.walk import unordered_modules, walk_parameters
 
 _ABSENT = object()
 
 
 class Snapshot:
-    """The attributes of every module of ``model`` and the ``requires_grad`` of every parameter, to be restored.
+    """The class and attributes of every module of ``model``, and ``requires_grad`` of every parameter, to be restored.
 
     Tensors are kept by reference: only the data of those passed to :meth:`keep` is copied. Containers among the
     attributes (``_modules``, ``_parameters``, hooks, LoRA's ``scaling``, ...) are restored in place, because other
@@ -22,18 +23,25 @@ class Snapshot:
 
     def __init__(self, model: torch.nn.Module, modules: Iterable[torch.nn.Module] | None = None) -> None:
         """Keep the attributes of ``modules`` alone, if any are given, and the ``requires_grad`` of no parameter."""
-        modules, parameters = (walk_modules(model), walk_parameters(model)) if modules is None else (modules, ())
+        modules, parameters = (unordered_modules(model), walk_parameters(model)) if modules is None else (modules, ())
         modules = list(modules)
         # The configs as well, to which peft writes (pretraining_tp); several modules may share one.
         configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
         objects: list[object] = [*modules, *configs.values()]
         self._states = [(item, _ObjectState(vars(item))) for item in objects if hasattr(item, "__dict__")]
+        self._classes = [(module, type(module)) for module in modules]  # to which transparent wrappers and FSDP2 add
         self._requires_grad = [(parameter, parameter.requires_grad) for parameter in parameters]
         self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._whole: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # a tensor, where it lay, and a copy
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Copy a tensor's data to the host, because it is about to be overwritten."""
         self._data.append((tensor, tensor.detach().to("cpu", copy=True)))
+
+    def keep_whole(self, module: torch.nn.Module) -> None:
+        """Keep the data of a small module, a head, in the memory where it lies: it may be moved, cast or filled."""
+        tensors = [*module.parameters(), *module.buffers()]
+        self._whole += [(tensor, tensor.data, tensor.detach().clone()) for tensor in tensors]
 
     def changes(self) -> Iterator[tuple[object, str]]:
         """Yield each module or config with an attribute that is another object since then, or has another content."""
@@ -42,16 +50,25 @@ class Snapshot:
                 yield item, name
 
     def restore(self) -> None:
-        """Put every module back into the state in which it was."""
+        """Put every module back into the state in which it was; nothing interrupts that."""
+        finish(self._restore)
+
+    def _restore(self) -> None:
         for item, state in self._states:
             # Through __dict__, because setattr() and delattr() of nn.Module look into its registries first.
             state.restore(vars(item))
+        for module, cls in self._classes:
+            if type(module) is not cls:
+                module.__class__ = cls
         for parameter, requires_grad in self._requires_grad:
             parameter.requires_grad_(requires_grad)
         with torch.no_grad():
             # Of a tensor that was kept twice, the first copy holds the oldest values, so it is written last.
             for tensor, data in reversed(self._data):
                 tensor.copy_(data)
+            for tensor, data, copy in self._whole:
+                tensor.data = data
+                tensor.copy_(copy)
 
 
 class _ObjectState:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .quantized.recognize import is_eight_bit, is_four_bit
+from .formats.eight_bit import is_eight_bit
+from .formats.four_bit import is_four_bit
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -35,7 +36,7 @@ class MetaStandIns:
 
     Whatever an engine does to the modules inside (replace them, deep-copy them, read a weight to initialize another)
     takes no memory and touches no device. On exit the modules that were there on entry get their own tensors back, with
-    the ``requires_grad`` that was set on their stand-ins. A weight that bitsandbytes quantized gets a stand-in of the
+    the ``requires_grad`` that was set on their stand-ins. A weight in 4 or 8 bits gets a stand-in of the
     shape before quantization and with its attributes, which peft reads; other subclasses of tensors stay.
     """
 

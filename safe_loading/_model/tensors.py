@@ -54,7 +54,7 @@ class ModelTensor(NamedTuple):
                 module._buffers[attribute] = tensor
 
     def line(self) -> str:
-        """Return what the ranks must agree on."""
+        """Return the description on which the ranks must agree."""
         tied = f", tied to {', '.join(self.names[1:])}" if len(self.names) > 1 else ""
         grad = ", trained" if self.tensor.requires_grad else ""
         dtype = str(self.tensor.dtype).removeprefix("torch.")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 
 from safe_loading._core.protocols import JsonObject
 from safe_loading.errors import OutputError
 
+_JOURNAL_BYTES = 256 << 20  # a million tensors take 200 MB
+_OWNER_BYTES = 400
 _OWNER_SECONDS = 1.0  # how long a lock may be without the line that names its owner, which comes right after the lock
 
 
@@ -28,9 +32,11 @@ def take_lock(root: Path, output: Path) -> int:
     while True:
         root.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = open_own(path)
         except FileNotFoundError:
             continue  # its last writer has just deleted the folder
+        except NotOwnError as error:
+            raise OutputError(f"{error}. Delete it, or name another output.") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -52,13 +58,14 @@ def lock_owner(root: Path) -> str:
     """Return which process last took the lock of a stage: "pid 7 on a-host"."""
     end = time.monotonic() + _OWNER_SECONDS
     try:
-        while not (owner := _read(root / "lock").decode(errors="replace").strip()):
+        while not (owner := _read(root / "lock", _OWNER_BYTES)):
             if time.monotonic() > end:
                 return "just started"
             time.sleep(0.01)
-    except OSError:
+    except (OSError, NotOwnError):
         return "unknown"
-    return owner
+    text = owner.decode(errors="replace").strip()
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _write_owner(descriptor: int) -> int:
@@ -71,12 +78,42 @@ def _write_owner(descriptor: int) -> int:
     return descriptor
 
 
+class NotOwnError(Exception):
+    """Where a file of ours should be there is something else: a link, a file with a second name, a device."""
+
+
+def open_own(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+    """Open a file that has this one name, and through no link; a FIFO or a device is not waited for.
+
+    Through a link, or by a second name, a file elsewhere would be read and written.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link, a folder, a socket
+            raise NotOwnError(f"{str(path)!r} is {kind_of(path)}, not a file of an unfinished output") from None
+        raise
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
+        os.close(descriptor)
+        raise NotOwnError(f"{str(path)!r} is {kind_of(path)}, not a file of an unfinished output")
+    return descriptor
+
+
+def kind_of(path: Path) -> str:
+    """Return the kind of a file, for a message: "a symbolic link"."""
+    facts = path.lstat()
+    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder"}
+    kinds[stat.S_IFREG] = "a file" if facts.st_nlink == 1 else "a file with a second name"
+    return kinds.get(stat.S_IFMT(facts.st_mode), "a FIFO, a socket or a device")
+
+
 class Journal:
     """A file of JSON lines; opening it drops a last line that a kill cut off."""
 
     def __init__(self, path: Path) -> None:
-        whole = _whole_lines(_read(path))
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        whole = _whole_lines(_read(path, _JOURNAL_BYTES))
+        self._descriptor = open_own(path)
         os.ftruncate(self._descriptor, len(whole))
         self._end = len(whole)
 
@@ -95,12 +132,16 @@ class Journal:
 
 
 def read_events(path: Path) -> list[JsonObject]:
-    """Return the whole lines of a journal; none if there is no journal."""
+    """Return the whole lines of a journal; none if there is no journal, or none that this package wrote."""
     events: list[JsonObject] = []
-    for line in _whole_lines(_read(path)).splitlines():
+    try:
+        lines = _whole_lines(_read(path, _JOURNAL_BYTES)).splitlines()
+    except (OSError, NotOwnError):
+        return events
+    for line in lines:
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return events  # a damaged line: the lines after it cannot be trusted either
         if not isinstance(event, dict):
             return events
@@ -108,11 +149,13 @@ def read_events(path: Path) -> list[JsonObject]:
     return events
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, most: int) -> bytes:
     try:
-        return path.read_bytes()
+        descriptor = open_own(path, os.O_RDONLY)
     except FileNotFoundError:
         return b""
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(most)
 
 
 def _whole_lines(data: bytes) -> bytes:
@@ -122,7 +165,7 @@ def _whole_lines(data: bytes) -> bytes:
 def _is_file_at(path: Path, descriptor: int) -> bool:
     opened = os.fstat(descriptor)
     try:
-        current = path.stat()
+        current = path.lstat()
     except FileNotFoundError:
         return False
     return (opened.st_dev, opened.st_ino) == (current.st_dev, current.st_ino)

@@ -1,4 +1,4 @@
-"""Whether a folder may be written: what is there, what it overlaps, and the space it needs. Imports no torch."""
+"""Whether a folder may be written: its contents, its overlap with inputs, and the space it needs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_free(output: Path, *, overwrite: bool) -> None:
 
 
 def check_room(output: Path, needed: int, *, reusable: int = 0) -> None:
-    """Refuse to begin what there is too little space to finish; the output need not exist.
+    """Refuse to begin a write that lacks the space to finish; the output need not exist.
 
     ``needed`` bytes will be written, of which an interrupted call has already written ``reusable``.
     """

@@ -21,21 +21,32 @@ import contextlib
 import ctypes
 import errno
 import os
-import shutil
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from safe_loading._core.log import logger
 from safe_loading._core.protocols import JsonObject
+from safe_loading._core.report import Finding
 from safe_loading.errors import OutputError, SafeLoadingError
 
 from . import journal as journals
+from .journal import kind_of
 from .output_folder import check_free, check_room, size_below
-from .stage_folders import check_alone, delete_stale_stages, stage_of
+from .stage_folders import (
+    check_alone,
+    check_own,
+    delete,
+    delete_stale_stages,
+    delete_unless_folder,
+    drop_links,
+    is_plain,
+    odd_entries,
+    stage_of,
+)
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -48,6 +59,16 @@ class Terminated(SystemExit):
     """SIGTERM arrived: a launcher or a scheduler ends this process."""
 
 
+class Records(NamedTuple):
+    """The records that a caller makes of its files: how their facts look, and which files have one at the end."""
+
+    readable: Callable[[JsonObject], bool]
+    names: Collection[str]
+
+
+_ANY = Records(lambda facts: True, ())
+
+
 class Stage:
     """Context manager: a place to prepare an output, and the one step that gives it its name.
 
@@ -55,6 +76,7 @@ class Stage:
     with which a scheduler preempts a job) leaves what is finished for the next call, as ``kill -9`` does, and says so.
     That call uses the finished files if ``job``, which determines the content, is the same. ``needed`` is the size of
     all files in bytes. With ``keep=False`` an interruption leaves nothing: no second call could verify the files.
+    Where an interrupted call's ``records`` are not as this one would make them, it begins anew.
     """
 
     def __init__(
@@ -66,15 +88,18 @@ class Stage:
         overwrite: bool = False,
         resume: bool = True,
         keep: bool = True,
+        records: Records = _ANY,
     ) -> None:
         self.output = output
         self.root = stage_of(output)
         self.files = self.root / "files"
-        # The summary of an earlier call that was interrupted after the last rename: then nothing is left to do.
-        self.finished: JsonObject | None = None
+        # What an earlier call recorded of each file, if it was interrupted after the last rename: all is done then.
+        self.finished: dict[str, JsonObject] | None = None
+        self.findings: list[Finding] = []
         self._replaced = self.root / "before"
         self._job, self._needed = dict(job), needed
         self._overwrite, self._resume, self._keep = overwrite, resume, keep
+        self._records = records
         self._recorded: dict[str, JsonObject] = {}
         self._made_parents: list[Path] = []
         self._lock: int | None = None
@@ -85,7 +110,8 @@ class Stage:
         self._sigterm = _SigtermRaises()
 
     def __enter__(self) -> Stage:
-        """Check what can be refused, take the lock, and look at what an interrupted call left."""
+        """Check the output folder and its space, take the lock, and inspect the files of an interrupted call."""
+        check_own(self.root)
         # Where a stage exists, the output may be the unfinished state of an interrupted call: _open checks it then.
         if not self.root.exists():
             check_free(self.output, overwrite=self._overwrite)
@@ -110,7 +136,7 @@ class Stage:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Delete what was not committed, unless the next call may continue it."""
+        """Delete an uncommitted stage, unless the next call may continue it."""
         interrupted = kind is not None and not issubclass(kind, Exception)
         kept = interrupted and self._resume and self._keep and bool(self._recorded) and not self._is_renamed()
         if self._committed or kept:
@@ -130,10 +156,10 @@ class Stage:
             raise self._system_error(error) from error
 
     def recorded(self, name: str, check: Check) -> JsonObject | None:
-        """Return what an interrupted call recorded about a file, if ``check`` finds that the file still matches it."""
+        """Return an interrupted call's record of a file, if ``check`` finds that the file still matches it."""
         facts = self._recorded.get(name)
         path = self.files / name
-        if facts is None or not path.is_file() or not check(path, facts):
+        if facts is None or not _is_plain(path) or not check(path, facts):
             return None
         return facts
 
@@ -141,7 +167,10 @@ class Stage:
         """Return a descriptor of a new, empty file, open for reading and writing; the caller closes it."""
         path = self.files / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        # Never through a name that is there: it may be a link to a file that others read.
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def record(self, name: str, descriptor: int, facts: JsonObject) -> None:
         """Sync a file, then record that it is whole, with the facts to verify it by. May run in any thread."""
@@ -165,18 +194,23 @@ class Stage:
         finally:
             os.close(descriptor)
 
-    def commit(self, summary: Mapping[str, object] | None = None) -> None:
+    def commit(self) -> None:
         """Let the output appear, whole.
 
-        A second call gets the summary as ``finished``, if this one is killed between here and the end.
+        A second call finds in ``finished`` what was recorded, if this one is killed between here and the end.
         """
         check_free(self.output, overwrite=self._overwrite)
+        if odd := odd_entries(self.files):
+            raise OutputError(
+                f"{str(odd[0])!r} was put into the unfinished output by somebody else ({kind_of(odd[0])}), and "
+                f"{str(self.output)!r} was not written. Call it again, where nobody else writes."
+            )
         # The files themselves are synced. Their names are on disk only when the folders that list them are.
         for folder in (*(path for path in self.files.rglob("*") if path.is_dir()), self.files):
             _sync_folder(folder)
         facts = self.files.stat()
         self._inode = [facts.st_dev, facts.st_ino]
-        self._append({"event": "commit", "inode": self._inode, "summary": dict(summary or {})})
+        self._append({"event": "commit", "inode": self._inode})
         if self.output.exists() and any(self.output.iterdir()):
             if not exchange(self.files, self.output):
                 self.output.rename(self._replaced)
@@ -190,26 +224,52 @@ class Stage:
 
     def _open(self) -> None:
         """Continue the stage of an interrupted call where it is of this job; begin a new one otherwise."""
+        for folder in (self.files, self._replaced):
+            delete_unless_folder(folder)
         if self._replaced.exists() and not self.output.exists():
             self._replaced.rename(self.output)  # killed between the two renames: the old folder stays until the commit
-        events = journals.read_events(self.root / "journal")
-        same = bool(events) and events[0].get("job") == self._job and self._resume
-        summary = _committed_summary(events, self.output)
-        if summary is not None and same:
+        events = self._events()
+        same = bool(events) and events[0]["job"] == self._job and self._resume
+        self._recorded = {event["name"]: event["facts"] for event in events if same and event["event"] == "file"}
+        committed = _is_committed(events, self.output)
+        if committed and same and all(name in self._recorded for name in self._records.names):
             # Killed after the rename: the output is whole, and what is staged is the folder that it replaced.
-            self._committed, self.finished = True, summary
+            self._committed, self.finished = True, self._recorded
             self._clear()
             return
         check_free(self.output, overwrite=self._overwrite)
         check_room(self.output, self._needed, reusable=size_below(self.files))
-        if not same or summary is not None:
+        if begins := committed or not same:
             self._clear(keep_root=True)
-            events = []
+            self._recorded = {}
+        drop_links(self.files)
         self.files.mkdir(parents=True, exist_ok=True)
-        self._recorded = {event["name"]: event["facts"] for event in events if event.get("event") == "file"}
         self._journal = journals.Journal(self.root / "journal")
-        if not events:
+        if begins:
             self._append({"event": "job", "job": self._job})
+
+    def _events(self) -> list[JsonObject]:
+        """Return the journal of an interrupted call; none, and a finding, where this package did not write it so."""
+        path = self.root / "journal"
+        events = journals.read_events(path)
+        if events and all(map(self._is_ours, range(len(events)), events)):
+            return events
+        # A kill before the first line leaves an empty one.
+        if os.path.lexists(path) and not (_is_plain(path) and not path.stat().st_size):
+            why = "its journal is damaged or was written by somebody else, so nothing of what is unfinished was used."
+            fix = "none; everything was written anew."
+            self.findings.append(Finding("begun-anew", "warning", str(self.root), why, fix))
+        return []
+
+    def _is_ours(self, number: int, event: JsonObject) -> bool:
+        kind, inode = event.get("event"), event.get("inode")
+        if number == 0 or kind == "job":
+            return number == 0 and kind == "job" and isinstance(event.get("job"), dict)
+        if kind == "commit":
+            return isinstance(inode, list) and [type(part) for part in inode] == [int, int]
+        facts = event.get("facts")
+        named = kind == "file" and isinstance(event.get("name"), str)
+        return named and isinstance(facts, dict) and self._records.readable(facts)
 
     def _is_renamed(self) -> bool:
         """Return whether the output has its name already, also where a signal arrived right after that step."""
@@ -220,7 +280,7 @@ class Stage:
         return self._inode == [facts.st_dev, facts.st_ino]
 
     def _system_error(self, error: OSError) -> OutputError:
-        """Return what the system refused, as an error that names the output and tells its state now."""
+        """Return the system's error as one that names the output and tells its state now."""
         state = "is whole" if self._committed else "is as it was" if self.output.exists() else "was not written"
         wrapped = OutputError(
             f"{str(self.output)!r} {state}: {error}. Check the disk, its free space and your rights, or name another "
@@ -246,12 +306,11 @@ class Stage:
 
     def _clear(self, *, keep_root: bool = False) -> None:
         # The journal goes after the files, so that the call after a kill in between still understands what is left.
-        shutil.rmtree(self.files, ignore_errors=True)
+        delete(self.files)
         # The replaced folder goes only when the output is there: before that it is the only whole copy.
         if not self._replaced.exists() or self.output.exists():
-            shutil.rmtree(self._replaced, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            (self.root / "journal").unlink()
+            delete(self._replaced)
+        delete(self.root / "journal")
         if keep_root:
             return
         with contextlib.suppress(OSError):
@@ -268,18 +327,21 @@ class Stage:
             self._lock = None
 
 
-def _committed_summary(events: list[JsonObject], output: Path) -> JsonObject | None:
-    """Return the summary of the commit that made ``output`` what it is, where the journal holds one."""
-    for event in reversed(events):
-        if event.get("event") != "commit":
-            continue
-        try:
-            facts = output.stat()
-        except OSError:
-            return None
-        summary: JsonObject = event["summary"]
-        return summary if event["inode"] == [facts.st_dev, facts.st_ino] else None
-    return None
+def _is_committed(events: list[JsonObject], output: Path) -> bool:
+    """Return whether ``output`` is the folder of the last commit in the journal."""
+    inode = next((event["inode"] for event in reversed(events) if event["event"] == "commit"), None)
+    try:
+        facts = output.stat()
+    except OSError:
+        return False
+    return inode == [facts.st_dev, facts.st_ino]
+
+
+def _is_plain(path: Path) -> bool:
+    try:
+        return is_plain(path.lstat())
+    except OSError:
+        return False
 
 
 def exchange(one: Path, other: Path) -> bool:

@@ -14,6 +14,8 @@ import os
 import re
 import shutil
 import socket
+import stat
+import tempfile
 from pathlib import Path
 
 from safe_loading._core.log import logger
@@ -28,6 +30,7 @@ SILENT_SECONDS = 15 * 60
 STALE_SECONDS = 7 * 24 * 3600
 """How long an unfinished output waits for a call that continues it."""
 
+_ENTRIES = frozenset({"lock", "journal", "files", "before"})
 _MACHINE_ID = Path("/etc/machine-id")
 # File systems of several machines: a lock may hold on one of them only, and mapped files are slow there.
 _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p", "afs"})
@@ -40,8 +43,44 @@ def stage_of(output: Path) -> Path:
     return output.parent / f".{output.name}.staged{machine}"
 
 
+def check_own(stage: Path) -> None:
+    """Refuse to work in a stage that no call of this user made: a link, a folder of another user or of other things.
+
+    What is in a stage is deleted, written and becomes the output, and its journal is believed.
+    """
+    try:
+        facts = stage.lstat()
+    except OSError:
+        return
+    if not stat.S_ISDIR(facts.st_mode):
+        wrong = f"is {journal.kind_of(stage)}, not a folder"
+    elif not _is_own(facts, stage.parent):
+        wrong = f"belongs to another user ({facts.st_uid})"
+    elif others := sorted(_names_in(stage) - _ENTRIES):
+        wrong = f"holds {others[0]!r}, which no unfinished output does"
+    else:
+        return
+    raise OutputError(f"{str(stage)!r} {wrong}. Nothing was written; delete it, or name another output.")
+
+
+def _is_own(facts: os.stat_result, folder: Path) -> bool:
+    """Return whether the owner is this process's user, or the one that the file system names for its new files."""
+    if facts.st_uid == os.getuid():
+        return True
+    with tempfile.TemporaryFile(dir=folder) as made:  # as on a share that is mounted for one user
+        return os.fstat(made.fileno()).st_uid == facts.st_uid
+
+
+def _names_in(stage: Path) -> set[str]:
+    try:
+        # NFS keeps a deleted file that somebody has open under such a name.
+        return {path.name for path in stage.iterdir() if not path.name.startswith(".nfs")}
+    except FileNotFoundError:  # its writer has just finished
+        return set()
+
+
 def check_alone(stage: Path, output: Path) -> None:
-    """Refuse to write what another machine is writing: of two that began at once, the one with the older lock goes on.
+    """Refuse an output that another machine is writing: of two that began at once, the one with the older lock goes on.
 
     ``stage`` is the stage of this machine, and locked.
     """
@@ -70,7 +109,8 @@ def delete_stale_stages(stage: Path) -> None:
 
 def _is_stale(stage: Path, now: float) -> bool:
     # A stage with `before` holds the folder that is being replaced: only a call for that output may decide about it.
-    ours = not stage.is_symlink() and {path.name for path in stage.iterdir()} <= {"lock", "journal", "files"}
+    facts = stage.lstat()
+    ours = stat.S_ISDIR(facts.st_mode) and _is_own(facts, stage.parent) and _names_in(stage) <= _ENTRIES - {"before"}
     return ours and bool(journal.read_events(stage / "journal")) and now - _last_write(stage) > STALE_SECONDS
 
 
@@ -78,18 +118,57 @@ def _delete(stage: Path, now: float) -> bool:
     """Delete a stage, unless its writer is alive or has come back."""
     import fcntl  # Windows has none, and this module must import there too
 
-    descriptor = os.open(stage / "lock", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        descriptor = journal.open_own(stage / "lock", os.O_RDWR)
+    except journal.NotOwnError:
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not _is_stale(stage, now):
             return False
-        shutil.rmtree(stage / "files", ignore_errors=True)
-        for name in ("journal", "lock"):
-            (stage / name).unlink()
+        for name in ("files", "journal", "lock"):
+            delete(stage / name)
         stage.rmdir()
         return True
     finally:
         os.close(descriptor)
+
+
+def drop_links(files: Path) -> None:
+    """Delete the entries that no stage of this package holds: links, files with a second name, and special files.
+
+    Through a link, writing would change a file elsewhere, and the output would hold what others can change later.
+    """
+    for path in odd_entries(files):
+        logger.warning("Deleted %s, a link in an unfinished output: nothing is written through it.", path)
+        path.unlink()
+
+
+def delete_unless_folder(path: Path) -> None:
+    """Delete a link, or another file, in the place of a folder."""
+    if os.path.lexists(path) and not stat.S_ISDIR(path.lstat().st_mode):
+        logger.warning("Deleted %s, a link in an unfinished output: nothing is written through it.", path)
+        path.unlink()
+
+
+def odd_entries(files: Path) -> list[Path]:
+    """Return the entries below a folder that are neither folders nor plain files."""
+    below = (Path(folder, name) for folder, folders, names in os.walk(files) for name in (*folders, *names))
+    return [path for path in below if not stat.S_ISDIR((facts := path.lstat()).st_mode) and not is_plain(facts)]
+
+
+def is_plain(facts: os.stat_result) -> bool:
+    """Return whether something is a regular file with one name."""
+    return stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
+
+
+def delete(path: Path) -> None:
+    """Delete a file, a link or a whole folder as far as the system lets it, and nothing that is behind a link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _last_write(path: Path) -> float:

@@ -34,14 +34,14 @@ class Call(Generic[_T]):
         self.done.set()
 
     def result(self) -> _T:
-        """Return what the call, which is done, returned, or raise what it raised."""
+        """Return the result of the finished call, or raise its exception."""
         if self._errors:
             raise self._errors[0]
         return self._results[0]
 
 
 def answered(call: Callable[[], _T], seconds: float, label: str, interrupt: Callable[[], object] = lambda: None) -> _T:
-    """Return what ``call``, which asks the store, returns, or raise RankTimeout after ``seconds``.
+    """Return the result of ``call``, which asks the store, or raise RankTimeout after ``seconds``.
 
     ``label``, a verb phrase, says what the ranks were to do. ``interrupt`` ends the call early when this wait is
     interrupted, so that nothing asks the store any more once the interruption is raised.

@@ -1,4 +1,4 @@
-"""The one device of a load: which it is, what a load must leave as it was, and that nothing is on another device."""
+"""The one device of a load: its choice, the torch state to restore, and the check that no tensor is elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -16,6 +16,7 @@ from safe_loading.errors import ArgumentError, DeviceError
 from .device_for_rank import device_for_rank
 from .launcher import read_launcher, read_visible_devices
 from .machine import host_identity
+from .own_generators import own_generators
 
 
 def own_device(device: torch.device | str | int | None) -> torch.device:
@@ -37,7 +38,10 @@ def own_device(device: torch.device | str | int | None) -> torch.device:
         try:
             requested = torch.device(device)
         except (RuntimeError, TypeError) as error:
-            raise ArgumentError(f"device={device!r} is not a device: {error}") from error
+            raise ArgumentError(
+                f'device={device!r} is not a device; pass a torch.device, a name such as "cuda:0" or "cpu", or an '
+                f"index. Leave it out for the device of this rank."
+            ) from error
     if requested.type == "cpu":
         if (requested.index or 0) > 0:
             raise DeviceError(f"device={device!r}: the only CPU device is 'cpu'.")
@@ -84,12 +88,12 @@ def _visible_device(kind: str, index: int) -> torch.device:
 
 
 def owned_device(device: torch.device, given: object) -> list[str] | None:
-    """Return the node and what identifies a rank's device there; None for the CPU, and where the caller named it."""
+    """Return the node and the identity of a rank's device there; None for the CPU, and where the caller named it."""
     return None if given is not None or device.type == "cpu" else [host_identity(), *_device_identity(device)]
 
 
 def _device_identity(device: torch.device) -> list[str]:
-    """Return what identifies a physical device of a machine, whatever index each process gives it."""
+    """Return the identity of a physical device of a machine, independent of each process's index for it."""
     if device.type == "cuda":
         return [str(getattr(torch.cuda.get_device_properties(device), "uuid", device))]
     visible = read_visible_devices(os.environ, device.type)
@@ -97,7 +101,7 @@ def _device_identity(device: torch.device) -> list[str]:
 
 
 def check_not_shared(ranks: Sequence[int], owned: Sequence[Sequence[str] | None]) -> None:
-    """Fail if two ranks own the same device; ``owned`` has what :func:`owned_device` returned on each of them."""
+    """Fail if two ranks own the same device; ``owned`` has the result of :func:`owned_device` on each of them."""
     owners: dict[tuple[str, ...], list[int]] = {}
     for rank, device in zip(ranks, owned, strict=True):
         if device is not None:
@@ -111,32 +115,27 @@ def check_not_shared(ranks: Sequence[int], owned: Sequence[Sequence[str] | None]
         )
 
 
-# The random generators, the progress bars and the warning filters belong to the process: one load at a time.
+# The progress bars and the default dtype belong to the process: one load at a time.
 _LOCK = threading.RLock()
 
 
 @contextmanager
-def guarded(device: torch.device) -> Iterator[None]:
-    """Make ``device`` the current device inside the block; afterwards restore it and the random generators.
+def guarded(device: torch.device, *, builds: bool = True) -> Iterator[None]:
+    """Make ``device`` the current device inside the block; afterwards restore it.
 
-    Ranks that load and ranks that do not must draw the same random numbers afterwards.
+    Random numbers are the block's own: ranks that load and ranks that do not must draw the same afterwards. Without
+    ``builds`` draws are taken only where the block says so around an engine, since the mode costs each operation.
     """
     accelerator = device.type not in ("cpu", "mps")
     current = torch.accelerator.device_index(device.index) if accelerator else nullcontext()
-    forked = [device] if accelerator else []
-    # A tensor made in inference mode can never be trained, and a lower default dtype would round float32 values.
-    kind, dtype = device.type if accelerator else "cuda", torch.get_default_dtype()
-    generators = torch.random.fork_rng(forked, device_type=kind)
-    with _LOCK, torch.inference_mode(False), torch.enable_grad(), current, generators:
-        # A parameter that no file holds (strict=False, a new head) starts the same on every rank, whatever its seed.
-        torch.default_generator.manual_seed(0)
-        if accelerator:
-            torch.get_device_module(device).manual_seed(0)
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
+    # A parameter that no file holds (strict=False, a new head) starts the same on every rank: from generators of one
+    # seed. A tensor made in inference mode can never be trained, and a lower default dtype would round float32 values.
+    numbers = own_generators(operations=builds)
+    with _LOCK, torch.inference_mode(False), torch.enable_grad(), current, numbers, ExitStack() as stack:
+        if (dtype := torch.get_default_dtype()) != torch.float32:  # which is the whole process's
+            torch.set_default_dtype(torch.float32)
+            stack.callback(torch.set_default_dtype, dtype)
+        yield
 
 
 def contexts() -> frozenset[int]:

@@ -30,7 +30,7 @@ _private_stores_lock = threading.Lock()
 
 @dataclasses.dataclass
 class Phase:
-    """What a rank contributes to a block of :meth:`Ranks.together`, and what it receives."""
+    """A rank's payload for a block of :meth:`Ranks.together`, and the results that it receives."""
 
     payload: object = None
     # Of all ranks, in the order of Ranks.ranks, after the block.

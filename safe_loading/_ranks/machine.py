@@ -1,4 +1,4 @@
-"""What identifies this machine, and which of the ranks' processes on it have ended. Imports no torch.
+"""The identity of this machine, and which of the ranks' processes on it have ended. Imports no torch.
 
 A rank that is killed cannot tell the others. The ranks that wait for it see that its process id is gone, and need not
 wait for the timeout. A process sees only the processes of its own kernel and PID namespace, so each such neighborhood
@@ -41,7 +41,7 @@ def neighborhood() -> str | None:
 
 
 def process_entry(rank: int) -> str:
-    """Return what this rank lists for its neighbors: the rank, its process id, and when that process started."""
+    """Return this rank's entry for its neighbors: the rank, its process id, and when that process started."""
     pid = os.getpid()
     return f"{rank}:{pid}:{_start_time(pid)};"
 

@@ -55,11 +55,11 @@ class RankDevices:
 
 
 def rank_devices(device: torch.device | str | int | DeviceMap | None) -> RankDevices:
-    """Return the devices that an argument ``device=`` names; what cannot be loaded to raises ArgumentError."""
+    """Return the devices that an argument ``device=`` names; an unusable one raises ArgumentError."""
     if not isinstance(device, Mapping):
         return RankDevices(own_device(device))
     if not device:
-        raise ArgumentError("device={} maps no module; pass a device, or a map for all modules of the base.")
+        raise ArgumentError("device_map={} maps no module; pass device=, or a map for all modules of the base.")
     offloaded = sorted(name for name, place in device.items() if str(place) in ("cpu", "disk"))
     if "disk" in map(str, device.values()) or 0 < len(offloaded) < len(device):
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Whether all ranks were called with the same arguments, told from what each of them shares in an exchange."""
+"""Whether all ranks were called with the same arguments, told from those that each one shares in an exchange."""
 
 from __future__ import annotations
 

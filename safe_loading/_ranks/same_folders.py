@@ -15,12 +15,12 @@ FolderSeen = tuple[str, bool]
 
 
 def folder_seen(source: str) -> FolderSeen:
-    """Return what a rank shares with the others about a source."""
+    """Return a source's text, and whether this rank has its folder, to share with the other ranks."""
     return source, is_there(Path(source).expanduser())
 
 
 def check_same_folders(ranks: Sequence[int], seen: Sequence[Mapping[str, Sequence[object]]]) -> None:
-    """Refuse a folder that some ranks have and others lack; ``seen`` has what each rank sees, by argument."""
+    """Refuse a folder that some ranks have and others lack; ``seen`` has the folders of each rank, by argument."""
     problems = []
     for argument in seen[0]:
         sides: dict[bool, dict[str, list[int]]] = {True: {}, False: {}}

@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 class RankStore(Protocol):
-    """What is used of a ``torch.distributed.Store``, whose stubs leave out two of the methods."""
+    """The methods used of a ``torch.distributed.Store``, whose stubs leave out two of them."""
 
     def check(self, keys: list[str], /) -> bool: ...
     def get(self, key: str, /) -> bytes: ...
@@ -129,7 +129,7 @@ class StoreExchange:
         self._arrived = False
 
     def share(self, payload: str, timeout: float) -> list[Any]:
-        """Post a payload (JSON), wait ``timeout`` seconds at most, and return what all ranks posted, in their order."""
+        """Post a payload (JSON), wait ``timeout`` seconds at most, and return all ranks' payloads, in their order."""
         limit = timeout + _GRACE_SECONDS + 1  # within which all ends but a store that is silent
         result = self._ask(lambda: self._share(payload, timeout), limit)
         if not _launcher_holds_the_store():
@@ -350,7 +350,7 @@ class StoreExchange:
             self._store.delete_key(key)
 
     def _with_store_errors(self, call: Callable[[], _T]) -> _T:
-        """Return what ``call`` returns; turn an error of the store into one that says where the store was lost."""
+        """Return the result of ``call``; turn an error of the store into one that says where the store was lost."""
         try:
             return call()
         except (RuntimeError, OSError) as error:

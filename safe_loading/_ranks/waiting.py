@@ -68,7 +68,7 @@ class Waiting:
             raise
 
     def call(self, wait: Callable[[], _T], peer: str = "the other ranks") -> _T:
-        """Run what waits for other ranks in a thread; arguments and errors as :meth:`work`."""
+        """Run a call that waits for other ranks in a thread; arguments and errors as :meth:`work`."""
 
         def run() -> _T:
             if self.device.type != "cpu":  # a thread starts on device 0

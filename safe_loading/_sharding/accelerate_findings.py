@@ -1,4 +1,4 @@
-"""What accelerate was told and a wrap by hand was not: accelerate leaves a model alone that is wrapped already."""
+"""FSDP settings that accelerate has and a wrap by hand lacks: accelerate leaves a wrapped model alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safe_loading._core.report import Finding
 def accelerate_findings(
     version: int, computes_in: object, environment: Mapping[str, str] = os.environ
 ) -> list[Finding]:
-    """Return findings about what ``accelerate launch`` and TrainingArguments wrote into the environment.
+    """Return findings about the FSDP variables that ``accelerate launch`` and TrainingArguments set.
 
     ``computes_in`` is the dtype of the policy that the model is wrapped with; None where it has none.
     """
@@ -35,7 +35,7 @@ def accelerate_findings(
                 "warning",
                 "ACCELERATE_MIXED_PRECISION",
                 f"accelerate was told {precision}, and a model that is wrapped already computes in its own dtype.",
-                f"pass mixed_precision=torch.{'bfloat16' if precision == 'bf16' else 'float16'}, or use "
+                f"pass mp_policy=torch.{'bfloat16' if precision == 'bf16' else 'float16'}, or use "
                 f"load_at_prepare, which wraps as accelerate was told.",
             )
         )

@@ -1,4 +1,4 @@
-"""What accelerate was told about FSDP, in the words of ``wrap_fsdp_meta_safe``."""
+"""Accelerate's FSDP settings, as arguments of ``wrap_fsdp_meta_safe``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def wrap_options(accelerator: Any, model: nn.Module) -> dict[str, Any]:
     return {
         "version": plugin.fsdp_version,
         "mesh": mesh,
-        "mixed_precision": plugin.mixed_precision_policy,
-        "cpu_offload": plugin.cpu_offload if plugin.cpu_offload is not None else False,
-        "ignored": _ignored(plugin.ignored_modules, model),
+        "mp_policy": plugin.mixed_precision_policy,
+        "offload_policy": plugin.cpu_offload,
+        "ignored_params": _ignored(plugin.ignored_modules, model),
         "reshard_after_forward": _reshards(plugin),
-        "wrap": _units(plugin, model),
+        "auto_wrap_policy": _units(plugin, model),
         "device": accelerator.device,
     }
 
@@ -55,7 +55,7 @@ def _ignored(modules: str | Collection[nn.Module] | None, model: nn.Module) -> l
 
 
 def _units(plugin: Any, model: nn.Module) -> list[str] | Callable[[nn.Module], bool] | None:
-    """Return what the caller chose as units; None where accelerate's are the model's own hints, as ours are."""
+    """Return the caller's choice of units; None where accelerate's are the model's own hints, as ours are."""
     names = plugin.transformer_cls_names_to_wrap
     if names and set(names) != set(getattr(model, "_no_split_modules", None) or ()):
         return list(names)

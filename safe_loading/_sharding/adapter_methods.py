@@ -1,4 +1,4 @@
-"""What peft does to a sharded model that would fail, or lose a merge without a word: refused by name."""
+"""Methods of peft that would fail on a sharded model, or lose a merge without a word: refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROAD = (
 
 
 def past_hooks(model: nn.Module) -> list[str]:
-    """Return what computes with shards because peft calls the base past FSDP's hooks, with what to do.
+    """Return the modules that compute with shards because peft calls the base past FSDP's hooks, each with a fix.
 
     ``AdaLoraModel.forward`` does, and multiplies whole factors for its loss. Only the models of a task call it: a plain
     ``PeftModel`` calls the base itself.
@@ -72,7 +72,7 @@ def _guarded(tuner: Any, name: str, method: Callable[..., object]) -> Callable[.
 
 
 def _assigned_kinds(tuner: Any) -> Iterator[str]:
-    """Yield what peft merges by assigning ``weight.data``."""
+    """Yield the adapters that peft merges by assigning ``weight.data``, with their kinds."""
     for name, config in tuner.peft_config.items():
         kind = method_name(config.peft_type)
         if kind != "LORA":

@@ -1,4 +1,4 @@
-"""Finds what was attached to a model after FSDP2 wrapped it, and plans units for it next to those that are there.
+"""Finds modules that were attached to a model after FSDP2 wrapped it, and plans units for them next to its own.
 
 ``fully_shard`` makes the units of a module once. A module that is added later (peft's adapter layers, a head) holds
 plain tensors, which every rank would train alone.
@@ -110,7 +110,7 @@ def _check_shapes(model: nn.Module) -> None:
 
 
 def attached_units(model: nn.Module, new: Collection[ModelTensor]) -> tuple[ShardingUnit, ...]:
-    """Return the units of what was attached: one for each adapter of a layer, one for each other module.
+    """Return the units of the attached modules: one for each adapter of a layer, one for each other module.
 
     Larger units would change the result: ``fully_shard`` puts one autograd node before a unit, which sums the gradients
     of the unit's inputs separately, so that the rounding would differ from that of one process. Once the model has

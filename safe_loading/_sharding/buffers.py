@@ -14,6 +14,7 @@ from safe_loading._core.names import canonical
 from safe_loading._model.size_limit import refuse_large_buffers
 from safe_loading._model.stand_ins import MetaStandIns
 from safe_loading._model.tensors import TensorPlace, tensor_places
+from safe_loading._ranks.own_generators import own_copy_of_generators
 from safe_loading.errors import CheckpointError
 
 # The methods by which plain modules reset themselves, the most specific first; torchtitan's and torchvision's included.
@@ -92,7 +93,7 @@ def _skeleton_like(model: PreTrainedModel) -> nn.Module | None:
         dtype = torch.bfloat16
     make: Callable[..., nn.Module] = type(model)._from_config
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        with own_copy_of_generators(), torch.device("meta"):
             return make(copy.deepcopy(model.config), dtype=dtype)
     except Exception:  # a user's class, whose __init__ takes more than a config: its dtypes are kept as they are
         return None
@@ -113,7 +114,7 @@ def _compute_poisoned(
     model: nn.Module, lost: Mapping[str, TensorPlace], dtypes: Mapping[str, torch.dtype], *, poison: int
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
     """Let the model fill its poisoned buffers; return their values, and the names of those that were not written."""
-    with MetaStandIns(model), _marked_as_loaded(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with MetaStandIns(model), _marked_as_loaded(model), own_copy_of_generators(), torch.no_grad():
         for name, place in lost.items():
             place.module._buffers[place.attribute] = _poisoned(place.tensor.shape, dtypes[name], poison)
         for _, inner in _transformers_models(model):

@@ -1,9 +1,10 @@
-"""A checkpoint in a folder as the source of a wrap: which tensors it has, and reading what this rank owns of them."""
+"""A checkpoint in a folder as the source of a wrap: which tensors it has, and reading this rank's ranges of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
@@ -13,23 +14,30 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from safe_loading._checkpoint.files import open_regular
-from safe_loading._checkpoint.hub import base_files, resolve
-from safe_loading._checkpoint.index import require_unchanged
+from safe_loading._checkpoint.hub import base_files, folder_here, resolve
+from safe_loading._checkpoint.model_folder import CONFIG
+from safe_loading._checkpoint.other_things import is_adapter_alone, not_a_model
 from safe_loading._core.names import canonical
 from safe_loading._core.report import Finding, counted
 from safe_loading._loading.folder_findings import base_findings
 from safe_loading._model.dtypes import DTYPES
-from safe_loading._model.quantized.four_bit_on_meta import packed_from
+from safe_loading._model.formats.four_bit import is_four_bit
+from safe_loading._model.formats.four_bit_on_meta import packed_from
+from safe_loading._model.layout.checkpoint_source import CheckpointSource, disk_tensors
+from safe_loading._model.layout.reading import ShardTarget, differing, differing_targets, read_targets
+from safe_loading._model.tensors import ModelTensor
 from safe_loading._ranks.exchange import Ranks
-from safe_loading.errors import RanksDisagree
+from safe_loading.errors import CheckpointNotFound, RanksDisagree
 
 from .added_after_wrap import is_adapter_layer
-from .checkpoint_source import CheckpointSource, disk_tensors, open_source
 from .four_bit import FourBitWeight, differing_packed, four_bit_weights, read_packed
+from .later_values import origin_of
 from .local_shard import LocalShard
-from .reading import ShardTarget, differing, read_targets
+from .open_source import open_source
+from .parameters import parameters_of
 from .setup import Setup
 
+_SAMPLES = 16  # of a file, its first and last tensors among them
 _SAMPLE_BYTES = 4096
 
 Rename = Callable[[str], "str | None"]
@@ -37,11 +45,13 @@ Rename = Callable[[str], "str | None"]
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """What a folder gives to a model."""
+    """The checkpoint in a folder as the source of a model's values."""
 
     source: CheckpointSource | None = None  # None without a folder
     # for each tensor that it has, by its first name in the model, its name in the checkpoint's class
     disk_name: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # of those that are rounded to a narrower dtype before they get the model's
+    through: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)
     # a hash of the headers and of samples of the files; ranks with different hashes have different files
     digest: str = ""
     findings: tuple[Finding, ...] = ()
@@ -72,7 +82,7 @@ class Folder:
             )
 
     def read(self, shard: LocalShard, device: torch.device) -> tuple[int, dict[str, torch.Tensor]]:
-        """Read what this rank owns into its memory; return how many bytes were read, and statistics of 4-bit weights.
+        """Read this rank's ranges into its memory; return how many bytes were read, and statistics of 4-bit weights.
 
         The statistics are those of the blocks of each weight that this rank has packed, on ``device``.
         """
@@ -80,7 +90,7 @@ class Folder:
             return 0, {}
         bytes_read = read_targets(self.source, self._targets(shard))
         statistics, bytes_packed = read_packed(self.source, self.four_bit, shard, device)
-        require_unchanged(self.source.checkpoint)
+        self.source.opened.require_unchanged()
         return bytes_read + bytes_packed, statistics
 
     def differing(self, shard: LocalShard, device: torch.device) -> list[str]:
@@ -90,18 +100,43 @@ class Folder:
         packed = differing_packed(self.source, self.four_bit, shard, device)
         return differing(self.source, self._targets(shard)) + packed
 
+    def unlike(self, tensors: Sequence[ModelTensor]) -> list[ModelTensor]:
+        """Return the tensors that have other values than the folder, which is read in blocks."""
+        if self.source is None or not tensors:
+            return []
+        compared = [each for each in tensors if each.name in self.disk_name and not is_four_bit(each.tensor)]
+        targets = [
+            ShardTarget(self.disk_name[each.name], 0, each.tensor.numel(), each.tensor.detach().reshape(-1))
+            for each in compared
+        ]
+        wrong = {id(target) for target in differing_targets(self.source, targets)}
+        return [each for each, target in zip(compared, targets, strict=True) if id(target) in wrong]
+
     def _targets(self, shard: LocalShard) -> list[ShardTarget]:
         targets = [
-            ShardTarget(self.disk_name[own.name], own.start, own.stop, shard.local[own.name].view(-1))
+            self._target(own.name, own.start, own.stop, shard.local[own.name])
             for own in shard.owned
             if own.name in self.disk_name and own.name not in self.four_bit
         ]
         targets += [
-            ShardTarget(self.disk_name[name], 0, tensor.numel(), tensor.view(-1))
+            self._target(name, 0, tensor.numel(), tensor)
             for name, tensor in shard.replicated.items()
             if name in self.disk_name
         ]
         return targets
+
+    def _target(self, name: str, start: int, stop: int, tensor: torch.Tensor) -> ShardTarget:
+        return ShardTarget(self.disk_name[name], start, stop, tensor.view(-1), self.through.get(name))
+
+
+class OpenedFolder(os.PathLike[str]):
+    """A folder that was matched with a model before a script renamed, cut or replaced parts of it."""
+
+    def __init__(self, folder: Path, source: CheckpointSource) -> None:
+        self.folder, self.source = folder, source
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
 
 
 def find_folder(setup: Setup, ranks: Ranks) -> Path | None:
@@ -110,12 +145,34 @@ def find_folder(setup: Setup, ranks: Ranks) -> Path | None:
     if folder is None:
         return None
     if Path(folder).is_dir():
-        return Path(folder)
+        here = folder_here(folder, "source")
+        if is_adapter_alone(here):
+            raise CheckpointNotFound(f"{here} holds no {CONFIG}. {not_a_model(here)}")
+        return here
     leader = ranks.leader(timeout=timeout)
     with ranks.together("find the checkpoint", timeout=timeout) as phase:
         if ranks.rank == leader:
             phase.payload = str(resolve(folder, base_files({})).folder)
     return Path(phase.results[ranks.index(leader)])
+
+
+def untie_as_in_folder(setup: Setup, path: Path | None) -> list[nn.Parameter]:
+    """Untie weights on meta that the class ties and a folder holds as two values; return the new parameters."""
+    base, _ = base_of(setup.model)
+    ties: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
+    tied = [each for each in parameters_of(base) if len(each.names) > 1 and each.is_meta]
+    if path is None or isinstance(setup.values.source, OpenedFolder) or not ties or not tied:
+        return []
+    rename = _without_adapters(base)
+    apart = {pair.target for pair in _matched(path, base, rename).two_values} & ties.keys()
+    made = []
+    for each in tied:
+        for name, (module, attribute) in zip(each.names, each.places, strict=True):
+            if (own := rename(name)) in apart:
+                made.append(nn.Parameter(torch.empty_like(each.tensor), each.tensor.requires_grad))
+                module._parameters[attribute] = made[-1]
+                del ties[own]
+    return made
 
 
 def open_folder(setup: Setup, path: Path | None) -> Folder:
@@ -124,33 +181,55 @@ def open_folder(setup: Setup, path: Path | None) -> Folder:
         return Folder()
     base, prefix = base_of(setup.model)
     rename = _without_adapters(base)
+    opened = setup.values.source
+    source = opened.source if isinstance(opened, OpenedFolder) else _matched(path, base, rename)
+    disk_name = {}
+    through = {}
+    for tensor in setup.tensors.all:
+        origin = origin_of(tensor.tensor) if isinstance(opened, OpenedFolder) else None
+        if origin is not None and origin.through is not None:
+            through[tensor.name] = origin.through
+        for name in tensor.names:
+            inside = rename(name.removeprefix(prefix)) if name.startswith(prefix) else None
+            if isinstance(opened, OpenedFolder):
+                inside = origin.name if origin is not None else None  # what has none is the script's own
+            if inside is not None and tensor.persistent and source.stored_as(inside) is not None:
+                disk_name[tensor.name] = inside
+                break
+    findings = (
+        *base_findings(source.opened, source.checkpoint),
+        *_dtype_findings(setup, source, disk_name),
+        *_head_findings(source),
+    )
+    four_bit = four_bit_weights(setup.tensors.sharded, disk_name)
+    return Folder(source, disk_name, through, _digest(source), findings, four_bit)
+
+
+def _matched(path: Path, base: nn.Module, rename: Rename) -> CheckpointSource:
     source = open_source(path, base, is_new=lambda name: True, heads=True, names=rename)
     if source.layout.mismatched:
         # opened again to be refused: everything may be missing here, as rank 0 may have it, but no shape may differ
         mismatched = frozenset(source.layout.mismatched)
         open_source(path, base, is_new=lambda name: name not in mismatched, names=rename)
-    disk_name = {}
-    for tensor in setup.tensors.all:
-        for name in tensor.names:
-            inside = rename(name.removeprefix(prefix)) if name.startswith(prefix) else None
-            if inside is not None and tensor.persistent and source.stored_as(inside) is not None:
-                disk_name[tensor.name] = inside
-                break
-    findings = (*base_findings(source.checkpoint), *_dtype_findings(setup, source, disk_name), *_head_findings(source))
-    four_bit = four_bit_weights(setup.tensors.sharded, disk_name)
-    return Folder(source, disk_name, _digest(source), findings, four_bit)
+    return source
 
 
 def _digest(source: CheckpointSource) -> str:
-    """Return a hash of all headers and of a few bytes of each file, which tell two fine-tunings of one base apart."""
+    """Return a hash of all headers and of samples of each file, which tell two steps of one training apart."""
     tensors = source.checkpoint.tensors.values()
     lines = sorted(f"{info.name} {info.dtype} {info.shape} {info.start}" for info in tensors)
     digest = hashlib.sha256("\n".join(lines).encode())
-    for path in source.checkpoint.files:
+    begins: dict[Path, int] = {}
+    for info in source.checkpoint.tensors.values():
+        path = source.checkpoint.file_of[info.name]
+        begins[path] = min(info.start, begins.get(path, info.start))
+    for path in sorted(begins):
         with open_regular(path) as file:
-            # in the middle: the start is the header, which is hashed already
-            file.seek(path.stat().st_size // 2)
-            digest.update(file.read(_SAMPLE_BYTES))
+            # from the first byte of a tensor: the header before it is hashed already
+            first, last = begins[path], max(begins[path], path.stat().st_size - _SAMPLE_BYTES)
+            for number in range(_SAMPLES):
+                file.seek(first + (last - first) * number // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 
@@ -167,7 +246,7 @@ def base_of(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def _without_adapters(base: nn.Module) -> Rename:
-    """Return what turns a name in the model into that of its class, and into None for what an adapter added."""
+    """Return the function from a name in the model to that of its class; None for an adapter's tensors."""
     # peft keeps the base's layer as base_layer, and the module of which modules_to_save has copies as original_module
     layers: set[str] = set()
     copied: set[str] = set()
@@ -187,9 +266,11 @@ def _without_adapters(base: nn.Module) -> Rename:
         for part in parts:
             inside_layer, inside_copied = path in layers, path in copied
             path = f"{path}.{part}" if path else part
-            if inside_copied and part == "modules_to_save":
+            if (inside_copied and part == "modules_to_save") or (inside_layer and part == "ln_tuning_layers"):
                 # what is saved of the module is the copy, which the checkpoint has under the module's own name
                 path = f"{path}.{next(parts, '')}"  # the adapter's name
+            elif inside_copied and part == "token_adapter":  # whose base_layer is the module itself
+                continue
             elif (inside_layer and part != "base_layer") or (inside_copied and part != "original_module"):
                 return None
             elif not (inside_layer or inside_copied):

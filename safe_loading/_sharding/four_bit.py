@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from safe_loading._model.quantized.four_bit_on_meta import PackedFrom, packed_from
+from safe_loading._model.formats.four_bit_on_meta import PackedFrom, packed_from
+from safe_loading._model.layout.checkpoint_source import CheckpointSource
+from safe_loading._model.layout.reading import ShardTarget, read_targets
 from safe_loading._model.tensors import ModelTensor
 from safe_loading._ranks.waiting import Waiting
 from safe_loading.errors import ArgumentError
 
-from .checkpoint_source import CheckpointSource
 from .local_shard import ElementRange, LocalShard
-from .reading import ShardTarget, read_targets
 
 _ELEMENTS_AT_ONCE = 4 * 2**20  # of a weight that is being packed, beside the shards
 _ELEMENTS_ON_THE_HOST = 2**18  # where bitsandbytes compares each element with all 16 codes at once: 64 bytes for each
@@ -102,7 +102,7 @@ def refuse_packed_by_root(tensors: Sequence[ModelTensor], names_of_root: Set[str
 def read_packed(
     source: CheckpointSource, weights: Mapping[str, FourBitWeight], shard: LocalShard, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Read and pack what this rank owns; return the statistics of its blocks by weight, and how many bytes were read.
+    """Read and pack this rank's ranges; return the statistics of its blocks by weight, and how many bytes were read.
 
     The weights are packed on ``device``, as ``from_pretrained`` packs them on the device of its ``device_map``.
     """
@@ -168,7 +168,7 @@ def _owned(weights: Mapping[str, FourBitWeight], shard: LocalShard) -> Iterator[
 def _packed_parts(
     source: CheckpointSource, weight: FourBitWeight, own: ElementRange, device: torch.device
 ) -> Iterator[_Packed]:
-    """Pack what a rank owns of a weight, some whole blocks at a time."""
+    """Pack a rank's range of a weight, some whole blocks at a time."""
     quantize: Callable[..., Any] = importlib.import_module("bitsandbytes").functional.quantize_4bit
     size, (start, stop) = weight.block_size, weight.elements(own)
     first, last = weight.blocks_of(own)
@@ -192,7 +192,7 @@ def _packed_parts(
 
 
 def _state(weight: FourBitWeight, absmax: torch.Tensor) -> Any:
-    """Return what bitsandbytes keeps beside the codes, from the statistics of all blocks; as its ``quantize_4bit``."""
+    """Return bitsandbytes' QuantState from the statistics of all blocks, as its ``quantize_4bit`` makes it."""
     engine: Any = importlib.import_module("bitsandbytes").functional
     options: dict[str, Any] = {}
     if weight.weight.compress_statistics:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +20,9 @@ from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from safe_loading._core.log import quiet
 from safe_loading._core.names import canonical
-from safe_loading._model.quantized.recognize import is_four_bit
+from safe_loading._model.formats.four_bit import FLOAT_STORAGE, is_four_bit
 from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import ArgumentError
 
@@ -42,20 +42,20 @@ def mixed_precision_policy(policy: object) -> MixedPrecision | None:
         return MixedPrecision(param_dtype=policy, reduce_dtype=torch.float32)
     if policy is None or isinstance(policy, MixedPrecision):
         return policy
-    raise ArgumentError(f"mixed_precision={policy!r}: FSDP1 takes a MixedPrecision, a torch.dtype or None.")
+    raise ArgumentError(f"mp_policy={policy!r}: FSDP1 takes a MixedPrecision, a torch.dtype or None.")
 
 
 def offload_policy(policy: object, device: torch.device) -> CPUOffload | None:
     """Return a policy of FSDP1; none on the CPU, where FSDP1 would pin the shards for an accelerator."""
     if isinstance(policy, CPUOffload):
         return policy if device.type != "cpu" else None
-    if not isinstance(policy, bool):
-        raise ArgumentError(f"cpu_offload={policy!r}: pass a bool or a CPUOffload of torch.distributed.fsdp.")
+    if not isinstance(policy, bool | None):
+        raise ArgumentError(f"offload_policy={policy!r}: pass a bool or a CPUOffload of torch.distributed.fsdp.")
     return CPUOffload(offload_params=True) if policy and device.type != "cpu" else None
 
 
 def check(parameters: Sequence[ModelTensor]) -> list[str]:
-    """Return what FSDP1 would refuse only after it has changed the model."""
+    """Return the problems that FSDP1 would report only after it has changed the model."""
     problems = []
     for parameter in parameters:
         name, tensor = parameter.name, parameter.tensor
@@ -64,10 +64,12 @@ def check(parameters: Sequence[ModelTensor]) -> list[str]:
         elif is_four_bit(tensor) and not tensor.dtype.is_floating_point:
             problems.append(
                 f"{name} is a 4-bit weight stored as {tensor.dtype}, and FSDP1 flattens floating dtypes only: load "
-                f"the base with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16), the dtype of the model"
+                f"the base with {FLOAT_STORAGE}, the dtype of the model"
             )
         elif not tensor.dtype.is_floating_point:
-            problems.append(f"{name} is {tensor.dtype}, and FSDP1 flattens floating dtypes only: ignored= keeps it")
+            problems.append(
+                f"{name} is {tensor.dtype}, and FSDP1 flattens floating dtypes only: ignored_params= keeps it"
+            )
     return problems
 
 
@@ -96,8 +98,8 @@ def wrap(
         strategy = ShardingStrategy._HYBRID_SHARD_ZERO2 if mesh.ndim == 2 else ShardingStrategy.SHARD_GRAD_OP
     else:
         strategy = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
-    with warnings.catch_warnings(), _FlatWithoutCopies():  # type: ignore[no-untyped-call]  # torch's __init__
-        warnings.simplefilter("ignore")  # FullyShardedDataParallel warns of its own deprecation
+    # FullyShardedDataParallel warns of its own deprecation
+    with quiet(), _FlatWithoutCopies():  # type: ignore[no-untyped-call]  # torch's __init__
         return FullyShardedDataParallel(
             model,
             sharding_strategy=strategy,
@@ -204,7 +206,7 @@ def _without_memory(device: torch.device) -> Callable[[nn.Module], None]:
 
 
 class _OwnedPart(NamedTuple):
-    """What a rank owns of one parameter. All numbers count elements of the unit's flat parameter."""
+    """A rank's range of one parameter. All numbers count elements of the unit's flat parameter."""
 
     flat: FlatParameter
     shard_start: int  # the first element of the rank's shard
@@ -215,7 +217,7 @@ class _OwnedPart(NamedTuple):
 
 
 def owned_ranges(model: nn.Module, rank: int, ranks: int) -> list[ElementRange]:
-    """Return what one rank of the shard group owns: its part of each unit's flat parameter."""
+    """Return the ranges that one rank of the shard group owns: its part of each unit's flat parameter."""
     return [
         ElementRange(part.name, part.start - part.first, part.stop - part.first, part.flat.dtype)
         for part in _owned_parts(model, rank, ranks)

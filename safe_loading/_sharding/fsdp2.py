@@ -39,7 +39,7 @@ def mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(param_dtype=policy, reduce_dtype=torch.float32)
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
-    raise ArgumentError(f"mixed_precision={policy!r}: FSDP2 takes a MixedPrecisionPolicy, a torch.dtype or None.")
+    raise ArgumentError(f"mp_policy={policy!r}: FSDP2 takes a MixedPrecisionPolicy, a torch.dtype or None.")
 
 
 def offload_policy(policy: object, device: torch.device) -> OffloadPolicy:
@@ -48,8 +48,8 @@ def offload_policy(policy: object, device: torch.device) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=False)
     if isinstance(policy, OffloadPolicy):
         return policy
-    if not isinstance(policy, bool):
-        raise ArgumentError(f"cpu_offload={policy!r}: pass a bool or an OffloadPolicy of torch.distributed.fsdp.")
+    if not isinstance(policy, bool | None):
+        raise ArgumentError(f"offload_policy={policy!r}: pass a bool or an OffloadPolicy of torch.distributed.fsdp.")
     return CPUOffloadPolicy(pin_memory=device.type != "cpu") if policy else OffloadPolicy()
 
 
@@ -59,12 +59,14 @@ def offloads(policy: object) -> bool:
 
 
 def check(parameters: Sequence[ModelTensor]) -> list[str]:
-    """Return what ``fully_shard`` would refuse only after it has changed the model."""
+    """Return the problems that ``fully_shard`` would report only after it has changed the model."""
     problems = []
     for parameter in parameters:
         name, tensor = parameter.name, parameter.tensor
         if tensor.ndim == 0:
-            problems.append(f"{name} is a scalar: make it a tensor of one element, or pass it in ignored=")
+            problems.append(f"{name} is a scalar: make it a tensor of one element, or pass it in ignored_params=")
+        elif not tensor.numel():
+            problems.append(f"{name} {list(tensor.shape)} has no elements to split: pass it in ignored_params=")
         elif not tensor.is_contiguous():
             problems.append(f"{name} is not contiguous (strides {list(tensor.stride())}): call .contiguous()")
         elif isinstance(tensor, DTensor):
@@ -82,7 +84,7 @@ def own_rows(shape: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
 
 
 def owned_ranges(parameters: Sequence[ModelTensor], rank: int, ranks: int) -> list[ElementRange]:
-    """Return what one rank of the shard group owns."""
+    """Return the ranges that one rank of the shard group owns."""
     ranges = []
     for parameter in parameters:
         tensor = parameter.tensor
@@ -113,7 +115,7 @@ def wrap(
     ignored: Collection[nn.Parameter],
     reshard_after_forward: bool | int | None,
 ) -> None:
-    """Apply ``fully_shard`` to each unit, the root last: a unit leaves out what the units inside it have taken.
+    """Apply ``fully_shard`` to each unit, the root last: a unit leaves out the parameters of the units inside it.
 
     ``reshard_after_forward`` is torch's, for the units that are not kept; None is torch's default, to free them.
     """
@@ -165,16 +167,16 @@ def _under_its_name(sharded: type[Any]) -> type[nn.Module]:
 
 
 def _base_of_adapters(model: nn.Module) -> nn.Module | None:
-    """Return the model inside a PeftModel."""
-    if not _is_a(model, "PeftModel"):
-        return None
+    """Return the model inside a PeftModel; None where the PeftModel computes with its embedding (prompt learning)."""
     peft_model: Any = model  # peft may be absent, so its classes are not imported to narrow the type
+    if not _is_a(model, "PeftModel") or any(config.is_prompt_learning for config in peft_model.peft_config.values()):
+        return None
     base: nn.Module = peft_model.get_base_model()
     return base
 
 
 def _is_a(model: nn.Module, name: str) -> bool:
-    """Whether a class of that name is among a model's; without an import of what may be absent."""
+    """Whether a class of that name is among a model's; without importing a package that may be absent."""
     return any(kind.__name__ == name for kind in type(model).__mro__)
 
 

@@ -22,6 +22,8 @@ Wrap = Callable[[nn.Module], bool] | type[nn.Module] | str | Collection["type[nn
 _SMALLEST_LIST = 1 / 16
 # What the decoders of transformers call the norm after their last layer.
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
+# Modules that are little more than a weight: a parent ties, stacks or multiplies it (F.linear(x, self.embed.weight)).
+_BARE = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd, nn.GroupNorm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +96,8 @@ def _elements_of_lists(modules: Mapping[str, nn.Module]) -> list[str]:
             continue
         elements = [element for element in module.children() if any(True for _ in element.parameters())]
         if len(elements) > 1 and len({type(element) for element in elements}) == 1:
+            if _is_bare(elements[0]) and not _calls_its_elements(module):
+                continue
             lists[name] = sum(parameter.numel() for parameter in module.parameters())
     smallest = max(lists.values(), default=0) * _SMALLEST_LIST
     elements_of_lists = []
@@ -111,8 +115,20 @@ def _children(model: nn.Module) -> list[str]:
         prefix = f"{name}." if name else ""
         children = [(f"{prefix}{own}", child) for own, child in module.named_children() if _has_parameters(child, ())]
         if len(children) != 1:
-            return [path for path, child in children if can_run(child)]
+            in_turn = _calls_its_elements(module)
+            return [path for path, child in children if can_run(child) and (in_turn or not _is_bare(child))]
         ((name, module),) = children
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Return whether a module around it may compute with its weight, past its forward and so past a unit's hooks."""
+    layer = vars(module)["_modules"].get("base_layer", module)  # peft's layer around it
+    alone = next(layer.children(), None) is None
+    return isinstance(layer, _BARE) or (alone and all(each.ndim < 2 for each in layer.parameters()))
+
+
+def _calls_its_elements(module: nn.Module) -> bool:
+    return type(module).forward is nn.Sequential.forward
 
 
 def _matching_modules(wrap: Wrap, modules: Mapping[str, nn.Module]) -> list[str]:
@@ -120,7 +136,9 @@ def _matching_modules(wrap: Wrap, modules: Mapping[str, nn.Module]) -> list[str]
         wrap = [wrap]
     if not isinstance(wrap, Collection):
         if not callable(wrap):
-            raise ArgumentError(f"wrap={wrap!r}: pass classes, names or patterns of modules, or fn(module) -> bool.")
+            raise ArgumentError(
+                f"auto_wrap_policy={wrap!r}: pass classes, names or patterns of modules, or fn(module) -> bool."
+            )
         return [name for name, module in modules.items() if name and wrap(module)]
     matched: dict[str, None] = {}
     problems = []
@@ -130,7 +148,7 @@ def _matching_modules(wrap: Wrap, modules: Mapping[str, nn.Module]) -> list[str]
         elif isinstance(entry, str):
             matches = [name for name, module in modules.items() if name and _matches_module(entry, name, module)]
         else:
-            raise ArgumentError(f"wrap holds {entry!r}: pass classes, or names of classes or modules.")
+            raise ArgumentError(f"auto_wrap_policy holds {entry!r}: pass classes, or names of classes or modules.")
         if not matches:
             problems.append(f"{entry if isinstance(entry, str) else entry.__name__}: matches no module of the model")
         matched.update(dict.fromkeys(matches))
@@ -287,7 +305,7 @@ def _separate_dtypes(
     if problems:
         raise ArgumentError(
             "FSDP needs one dtype among the parameters of a unit, and these have no module of their own that could be "
-            "a unit; cast them, or pass wrap= with units of one dtype each:",
+            "a unit; cast them, or pass auto_wrap_policy= with units of one dtype each:",
             problems,
         )
     return groups

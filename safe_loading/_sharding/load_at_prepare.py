@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from safe_loading._core.thread_patches import patched, seen_here
 from safe_loading.errors import ArgumentError
 
 from .prepare import shard_at_prepare
@@ -33,6 +34,10 @@ def load_at_prepare(
 
     In a job of a single process the block changes nothing, so a script runs there as it did.
 
+    The trained model starts from exactly what the script would have had without the block: a layer that was moved,
+    renamed or copied has its own values, and a parameter that the script reads or writes first is read from the folder,
+    whole and on each rank that does so; rank 0's values of it are then taken.
+
     ``Accelerator.prepare`` stays replaced after the block, by a function that loads such models first and then calls
     accelerate's own. Until its weights are read, a model refuses to compute.
 
@@ -42,13 +47,13 @@ def load_at_prepare(
 
     Raises:
         ArgumentError: From ``from_pretrained``: an option that the later load does not know, or a quantized model. From
-            ``prepare``: accelerate does not run FSDP, or an adapter was computed from weights that were not there.
+            what needs the values of a weight that is yet to be packed in 4 bits. From ``prepare``: accelerate does not
+            run FSDP, or only another rank than the first replaced a parameter.
         SafeLoadingError: From ``prepare``: whatever :func:`wrap_fsdp_meta_safe` raises.
     """
     if verify not in ("off", "structure", "bytes"):
         raise ArgumentError(f"verify={verify!r}: pass 'off', 'structure' or 'bytes'.")
-    method = vars(PreTrainedModel)["from_pretrained"]
-    load = method.__func__
+    load = seen_here(PreTrainedModel, "from_pretrained").__func__
     if not _has_several_ranks() or _MARK in vars(load):  # in such a block already
         yield
         return
@@ -57,19 +62,12 @@ def load_at_prepare(
     @functools.wraps(load)
     def from_pretrained(cls: type[PreTrainedModel], *args: Any, **options: Any) -> Any:
         # transformers may call it again for models inside
-        setattr(PreTrainedModel, "from_pretrained", method)  # noqa: B010  # mypy refuses to assign to a method
-        try:
+        with patched(PreTrainedModel, "from_pretrained", classmethod(load)):
             return load_later(load, cls, *args, **options)
-        finally:
-            setattr(PreTrainedModel, "from_pretrained", replaced)  # noqa: B010
 
     vars(from_pretrained)[_MARK] = True
-    replaced = classmethod(from_pretrained)
-    setattr(PreTrainedModel, "from_pretrained", replaced)  # noqa: B010
-    try:
+    with patched(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
         yield
-    finally:
-        setattr(PreTrainedModel, "from_pretrained", method)  # noqa: B010
 
 
 def _has_several_ranks() -> bool:

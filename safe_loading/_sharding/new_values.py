@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from safe_loading._checkpoint.adapter_folder import AdapterFolder, read_adapter
 from safe_loading._checkpoint.hub import adapter_files, resolve
-from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
+from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding, counted
-from safe_loading._loading.adapter_facts import AdapterFacts, read_adapter
 from safe_loading._loading.adapter_values import read_tensors, value_findings
-from safe_loading._model.quantized.recognize import is_four_bit
+from safe_loading._model.formats.four_bit import is_four_bit
 from safe_loading._model.tensors import ModelTensor
+from safe_loading._ranks.own_generators import own_copy_of_generators
 from safe_loading.errors import AdapterError, ArgumentError
 
 from .parameters import parameters_of
@@ -44,7 +45,7 @@ def initialized(model: nn.Module, new: Sequence[ModelTensor], init_new: InitNew)
         if parameter.name not in copies:
             by_module[module].append((attribute, parameter))
     values: dict[str, torch.Tensor] = {}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with own_copy_of_generators(), torch.no_grad():
         for module in model.modules():
             if module in by_module:
                 values.update(_initialized_module(module, by_module[module], init_new))
@@ -76,7 +77,7 @@ def _initialized_module(
 
 
 def _poison(tensor: torch.Tensor) -> float:
-    """Return what marks an element that nobody has written; integers have no such value."""
+    """Return the mark of an element that nobody has written; integers have none."""
     return float("nan") if tensor.is_floating_point() else 0
 
 
@@ -98,9 +99,9 @@ def remade_adapters(model: nn.Module, missing: Sequence[ModelTensor]) -> dict[st
         return {}
     names = {parameter.name for parameter in missing}
     state = torch.get_rng_state()
-    with torch.random.fork_rng(devices=[]):
+    with own_copy_of_generators():
         # first as if the program had seeded, called get_peft_model and drawn nothing else
-        torch.default_generator.manual_seed(torch.initial_seed())
+        torch.manual_seed(torch.initial_seed())
         values = _attached_again(peft, model, names)
         if not torch.equal(torch.get_rng_state(), state):
             torch.set_rng_state(state)
@@ -120,7 +121,7 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
     if peft is None or not set(sources) <= set(configs):
         raise ArgumentError(f"adapters= names {sorted(sources)}, the model has the adapters {sorted(configs)}.")
     folders = {name: resolve(source, adapter_files) for name, source in sources.items()}
-    with torch.random.fork_rng(devices=[]):
+    with own_copy_of_generators():
         weightless, _ = _copy_without_weights(peft, model)
     problems = []
     for name, folder in folders.items():
@@ -133,10 +134,10 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
         except (RuntimeError, ValueError, KeyError) as error:  # a shape, or a key that peft cannot map
             problems.append(f"{facts.weights}: {' '.join(str(error).split())}")
             continue
-        problems += [f"{facts.folder}: {key} has no place in the model" for key in result.unexpected_keys]
+        problems += [f"{facts.path}: {key} has no place in the model" for key in result.unexpected_keys]
         # peft lists the base's weights as missing too
         missing = [key for key in result.missing_keys if f".{name}." in f"{key}."]
-        problems += [f"{facts.folder} has no {key}" for key in missing]
+        problems += [f"{facts.path} has no {key}" for key in missing]
     if problems:
         raise AdapterError("The adapters do not fit the model:", problems)
     # the weights of the base are expanded from one element each, which is not contiguous
@@ -147,10 +148,10 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
     }
 
 
-def _other_settings(facts: AdapterFacts, config: object) -> list[str]:
+def _other_settings(facts: AdapterFolder, config: object) -> list[str]:
     """Return the settings that differ between an adapter's file and the model, one per line."""
     return [
-        f"{facts.folder / ADAPTER_CONFIG}: {field} is {facts.config[field]!r}, and the model's adapter has "
+        f"{facts.config_file}: {field} is {facts.config[field]!r}, and the model's adapter has "
         f"{getattr(config, field)!r}"
         for field in _SETTINGS
         if field in facts.config and hasattr(config, field) and facts.config[field] != getattr(config, field)
@@ -174,7 +175,9 @@ def _copy_without_weights(peft: Any, model: Any) -> tuple[Any, set[torch.Tensor]
 
     And the parameters of that base.
     """
-    base = copy.deepcopy(model).unload()
+    copied = copy.deepcopy(model)
+    learns_prompts = any(config.is_prompt_learning for config in model.peft_config.values())
+    base = copied.get_base_model() if learns_prompts else copied.unload()
     for parameter in parameters_of(base):
         tensor = parameter.tensor
         # NaN, so that whatever peft computes from a weight of the base is NaN too and can be told
@@ -215,8 +218,10 @@ def initialized_adapters(made: Mapping[str, torch.Tensor]) -> list[Finding]:
 
 
 def _needs_base(model: Any, reason: str) -> ArgumentError:
-    kinds = sorted({str(getattr(config, "init_lora_weights", None)) for config in model.peft_config.values()})
+    kinds = [(config, getattr(config, "init_lora_weights", None)) for config in model.peft_config.values()]
+    said = [method_name(config.peft_type) if kind is None else f"init_lora_weights={kind}" for config, kind in kinds]
+    where = "on every rank" if ".trainable_tokens_" in reason else "on rank 0"
     return ArgumentError(
-        f"The adapter cannot be initialized while its base is on meta (init_lora_weights={', '.join(kinds)}): "
-        f"{reason}. Attach it to a base with weights on rank 0, or give it values there."
+        f"The adapter cannot be initialized while its base is on meta ({', '.join(sorted(set(said)))}): "
+        f"{reason}. Attach it to a base with weights {where}, or give it values there."
     )

@@ -30,11 +30,11 @@ def _canonical(tensor: ModelTensor) -> ModelTensor:
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[Ignored]) -> set[nn.Parameter]:
-    """Return the parameters that ``ignored=`` names: themselves, by their modules, or by names or patterns."""
+    """Return the parameters that ``ignored_params=`` names: themselves, by their modules, or by names or patterns."""
     if isinstance(ignored, (nn.Module, nn.Parameter, str)):
         ignored = [ignored]
     if not isinstance(ignored, Iterable):
-        raise ArgumentError(f"ignored={ignored!r:.80}: pass modules, parameters, or names or patterns of them.")
+        raise ArgumentError(f"ignored_params={ignored!r:.80}: pass modules, parameters, or names or patterns of them.")
     entries = tuple(ignored)
     by_tensor = {parameter.tensor: parameter for parameter in parameters_of(model)} if entries else {}
     matched: set[nn.Parameter] = set()
@@ -54,7 +54,7 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[Ignored]) -> set[nn.P
             problems.append(f"{what}: matches no parameter of the model")
         matched |= matches
     if problems:
-        raise ArgumentError("ignored= names what the model does not have:", problems)
+        raise ArgumentError("ignored_params= names what the model does not have:", problems)
     return matched
 
 

@@ -14,7 +14,7 @@ _STATM = Path("/proc/self/statm")
 
 
 class Peak:
-    """Context manager: ``bytes`` is the peak of memory beyond what there was before.
+    """Context manager: ``bytes`` is the rise of the peak of memory above its level at the start.
 
     On the host it counts private memory (resident pages that belong to no file), which a thread samples every 5 ms. On
     an accelerator it is the allocator's own peak where the call exceeds every earlier one, which is exact, and sampled
@@ -43,7 +43,7 @@ class Peak:
 
     @property
     def bytes(self) -> int:
-        """The peak so far beyond what there was before."""
+        """The peak so far, above the level at the start."""
         self._peak = max(self._peak, self._now())
         # a peak between two samples, which the allocator saw; not larger than an earlier one, it may be the program's
         if (highest := self._highest_ever()) > self._highest_before:

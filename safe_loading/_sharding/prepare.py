@@ -16,15 +16,16 @@ from torch import nn
 from safe_loading.errors import ArgumentError
 
 from .accelerate_settings import wrap_options
+from .checkpoint_folder import OpenedFolder
 from .parameters import parameters_of
-from .weightless import LaterWeights, computed_from_nothing, later_weights_of, move_to_meta
+from .weightless import LaterWeights, later_weights_of, move_to_meta
 from .wrap_fsdp_meta_safe import wrap_fsdp_meta_safe
 
 _REPLACED = "_true_prepare_of_safe_loading"
 
 
 def shard_at_prepare(**options: Any) -> None:
-    """Let ``Accelerator.prepare`` load models without weights; to all others it does what it did."""
+    """Let ``Accelerator.prepare`` load models without weights; it treats all others as before."""
     true_prepare: Callable[..., Any] = getattr(Accelerator.prepare, _REPLACED, Accelerator.prepare)
 
     @functools.wraps(true_prepare)
@@ -79,12 +80,6 @@ def _shard(
     checkpoints: bool,
     options: dict[str, Any],
 ) -> nn.Module:
-    if wrong := computed_from_nothing(model):
-        raise ArgumentError(
-            "These parameters were computed from weights that are not read yet. Attach an adapter whose values come "
-            "from the base (PiSSA, OLoRA, DoRA) to a model that was loaded outside of load_at_prepare():",
-            wrong,
-        )
     upcast = accelerator.mixed_precision != "no" and accelerator.is_fsdp2
     move_to_meta(model, inner, later, trained_dtype=torch.float32 if upcast else None)
     if checkpoints:
@@ -95,18 +90,21 @@ def _shard(
             )
         model = fsdp2_apply_ac(accelerator, model)
     # a new head was initialized by from_pretrained; a head of the folder that the model does not have is left there
-    return wrap_fsdp_meta_safe(model, later.folder, init_new=_nothing, **wrap_options(accelerator, model), **options)
+    source = OpenedFolder(later.folder, later.source) if later.source is not None else later.folder
+    # what a script made real, it may have changed
+    own: dict[str, Any] = {"prefer": "model", "init_new": _nothing}
+    return wrap_fsdp_meta_safe(model, source, **own, **wrap_options(accelerator, model), **options)
 
 
 def _nothing(module: nn.Module) -> None:
-    """Initialize nothing: whatever is new has its values already."""
+    """Initialize nothing: new parameters have their values already."""
 
 
 Held = list[tuple[dict[str, Any], list["str | nn.Parameter"]]]
 
 
 def _held_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Held:
-    """Take the model's parameters out of optimizers; return each group with their names, and what else it has."""
+    """Take the model's parameters out of optimizers; return each group with their names and its other parameters."""
     names = {id(parameter.tensor): parameter.name for parameter in parameters_of(model)}
     held: Held = []
     for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""What wrapping did: units, bytes read and sent, the peak of this rank, and what is worth knowing."""
+"""The report of a wrap: units, bytes read and sent, the peak of this rank, and findings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FsdpUnit:
 
 @dataclasses.dataclass(frozen=True)
 class FsdpReport(Verdict):
-    """What :func:`wrap_fsdp_meta_safe` did on one rank.
+    """The report of :func:`wrap_fsdp_meta_safe` on one rank.
 
     Attributes:
         version: 2 for ``fully_shard``, 1 for ``FullyShardedDataParallel``.

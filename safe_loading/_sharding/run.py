@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from safe_loading._core.report import Finding
-from safe_loading._model.quantized.recognize import is_four_bit
+from safe_loading._core.report import Finding, counted
+from safe_loading._model.formats.four_bit import is_four_bit
+from safe_loading._model.tensors import ModelTensor
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.waiting import Waiting
+from safe_loading.errors import ArgumentError
 
 from . import fsdp1, fsdp2
 from .accelerate_findings import accelerate_findings
 from .added_after_wrap import Wrapped
 from .buffers import compute_buffers
-from .checkpoint_folder import Folder, find_folder, open_folder
+from .checkpoint_folder import Folder, open_folder
 from .checks import check_whole, stale_optimizers
 from .four_bit import refuse_packed_by_root, share_statistics
 from .local_shard import LocalShard
@@ -29,10 +32,12 @@ from .setup import Setup, make_mesh
 from .value_sources import RootValues, agree_on_names, collect_root_values, root_of
 from .verify_bytes import check_read, check_sent
 
+_COPIES = (".modules_to_save.", ".ln_tuning_layers.")  # peft's copies of modules of the base
+
 
 @dataclasses.dataclass(frozen=True)
 class WrapJob:
-    """What the steps of a wrap share, once it is known where each value comes from."""
+    """The state that the steps of a wrap share, once it is known where each value comes from."""
 
     setup: Setup
     ranks: Ranks
@@ -54,7 +59,7 @@ class WrapJob:
 
 @dataclasses.dataclass(frozen=True)
 class WrapResult:
-    """What was done on this rank."""
+    """The wrapped model of this rank, with its sizes, bytes read and sent, and findings."""
 
     model: nn.Module
     local_bytes: int  # the size of the parameters and buffers that this rank holds
@@ -63,8 +68,8 @@ class WrapResult:
     findings: tuple[Finding, ...] = ()
 
 
-def run_wrap(setup: Setup, ranks: Ranks) -> WrapResult:
-    """Give every rank its part of the model, and wrap it.
+def run_wrap(setup: Setup, ranks: Ranks, path: Path | None) -> WrapResult:
+    """Give every rank its part of the model, and wrap it; ``path`` is the folder of the weights, where there is one.
 
     With FSDP2 nothing of the model is touched before all values are there. FSDP1 decides while it wraps which elements
     a rank owns, so it wraps empty memory first, which is filled afterwards.
@@ -73,7 +78,7 @@ def run_wrap(setup: Setup, ranks: Ranks) -> WrapResult:
     label = "make the device mesh"
     with ranks.together(label, timeout=timeout):
         mesh = make_mesh(setup.where, Waiting(ranks, label, setup.where.device, timeout))
-    root_values, folder = _find_values(setup, ranks, mesh)
+    root_values, folder = _find_values(setup, ranks, mesh, path)
     # before the wrap replaces the parameters by which a stale optimizer is told
     findings = (
         *root_values.findings,
@@ -82,6 +87,7 @@ def run_wrap(setup: Setup, ranks: Ranks) -> WrapResult:
         *accelerate_findings(setup.how.version, getattr(setup.how.mixed_precision, "param_dtype", None)),
     )
     with ranks.together("compute the buffers", timeout=timeout):
+        _refuse_unfilled(setup, root_values, folder)
         refuse_packed_by_root(setup.tensors.sharded, root_values.names)
         replicated = _replicated_memory(setup, root_values, folder)
     job = WrapJob(setup, ranks, mesh, root_values, folder, replicated)
@@ -94,10 +100,9 @@ def run_wrap(setup: Setup, ranks: Ranks) -> WrapResult:
     return dataclasses.replace(result, local_bytes=result.local_bytes + replicated_bytes, findings=findings)
 
 
-def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh) -> tuple[RootValues, Folder]:
+def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh, path: Path | None) -> tuple[RootValues, Folder]:
     """Find out where the values of each tensor come from; refuse when one has none."""
     root, timeout = root_of(mesh), setup.how.timeout
-    path = find_folder(setup, ranks)
     with ranks.together("read the headers of the checkpoint", timeout=timeout) as phase:
         folder = open_folder(setup, path)
         phase.payload = folder.digest
@@ -105,14 +110,44 @@ def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh) -> tuple[RootValu
     root_values = RootValues()
     with ranks.together("find the values on rank 0", timeout=timeout):
         if ranks.rank == root:
-            root_values = collect_root_values(setup, folder.names, folder.heads)
+            own = [each for each in setup.tensors.parameters if not each.is_meta]
+            on_disk = folder.names
+            # a copy that an adapter trains has the base's values only at first
+            own_copies = {each.name for each in own if any(part in each.name for part in _COPIES)}
+            on_disk -= {each.name for each in own} if setup.values.prefer == "model" else own_copies
+            root_values = collect_root_values(setup, on_disk, folder.heads)
+            if setup.values.prefer is None:
+                _refuse_overwriting(setup, folder, [each for each in own if each.name not in root_values.tensors])
     # what rank 0 gives is not read from the folder: an adapter of adapters= wins over what the folder has
     root_values = agree_on_names(ranks, root, root_values, setup.tensors.all, timeout=timeout)
     return root_values, folder.without(root_values.names)
 
 
+def _refuse_overwriting(setup: Setup, folder: Folder, own: Sequence[ModelTensor]) -> None:
+    """Refuse to replace rank 0's values by others of the folder, unless the caller says so."""
+    if differ := folder.unlike(own):
+        raise ArgumentError(
+            f"Rank 0's {type(setup.model).__name__} has other values than the folder {setup.values.folder} in "
+            f"{counted(len(differ), 'parameter')}. To train the folder's, pass prefer='source', or a model on meta; "
+            f"to train the model's, pass prefer='model':",
+            [each.line() for each in differ],
+        )
+
+
+def _refuse_unfilled(setup: Setup, root_values: RootValues, folder: Folder) -> None:
+    """Refuse parameters that rank 0 would read from the folder, and this rank's script replaced."""
+    known = root_values.names | folder.names
+    replaced = [each.line() for each in setup.tensors.parameters if each.name not in known]
+    if replaced:
+        raise ArgumentError(
+            "Only this rank's script replaced these parameters, and rank 0 has them as they were loaded; run the same "
+            "lines on every rank:",
+            replaced,
+        )
+
+
 def _replicated_memory(setup: Setup, root_values: RootValues, folder: Folder) -> dict[str, torch.Tensor]:
-    """Return what every rank keeps whole: computed buffers, and empty memory for values that are read or sent."""
+    """Return the tensors that every rank keeps whole: computed buffers, and empty memory for values read or sent."""
     computed, device = compute_buffers(setup.model), setup.where.device
     memory = {
         name: computed[name].to(device)
@@ -203,7 +238,7 @@ def _move_to_meta(setup: Setup) -> None:
 
 
 def _put_replicated(setup: Setup, replicated: Mapping[str, torch.Tensor]) -> None:
-    """Put the tensors that every rank keeps whole into the model; what is real already moves to the device."""
+    """Put the tensors that every rank keeps whole into the model; those that are real already move to the device."""
     for each in (*setup.tensors.ignored, *setup.tensors.buffers):
         tensor = replicated.get(each.name)
         if tensor is None and not each.is_meta and each.tensor.device != setup.where.device:

@@ -30,6 +30,7 @@ from safe_loading.errors import ArgumentError
 from .fsdp1 import is_unit
 
 _METHOD = "save_pretrained"
+_PROMPTS = "prompt_encoder."  # of a model with prompt learning
 _FLAT = "_flat_param"  # of FSDP1, where it keeps no original parameters
 _SHARDING = "distributed_config"  # of a transformers config
 _CALL = "call save_pretrained, which every rank must do"
@@ -47,7 +48,7 @@ StateByUnit = Mapping[nn.Module, Mapping[str, "torch.Tensor | TensorOfUnit"]]
 
 
 def make_saving_whole(model: nn.Module, ranks: Ranks, device: torch.device, timeout: float) -> None:
-    """Let ``save_pretrained`` of a wrapped model, and of the models inside it, gather what it saves on ``device``."""
+    """Let ``save_pretrained`` of a wrapped model, and of the models inside it, gather the tensors on ``device``."""
     if isinstance(model, FullyShardedDataParallel):
         inner = model.module  # its parameters can be gathered only through the outermost wrapper
         if callable(getattr(type(inner), _METHOD, None)):
@@ -108,7 +109,7 @@ class SavingWhole:
             chosen = {name for name, bit in zip(names, bits, strict=True) if bit == "1"}
             gathered = self._gather(states, chosen, Waiting(ranks, _GATHER, self.device, self.timeout), keep=writes)
         together = ranks.together("write the gathered model", timeout=self.timeout)
-        with together, _as_one_process_has_it(self.model):
+        with together, _as_one_process_has_it(self.model), _with_prompts(self.model, gathered):
             return save(self.model, state_dict=gathered, **options) if writes else None
 
     def _states(self) -> StateByUnit:
@@ -141,7 +142,7 @@ class SavingWhole:
 
 @contextlib.contextmanager
 def _as_one_process_has_it(model: nn.Module) -> Iterator[None]:
-    """Take away for a while what is not of the model itself: wrappers inside it, and how transformers would shard it.
+    """Remove for a while the wrappers inside the model, and transformers' own sharding settings.
 
     peft 0.21 saves no adapter of a module that is wrapped. transformers 5 gathers a model whose config has a
     ``distributed_config``, and would wait for ranks that have gathered already.
@@ -167,6 +168,23 @@ def _as_one_process_has_it(model: nn.Module) -> Iterator[None]:
             module._modules[name] = child
         for config, sharding in shardings.values():
             setattr(config, _SHARDING, sharding)
+
+
+@contextlib.contextmanager
+def _with_prompts(model: nn.Module, gathered: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
+    """Put gathered values into prompt encoders for a while: peft runs them to get the prompts that it saves."""
+    replaced: list[tuple[dict[str, Any], str, object]] = []
+    for path, module in model.named_modules():
+        parameters: dict[str, Any] = module._parameters
+        for name in [*parameters] if path.startswith(_PROMPTS) else ():
+            if (value := gathered.get(canonical(f"{path}.{name}"))) is not None:
+                replaced.append((parameters, name, parameters[name]))
+                parameters[name] = nn.Parameter(value, requires_grad=False)
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in replaced:
+            parameters[name] = parameter
 
 
 @torch.no_grad()
@@ -220,6 +238,8 @@ def _names_to_save(model: nn.Module, state: Mapping[str, object], options: Mappi
     if peft is None or not isinstance(model, peft.PeftModel):
         return state.keys()
     peft_model: Any = model  # peft may be absent, so its classes are not imported to narrow the type
+    if any(config.is_prompt_learning for config in peft_model.peft_config.values()):
+        return {name for name in state if name.startswith(_PROMPTS) or ".modules_to_save." in name}
     # stand-ins on meta: whatever peft does with them starts no collective
     stand_ins = {name: torch.empty(getattr(tensor, "shape", ()), device="meta") for name, tensor in state.items()}
     saved: set[int] = set()

@@ -1,4 +1,4 @@
-"""What a rank is asked to wrap, where and how: worked out on each rank alone, before anything is touched."""
+"""The setup of a wrap: its model, place and options, worked out on each rank alone, before anything is touched."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from safe_loading._core.engines import require_for
 from safe_loading._core.paths import path_text
+from safe_loading._core.report import counted
+from safe_loading._model.formats.eight_bit import is_eight_bit
+from safe_loading._model.formats.four_bit import FLOAT_STORAGE
 from safe_loading._model.tensors import ModelTensor, walk_modules
 from safe_loading._ranks.device_guard import own_device
 from safe_loading._ranks.exchange import Ranks
@@ -30,6 +33,7 @@ from .added_after_wrap import Wrapped, attached
 from .fsdp_units import ShardingUnit
 from .new_values import InitNew
 from .parameters import Ignored, buffers_of, described, ignored_parameters, parameters_of
+from .plain_attributes import refuse_attributes_on_meta
 
 WrapSource = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
 
@@ -41,6 +45,7 @@ class ValueOrigin:
     source: WrapSource  # a folder or hub id, a state dict on rank 0, or None for rank 0's own model
     adapters: Mapping[str, str]  # folders or hub ids of adapters, by the names that they have in the model
     init_new: InitNew | None  # gives new parameters their values
+    prefer: str | None  # "source" or "model": the values that are taken where a folder and rank 0's model differ
 
     @property
     def folder(self) -> str | None:
@@ -76,7 +81,7 @@ class WrapOptions:
 
 @dataclasses.dataclass(frozen=True)
 class TensorRoles:
-    """What happens to each tensor of the model."""
+    """The role of each tensor of the model: sharded, kept whole, or left alone."""
 
     sharded: tuple[ModelTensor, ...]  # the parameters that are split
     ignored: tuple[ModelTensor, ...]  # the parameters that every rank keeps whole, because the caller wants it so
@@ -101,7 +106,7 @@ class TensorRoles:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a rank is asked to do, checked."""
+    """The checked arguments of a rank's wrap."""
 
     model: nn.Module
     values: ValueOrigin
@@ -116,20 +121,21 @@ class Setup:
         return torch.device("cpu") if fsdp2.offloads(self.how.offload) else self.where.device
 
     def arguments(self) -> dict[str, str]:
-        """Return what the ranks must agree on, besides the tensors and the units."""
+        """Return the settings that the ranks must agree on, besides the tensors and the units."""
         given_mesh = self.where.given_mesh
         ranks_of_mesh = given_mesh.mesh.tolist() if given_mesh is not None else ""
         return {
             "version": str(self.how.version),
             "source": "a folder" if self.values.folder is not None else "rank 0",
             "mesh": f"{list(self.where.mesh_sizes)} {ranks_of_mesh}".strip(),
-            "mixed_precision": str(self.how.mixed_precision),
-            "cpu_offload": str(self.how.offload),
+            "mp_policy": str(self.how.mixed_precision),
+            "offload_policy": str(self.how.offload),
             "reshard_after_forward": str(self.how.reshard_after_forward),
             "device": self.where.device.type,
-            "ignored": str([tensor.name for tensor in self.tensors.ignored]),
+            "ignored_params": str([tensor.name for tensor in self.tensors.ignored]),
             "adapters": str(sorted(self.values.adapters)),
             "init_new": "given" if self.values.init_new is not None else "None",
+            "prefer": str(self.values.prefer),
             "verify": self.how.verify,
         }
 
@@ -148,7 +154,9 @@ def ranks_of(mesh: object) -> Ranks:
     return Ranks.resolve(mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else "all")
 
 
-def check_kinds(model: object, source: object, version: object, init_new: object, verify: object) -> None:
+def check_kinds(
+    model: object, source: object, version: object, init_new: object, verify: object, prefer: object
+) -> None:
     """Refuse arguments of a wrong kind, and a model that FSDP1 wrapped."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a {type(model).__name__}: pass a torch.nn.Module; meta_model makes one.")
@@ -161,6 +169,10 @@ def check_kinds(model: object, source: object, version: object, init_new: object
         raise ArgumentError(f"version={version!r}: 2 is fully_shard, 1 is FullyShardedDataParallel.")
     if verify not in ("off", "structure", "bytes"):
         raise ArgumentError(f"verify={verify!r}: pass 'off', 'structure' or 'bytes'.")
+    if prefer not in (None, "source", "model"):
+        raise ArgumentError(f"prefer={prefer!r}: pass 'source', 'model' or None.")
+    if prefer is not None and not isinstance(source, (str, os.PathLike)):
+        raise ArgumentError(f"prefer={prefer!r} chooses between a folder and the model: source is no folder or hub id.")
     if init_new is not None and not callable(init_new):
         raise ArgumentError(f"init_new is a {type(init_new).__name__}: pass a function that initializes a module.")
     if any(fsdp1.is_unit(module) for _, module in walk_modules(model)):
@@ -173,7 +185,7 @@ def check_kinds(model: object, source: object, version: object, init_new: object
 def check_second_call(
     before: Wrapped, source: WrapSource, version: int, mesh: object, wrap: object, adapters: object
 ) -> None:
-    """Refuse arguments that a second call, which shards what was attached since the first, cannot use."""
+    """Refuse arguments that a second call, which shards the modules attached since the first, cannot use."""
     problems = []
     if version == 1:
         problems.append("version=1: the model is wrapped by FSDP2")
@@ -182,7 +194,9 @@ def check_second_call(
     if mesh is not None and mesh != before.mesh:
         problems.append(f"mesh={mesh}: the units have {before.mesh}")
     if wrap is not None:
-        problems.append("wrap=: whatever was attached becomes units of its own, next to the unit that it is in")
+        problems.append(
+            "auto_wrap_policy=: whatever was attached becomes units of its own, next to the unit that it is in"
+        )
     if adapters is not None:
         problems.append("adapters=: read the adapter with PeftModel.from_pretrained or load_adapter, then call this")
     if problems:
@@ -202,10 +216,11 @@ def find_place(mesh: object, device: torch.device | str | int | None, ranks: Ran
 def assign_roles(
     model: nn.Module, ignored: Iterable[Ignored], version: int, before: Wrapped | None
 ) -> tuple[TensorRoles, set[nn.Parameter]]:
-    """Return what happens to each tensor, and the ignored parameters.
+    """Return the role of each tensor, and the ignored parameters.
 
     Where an earlier call wrapped the model (``before``), only what was attached since is sharded.
     """
+    refuse_attributes_on_meta(model)
     kept = ignored_parameters(model, ignored)
     every = parameters_of(model)
     parameters = every if before is None else attached(model, before)
@@ -216,16 +231,31 @@ def assign_roles(
         buffers=buffers_of(model) if before is None else (),
         left_alone=tuple(parameter for parameter in every if id(parameter.tensor) not in taken),
     )
-    problems = [*past_hooks(model), *(fsdp2.check if version == 2 else fsdp1.check)(roles.sharded)]
+    problems = [
+        *past_hooks(model),
+        *_in_eight_bits(roles.sharded),
+        *(fsdp2.check if version == 2 else fsdp1.check)(roles.sharded),
+    ]
     if problems:
         raise ArgumentError(f"FSDP{version} cannot shard this {type(model).__name__}:", problems)
     return roles, kept
 
 
+def _in_eight_bits(parameters: Sequence[ModelTensor]) -> list[str]:
+    """Return the problem of weights in 8 bits, whose first forward fails for want of their scales."""
+    names = [each.name for each in parameters if is_eight_bit(each.tensor)]
+    if not names:
+        return []
+    return [
+        f"{counted(len(names), 'weight')} in 8 bits, such as {names[0]}: FSDP splits the codes and loses the scales of "
+        f"their rows. Load the base in 4 bits, with {FLOAT_STORAGE}"
+    ]
+
+
 def resolve_options(
     version: int,
-    mixed_precision: object,
-    cpu_offload: object,
+    mp_policy: object,
+    offload_policy: object,
     device: torch.device,
     before: Wrapped | None,
     *,
@@ -233,18 +263,17 @@ def resolve_options(
     timeout: float,
     reshard_after_forward: object,
 ) -> WrapOptions:
-    """Return how FSDP wraps; what a second call leaves open is what the first one was asked for."""
+    """Return how FSDP wraps; options that a second call leaves open are those of the first."""
     if before is not None:
-        mixed_precision = before.mixed_precision if mixed_precision is None else mixed_precision
-        # False is the default, which cannot be told from a caller's own
-        cpu_offload = before.offload if cpu_offload is False and before.offload is not None else cpu_offload
+        mp_policy = before.mixed_precision if mp_policy is None else mp_policy
+        offload_policy = before.offload if offload_policy is None else offload_policy
         reshard_after_forward = before.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, int)):
         raise ArgumentError(f"reshard_after_forward={reshard_after_forward!r}: pass a bool, a number of ranks or None.")
     if version == 1 and reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ArgumentError(f"reshard_after_forward={reshard_after_forward}: FSDP1 takes a bool or None.")
     fsdp = fsdp2 if version == 2 else fsdp1
-    precision, offload = fsdp.mixed_precision_policy(mixed_precision), fsdp.offload_policy(cpu_offload, device)
+    precision, offload = fsdp.mixed_precision_policy(mp_policy), fsdp.offload_policy(offload_policy, device)
     return WrapOptions(version, precision, offload, verify, timeout, reshard_after_forward)
 
 

@@ -22,7 +22,7 @@ from .setup import Setup
 
 @dataclasses.dataclass
 class RootValues:
-    """What the root, the first rank of the mesh, gives to the others."""
+    """The values that the root, the first rank of the mesh, gives to the others."""
 
     names: frozenset[str] = frozenset()  # the tensors, on every rank the same
     # their values, on the root; empty elsewhere
@@ -76,7 +76,7 @@ def _from_state_dict(setup: Setup, missing: Set[str]) -> RootValues:
 
 
 def _from_rank_0(setup: Setup, missing: Set[str]) -> RootValues:
-    """Rank 0's own model: without a source everything that it has, and otherwise what the source may lack."""
+    """The values of rank 0's own model: without a source all of them, and otherwise those that the source may lack."""
     tensors = setup.tensors
     if isinstance(setup.values.source, Mapping):
         allowed = tensors.saved_buffers  # a parameter that the state dict lacks is an error
@@ -97,7 +97,7 @@ def _from_peft_initialization(setup: Setup, missing: Set[str]) -> RootValues:
 
 
 def _from_init_new(setup: Setup, missing: Set[str]) -> RootValues:
-    """What ``init_new=`` writes into new parameters."""
+    """The values that ``init_new=`` writes into new parameters."""
     parameters = [each for each in setup.tensors.parameters if each.name in missing]
     if setup.values.init_new is None or not parameters:
         return RootValues()
@@ -126,7 +126,7 @@ def match_state_dict(tensors: Sequence[ModelTensor], state: Mapping[str, torch.T
 
 
 def _misfit(tensor: ModelTensor, value: object, first: torch.Tensor | None) -> str | None:
-    """Return why a tensor cannot have a value; ``first`` is what it was given under another of its names."""
+    """Return why a tensor cannot have a value; ``first`` is its value under another of its names."""
     if not isinstance(value, torch.Tensor):
         return f"the state dict has a {type(value).__name__}, which is no tensor"
     if isinstance(value, DTensor):

@@ -25,7 +25,7 @@ from .value_sources import RootValues, root_of
 
 
 def check_read(folder: Folder, shard: LocalShard, device: torch.device) -> None:
-    """Read what this rank has of the folder once more, through a small buffer, and compare it bit by bit."""
+    """Read this rank's ranges of the folder once more, through a small buffer, and compare them bit by bit."""
     # a target is called by its name in the checkpoint's class
     wrong = [f"{name}: the shard of this rank differs from the checkpoint" for name in folder.differing(shard, device)]
     if wrong:
@@ -33,7 +33,7 @@ def check_read(folder: Folder, shard: LocalShard, device: torch.device) -> None:
 
 
 def check_sent(setup: Setup, ranks: Ranks, mesh: DeviceMesh, root_values: RootValues, shard: LocalShard) -> None:
-    """Compare the hash of what each rank was sent with the hash that the root makes of its own values."""
+    """Compare the hash of the values sent to each rank with the hash that the root makes of its own."""
     names, root = root_values.names, root_of(mesh)
     if not names:
         return

@@ -1,20 +1,18 @@
-"""Models of ``from_pretrained`` without the weights: what is to be read stands there without memory, the rest is real.
+"""from_pretrained without weights: parameters take no memory until prepare reads them; everything else is real.
 
 A parameter without its weight is one NaN on the host, expanded to the shape. So peft makes its adapters on the host,
-with the values and draws of one process; on meta it would lose them. What computes with it gets NaN, and what writes
-into it an error of torch.
+with the values and draws of one process; on meta it would lose them. What reads or writes it reads the folder first.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,12 +20,19 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from safe_loading._checkpoint.hub import base_files, resolve
-from safe_loading._model.quantized.four_bit_on_meta import four_bit_on_meta, packed_from, weight_on_meta
-from safe_loading._model.quantized.recognize import is_four_bit
+from safe_loading._checkpoint.model_folder import ModelFolder
+from safe_loading._core.engines import is_integrated
+from safe_loading._model.formats.four_bit_on_meta import four_bit_on_meta, packed_from, weight_on_meta
+from safe_loading._model.layout.checkpoint_source import CheckpointSource
+from safe_loading._model.layout.ties import untie_as_in_folder
+from safe_loading._model.quantized.on_disk import refuse_bad_codes
 from safe_loading._model.tensors import walk_modules
-from safe_loading.errors import ArgumentError
+from safe_loading.errors import ArgumentError, SafeLoadingError
 
-from .parameters import parameters_of
+from .buffers import compute_buffers
+from .later_values import FolderTensor, WeightlessParameter, note_origin, origin_of, weightless
+from .open_source import open_source
+from .parameters import buffers_of, parameters_of
 
 _RECORD = "_weights_of_safe_loading"
 _FLAG = "_is_hf_initialized"  # by which transformers knows what it need not initialize
@@ -39,45 +44,21 @@ _UNKNOWN = (
 _HUB = ("token", "cache_dir", "local_files_only")
 
 
-class WeightlessParameter(nn.Parameter):
-    """A parameter whose values are to be read later; a copy of it has none either."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> WeightlessParameter:
-        """Return a parameter without memory too: a plain copy would have memory for the whole."""
-        if id(self) not in memo:
-            made = memo[id(self)] = weightless(self)
-            vars(made).update(copy.deepcopy(vars(self), memo))
-        return cast(WeightlessParameter, memo[id(self)])
-
-
-# Under the class name by which transformers and peft tell 4-bit weights; it has the attributes that they ask for.
-_FourBitParameter = type("Params4bit", (WeightlessParameter,), {"__doc__": "A 4-bit weight to be packed later."})
-
-
 @dataclasses.dataclass(frozen=True)
 class LaterWeights:
     """Where the weights of a model are, kept with it until they are read."""
 
     folder: Path
+    source: CheckpointSource | None  # matched with the model as it was loaded; None where it does not fit
     guard: RemovableHandle | None = None  # a hook that refuses to compute without them
 
     def __deepcopy__(self, memo: dict[int, object]) -> LaterWeights:
         """Return the same without the handle of a hook, which is not the copy's."""
-        return LaterWeights(self.folder)
-
-
-def weightless(like: torch.Tensor) -> WeightlessParameter:
-    """Return a parameter of the same shape and dtype without memory."""
-    one = torch.full((), torch.nan if like.is_floating_point() else 0, dtype=like.dtype, device="cpu")
-    made = (_FourBitParameter if is_four_bit(like) else WeightlessParameter)(
-        one.expand(like.shape), requires_grad=like.requires_grad
-    )
-    vars(made).update(vars(like))
-    return cast(WeightlessParameter, made)
+        return LaterWeights(self.folder, self.source)
 
 
 def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any, **options: Any) -> Any:
-    """Return what ``from_pretrained`` returns, without reading a weight.
+    """Return the result of ``from_pretrained`` without reading a weight.
 
     ``load`` is the function of that classmethod. It makes the model on meta itself, so that configs, code and warnings
     are its own.
@@ -91,12 +72,14 @@ def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any
             f"{', '.join(given) or 'no name'}. Leave them out, or make this call outside of load_at_prepare()."
         )
     if _is_quantized(name, options):  # whose codes transformers cannot convert on meta
+        if Path(name).is_dir():
+            refuse_bad_codes(ModelFolder(Path(name, options.get("subfolder") or "")))
         raise _not_as_they_are(name)
     options.pop("device_map", None)
     with_info = bool(options.pop("output_loading_info", False))
     quantization = options.pop("quantization_config", None)
     model, info = load(kind, **options, device_map="meta", output_loading_info=True)
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
+    if getattr(model, "hf_quantizer", None) is not None or is_integrated(model):
         raise _not_as_they_are(name)
     if quantization is not None:
         four_bit_on_meta(model, quantization, model.dtype)
@@ -108,8 +91,13 @@ def load_later(load: Callable[..., Any], kind: type[PreTrainedModel], *args: Any
         subfolder=options.get("subfolder") or None,
         hub=hub,
     )
-    _take_weights_away(model, set(info["missing_keys"]))
-    model.__dict__[_RECORD] = LaterWeights(resolved.folder, model.register_forward_pre_hook(_refuse))
+    if getattr(model, "all_tied_weights_keys", None):
+        model.tie_weights(recompute_mapping=False)  # on meta from_pretrained compares no values, and ties nothing
+        untie_as_in_folder(model, ModelFolder(resolved.folder))
+    source = _opened(resolved.folder, model)
+    _compute_buffers(model)
+    _take_weights_away(model, set(info["missing_keys"]), source)
+    model.__dict__[_RECORD] = LaterWeights(resolved.folder, source, model.register_forward_pre_hook(_refuse))
     return (model, info) if with_info else model
 
 
@@ -133,25 +121,16 @@ def move_to_meta(model: nn.Module, inner: nn.Module, later: LaterWeights, *, tra
         if packed_from(tensor) is not None:
             each.put(weight_on_meta(tensor))
         elif isinstance(tensor, WeightlessParameter):
-            empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
-            each.put(nn.Parameter(empty, requires_grad=tensor.requires_grad))
+            empty = nn.Parameter(torch.empty(tensor.shape, dtype=dtype, device="meta"), tensor.requires_grad)
+            vars(empty).update(vars(tensor))
+            if tensor.dtype != dtype and (origin := origin_of(tensor)) is not None:
+                note_origin(empty, origin.rounded_to(tensor.dtype))
+            each.put(empty)
         elif tensor.dtype != dtype:
             tensor.data = tensor.data.to(dtype)
     if later.guard is not None:
         later.guard.remove()
     del vars(inner)[_RECORD]
-
-
-def computed_from_nothing(model: nn.Module) -> list[str]:
-    """Return the parameters that something computed from weights which are not there."""
-    return [
-        each.name
-        for each in parameters_of(model)
-        if not isinstance(each.tensor, WeightlessParameter)
-        and each.tensor.is_floating_point()
-        and not each.is_meta
-        and bool(each.tensor.isnan().any())
-    ]
 
 
 def _is_quantized(name: str | os.PathLike[str], options: Mapping[str, Any]) -> bool:
@@ -172,7 +151,27 @@ def _not_as_they_are(name: object) -> ArgumentError:
     )
 
 
-def _take_weights_away(model: PreTrainedModel, missing: Set[str]) -> None:
+def _opened(folder: Path, model: PreTrainedModel) -> CheckpointSource | None:
+    """Return the folder, matched with the model before a script changes it; None where it does not fit.
+
+    What does not fit is told by the wrap, on all ranks at once.
+    """
+    with contextlib.suppress(SafeLoadingError):
+        source = open_source(folder, model, is_new=lambda name: True, heads=True)
+        return None if source.layout.mismatched else source
+    return None
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Give values to the buffers that no folder has, as far as that is possible: the script may cast or move them."""
+    with contextlib.suppress(SafeLoadingError):  # the wrap tells what nothing computes
+        computed = compute_buffers(model)
+        for each in buffers_of(model):
+            if each.name in computed:
+                each.put(computed[each.name])
+
+
+def _take_weights_away(model: PreTrainedModel, missing: Set[str], source: CheckpointSource | None) -> None:
     new = []
     for each in parameters_of(model):
         if missing.isdisjoint(each.names):
@@ -183,6 +182,13 @@ def _take_weights_away(model: PreTrainedModel, missing: Set[str]) -> None:
             each.put(new[-1])
     if new:
         _initialize(model, new)
+    for each in parameters_of(model):
+        if isinstance(each.tensor, WeightlessParameter):
+            note_origin(each.tensor, FolderTensor(source, each.name))
+    for each in buffers_of(model):
+        # few bytes, which no cast, copy or move by the script can lose
+        if source is not None and each.is_meta and each.persistent and source.stored_as(each.name) is not None:
+            each.put(FolderTensor(source, each.name).read(each.tensor))
 
 
 @torch.no_grad()

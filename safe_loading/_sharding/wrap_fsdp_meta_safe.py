@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
 
+from safe_loading._core.engine_names import WRAP, WrapNames
 from safe_loading._core.log import logger
 from safe_loading._ranks.device_guard import check_not_shared, owned_device
 from safe_loading._ranks.same_folders import check_same_folders
 
 from .adapter_methods import guard_merges
-from .added_after_wrap import attached_units, wrapped_before
+from .added_after_wrap import Wrapped, attached_units, wrapped_before
 from .agree import agree
+from .checkpoint_folder import find_folder, untie_as_in_folder
 from .fsdp2 import let_generate_wait
-from .fsdp_units import Wrap, plan_units
+from .fsdp_units import ShardingUnit, Wrap, plan_units
+from .parameters import Ignored
 from .peak_memory import Peak
 from .report import FsdpReport, FsdpUnit
 from .run import WrapResult, run_wrap
 from .saving import make_saving_whole
 from .setup import (
     Setup,
+    TensorRoles,
     ValueOrigin,
     assign_roles,
     check_kinds,
@@ -37,6 +43,9 @@ from .setup import (
     resolve_options,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 def wrap_fsdp_meta_safe(
     model: nn.Module,
@@ -44,16 +53,18 @@ def wrap_fsdp_meta_safe(
     *,
     version: Literal[1, 2] = 2,
     mesh: DeviceMesh | Sequence[int] | None = None,
-    wrap: Wrap | None = None,
-    mixed_precision: Any = None,
-    cpu_offload: Any = False,
+    auto_wrap_policy: Wrap | None = None,
+    mp_policy: MixedPrecisionPolicy | MixedPrecision | torch.dtype | None = None,
+    offload_policy: OffloadPolicy | CPUOffload | bool | None = None,
     device: torch.device | str | int | None = None,
-    ignored: Iterable[nn.Module | nn.Parameter | str] = (),
+    ignored_params: Iterable[nn.Module | nn.Parameter | str] | None = None,
     adapters: Mapping[str, str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
     init_new: Callable[[nn.Module], Any] | None = None,
     verify: Literal["off", "structure", "bytes"] = "structure",
     timeout: float = 1800.0,
     reshard_after_forward: bool | int | None = None,
+    prefer: Literal["source", "model"] | None = None,
+    **other: Unpack[WrapNames],
 ) -> nn.Module:
     """Wrap a model in FSDP, and give each rank its shard of the weights and nothing else.
 
@@ -75,13 +86,13 @@ def wrap_fsdp_meta_safe(
         version: 2 for ``fully_shard``, 1 for ``FullyShardedDataParallel``.
         mesh: A DeviceMesh of one dimension (FSDP) or two (HSDP: replicas, shards), or its sizes. None takes all ranks.
             FSDP1 takes replicas of two shards or more.
-        wrap: The modules that are gathered together: classes, names of classes, patterns of module names, or
-            ``fn(module) -> bool``. None takes the layers, and the last norm with the head.
-        mixed_precision: The policy class of that FSDP version, or the dtype to compute in (gradients are then reduced
+        auto_wrap_policy: The modules that are gathered together: classes, names of classes, patterns of module names,
+            or ``fn(module) -> bool``. None takes the layers, and the last norm with the head.
+        mp_policy: The policy class of that FSDP version, or the dtype to compute in (gradients are then reduced
             in float32).
-        cpu_offload: Whether the shards stay on the host, or the policy class of that FSDP version.
+        offload_policy: Whether the shards stay on the host, or the policy class of that FSDP version.
         device: The device of this rank; None takes :func:`device_for_rank`, which is the CPU without an accelerator.
-        ignored: Modules, parameters, names or patterns that every rank keeps whole, and that FSDP leaves alone.
+        ignored_params: Modules, parameters, names or patterns that every rank keeps whole, and that FSDP leaves alone.
         adapters: Folder or hub id of the adapter that the model has, or ``{name: folder}`` for several: rank 0 alone
             downloads and reads it, and its values are scattered.
         init_new: Called on each module that has parameters which the source does not have, on rank 0, on the CPU,
@@ -92,6 +103,12 @@ def wrap_fsdp_meta_safe(
         timeout: Longest wait for the other ranks, in seconds.
         reshard_after_forward: Whether a unit is freed between the forward and the backward pass; with FSDP2 also over
             how many ranks it is split meanwhile. None frees it. The root, and the last norm with the head, stay.
+        prefer: For a real model with a folder: whose values are trained where rank 0's model and the folder differ,
+            ``"source"`` or ``"model"``. None compares all that rank 0 has, and refuses a difference. Values that a
+            script wrote and a folder's fine-tuning look alike, so it is not guessed.
+        **other: Names of FSDP1 that mean one thing here: ``mixed_precision`` is ``mp_policy``, ``cpu_offload`` is
+            ``offload_policy``, ``ignored_modules`` and ``ignored_states`` are ``ignored_params``, ``device_mesh`` is
+            ``mesh``, ``device_id`` is ``device``.
 
     Returns:
         The model: with version 2 the same object, with version 1 the module that wraps it.
@@ -104,36 +121,41 @@ def wrap_fsdp_meta_safe(
     """
     started = time.perf_counter()
     before = wrapped_before(model)
+    own: dict[str, object] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy, "device": device}
+    own |= {"ignored_params": ignored_params}
+    mesh, mp_policy, offload_policy, device, ignored_params, _ = WRAP.placed(wrap_fsdp_meta_safe, other, own, None)
     ranks = ranks_of(mesh if before is None else before.mesh)
     with ranks.together("check the arguments", timeout=timeout) as phase:
-        check_kinds(model, source, version, init_new, verify)
+        check_kinds(model, source, version, init_new, verify, prefer)
         if before is not None:
-            check_second_call(before, source, version, mesh, wrap, adapters)
+            check_second_call(before, source, version, mesh, auto_wrap_policy, adapters)
         where = find_place(mesh if before is None else before.mesh, device, ranks, version)
-        tensors, kept = assign_roles(model, ignored, version, before)
-        if before is None:
-            units = plan_units(model, wrap, ignored=kept, flat=version == 1)
-        else:
-            units = attached_units(model, tensors.sharded)
+        tensors, units = _planned(model, auto_wrap_policy, ignored_params, version, before)
         how = resolve_options(
             version,
-            mixed_precision,
-            cpu_offload,
+            mp_policy,
+            offload_policy,
             where.device,
             before,
             verify=verify,
             timeout=timeout,
             reshard_after_forward=reshard_after_forward,
         )
-        values = ValueOrigin(source, name_adapters(model, adapters), init_new)
+        values = ValueOrigin(source, name_adapters(model, adapters), init_new, prefer)
         setup = Setup(model, values, where, how, tensors, units)
         phase.payload = owned_device(where.device, device), folders_seen(values)
     check_not_shared(ranks.ranks, [device_of_rank for device_of_rank, _ in phase.results])
     check_same_folders(ranks.ranks, [folders for _, folders in phase.results])
+    path = find_folder(setup, ranks)
+    with ranks.together("compare tied weights", timeout=timeout):
+        if untie_as_in_folder(setup, path):
+            kept = [each.tensor for each in setup.tensors.ignored if isinstance(each.tensor, nn.Parameter)]
+            tensors, units = _planned(model, auto_wrap_policy, kept, version, before)
+            setup = dataclasses.replace(setup, tensors=tensors, units=units)
     unit_lines = [f"{unit.name}: {len(unit.parameters)} parameters" for unit in units]
     agree(ranks, setup.arguments(), setup.lines(), unit_lines, timeout=timeout)
     with Peak(where.device) as peak:
-        result = run_wrap(setup, ranks)
+        result = run_wrap(setup, ranks, path)
     report = _report(setup, result, ranks.index(ranks.rank), ranks.size, peak.bytes, time.perf_counter() - started)
     # with version 1 the result is another module than the model, so the report goes on the result
     result.model.__dict__["fsdp_report"] = report
@@ -142,6 +164,16 @@ def wrap_fsdp_meta_safe(
     let_generate_wait(model)
     logger.info("%s", report)
     return result.model
+
+
+def _planned(
+    model: nn.Module, wrap: Wrap | None, ignored: Iterable[Ignored] | None, version: int, before: Wrapped | None
+) -> tuple[TensorRoles, tuple[ShardingUnit, ...]]:
+    """Return the role of each tensor, and the units."""
+    tensors, kept = assign_roles(model, () if ignored is None else ignored, version, before)
+    if before is not None:
+        return tensors, attached_units(model, tensors.sharded)
+    return tensors, plan_units(model, wrap, ignored=kept, flat=version == 1)
 
 
 def _report(setup: Setup, result: WrapResult, rank: int, ranks: int, peak: int, seconds: float) -> FsdpReport:

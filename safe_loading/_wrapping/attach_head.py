@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,18 +13,22 @@ from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
+from safe_loading._core.interrupts import undone_on_error
 from safe_loading._core.names import method_name
+from safe_loading._model.snapshot import Snapshot
+from safe_loading._model.torch_state import undone_when_raised
 from safe_loading.errors import ArgumentError, WrapError
 
-from .heads import HEADS, base_and_path, device_and_dtype_of_output, head_problems, saved_head
+from .heads import HEADS, as_head, base_and_path, device_and_dtype_of_output, head_problems, saved_head
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@undone_when_raised
 def attach_head(
     model: Model,
     name: str,
-    module: nn.Module,
+    module: nn.Module | nn.Parameter,
     *,
     source: str | os.PathLike[str] | None = None,
     adapter_name: str | None = None,
@@ -42,7 +47,8 @@ def attach_head(
     Args:
         model: A PeftModel, or a base that becomes one.
         name: The name of the attribute, such as ``"value_head"``.
-        module: The head. It is moved and cast in place, and is the module that is trained.
+        module: The head. It is moved and cast in place, and is the module that is trained. Or a bare parameter, a
+            temperature for example: then ``model.<name>.value`` is it, and ``model.<name>(x)`` is ``x`` times it.
         source: The folder of an adapter that was saved with this head and loaded without it; its values are read.
         adapter_name: The adapter that it belongs to; None means the active one.
         dtype: The dtype of the head; None means that of ``source``, or else that of the last hidden states.
@@ -57,6 +63,7 @@ def attach_head(
         CheckpointError: ``source`` is not an adapter, or is damaged. The model is unchanged.
         ArgumentError: There is no such adapter, or several are active and one must be named.
     """
+    module = as_head(module)
     if not isinstance(module, nn.Module):
         raise ArgumentError(
             f"{getattr(module, '__name__', type(module).__name__)} is not a head: pass a torch.nn.Module, such as "
@@ -82,24 +89,38 @@ def attach_head(
     if problems:
         raise WrapError(f"{name!r} cannot be attached to {type(model).__name__}; nothing was changed:", problems)
     state = None if source is None else saved_head(Path(source), path + name, module, config)
-    _move(module, base, state, dtype, device)
-    if isinstance(model, PeftModel) and config is not None:
-        wrapper = _with_peft_wrapper(module, adapter, active=adapter in model.active_adapters)
-        # As peft does for an adapter that is loaded for inference.
-        if source is not None and config.inference_mode:
-            wrapper.requires_grad_(False)
-        setattr(base, name, wrapper.train(model.training))
-        if name not in (config.modules_to_save or ()):
-            config.modules_to_save = [*(config.modules_to_save or ()), name]
-    else:
-        setattr(base, name, module.train(model.training))
-    vars(base)[HEADS] = (*vars(base).get(HEADS, ()), name)
-    # accelerate's dispatch_model refuses a map that leaves a module out.
-    devices = getattr(base, "hf_device_map", None)
-    if isinstance(devices, dict) and devices and "" not in devices:
-        first = next(module.parameters(), None)
-        devices[name] = device_and_dtype_of_output(base)[0] if first is None else first.device
-    return model
+    with undone_on_error(_undo_of(module, config)):
+        _move(module, base, state, dtype, device)
+        if isinstance(model, PeftModel) and config is not None:
+            wrapper = _with_peft_wrapper(module, adapter, active=adapter in model.active_adapters)
+            # As peft does for an adapter that is loaded for inference.
+            if source is not None and config.inference_mode:
+                wrapper.requires_grad_(False)
+            setattr(base, name, wrapper.train(model.training))
+            if name not in (config.modules_to_save or ()):
+                config.modules_to_save = [*(config.modules_to_save or ()), name]
+        else:
+            setattr(base, name, module.train(model.training))
+        vars(base)[HEADS] = (*vars(base).get(HEADS, ()), name)
+        # accelerate's dispatch_model refuses a map that leaves a module out.
+        devices = getattr(base, "hf_device_map", None)
+        if isinstance(devices, dict) and devices and "" not in devices:
+            first = next(module.parameters(), None)
+            devices[name] = device_and_dtype_of_output(base)[0] if first is None else first.device
+        return model
+
+
+def _undo_of(module: nn.Module, config: Any) -> Callable[[], None]:
+    """Return the function that puts the head and the adapter's config back into their present state."""
+    before, saved = Snapshot(module), getattr(config, "modules_to_save", None)
+    before.keep_whole(module)
+
+    def undo() -> None:
+        before.restore()
+        if config is not None:
+            config.modules_to_save = saved
+
+    return undo
 
 
 def _adapter(model: PeftModel, name: str | None) -> tuple[str, Any]:

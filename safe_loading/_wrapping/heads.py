@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from safe_loading._checkpoint.adapter_folder import read_adapter
 from safe_loading._checkpoint.hub import Resolved
-from safe_loading._loading.adapter_facts import read_adapter
 from safe_loading._loading.adapter_values import read_tensors, rename_keys
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading.errors import AdapterError
@@ -22,6 +23,23 @@ HEADS = "_attached_heads"  # in the __dict__ of a base: the names of its heads
 # peft lists both in modules_to_save of every sequence classifier, which has one of them.
 _EITHER_NAME = frozenset({"classifier", "score"})
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
+
+
+class ParameterHead(nn.Module):
+    """A head that is one parameter, such as a temperature or a scale of logits; its call multiplies by it."""
+
+    def __init__(self, value: nn.Parameter) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` times the parameter."""
+        return x * self.value
+
+
+def as_head(head: nn.Module | nn.Parameter) -> nn.Module:
+    """Return a bare parameter in a module, and anything else as it is."""
+    return ParameterHead(head) if isinstance(head, nn.Parameter) else head
 
 
 def base_and_path(model: nn.Module) -> tuple[nn.Module, str]:
@@ -53,13 +71,14 @@ def head_problems(model: nn.Module, base: nn.Module, name: str, module: nn.Modul
         return [f"{name!r} is not a valid name of an attribute."]
     problems = []
     if hasattr(model, name):
-        problems.append(f"the model has {name!r} already; choose another name.")
+        problems.append(f"the model has {name!r} already; choose another name: {free_name(model, name)!r} is free.")
     # peft matches modules_to_save against the ends of module paths.
     matched = [path for path, _ in base.named_modules() if path.endswith(name)]
     if matched and not hasattr(model, name):
         problems.append(
             f"peft matches {name!r} against the ends of module paths, and {matched[0]!r} ends in it too: that module "
-            f"would be trained and saved with the head, and missing when it is loaded; choose another name."
+            f"would be trained and saved with the head, and missing when it is loaded; choose another name: "
+            f"{free_name(model, name)!r} is free."
         )
     if isinstance(module, (*_CONTAINERS, BaseTunerLayer, AuxiliaryTrainingWrapper)):
         problems.append(f"a {type(module).__name__} cannot be a head; put it into a module with a forward.")
@@ -71,6 +90,13 @@ def head_problems(model: nn.Module, base: nn.Module, name: str, module: nn.Modul
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         problems.append("the model is sharded already, so nothing would reduce the head's gradients; attach it before.")
     return problems
+
+
+def free_name(model: nn.Module, name: str) -> str:
+    """Return a name under which a head can be attached: its own, or one made of it that peft takes for no other."""
+    paths = [path for path, _ in model.named_modules()]
+    tried = itertools.chain((name, f"{name}_head"), (f"{name}_head_{number}" for number in itertools.count(2)))
+    return next(each for each in tried if not hasattr(model, each) and not any(p.endswith(each) for p in paths))
 
 
 def missing_heads(model: nn.Module) -> list[str]:
@@ -105,7 +131,7 @@ def saved_head(folder: Path, key: str, module: nn.Module, config: PeftConfig | N
     """
     facts = read_adapter(Resolved(str(folder), folder, None))
     prompts = bool(config is not None and config.is_prompt_learning)
-    tensors = rename_keys(facts, read_tensors(facts), prompt_learning=prompts, own_module=False).tensors
+    tensors = rename_keys(facts, read_tensors(facts), prompt_learning=prompts).tensors
     saved = {name.removeprefix(f"{key}."): tensor for name, tensor in tensors.items() if name.startswith(f"{key}.")}
     problems = list(_differences(saved, module.state_dict()))
     if problems:

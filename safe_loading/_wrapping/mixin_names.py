@@ -36,7 +36,7 @@ _OF_EVERY_CLASS = frozenset(dir(type("Plain", (), {"__call__": None, "__annotati
 
 
 def check_mixin(mixin: object) -> None:
-    """Refuse what does not derive from Transparent alone, or has no ``__call__``."""
+    """Refuse a mixin that does not derive from Transparent alone, or has no ``__call__``."""
     if not (isinstance(mixin, type) and issubclass(mixin, Transparent)):
         shown, name = (mixin.__name__,) * 2 if isinstance(mixin, type) else (f"{mixin!r:.60}", "Mine")
         raise ArgumentError(
@@ -85,8 +85,7 @@ def check_names(
         elif isinstance(value, (nn.Module, nn.Parameter)):
             problems.append(
                 f"the state {name!r} is a {type(value).__name__}: it would be neither saved nor moved with the model. "
-                f"Call attach_head(model, {name!r}, ...) instead"
-                + (", with the parameter in a module." if isinstance(value, nn.Parameter) else ".")
+                f"Call attach_head(model, {name!r}, ...) instead."
             )
     return problems
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,17 @@ from peft import (
 from torch import nn
 from transformers import PreTrainedModel
 
+from safe_loading._core.interrupts import undone, undone_on_error
 from safe_loading._core.log import quiet
 from safe_loading._loading.peft_config import can_build_on_meta, changes_base
+from safe_loading._loading.starts import may_change_base
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
+from safe_loading._model.torch_state import TorchState
 from safe_loading.errors import ArgumentError, SafeLoadingError, WrapError
 
 from .attach_head import attach_head
-from .heads import head_problems
+from .heads import as_head, head_problems
 from .mixin_names import check_mixin, check_names
 from .proof import prove, refuse_unreached
 from .transparent import Transparent
@@ -38,7 +41,7 @@ def prepare_and_wrap(
     peft_config: PeftConfig,
     mixin: type[Transparent],
     *,
-    heads: Mapping[str, nn.Module] | None = None,
+    heads: Mapping[str, nn.Module | nn.Parameter] | None = None,
     adapter_name: str = "default",
     gradient_checkpointing: bool = True,
     gradient_checkpointing_kwargs: dict[str, Any] | None = None,
@@ -54,7 +57,7 @@ def prepare_and_wrap(
         model: A base of transformers, quantized or not.
         peft_config: The adapter, such as a ``LoraConfig``.
         mixin: A class derived from ``Transparent``, with the code in its ``__call__``.
-        heads: Modules to attach, by name.
+        heads: Modules and bare parameters to attach, by name.
         adapter_name: The name of the adapter.
         gradient_checkpointing: Whether activations are recomputed in the backward pass.
         gradient_checkpointing_kwargs: Arguments for ``torch.utils.checkpoint``, such as ``{"use_reentrant": False}``.
@@ -70,22 +73,48 @@ def prepare_and_wrap(
     """
     check_mixin(mixin)
     check_order(model, mixin.__name__)
-    _check_types(model, peft_config, heads, checkpointing=gradient_checkpointing)
+    own = {name: as_head(head) for name, head in heads.items()} if isinstance(heads, Mapping) else {}
+    _check_types(model, peft_config, own or heads, checkpointing=gradient_checkpointing)
     cls = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(str(peft_config.task_type), PeftModel)
     problems = check_names(model, mixin, state, also=(cls,))
-    for name, head in (heads or {}).items():
+    for name, head in own.items():
         problems += [f"head {name!r}: {problem}" for problem in head_problems(model, model, name, head)]
         if name in state:
             problems.append(f"{name!r} is the name of a head and of a state: rename one of them.")
     if problems:
         raise WrapError(f"{mixin.__name__} cannot go around {type(model).__name__}; nothing was changed:", problems)
-    _try_on_meta(model, peft_config, adapter_name, mixin)
-    _prepare(model, gradient_checkpointing, gradient_checkpointing_kwargs)
-    wrapped: Any = get_peft_model(model, peft_config, adapter_name=adapter_name)
-    for name, head in (heads or {}).items():
-        attach_head(wrapped, name, head, adapter_name=adapter_name)
-    result: PeftModel = wrap_transparent(wrapped, mixin, **state)
-    return result
+    with undone_on_error(_undo_of(model, peft_config, list(own.values()))):
+        _try_on_meta(model, peft_config, adapter_name, mixin)
+        _prepare(model, gradient_checkpointing, gradient_checkpointing_kwargs)
+        wrapped: Any = get_peft_model(model, peft_config, adapter_name=adapter_name)
+        for name, head in own.items():
+            attach_head(wrapped, name, head, adapter_name=adapter_name)
+        result: PeftModel = wrap_transparent(wrapped, mixin, **state)
+        return result
+
+
+def _undo_of(model: PreTrainedModel, config: PeftConfig, heads: Sequence[nn.Module]) -> Callable[[], object]:
+    """Return the function that puts the base, the heads, the config and torch back into their present state."""
+    state = TorchState(generator=True)  # from which peft draws new adapters
+    snapshot, fields = Snapshot(nn.ModuleList((model, *heads))), copy.deepcopy(vars(config))
+    for head in heads:
+        snapshot.keep_whole(head)
+    if may_change_base(config):
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                snapshot.keep(parameter)
+    # prepare_model_for_kbit_training casts to float32, from which each value comes back as it was, without a copy.
+    dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
+
+    def undo() -> None:
+        state.restore()
+        snapshot.restore()
+        for parameter, dtype in dtypes:
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+        vars(config).update(fields)
+
+    return undo
 
 
 def _check_types(model: object, config: object, heads: object, *, checkpointing: bool) -> None:
@@ -102,14 +131,13 @@ def _check_types(model: object, config: object, heads: object, *, checkpointing:
 
 
 def _try_on_meta(model: PreTrainedModel, config: PeftConfig, adapter_name: str, mixin: type[Transparent]) -> None:
-    """Have peft add the adapter to the model on the meta device, to find what peft would refuse and where calls go."""
+    """Have peft add the adapter to the model on the meta device, to find peft's refusals and where calls go."""
     on_meta = can_build_on_meta(config) and not changes_base(config)
     # Other adapters are initialized from the weights, which do not exist on meta. Calls take the same way through every
     # adapter of a task, so a LoRA takes their place.
     trial = copy.deepcopy(config) if on_meta else LoraConfig(target_modules="all-linear", task_type=config.task_type)
-    snapshot = Snapshot(model)
     try:
-        with quiet(), MetaStandIns(model):
+        with undone(Snapshot(model).restore), quiet(), MetaStandIns(model):
             with torch.device("meta"), NoInit():
                 attached: Any = get_peft_model(model, trial, adapter_name=adapter_name)
             refuse_unreached(mixin, prove(attached, None, None))
@@ -120,8 +148,6 @@ def _try_on_meta(model: PreTrainedModel, config: PeftConfig, adapter_name: str, 
             raise ArgumentError(
                 f"peft cannot add this {type(config).__name__} to {type(model).__name__}; nothing was changed: {error}"
             ) from error
-    finally:
-        snapshot.restore()
 
 
 def _prepare(model: Any, checkpointing: bool, kwargs: dict[str, Any] | None) -> None:

@@ -21,10 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.utils import logging as transformers_logging
 
-from safe_loading._core.log import quiet
+from safe_loading._core.interrupts import undone
+from safe_loading._core.log import only_errors_of, quiet
 from safe_loading._model.snapshot import Snapshot
+from safe_loading._ranks.own_generators import own_generators
 from safe_loading.errors import WrapError
 
 from .report import CallProof
@@ -76,19 +77,15 @@ def prove(model: nn.Module, within: nn.Module | None, example: Mapping[str, obje
     of one call, four tokens are made up.
     """
     root = model if within is None else within
-    snapshot = Snapshot(root)
-    with _probed(model):
-        try:
-            proofs = []
-            for mode in ("train", "eval"):
-                for module in root.modules():  # not by train() and eval(), which the model's author may have overridden
-                    module.training = mode == "train"
-                proofs.append(_attempt(mode, root, model, lambda: root(**_example(root, example))))
-            if _can_generate(root):
-                proofs.append(_prove_generate(root, model, example))
-            return tuple(proofs)
-        finally:
-            snapshot.restore()
+    with undone(Snapshot(root).restore), _probed(model):
+        proofs = []
+        for mode in ("train", "eval"):
+            for module in root.modules():  # not by train() and eval(), which the model's author may have overridden
+                module.training = mode == "train"
+            proofs.append(_attempt(mode, root, model, lambda: root(**_example(root, example))))
+        if _can_generate(root):
+            proofs.append(_prove_generate(root, model, example))
+        return tuple(proofs)
 
 
 def refuse_unreached(mixin: type[Transparent], proofs: tuple[CallProof, ...]) -> None:
@@ -139,11 +136,8 @@ def _location(frame: FrameType | None) -> str:
 
 
 def _attempt(mode: str, root: nn.Module, model: nn.Module, call: Callable[[], object]) -> CallProof:
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers leaves it without annotations
     try:
-        # fork_rng of the CPU alone: a generator of a device could be saved only by initializing the device.
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet(), _Weightless(root):
+        with torch.no_grad(), own_generators(), quiet(), only_errors_of("transformers"), _Weightless(root):
             call()
     except _Reached:
         return CallProof(mode, True, f"a call of {type(root).__name__} reached it")
@@ -152,8 +146,6 @@ def _attempt(mode: str, root: nn.Module, model: nn.Module, call: Callable[[], ob
     except Exception as error:
         text = str(error).split("\n")[0]
         return CallProof(mode, None, f"the call could not be simulated: {type(error).__name__}: {text:.160}")
-    finally:
-        transformers_logging.set_verbosity(level)
     cause = f"a call of {type(root).__name__} ended without it"
     return CallProof(mode, False, _with_replaced_methods(cause, root, model, mode))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from peft import PeftMixedModel, PeftModel
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from safe_loading.errors import WrapError
 
+from .heads import free_name
 from .routing import generating_base
 
 _KNOWN = (PreTrainedModel, PeftModel, PeftMixedModel)
@@ -61,11 +62,11 @@ class HidingWrapper:
 
     @property
     def received_by(self) -> str:
-        """What took the wrapper for a model."""
+        """The caller that took the wrapper for a model."""
         return "the trainer" if self.above is None else "get_peft_model"
 
     def right_order(self, mixin: str) -> tuple[str, list[str]]:
-        """Return what to start from, ``"base"`` or ``"PeftModel"``, and the lines to write instead."""
+        """Return the starting point, ``"base"`` or ``"PeftModel"``, and the lines to write instead."""
         lines, start = [], "base"
         if isinstance(self.inside, (PeftModel, PeftMixedModel)):
             lines.append(f"    model = wrapper{_accessed(self.inside_path)}")
@@ -75,11 +76,20 @@ class HidingWrapper:
             base = "prepare_model_for_kbit_training(base)" if quantized else "base"
             lines.append(f"    model = get_peft_model({base}, config)")
         lines += [
-            f"    model = attach_head(model, {name!r}, wrapper{_accessed(name)})  # before it is wrapped"
-            for name, child in self.module.named_children()
-            if not any(module is self.inside for module in child.modules()) and any(True for _ in child.parameters())
+            f"    model = attach_head(model, {free_name(self.inside, name)!r}, wrapper{_accessed(name)})"
+            "  # before it is wrapped"
+            for name in self.own_parts()
         ]
         return start, [*lines, f"    model = wrap_transparent(model, {mixin})"]
+
+    def own_parts(self) -> Iterator[str]:
+        """Yield the names of the parameters and modules that the wrapper has beside the model."""
+        yield from (name for name, parameter in self.module._parameters.items() if parameter is not None)
+        for name, child in self.module.named_children():
+            around = any(module is self.inside for module in child.modules())
+            within = any(module is child for module in self.inside.modules())
+            if not (around or within or isinstance(child, _KNOWN)) and any(True for _ in child.parameters()):
+                yield name
 
 
 def check_order(model: nn.Module, mixin: str) -> None:
@@ -100,7 +110,7 @@ def check_order(model: nn.Module, mixin: str) -> None:
 
 
 def inside_engines(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return path and module of what an engine wraps: ``DistributedDataParallel``, ``torch.compile`` and the like."""
+    """Return path and module inside engines' wrappers: ``DistributedDataParallel``, ``torch.compile`` and the like."""
     path: list[str] = []
     while True:
         attribute = _ENGINE_WRAPPERS.get(type(model).__name__)
@@ -122,7 +132,7 @@ def find_wrappers(model: nn.Module) -> Iterator[HidingWrapper]:
         if base is not None:
             at, above = base, at
             continue
-        models = [] if isinstance(at, _KNOWN) else list(_outermost(at))
+        models = [] if isinstance(at, _KNOWN) else _apart(_outermost(at))
         if not models:
             return
         inside = next((m for m in models if any(p.requires_grad for p in m.parameters())), models[0])
@@ -150,6 +160,13 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _outermost(child)
+
+
+def _apart(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the models that are in none of the others, each once: an adapter's base may have a second name."""
+    each = list(dict.fromkeys(models))
+    within = {module for model in each for module in model.modules() if module is not model}
+    return [model for model in each if model not in within]
 
 
 def _accessed(path: str) -> str:

@@ -9,6 +9,7 @@ from torch import nn
 
 from safe_loading._core.log import logger
 from safe_loading._core.report import Finding
+from safe_loading._model.torch_state import undone_when_raised
 from safe_loading.errors import ArgumentError, WrapError
 
 from .heads import missing_heads
@@ -21,6 +22,7 @@ from .wrap_order import check_order
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@undone_when_raised
 def wrap_transparent(
     model: Model,
     mixin: type[Transparent],

@@ -6,17 +6,42 @@ from .reasons import OUTSIDE
 
 _ADVISED = "checkpoint/test_check_advice.py::"
 _MENDED = f"{_ADVISED}test_a_folder_is_sound_once_the_finding_is_mended"
+_HASHES = "checkpoint/test_published_hashes.py::"
 _INDEX = "checkpoint/test_checkpoint_index.py::"
+_OTHER = "checkpoint/test_other_things.py::"
+_TRAINER = "checkpoint/test_trainer_folder.py::"
+_KINDS = "test_named_alike.py::"
+_WRITERS = "loading/test_other_writers.py::"
 _HUB = "checkpoint/test_checkpoint_hub.py::"
 
 TAKEN: dict[str, dict[str, str]] = {
+    "_checkpoint/mlx.py": {
+        "write the scale that it was trained": "loading/test_mlx.py::"
+        "test_a_scale_of_an_unknown_release_is_written_as_it_was",
+    },
+    "_checkpoint/adapter_folder.py": {
+        "pass adapter_subfolder=": "loading/test_load_advice.py::test_an_adapter_in_a_subfolder_is_named",
+        "Copy or download it": "loading/test_load_advice.py::test_weights_that_are_not_there_are_copied",
+        "Convert it once": "loading/test_load_peft_on_rank.py::test_a_pickle_is_refused_with_a_command_that_works",
+    },
     "_checkpoint/adapter_config.py": {
+        "load it with the library adapters": OUTSIDE,
         "name the modules in a list": "checkpoint/test_pattern_cost.py::test_the_fix_that_the_fault_names_works",
         "load this adapter with peft itself": OUTSIDE,
         "set megatron_core to": _MENDED,
         "correct the number": _MENDED,
     },
+    "_checkpoint/left_over.py": {
+        "delete {} from config.json": "loading/test_left_over_quantization.py::"
+        "test_every_verb_refuses_it_and_takes_the_weights_once_it_is_deleted"
+    },
+    "_checkpoint/modelopt.py": {
+        "take the checkpoint in 16 bits that it was made of": "checkpoint/test_modelopt.py::"
+        "test_plain_weights_are_planned_as_they_are"
+    },
     "_checkpoint/base_config.py": {
+        "write null without quotes": "loading/test_packed_folders.py::"
+        "test_skips_that_are_no_list_of_names_are_refused_and_the_advice_works",
         "correct it, or save the model again": _MENDED,
         "write its config into backbone_config": _MENDED,
         "pass attn_implementation=": "checkpoint/test_base_config.py::test_the_fix_is_the_argument_that_it_names",
@@ -24,6 +49,14 @@ TAKEN: dict[str, dict[str, str]] = {
         "name the modules in it": _MENDED,
     },
     "_checkpoint/faults.py": {"download or copy the file again; the download": _MENDED},
+    "_checkpoint/published_hashes.py": {
+        "download the file again": f"{_HASHES}test_check_says_how_many_files_were_compared",
+        "check the snapshot in the cache": f"{_HASHES}test_check_says_how_many_files_were_compared",
+        "look at them, or remove": f"{_HASHES}test_files_that_nobody_published_are_named",
+    },
+    "_checkpoint/signing_manifest.py": {
+        ", or remove {}": f"{_HASHES}test_a_manifest_of_another_kind_is_an_error",
+    },
     "_checkpoint/files.py": {
         "run `git lfs pull`": _MENDED,
         "put the file itself there, or name the folder": f"{_ADVISED}test_the_folder_of_a_file_is_named",
@@ -42,6 +75,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "save the file again": _MENDED,
         "save it in several files": f"{_ADVISED}test_many_tensors_are_read_from_several_files",
         "convert it with that framework": _MENDED,
+        "run DeepSpeed's `zero_to_fp32.py`": OUTSIDE,
     },
     "_checkpoint/hub.py": {
         "Pass the name of one": f"{_ADVISED}test_what_a_folder_is_not_is_left_out",
@@ -64,14 +98,34 @@ TAKEN: dict[str, dict[str, str]] = {
         "save or download the index again": _MENDED,
         "save the model again with safetensors": _MENDED,
     },
+    "_checkpoint/other_things.py": {
+        "pass {}, the latest": f"{_OTHER}test_the_latest_checkpoint_of_a_trainer_is_passed",
+        "pass its id": f"{_OTHER}test_the_id_in_an_address_is_passed",
+        "pass a folder that transformers saved": f"{_OTHER}test_one_file_is_not_its_folder",
+        "copy the {} there": f"{_KINDS}test_the_weights_of_mlx_are_read_beside_their_config",
+        "pass its folder": f"{_OTHER}test_one_file_is_not_its_folder",
+        "load it there, with load_lora_weights": OUTSIDE,
+        "Pass that of its base": f"{_WRITERS}test_what_is_no_model_is_named_where_one_is_planned",
+        "Pass the folder of a model": "model/test_model_advice.py::test_a_model_is_made_once_the_advice_is_taken",
+    },
     "_checkpoint/strict_json.py": {
         "write the file again": _MENDED,
         "check that it is the right file": _MENDED,
+    },
+    "_checkpoint/tokenizer_ids.py": {
+        "take the base's tokenizer": OUTSIDE,
+        "put the tokenizer here": "loading/test_check_as_load.py::"
+        "test_a_tokenizer_with_words_beyond_the_rows_is_an_error",
+    },
+    "_checkpoint/trainer_folder.py": {
+        "pass resume_from_checkpoint=": f"{_TRAINER}test_a_trainer_resumes_from_the_one_that_is_named",
+        "delete it, and train from the start": f"{_TRAINER}test_of_a_run_without_a_whole_one_the_training_starts_anew",
     },
     "_checkpoint/weight_files.py": {
         "name a safetensors file or index": _MENDED,
         "delete the one that you do not need": _MENDED,
         "check the path and the variant": _MENDED,
+        "pass a folder that transformers saved": f"{_OTHER}test_gguf_files_beside_a_config_are_named",
         "convert it once": f"{_INDEX}test_a_pickle_is_refused_with_a_command_that_converts_it",
         "pass the folder that holds the checkpoint": f"{_ADVISED}test_the_folder_of_a_checkpoint_is_passed",
     },

@@ -9,11 +9,13 @@ _DOCTOR = "commands/test_doctor.py::"
 _CHECKED = "commands/test_main.py::test_check_of_a_bad_folder_lists_the_faults_and_leaves_with_1"
 
 TAKEN: dict[str, dict[str, str]] = {
+    "_commands/verify.py": {"read adapters that were saved as .bin": HELP, "run the base's own code": HELP},
     "_commands/audit.py": {"run the repository's own code": HELP},
     "_commands/check.py": {
         "check that a checkpoint is complete": HELP,
         "check runs/adapter": HELP,
         "read every tensor": HELP,
+        "read every file": HELP,
     },
     "_commands/demo.py": {"keep the checkpoints": HELP, "name a new folder": _RUN},
     "_commands/merge.py": {
@@ -22,6 +24,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "write a quantized base as a plain one": HELP,
         "read adapters that were saved as .bin": HELP,
         "make the repository of --push-to-hub": HELP,
+        "rename the adapters' keys": HELP,
         "run the base's own code": HELP,
     },
     "_commands/plan.py": {

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 _ADVISED = "core/test_core_advice.py::"
 _READ = f"{_ADVISED}test_an_argument_is_read_once_the_advice_is_taken"
+_SEVERAL = "commands/test_commands_predict.py::test_several_cards_are_named_by_their_number"
 _CARD = f"{_ADVISED}test_the_memory_of_a_card_and_one_type_of_accelerators"
+_DECODED = "core/test_workload.py::test_steps_beyond_the_limit_are_a_longer_prompt"
 _ENGINES = "core/test_engines.py::test_engines_that_are_new_enough_are_used"
+
+_NAMES = "core/test_engine_names.py::test_what_may_mean_two_things_is_answered_with_its_place"
+
+_WRAP = "sharding/test_wrap_fsdp_advice.py::test_a_model_is_sharded_once_the_advice_is_taken"
 
 TAKEN: dict[str, dict[str, str]] = {
     "_core/arguments.py": {
@@ -13,16 +19,40 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass a folder, a hub id or one of": _READ,
         "pass major and minor": _READ,
     },
-    "_core/cards.py": {"write {}": _READ, ", or give its memory": _CARD},
+    "_core/cards.py": {"write {}": _READ, ", or give its memory": _CARD, "pass {} with --gpus": _SEVERAL},
     "_core/engines.py": {"Run: pip install": _ENGINES},
+    "_core/engine_names.py": {
+        "pass a dict of arguments": _NAMES,
+        "leave {} out": _NAMES,
+        "leave one of the two out": _NAMES,
+        "pass base_revision= or": _NAMES,
+        "pass base_subfolder= or": _NAMES,
+        "use device=, the one": _NAMES,
+        "leave it out: ": _NAMES,
+        "pass device_map=plan_device_map": "core/test_engine_names.py::test_a_plan_is_a_place_for_a_load",
+        "pass the adapter as": "core/test_engine_names.py::test_a_plan_is_a_place_for_a_load",
+        "use adapter_dtype=": _NAMES,
+        "use adapter_revision=": "loading/test_other_writers.py::test_names_of_peft_have_an_answer",
+        "use adapter_subfolder=": "loading/test_other_writers.py::test_names_of_peft_have_an_answer",
+        "use init_new=": _WRAP,
+        "use reshard_after_forward=": _WRAP,
+        "use mesh=": _WRAP,
+    },
     "_core/parse_size.py": {
         "pass a number of bytes": _READ,
+        'write "16GB"': "memory/test_plan_shortages.py::test_a_limit_whose_unit_was_forgotten_is_told",
+        'pass "{}" for {} bytes': _READ,
         "use the index of an accelerator": _READ,
         "pass {0: ": _READ,
         "name one type": _CARD,
         "name it once": _READ,
     },
     "_core/paths.py": {"pass a path": _READ},
+    "_core/workload.py": {
+        "leave labels=False out": "memory/test_fused_lm_head.py::test_what_was_not_held_against_a_run_is_refused",
+        "pass a number, or let {} find it": "core/test_vocabulary.py::test_a_size_that_is_left_open_is_for_a_search",
+        "pass context_length={} and decode_steps=": _DECODED,
+    },
     "_core/spread.py": {
         "leave out replicas": "memory/test_forecast_flat_shards.py::"
         "test_every_flat_shard_is_in_the_run_that_is_replayed",

@@ -5,21 +5,18 @@ from __future__ import annotations
 from .reasons import AS_IT_IS, LABEL, OUTSIDE, VALUES
 
 _ADVISED = "loading/test_load_advice.py::"
+_LAYOUTS = "loading/test_expert_layouts.py::"
 _MENDED = f"{_ADVISED}test_an_adapter_loads_once_it_is_mended"
 _SOUND = f"{_ADVISED}test_a_base_is_sound_once_the_finding_is_mended"
 _ARGUMENTS = f"{_ADVISED}test_arguments_of_other_names_have_one_here"
 _SWAPPED = f"{_ADVISED}test_what_cannot_be_swapped_in_has_a_name_of_its_own"
 _STARTS = "loading/test_methods.py::"
 _LOADS = "loading/test_load_peft_on_rank.py::"
+_ORDER = "loading/test_base_and_adapter.py::test_a_single_argument_is_the_adapter"
 _DISK = "merging/test_merge_lora_checkpoint"
 _OPTIONS = f"{_DISK}_options.py::"
 
 TAKEN: dict[str, dict[str, str]] = {
-    "_loading/adapter_facts.py": {
-        "pass adapter_subfolder=": f"{_ADVISED}test_an_adapter_in_a_subfolder_is_named",
-        "Copy or download it": f"{_ADVISED}test_weights_that_are_not_there_are_copied",
-        "Convert it once": f"{_LOADS}test_a_pickle_is_refused_with_a_command_that_works",
-    },
     "_loading/adapter_values.py": {
         "save the adapter again; dequantize": _MENDED,
         "take an earlier checkpoint": _MENDED,
@@ -31,8 +28,24 @@ TAKEN: dict[str, dict[str, str]] = {
         "test_an_adapter_allocates_in_proportion_to_its_file_and_its_base"
     },
     "_loading/attach.py": {
+        "Load the base, call resize_token": "loading/test_vocabularies.py::"
+        "test_a_trained_row_that_the_base_lacks_is_told",
         "Leave is_trainable=True out": f"{_STARTS}test_a_prompt_whose_encoder_is_in_no_file_is_not_trained",
         "choose another": VALUES,
+    },
+    "_loading/check_as_load.py": {
+        "save it again with `save_pretrained`": _SOUND,
+        "pass base_model=": "loading/test_check_as_load.py::"
+        "test_an_adapter_is_checked_with_its_base_where_that_is_there",
+    },
+    "_loading/experts.py": {
+        "correct r and rank_pattern": "loading/test_experts.py::test_a_rank_that_the_config_contradicts_is_refused",
+        "pass the base that the adapter": f"{_LAYOUTS}test_a_base_of_other_sizes_is_refused_and_the_right_one_taken",
+    },
+    "_loading/fused_layouts.py": {
+        "pass the base that the adapter": f"{_LAYOUTS}test_a_base_of_other_sizes_is_refused_and_the_right_one_taken",
+        ", or correct r": f"{_LAYOUTS}test_a_grouped_rank_that_the_config_contradicts_is_refused",
+        "write the peft_version": f"{_LAYOUTS}test_square_experts_without_a_version_are_refused",
     },
     "_loading/base_arguments.py": {
         "use device=": _ARGUMENTS,
@@ -50,8 +63,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "correct or leave out": "loading/test_base_arguments.py::test_a_typo_is_named_with_what_is_near",
     },
     "_loading/base_model.py": {
-        "set tie_word_embeddings to false": f"{_ADVISED}test_two_values_of_a_tied_weight_are_one_or_untied",
-        ") name a class that loads the base. Pass": f"{_OPTIONS}test_the_class_that_the_error_asks_for_can_be_passed",
+        "Ask for what needs none of them": "loading/test_base_arguments.py::"
+        "test_a_package_that_the_attention_needs_is_named_and_not_the_config",
         "Pass the base that the adapter was trained on, or auto": f"{_ADVISED}"
         "test_the_class_that_a_base_was_saved_as_is_passed",
         "pass the base that the adapter was trained on, or auto": f"{_ADVISED}"
@@ -69,6 +82,10 @@ TAKEN: dict[str, dict[str, str]] = {
         'set "model_type"': _SOUND,
         "keep the adapter in a folder": f"{_ADVISED}test_an_adapter_beside_a_base_gets_a_folder_of_its_own",
     },
+    "_loading/choose_class.py": {
+        "leave it out, or pass": "loading/test_old_names.py::test_the_error_names_the_class_with_which_all_fits",
+        ") name a class that loads the base. Pass": f"{_OPTIONS}test_the_class_that_the_error_asks_for_can_be_passed",
+    },
     "_loading/hot_swap.py": {
         "Load it onto a new base": f"{_STARTS}test_a_swap_between_starts_is_refused",
         "Call model.unmerge_adapter()": f"{_ADVISED}test_a_swap_of_another_dtype_and_of_a_merged_adapter",
@@ -76,11 +93,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "load it under another name": _SWAPPED,
         "pass adapter_dtype=": f"{_ADVISED}test_a_swap_of_another_dtype_and_of_a_merged_adapter",
     },
-    "_loading/key_names.py": {"keep one of them": _MENDED},
-    "_loading/layer_findings.py": {
-        "copy or download the whole folder": OUTSIDE,
-        "correct config.json": _SOUND,
-        "save the model again in": _SOUND,
+    "_loading/key_names.py": {
+        "keep one of them": _MENDED,
+        "pass a mapping of regular": "loading/test_old_names.py::test_a_key_mapping_that_is_none_is_refused",
+        "Correct it, or leave": "loading/test_old_names.py::test_a_key_mapping_that_is_none_is_refused",
     },
     "_loading/load.py": {
         "call torch.accelerator.set_device_index": "loading/test_contexts_on_cuda.py::"
@@ -98,7 +114,14 @@ TAKEN: dict[str, dict[str, str]] = {
         "Choose another name, call model.delete": f"{_ADVISED}test_each_way_out_of_a_name_that_is_taken",
         "Leave device out": AS_IT_IS,
     },
+    "_loading/base_and_adapter.py": {
+        "pass the base and the adapter": _ORDER,
+        "leave one of the three out": _ORDER,
+        "pass the adapter for this": _ORDER,
+    },
     "_loading/load_peft_on_rank.py": {
+        "pass the map of several": "loading/test_base_and_adapter.py::test_a_map_is_no_device",
+        "pass a folder or hub id, or a mapping": VALUES,
         "check the arguments": LABEL,
         "check the adapter against its base": LABEL,
         "pass {name: folder": VALUES,
@@ -132,6 +155,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "read the adapter": LABEL,
         "Pass base_model=.": f"{_ADVISED}test_a_base_that_no_config_names_is_passed",
         "pass a folder or a hub id": VALUES,
+        "Load that model with {}": "loading/test_other_writers.py::test_a_model_of_another_library_is_passed",
         "Pass base_model= and base_revision=": "loading/test_hostile_configs.py::"
         "test_a_revision_in_an_adapters_config_names_no_path",
         "pass the same to all ranks": "loading/test_load_on_ranks.py::"

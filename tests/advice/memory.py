@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from .reasons import PAGE, VALUES
+from .reasons import LABEL, PAGE, VALUES
 
 _ADVISED = "memory/test_memory_advice.py::"
 _CALL = f"{_ADVISED}test_a_call_works_once_the_advice_is_taken"
 _TRACED = f"{_ADVISED}test_a_step_is_traced_once_the_advice_is_taken"
 _EDITED = f"{_ADVISED}test_edits_of_a_map_are_mended"
 _PASSED = f"{_ADVISED}test_what_a_workload_does_not_describe_is_passed"
+_OWN = "memory/test_audit_own_modules.py::"
+_MENDED = "memory/test_audit_round_trip.py::test_what_does_not_come_back_is_named_and_mended"
+_SHARED = f"{_OWN}test_a_tie_that_no_checkpoint_knows"
+_STRUCTURES = f"{_OWN}test_a_head_that_peft_froze_in_its_wrapper"
 _METHODS = "memory/test_forecast_every_method.py::"
 _AUDIT = PAGE.format("audit")  # makes nearly each code on purpose, and ends it
 
 TAKEN: dict[str, dict[str, str]] = {
     "_memory/audit/device_checks.py": {
         "add the missing modules": _AUDIT,
+        "start a process for each GPU": _AUDIT,
         "call torch.cuda.set_device": "loading/test_contexts_on_cuda.py::test_a_rank_that_trains_has_one_context",
     },
     "_memory/audit/dtypes_and_ties.py": {
@@ -28,6 +33,26 @@ TAKEN: dict[str, dict[str, str]] = {
         "add **kwargs": _AUDIT,
         "pass **kwargs on": "memory/test_audit_loss.py::test_the_size_of_the_error_and_the_fix",
         ", or add the term in compute_loss": _AUDIT,
+    },
+    "_memory/audit/modes.py": {
+        "take the eval() of trained parts": _AUDIT,
+    },
+    "_memory/audit/round_trip.py": {
+        "end what it names": _MENDED,
+        "use get_peft_model": _MENDED,
+        "name their modules in modules_to_save": _MENDED,
+        ") leave names out": _MENDED,
+        "keep one dtype in the model": _MENDED,
+        "write first values": _MENDED,
+        "pass one with weights": _MENDED,
+        "run it in one process": _MENDED,
+        "pass the trainer that saves it": "memory/test_audit_round_trip.py::"
+        "test_the_trainer_saves_and_loads_a_wrapper_whole",
+    },
+    "_memory/audit/shared_names.py": {
+        "keep the second name out": _AUDIT,
+        "wrap the model with wrap_transparent": _SHARED,
+        "name the tie in the class": _SHARED,
     },
     "_memory/audit/step_checks.py": {
         "call model.train()": _AUDIT,
@@ -47,24 +72,30 @@ TAKEN: dict[str, dict[str, str]] = {
         ", or name them in modules_to_save": _AUDIT,
     },
     "_memory/audit/untrained.py": {
-        "cast them": "memory/test_audit_model.py::test_float16_weights_that_the_scaler_refuses"
+        "train the one that was loaded": _AUDIT,
+        "name the task": _AUDIT,
+        "attach it with attach_head": _STRUCTURES,
+        "cast them": "memory/test_audit_model.py::test_float16_weights_that_the_scaler_refuses",
     },
     "_memory/audit/wrappers.py": {
         "save the {}": _AUDIT,
+        "train() raises AttributeError": LABEL,
+        "make one model of all": f"{_OWN}test_two_models_of_different_classes_become_one",
         "put the wrapper's code": "memory/test_audit_wrappers.py::test_one_finding_for_each_wrapper_at_any_depth",
     },
     "_memory/audit_model.py": {"pass a Workload": VALUES, "pass a torch optimizer": VALUES},
+    "_memory/forecast/report.py": {
+        "Call predict_memory here": "memory/test_forecast_suggestions.py::test_a_forecast_keeps_no_model_alive"
+    },
     "_memory/forecast/build_model.py": {
         "Pass the base, and this adapter": f"{_ADVISED}test_an_adapter_that_names_no_base_is_put_into_the_workload"
-    },
-    "_memory/plan/infeasible.py": {
-        'write "16GB"': "memory/test_plan_shortages.py::test_a_limit_whose_unit_was_forgotten_is_told",
     },
     "_memory/fewest_ranks.py": {
         "pass a Spread": VALUES,
         "Pass Spread.ddp": "memory/test_fewest_ranks.py::test_what_shards_nothing_is_refused",
         "Switch gradient checkpointing on": "memory/test_fewest_ranks.py::test_what_no_number_takes_is_made_to_fit",
     },
+    "_memory/forecast/vllm_share.py": {"pass a part of the card": VALUES},
     "_memory/largest_micro_batch.py": {
         "pass a Workload": VALUES,
         "Pass Workload.train": _CALL,
@@ -77,7 +108,8 @@ TAKEN: dict[str, dict[str, str]] = {
         "keep the modules that it reads together": "memory/test_plan_device_map_merges.py::"
         "test_a_cache_that_the_model_moves_is_a_finding_with_its_bytes",
         "name it in the map": _EDITED,
-        "write {}, or remove the key": "memory/test_plan_maps.py::test_a_key_that_names_nothing_fails_the_check",
+        "write {}, or remove the key": "memory/test_plan_maps.py::"
+        "test_a_key_that_names_nothing_fails_the_check_where_something_has_no_place",
         "remove the key": _EDITED,
     },
     "_memory/plan/pipeline_stages.py": {
@@ -104,6 +136,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "name it once": _CALL,
     },
     "_memory/predict_memory.py": {
+        "pass a number, or let fewest_ranks": "core/test_vocabulary.py::test_a_size_that_is_left_open_is_for_a_search",
         "Pass it as it is before it is sharded": "memory/test_forecast_spread.py::test_the_forecast_of_a_job",
         "pass a Workload": VALUES,
         "pass tensors by argument name": _CALL,
@@ -124,6 +157,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "Pass a peft config with inference_mode=False": f"{_METHODS}test_a_step_that_trains_nothing_is_refused"
     },
     "_memory/trace/trace_error.py": {
+        "Make each tensor where those are": f"{_OWN}test_a_tensor_made_on_the_host",
         "Use an operation with a fixed output shape": _TRACED,
         "Pass what else the model needs": _PASSED,
     },

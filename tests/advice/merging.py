@@ -12,7 +12,21 @@ _RANKS = f"{_MEMORY}_ranks.py::"
 _OPTIONS = f"{_DISK}_options.py::"
 _CODES = f"{_DISK}_codes.py::"
 
+_VERIFIED = "merging/test_verify_merge.py::"
+
 TAKEN: dict[str, dict[str, str]] = {
+    "_merging/disk/compare_small_files.py": {
+        "write the entries so": f"{_VERIFIED}test_the_files_beside_the_weights",
+        "copy {} from the base or the adapter": f"{_VERIFIED}test_the_files_beside_the_weights",
+        "copy the adapter's": f"{_VERIFIED}test_the_files_beside_the_weights",
+    },
+    "_merging/disk/compare_verdicts.py": {"merge again": f"{_VERIFIED}test_a_stale_shard_is_named"},
+    "_merging/verify_merge.py": {
+        'pass "adapter", "base"': VALUES,
+        "Pass the one that the merge wrote": "test_named_alike.py::test_the_folder_of_an_adapter_is_taken_or_named",
+        "Pass the folder that it was made from": "merging/test_verify_merge_codes.py::"
+        "test_a_folder_in_another_format_than_its_base_is_refused",
+    },
     "_merging/disk/base.py": {
         "Merge into the base that it was made from, and quantize": f"{_DISK}_quantized.py::"
         "test_bitsandbytes_becomes_what_the_merge_in_memory_makes",
@@ -62,8 +76,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "Look at the base and at the adapter": f"{_OPTIONS}"
         "test_the_dtype_that_the_error_asks_for_makes_the_merge_possible"
     },
+    "_merging/disk/tokenizer_ids.py": {
+        "Pass tokenizer='base'": f"{_OPTIONS}test_a_trained_tokenizer_with_words_beyond_the_rows_is_refused"
+    },
     "_merging/merge_lora_checkpoint.py": {
-        "pass a dict of arguments": VALUES,
         'pass "adapter", "base"': f"{_OPTIONS}test_a_trained_tokenizer_wins_unless_the_base_is_chosen",
         "pass at least one byte": VALUES,
         "pass torch.bfloat16, torch.float16": VALUES,
@@ -104,6 +120,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "Merge that one last": f"{_MERGES}test_what_has_a_bias_is_merged_after_a_dora",
         "Merge what ZeRO-3 has spread": f"{_MERGES}test_what_zero_3_has_spread_is_merged_once_it_is_gathered",
         "Load the adapter onto the base": f"{_MERGES}test_a_base_of_another_shape_is_refused_and_its_own_is_merged",
+    },
+    "_merging/weights/packed_base.py": {
+        "merge it into the base that it names": "merging/test_merge_packed.py::"
+        "test_an_adapter_of_a_packed_base_is_told_of_the_two_merges",
     },
     "_merging/weights/merge_plan.py": {
         "Merge with dequantize=True": f"{_MEMORY}_quantized.py::"

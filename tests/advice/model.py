@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
-from .reasons import OUTSIDE
+from .reasons import OUTSIDE, PAGE
 
 _ADVISED = "model/test_model_advice.py::"
 _MADE = f"{_ADVISED}test_a_model_is_made_once_the_advice_is_taken"
+_OTHER_CLASS = f"{_ADVISED}test_a_type_that_only_another_auto_class_knows_is_made_by_that_class"
+_NUMBERS = "model/test_quantized_meta_model.py::test_numbers_that_no_kernel_reads_are_refused"
 _PLANNED = f"{_ADVISED}test_a_quantization_is_planned_once_the_advice_is_taken"
 _ENDED = f"{_ADVISED}test_each_finding_of_a_quantization_ends_by_its_fix"
 _FOUR_BITS = f"{_ADVISED}test_four_bits_on_meta_once_the_advice_is_taken"
+_DEQUANTIZED = "merging/test_merge_saved_as_plain.py::test_the_advice_to_dequantize_makes_a_plain_checkpoint"
 _SOUND = "loading/test_load_advice.py::test_a_base_is_sound_once_the_finding_is_mended"
 
 TAKEN: dict[str, dict[str, str]] = {
+    "_model/positions.py": {
+        "plan for rows of at most": "model/test_positions.py::"
+        "test_rows_beyond_the_positions_are_told_and_shorter_ones_are_not"
+    },
+    "_model/weights_dtype.py": {
+        "pass a floating-point torch.dtype": _MADE,
+        "Set it to the dtype of the weights": _MADE,
+        "pass dtype=, such as": "model/test_weights_dtype.py::test_the_advice_of_an_assumed_dtype_taken",
+    },
+    "_model/formats/packed_on_disk.py": {
+        "download or copy the folder again": "loading/test_packed_folders.py::"
+        "test_weights_of_one_damage_are_one_finding_and_its_advice_works",
+        "set {} to true": "loading/test_packed_folders.py::"
+        "test_a_config_of_the_other_bits_is_refused_and_the_advice_works",
+    },
+    "_model/formats/four_bit.py": {
+        "merge with merge_lora_inplace": "merging/test_merge_packed.py::"
+        "test_codes_in_the_order_for_cpus_are_named_and_saved_right"
+    },
+    "_model/layout/packed_modules.py": {
+        "write the names that the modules have": "loading/test_packed_modules.py::"
+        "test_skips_under_older_names_are_those_of_the_headers",
+    },
+    "_model/layout/reading.py": {
+        "set tie_word_embeddings=False": "sharding/test_wrap_fsdp_advice.py::"
+        "test_a_folder_or_a_config_unties_two_values",
+    },
+    "_model/layout/ties.py": {
+        "set tie_word_embeddings to false": "loading/test_load_advice.py::"
+        "test_two_values_of_a_tied_weight_are_one_or_untied",
+    },
     "_model/layout/fit.py": {
         "Delete the one that is left over": _SOUND,
         "Save the model that is inside the wrapper": _SOUND,
@@ -23,42 +57,60 @@ TAKEN: dict[str, dict[str, str]] = {
         "check it again when its writer is done": OUTSIDE,
     },
     "_model/meta_model.py": {
-        "Pass auto_class=": _MADE,
-        "Read it and pass trust_remote_code=True": _MADE,
-        "pass a floating-point torch.dtype": _MADE,
+        "pass auto_class= for another class": "model/test_meta_model.py::"
+        "test_a_class_taken_by_the_type_of_the_model_is_a_finding_that_its_name_ends",
+        "Pass auto_class=": _OTHER_CLASS,
+        "Read it and pass trust_remote_code=True": _OTHER_CLASS,
         "pass for example AutoModelForCausalLM": _MADE,
-        "Set it to the dtype of the weights": _MADE,
     },
     "_model/model_config.py": {
-        "Pass the folder of a model": _MADE,
         "Correct it, or delete it": _MADE,
         "Correct the config, or pass the class": _MADE,
         "Read it first": f"{_ADVISED}test_code_that_is_read_and_trusted_runs",
         "Set it to the architecture": _MADE,
     },
     "_model/module_limit.py": {"Correct the counts": f"{_ADVISED}test_counts_that_are_corrected_make_a_model"},
-    "_model/quantized/engine_formats.py": {
+    "_model/formats/auto_round.py": {"Plan the model that it was made of": _PLANNED},
+    "_model/formats/awq.py": {
+        "Plan the model that it was made of": _PLANNED,
+        "write the paths of the modules from the root": "model/test_quantized_meta_model.py::"
+        "test_names_in_part_of_awq_are_said_since_transformers_reads_them_otherwise",
+    },
+    "_model/formats/convertible.py": {
+        "Write the path of the blocks": _PLANNED,
+        "Write the number with which": _NUMBERS,
+    },
+    "_model/formats/gptq.py": {"Plan the model that it was made of": _PLANNED},
+    "_model/formats/bitsandbytes.py": {"load it with from_pretrained": _DEQUANTIZED},
+    "_model/formats/card_findings.py": {
         "pass capability= of the card if it is another one": _ENDED,
         "pass capability= to plan for another one": _ENDED,
-        "Name an accelerator in max_memory": _PLANNED,
-        "Plan and load it dequantized": _PLANNED,
-        "Leave quantization_config out": _PLANNED,
-        "Pass capability=(9, 0)": _PLANNED,
+        "pass the backend to from_pretrained": OUTSIDE,
+        "take a checkpoint in fp8": _ENDED,
         "Use {}": _PLANNED,
     },
-    "_model/quantized/four_bit_on_meta.py": {
+    "_model/formats/fbgemm.py": {"Pass capability=(9, 0)": _PLANNED},
+    "_model/formats/format.py": {"load it with from_pretrained": _DEQUANTIZED},
+    "_model/formats/fp8.py": {"Name an accelerator in max_memory": _PLANNED},
+    "_model/formats/mxfp4.py": {
+        "Plan and load it dequantized": _PLANNED,
+        "Leave quantization_config out": _PLANNED,
+    },
+    "_model/formats/torchao.py": {
+        "pass TorchAoConfig(": _PLANNED,
+        "Quantize with Int8WeightOnlyConfig": _PLANNED,
+        "leave it out": _PLANNED,
+        "Pass capability= of the card": _PLANNED,
+    },
+    "_model/formats/four_bit_on_meta.py": {
         "Load the model with from_pretrained": _FOUR_BITS,
         "load this model with from_pretrained": "memory/test_plan_sizes.py::"
         "test_layers_with_transposed_weights_are_quantized_too",
         "pass bnb_4bit_quant_storage=": _FOUR_BITS,
     },
-    "_model/quantized/packed_formats.py": {
-        "pass the backend to from_pretrained": OUTSIDE,
-        "pass TorchAoConfig(": _PLANNED,
-        "Plan the model that it was made of": _PLANNED,
-        "Quantize with Int8WeightOnlyConfig": _PLANNED,
-        "leave it out": _PLANNED,
-        "Pass capability= of the card": _PLANNED,
+    "_model/quantized/kbit_preparation.py": {
+        "pass one of": "memory/test_quantized_steps.py::test_whose_preparation_a_step_in_4_bits_begins_with_is_a_word",
+        "pass prepare_for_kbit=": PAGE.format("planning"),
     },
     "_model/quantized/patterns.py": {"Write the names of modules": _PLANNED},
     "_model/quantized/request.py": {
@@ -69,14 +121,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "put it into torch.nn.Sequential": f"{_ADVISED}test_a_single_quantized_layer_is_put_into_a_sequential"
     },
     "_model/quantized/to_plain.py": {
-        "load it with from_pretrained": "merging/test_merge_saved_as_plain.py::"
-        "test_the_advice_to_dequantize_makes_a_plain_checkpoint",
         "take the one that it was made of": OUTSIDE,
-        "save it with save_pretrained": "merging/test_merge_saved_as_plain.py::"
-        "test_the_advice_to_dequantize_makes_a_plain_checkpoint",
+        "save it with save_pretrained": _DEQUANTIZED,
     },
     "_model/quantized_meta_model.py": {
-        "take a checkpoint in fp8": _ENDED,
         "leave room for it with overhead=": _ENDED,
         "leave room for one weight in float32": _ENDED,
         "take the checkpoint in 16 bits": _PLANNED,

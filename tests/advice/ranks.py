@@ -27,7 +27,7 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_ranks/launcher.py": {"Start all ranks with one launcher": f"{_ADVISED}test_variables_of_two_launchers"},
     "_ranks/rank_devices.py": {
-        "pass a device, or a map": _MAPS,
+        "pass device=, or a map": _MAPS,
         "pass a map without 'cpu'": _MAPS,
     },
     "_ranks/same_arguments.py": {"Pass the same ones": f"{_ADVISED}test_arguments_that_ranks_disagree_on"},

@@ -15,8 +15,7 @@ _AFTER = f"{_WRAP}_afterwards.py::"
 TAKEN: dict[str, dict[str, str]] = {
     "_sharding/accelerate_findings.py": {
         "pass version={}": "sharding/test_accelerate_findings.py::test_what_accelerate_was_told_is_compared",
-        "pass mixed_precision=": "sharding/test_accelerate_findings.py::"
-        "test_a_report_has_what_is_found_and_the_fix_is_right",
+        "pass mp_policy=": "sharding/test_accelerate_findings.py::test_a_report_has_what_is_found_and_the_fix_is_right",
     },
     "_sharding/accelerate_settings.py": {"load this model outside of it": _PREPARE, "Use FSDP2 with": _PREPARE},
     "_sharding/adapter_methods.py": {
@@ -39,9 +38,11 @@ TAKEN: dict[str, dict[str, str]] = {
         "Give {} a method reset_buffers()": "sharding/test_sharding_buffers.py::test_both_remedies_of_the_error_work"
     },
     "_sharding/checkpoint_folder.py": {"copy the same files": OUTSIDE},
-    "_sharding/checkpoint_source.py": {
-        "Pass the checkpoint that the model was built from": "sharding/test_checkpoint_source.py::"
-        "test_new_parameters_are_named_by_the_caller"
+    "_sharding/open_source.py": {
+        "Pass the checkpoint that the model was built from": "sharding/test_open_source.py::"
+        "test_new_parameters_are_named_by_the_caller",
+        "Load the folder on every rank": "sharding/test_packed_under_fsdp.py::"
+        "test_a_packed_folder_is_loaded_and_then_wrapped",
     },
     "_sharding/checks.py": {"make the optimizer after": _OPTIMIZER},
     "_sharding/four_bit.py": {
@@ -51,39 +52,39 @@ TAKEN: dict[str, dict[str, str]] = {
     "_sharding/fsdp1.py": {
         "pass a bool or a CPUOffload": _SHARDED,
         "call .contiguous()": _SHARDED,
-        "load the base with BitsAndBytesConfig": f"{_WRAP}_fsdp1.py::"
-        "test_four_bit_weights_kept_in_bytes_are_refused_with_the_way_out",
+        "load the base with {}": f"{_WRAP}_fsdp1.py::test_four_bit_weights_kept_in_bytes_are_refused_with_the_way_out",
     },
     "_sharding/fsdp2.py": {
         "pass a bool or an OffloadPolicy": _SHARDED,
         "make it a tensor of one element": _SHARDED,
+        "pass it in ignored_params=": _SHARDED,
         "call .contiguous()": _SHARDED,
         "wrap the plain model": f"{_AFTER}test_tensor_parallelism_is_refused_and_the_road_is_right",
     },
     "_sharding/fsdp_units.py": {
         "wrap names what the model does not have": LABEL,
         "wrap names containers": _SHARDED,
-        "cast them, or pass wrap=": _SHARDED,
+        "cast them, or pass auto_wrap_policy=": _SHARDED,
         "pass classes, names or patterns": _SHARDED,
-        "wrap holds {}": _SHARDED,
+        "pass classes, or names of classes": _SHARDED,
     },
+    "_sharding/later_values.py": {"Attach an adapter whose values come from the base": _PREPARE},
     "_sharding/load_at_prepare.py": {"pass 'off', 'structure' or 'bytes'": _SHARDED},
     "_sharding/new_values.py": {"Attach it to a base with weights": _PEFT},
     "_sharding/parameters.py": {"pass modules, parameters": _SHARDED},
     "_sharding/prepare.py": {
         "launch with `accelerate launch": "sharding/test_launched_scripts.py::"
         "test_the_script_of_the_tutorial_gives_what_it_gives_without_the_line",
-        "Attach an adapter whose values come from the base": _PREPARE,
         "call prepare once for each": _PREPARE,
         "use its auto_wrap_policy": "sharding/test_load_at_prepare.py::test_a_sample_of_trainers_equals_its_plain_runs",
     },
-    "_sharding/reading.py": {"set tie_word_embeddings=False": f"{_ADVISED}test_a_config_unties_two_values"},
     "_sharding/run.py": {
         "make the device mesh": LABEL,
         "read the headers": LABEL,
         "make room for the shards": LABEL,
         "read the weights": LABEL,
         "check the wrapped model": LABEL,
+        "run the same lines on every rank": "sharding/test_later_values.py::test_what_a_script_does_to_weights_is_kept",
     },
     "_sharding/saving.py": {
         "call save_pretrained": LABEL,
@@ -92,10 +93,13 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass rank == {}": f"{_ADVISED}test_the_rank_that_writes_is_passed_or_left_out",
     },
     "_sharding/setup.py": {
+        "Load the base in 4 bits": "sharding/test_packed_under_fsdp.py::"
+        "test_eight_bits_are_refused_with_a_road_that_works",
         "Start the ranks with torchrun": f"{_ADVISED}test_a_process_group_is_made_first",
         "pass a torch.nn.Module": _SHARDED,
         "pass a folder, a hub id, a state dict": _SHARDED,
         "pass 'off', 'structure' or 'bytes'": _SHARDED,
+        "pass 'source', 'model' or None": f"{_ADVISED}test_it_is_said_whose_values_win",
         "pass a function": _SHARDED,
         "attach it first": _PEFT,
         "read the adapter with PeftModel.from_pretrained": f"{_WRAP}_peft.py::"

@@ -33,6 +33,8 @@ def test_what_published_configs_say_is_fine() -> None:
         {"id2label": {str(number): "x" for number in range(5000)}, "vocab_size": 10**6, "num_experts": 512},
         {"sliding_window": -1, "head_dim": 256, "rope_theta": 1e9},
         {"depths": [3, 4, 27, 3], "backbone": None},
+        {"block_ff_dim": 12288, "block_dim": 11_000},  # LFM2's widths
+        {"quantization_config": {"quantized_layers": {str(number): {} for number in range(22_422)}}},  # MiniMax-M3's
         {"model_type": "detr", "backbone": "resnet50"},
         {"model_type": "table-transformer", "backbone": "resnet18", "use_timm_backbone": True, "backbone_config": None},
         {"model_type": "upernet", "backbone": "who/model", "backbone_config": {"model_type": "swin"}},
@@ -53,6 +55,8 @@ def test_what_published_configs_say_is_fine() -> None:
         ({"a": {"b": {"c": {"num_layers": 10**6}}}}, "config-size"),
         ({"layer_types": ["full_attention"] * 10_001}, "config-size"),
         ({"num_hidden_layers": 2_001}, "config-size"),
+        ({"num_blocks_per_stage": [4, 10_001]}, "config-size"),
+        ({"block_ff_dim": 10**7}, "config-size"),
         ({"depths": [2, 10**9]}, "config-size"),
         ({"num_labels": 10**6}, "config-size"),
         ({"id2label": {str(number): "x" for number in range(100_001)}}, "config-size"),

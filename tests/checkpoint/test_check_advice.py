@@ -23,6 +23,7 @@ from safe_loading import (
     PickleRefused,
     check_checkpoint,
     load_peft_on_rank,
+    meta_model,
 )
 from safe_loading._checkpoint import header
 from safe_loading._checkpoint.files import open_regular
@@ -232,7 +233,13 @@ CASES: dict[str, Case] = {
         CONFIGS["config with slow patterns of a quantizer"].change,
         "config-pattern",
         "name the modules in it",
-        fields("config.json", quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["model.norm"]}),
+        fields("config.json", quantization_config={"quant_method": "bitnet", "modules_to_not_convert": ["model.norm"]}),
+    ),
+    "a quantization that is left over": Case(
+        folders.config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        "quantization-left-over",
+        "delete quantization_config from config.json",
+        fields("config.json", quantization_config=...),
     ),
     "an unknown quantizer": Case(
         folders.config(quantization_config={"quant_method": "magic"}),
@@ -276,8 +283,31 @@ def test_a_folder_is_sound_once_the_finding_is_mended(
     assert report.findings == check_checkpoint(sound).findings
     if kind not in LOADED:
         adapter, base = (tiny_adapter, folder) if case.is_model else (folder, tiny_llama)
-        loaded, plain = load_peft_on_rank(adapter, base), load_peft_on_rank(tiny_adapter, tiny_llama)
+        loaded, plain = load_peft_on_rank(base, adapter), load_peft_on_rank(tiny_llama, tiny_adapter)
         assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), plain.parameters(), strict=True))
+
+
+def test_links_of_ones_own_lead_to_folders_that_are_named(
+    tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody who keeps weights elsewhere names that folder; every other one stays closed."""
+    weights, folder = tmp_path / "weights", tmp_path / "model"
+    shutil.copytree(tiny_llama, weights)
+    folder.mkdir()
+    for file in weights.iterdir():
+        (folder / file.name).symlink_to(file)
+    assert not check_checkpoint(folder).ok
+    for named in ("", "weights", str(tmp_path / "weight"), str(tmp_path / "other"), os.pathsep):
+        monkeypatch.setenv("SAFE_LOADING_LINKED_FOLDERS", named)
+        assert not check_checkpoint(folder).ok, named
+    monkeypatch.setenv("SAFE_LOADING_LINKED_FOLDERS", os.pathsep.join([str(tmp_path / "other"), str(weights)]))
+    assert check_checkpoint(folder).ok
+    loaded, plain = meta_model(folder), meta_model(weights)
+    assert [*loaded.state_dict()] == [*plain.state_dict()]
+    (weights / "private").symlink_to("/etc/hostname")  # a link may not lead on from there
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "generation_config.json").symlink_to(weights / "private")
+    assert "outside-link" in [finding.code for finding in check_checkpoint(folder).findings]
 
 
 def test_the_folder_of_a_file_is_named(tmp_path: Path, tiny_llama: Path) -> None:
@@ -346,5 +376,5 @@ def test_a_base_of_pickles_is_saved_once_as_transformers_saves_it(
     shutil.copy(tiny_llama / "config.json", tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     AutoModelForCausalLM.from_pretrained(tmp_path, use_safetensors=False).save_pretrained(tmp_path / "safe")
-    loaded, plain = load_peft_on_rank(tiny_adapter, tmp_path / "safe"), load_peft_on_rank(tiny_adapter, tiny_llama)
+    loaded, plain = load_peft_on_rank(tmp_path / "safe", tiny_adapter), load_peft_on_rank(tiny_llama, tiny_adapter)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), plain.parameters(), strict=True))

@@ -350,3 +350,13 @@ def test_a_pickle_beside_safetensors_does_not_matter_here(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
     (tmp_path / "model.safetensors").write_bytes(shard({"a": 4}))
     assert codes(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("held", "said"), [({}, "missing"), ({"weight_map": None}, "null"), ({"weight_map": {}}, "empty")]
+)
+def test_what_stands_in_the_place_of_the_weight_map_is_said(tmp_path: Path, held: dict[str, object], said: str) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps(held))
+    with pytest.raises(CheckpointError, match=f"weight_map is {said};"):
+        read_index(index)

@@ -47,12 +47,24 @@ def test_each_fault_is_named_with_its_place_and_its_fix(data, words):
 
 @pytest.mark.parametrize(("data", "words"), FAULTS)
 def test_a_file_is_read_as_strictly_as_bytes(tmp_path, data, words):
-    path = tmp_path / "config.json"
+    path = tmp_path / "adapter_config.json"
     path.write_bytes(data)
     with pytest.raises(CheckpointError) as caught:
         read_json_object(path)
     assert str(path) in str(caught.value)
     assert words[0] in str(caught.value)
+
+
+def test_infinities_are_read_in_the_config_of_a_model_alone(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"time_step_limit": [0.0, Infinity], "least": -Infinity, "escaped": "\\n"}')
+    assert read_json_object(path) == {"time_step_limit": [0.0, math.inf], "least": -math.inf, "escaped": "\n"}
+    path.write_text('{"time_step_limit": [0.0, NaN]}')
+    with pytest.raises(CheckpointError, match="NaN is not JSON"):
+        read_json_object(path)
+    path.write_text('{"hidden_size": 1e400}')
+    with pytest.raises(CheckpointError, match="larger than any"):
+        read_json_object(path)
 
 
 KEYS = st.sampled_from(["a", "b", '"', ":", "{"])

@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from models import save_llama
+from peft import LoraConfig
 from transformers import BitsAndBytesConfig, FineGrainedFP8Config
 
-from safe_loading import DeviceMapPlan, plan_device_map
+from safe_loading import DeviceMapPlan, Workload, plan_device_map
 from safe_loading import __main__ as command_line
 from safe_loading._commands.answer import NOT_OK, USAGE
 
@@ -38,7 +40,7 @@ def test_json_is_the_plan(folder: str, capsys: pytest.CaptureFixture[str]) -> No
     plan = DeviceMapPlan.from_json(capsys.readouterr().out)
     assert set(plan.values()) == {0, 1}
     assert plan.verified
-    assert "context_length=16" in plan.facts.workload
+    assert plan.facts.workload == Workload.generate(1, 16)
     assert sum(use.kv_cache for use in plan.devices) > 0
 
 
@@ -47,7 +49,7 @@ def test_training_counts_gradients(folder: str, capsys: pytest.CaptureFixture[st
     assert command_line.main(words) == 0
     plan = DeviceMapPlan.from_json(capsys.readouterr().out)
     assert plan.devices[0].gradients > 0
-    assert "batch_size=1, sequence_length=8" in plan.facts.workload
+    assert "batch_size=1, sequence_length=8" in str(plan.facts.workload)
 
 
 @pytest.mark.parametrize("words", [["--train", "2x8"], ["--train", "8", "--batch", "2"]])
@@ -56,18 +58,17 @@ def test_rows_are_told_with_the_tokens_or_apart(
 ) -> None:
     assert command_line.main(["plan", folder, "--max-memory", "0=4MB", "--no-verify", "--json", *words]) == 0
     plan = DeviceMapPlan.from_json(capsys.readouterr().out)
-    assert "batch_size=2, sequence_length=8" in plan.facts.workload
+    assert "batch_size=2, sequence_length=8" in str(plan.facts.workload)
 
 
-def test_what_does_not_fit_leaves_with_3(folder: str) -> None:
+def test_what_does_not_fit_leaves_with_3(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [sys.executable, "-m", "safe_loading", "plan", folder, "--max-memory", "0=10KB"]
     told = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert told.returncode == 3
     assert "does not fit" in told.stdout + told.stderr
     assert "Traceback" not in told.stderr
-    told = subprocess.run([*words, "--json"], capture_output=True, text=True, timeout=60, check=False)
-    facts = json.loads(told.stdout)
-    assert told.returncode == 3
+    assert command_line.main([*words[3:], "--json"]) == 3
+    facts = json.loads(capsys.readouterr().out)
     assert facts["error"] == "DeviceMapInfeasible"
     assert facts["missing_bytes"] > 0
     assert facts["device"] == 0
@@ -93,7 +94,7 @@ def test_what_does_not_fit_leaves_with_3(folder: str) -> None:
 def test_what_cannot_be_read_is_told_on_stderr(
     folder: str, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command_line.main(["plan", folder, *words]) == NOT_OK
+    assert command_line.main(["plan", folder, *words]) == USAGE
     told = capsys.readouterr()
     assert says in told.err
     assert told.out == ""
@@ -121,8 +122,33 @@ def test_quantization_has_the_names_of_transformers(folder: str, capsys: pytest.
         (["fp8", "--capability", "9"], "such as 8.0"),
         (["mxfp4"], "gpt-oss alone"),
     ):
-        assert command_line.main(["plan", folder, *LIMITS, "--quantization", *words]) == 1
+        assert command_line.main(["plan", folder, *LIMITS, "--quantization", *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_who_prepares_a_base_in_4_bits_is_a_word(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    adapter.base_model_name_or_path = folder
+    adapter.save_pretrained(str(tmp_path))
+    step = ["--quantization", "nf4", "--train", "8", "--adapter", str(tmp_path), "--json"]
+
+    def told(*words: str) -> dict[str, Any]:
+        command_line.main([*words, *step])
+        facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return facts
+
+    for word, note in (("trl", "as trl"), ("peft", "by peft's"), ("none", "by nobody"), (None, "as trl")):
+        chosen = [] if word is None else ["--kbit", word]
+        forecast = json.dumps(told("predict", folder, *chosen))
+        assert f"in 4 or 8 bits {note}" in forecast
+        plan = told("plan", folder, "--max-memory", "0=1GB", *chosen)
+        assert ("kbit-assumed" in json.dumps(plan)) is (word is None)
+        audit = told("audit", folder, *chosen)
+        assert f"in 4 or 8 bits {note}" in json.dumps(audit)
+    assert command_line.main(["predict", folder, "--generate", "8", "--kbit", "trl"]) == USAGE
+    assert "--kbit: has no effect" in capsys.readouterr().err
 
 
 def test_an_audit_takes_it_too(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,3 +156,11 @@ def test_an_audit_takes_it_too(folder: str, capsys: pytest.CaptureFixture[str]) 
     assert command_line.main([*words, "int8"]) in (0, NOT_OK)
     assert "int8, frozen" in json.loads(capsys.readouterr().out)["dtypes"]
     assert command_line.main([*words, "nf5"]) == USAGE
+
+
+def test_the_class_is_named_by_its_name(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["plan", folder, *LIMITS, "--auto-class", "LlamaForSequenceClassification"]) == 0
+    assert capsys.readouterr().out.startswith("LlamaForSequenceClassification, ")
+    for words in (["plan", folder], ["predict", folder, "--generate", "4"]):
+        assert command_line.main([*words, "--auto-class", "Lama"]) == USAGE
+        assert "'Lama' is not a class of transformers" in capsys.readouterr().err

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models import SIZES
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, LlamaConfig
@@ -69,7 +72,7 @@ def test_a_sweep_ends_with_the_first_size_that_no_card_takes(
     assert totals == sorted(totals)
     drawn = picture.read_text(encoding="utf-8")
     assert "545MiB: 545.0 MiB" in drawn  # the line of each card
-    assert drawn.count("<line ") == 2
+    assert drawn.count("<path ") == 2
     assert "batch 1" in drawn
 
 
@@ -93,7 +96,7 @@ def test_the_fewest_cards(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert row["forecast"]["ranks"] == {"0": job.ranks[0]}
     assert "The fewest GPUs that take it: 2." in answer(capsys, *words, "--zero", "3", "--card", "h100")[1]
     status, text = answer(capsys, *words, "--card", "500MiB")
-    assert (status, "No number of ranks up to 128 does" in text) == (1, True)
+    assert (status, "No number of ranks up to 128 does" in text) == (3, True)
 
 
 def test_the_limit_decides_the_exit_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,9 +105,34 @@ def test_the_limit_decides_the_exit_status(folder: Path, capsys: pytest.CaptureF
     status, text = answer(capsys, *step, "80GB")
     assert (status, "Within the limit of 80GB." in text) == (0, True)
     status, text = answer(capsys, *step, "100MB")
-    assert (status, "MORE THAN the limit of 100MB." in text) == (3, True)
+    assert (status, text.startswith("MORE THAN the limit of 100MB. Fits on 24GB.")) == (3, True)
     status, found = answer(capsys, *step, "100MB", "--json")
     assert (status, found["limit"], found["within_limit"]) == (3, 10**8, False)
+    assert found["suggestions"] == [], "the context alone takes more"
+
+
+def test_several_cards_are_named_by_their_number(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (folder, "--train", "1x16", "--card")
+    status, text = answer(capsys, *words, "2x48GB")
+    assert (status, "card '2x48GB' is 2 cards: pass 48GB with --gpus 2" in text) == (2, True)
+    status, found = answer(capsys, *words, "48GB", "--gpus", "2", "--json")
+    assert (status, found["gpus"]) == (0, 2)
+
+
+def test_a_limit_without_a_unit_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = (folder, "--train", "1x16", "--card", "24GB", "--limit")
+    assert 'A number without a unit is in bytes: write "16GB".' in answer(capsys, *step, "24")[1]
+    assert "without a unit" not in answer(capsys, *step, "24GB")[1]
+
+
+def test_the_verdict_comes_first_and_changes_follow_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (folder, "--train", "64x128", "--lora", "r=4", "targets=q_proj", "--card", "560MiB")
+    status, text = answer(capsys, *words)
+    assert status == 0
+    places = [text.find(part) for part in ("Does NOT fit on 560MiB.", "Changes that take less", "component")]
+    assert places[0] == 0
+    assert places == sorted(places)
+    assert re.search(r"\nbatch_size=\d+, gradient_accumulation_steps=\d+ .* fits ", text)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +160,7 @@ def test_wrong_usage_is_explained(
     words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, text = answer(capsys, folder, *words)
-    assert status == 1
+    assert status == (1 if said == "cannot be written" else 2)
     assert said in text
 
 
@@ -158,3 +186,44 @@ def test_names_of_cards() -> None:
     assert all(card_of(name) is card for name, card in CARDS.items())
     with pytest.raises(ArgumentError, match="known are t4, v100-16gb"):
         card_of("zzz")
+
+
+def test_the_words_of_a_trainer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = Workload.train(2, 64)
+    packed = torch.zeros((1, 128), dtype=torch.int64), torch.arange(64).repeat(2)[None]
+    inputs = {"input_ids": packed[0], "position_ids": packed[1], "labels": packed[0]}
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    steps: list[tuple[str, Workload, dict[str, Any]]] = [
+        ("--bf16", step.replace(autocast="bfloat16"), {}),
+        ("--fp16 --accumulation 4", step.replace(autocast="float16", gradient_accumulation_steps=4), {}),
+        ("--empties-cache", step, {"empties_cache": True}),
+        ("--packing --attention eager", Workload.train(1, 128), {"inputs": inputs, "attn_implementation": "eager"}),
+    ]
+    for words, workload, options in steps:
+        status, found = answer(capsys, folder, "--train", "2x64", *words.split(), "--card", "h100", "--json")
+        assert status == 0
+        expected = predict_memory(str(folder), workload, capability=(9, 0), **options)
+        (row,) = found["rows"]
+        for size in ("allocated_peak_bytes", "reserved_peak_bytes"):
+            assert row["forecast"][size] == getattr(expected, size), words
+    for name, config in (("gptq", gptq), ("awq", {**gptq, "quant_method": "awq"})):
+        words = ("--generate", "8", "--quantization", name, "--card", "h100", "--json")
+        (row,) = answer(capsys, folder, *words)[1]["rows"]
+        expected = predict_memory(str(folder), Workload.generate(1, 8), capability=(9, 0), quantization_config=config)
+        assert row["forecast"]["allocated_peak_bytes"] == expected.allocated_peak_bytes
+    status, said = answer(capsys, folder, "--generate", "8", "--bf16", "--packing")
+    assert status == 2
+    assert "--bf16, --packing: has no effect without --train" in said
+
+
+def test_a_name_that_nobody_knows_is_refused_before_the_engines_are_imported() -> None:
+    refused = """
+import sys
+from safe_loading.__main__ import main
+for command in ("predict", "plan"):
+    assert main([command, "nowhere", "--train", "8", "--quantization", "nf5"]) == 2
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", refused], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("pass one of nf4, fp4, int8, fp8, mxfp4, gptq, awq") == 2

@@ -231,3 +231,18 @@ def test_the_exit_status_is_for_scripts(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "x")
     assert command_line.main(["doctor"]) == 1
     assert "LOCAL_RANK='x' is not an integer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("advisory", versions.ADVISORIES, ids=lambda each: each.source.partition(",")[0])
+def test_a_published_fault_is_told_of_every_version_before_the_one_that_mends_it(advisory: versions.Advisory) -> None:
+    def told(installed: str) -> list[str]:
+        found = versions.judge_engines((engine(advisory.engine, installed, ">=0", "99"),))
+        return [each.fix for each in found if each.code == "engine-advisory" and advisory.source in each.message]
+
+    major, minor = map(int, advisory.mended_in.split("."))
+    assert told(f"{advisory.mended_in}.0") == told(f"{major}.{minor + 1}.1") == told(f"{major + 1}.0") == []
+    assert told(f"{major}.{minor - 1}.9") == [f"pip install '{advisory.engine}>={advisory.mended_in}'"]
+    assert len(told(f"{major}.{minor - 1}.0+cpu")) == 1
+    row = f"| {advisory.engine} | {advisory.mended_in} | {advisory.source} | {advisory.message} |"
+    page = Path(__file__).parents[2] / "docs" / "doctor.md"
+    assert not page.is_file() or row in page.read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ def test_a_code_is_explained_with_the_lines_that_make_it_and_that_end_it() -> No
     assert text.startswith("SL103\n")
     assert "base.model.norm.requires_grad_(True)" in text
     assert "base.model.norm.requires_grad_(False)" in text
-    assert text.endswith("docs/audit.md")
+    assert text.endswith("in the repository: docs/audit.md")
 
 
 @pytest.mark.parametrize("asked", ["truncated", "Truncated", "[truncated]", "error-of-truncated"])
@@ -48,5 +48,5 @@ def test_the_command_prints_one_or_all_and_refuses_what_is_not_there(capsys: pyt
     assert said.index("launcher (error)") < said.index("adapter-dtype (error)")
     assert command_line.main(["explain"]) == 0
     assert "SL120" in capsys.readouterr().out
-    assert command_line.main(["explain", "trunkated"]) == 1
+    assert command_line.main(["explain", "trunkated"]) == 2
     assert "The nearest are truncated" in capsys.readouterr().err

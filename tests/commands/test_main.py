@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import argparse
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,7 @@ from faults.checkpoints import write_model
 from safe_loading import ArgumentError, __version__
 from safe_loading import __main__ as command_line
 from safe_loading._commands import check
+from safe_loading._commands.answer import Answer
 
 SHARDS = {"model-1.safetensors": {"a": 4}, "model-2.safetensors": {"b": 2}}
 
@@ -34,9 +38,9 @@ def bad(tmp_path: Path) -> Path:
 
 
 def test_check_of_a_good_folder_says_ok_and_leaves_with_0(good):
-    result = run("check", good)
+    result = run("check", good, "--headers")
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith(f"{good}: model, 2 tensors in 2 files, 6 B (U8 6 B): ok\n")
+    assert result.stdout.startswith(f"{good}: model, 2 tensors in 2 files, 6 B (U8 6 B): ok (headers alone)\n")
 
 
 def test_check_of_a_bad_folder_lists_the_faults_and_leaves_with_1(bad):
@@ -54,7 +58,7 @@ def test_a_path_that_is_not_there_is_told_on_stderr_with_2(tmp_path):
 
 
 def test_json_is_one_object(good, bad, capsys):
-    assert command_line.main(["check", str(good), "--json"]) == 0
+    assert command_line.main(["check", str(good), "--json", "--headers"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
     assert command_line.main(["check", "--json", str(bad)]) == 1
     assert json.loads(capsys.readouterr().out)["findings"][0]["code"] == "missing-shard"
@@ -82,7 +86,9 @@ def test_help_and_version_leave_with_0(capsys):
     assert __version__ in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["demo", "check", "merge", "audit", "predict", "doctor", "plan", "explain"])
+@pytest.mark.parametrize(
+    "command", ["demo", "check", "merge", "verify", "audit", "predict", "doctor", "plan", "explain"]
+)
 def test_the_help_of_a_command_ends_with_a_line_that_it_takes(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert command_line.main([command, "--help"]) == 0
@@ -97,8 +103,49 @@ def test_an_error_of_the_package_is_a_message_and_no_traceback(monkeypatch, caps
         raise ArgumentError("this is wrong")
 
     monkeypatch.setattr(check, "_run", fail)
-    assert command_line.main(["check", "x"]) == 1
+    assert command_line.main(["check", "x"]) == 2
     assert capsys.readouterr().err == "safe_loading: this is wrong\n"
+    assert command_line.main(["check", "x", "--json"]) == 2
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"schema": 1, "error": "ArgumentError", "message": "this is wrong", "problems": []}
+    assert shown.err == "safe_loading: this is wrong\n"
+
+
+def test_json_says_its_schema_and_every_command_has_it(good, capsys):
+    for words in (["check", "--headers", str(good)], ["explain", "truncated"], ["doctor"]):
+        command_line.main([*words, "--json"])
+        assert next(iter(json.loads(capsys.readouterr().out).items())) == ("schema", 1), words
+    commands = command_line._parser()._subparsers._group_actions[0].choices
+    assert {name for name, command in commands.items() if "--json" not in command.format_help()} == {"demo"}
+
+
+def test_help_has_the_table_of_exit_codes(capsys):
+    command_line.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "3    it does not fit" in shown
+    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+    if not page.exists():
+        pytest.skip("the tests are away from their tree")
+    table = page.read_text()
+    assert [code for code in ("0", "1", "2", "3", "130") if f"\n| {code} |" not in table] == []
+
+
+def test_a_merge_without_a_terminal_says_how_far_it_is(tmp_path, tiny_llama, tiny_adapter, monkeypatch, capsys):
+    monkeypatch.setattr("safe_loading._core.progress._LINE_SECONDS", 0.0)
+    words = ["merge", str(tiny_llama), str(tiny_adapter)]
+
+    def said(*more: str) -> str:
+        assert command_line.main([*words, str(tmp_path / f"out{len(list(tmp_path.iterdir()))}"), *more]) == 0
+        return capsys.readouterr().err
+
+    lines = said().splitlines()
+    assert all(re.fullmatch(r"merging: .* of .* \(\d+%\) after \d+ s", line) for line in lines)
+    assert len(lines) > 1
+    assert said("-q") == ""
+    assert "MergeReport" not in "".join(lines)
+    assert len(said("-v").splitlines()) > len(lines)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    assert said() == ""
 
 
 def test_a_demo_goes_into_a_new_folder_only(tmp_path, capsys):
@@ -111,7 +158,7 @@ def test_a_demo_goes_into_a_new_folder_only(tmp_path, capsys):
 def test_a_reader_that_stops_early_is_no_traceback(good):
     reading, writing = os.pipe()
     os.close(reading)
-    words = [sys.executable, "-m", "safe_loading", "check", str(good)]
+    words = [sys.executable, "-m", "safe_loading", "check", "--headers", str(good)]
     result = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(writing)
     assert result.stderr == ""
@@ -120,7 +167,7 @@ def test_a_reader_that_stops_early_is_no_traceback(good):
 def test_check_answers_without_torch_numpy_or_any_other_package(good):
     code = (
         "import sys; before = set(sys.modules); from safe_loading.__main__ import main; "
-        f"status = main(['check', {str(good)!r}]); "
+        f"status = main(['check', '--headers', {str(good)!r}]); "
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}; "
         "print(status, sorted(new - sys.stdlib_module_names))"
     )
@@ -137,3 +184,17 @@ def test_the_shell_completes_commands_and_options(tmp_path):
         command = [sys.executable, "-c", "import safe_loading.__main__ as m; m.main()"]
         subprocess.run(command, env=environment, timeout=60, check=True)
         assert answer.read_text() == wanted
+
+
+def test_no_command_passes_on_the_notice_of_a_kernel(good, monkeypatch, caplog):
+    def run_with_notices(arguments: argparse.Namespace) -> Answer:
+        engine = logging.getLogger("bitsandbytes.backends.cpu.ops")
+        engine.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "no kernels")
+        engine.warning("another warning")
+        return Answer([])
+
+    monkeypatch.setattr(check, "_run", run_with_notices)
+    assert command_line.main(["check", str(good)]) == 0
+    assert [record.getMessage() for record in caplog.records] == ["another warning"]
+    run_with_notices(argparse.Namespace())  # left to others as it was
+    assert len(caplog.records) == 3

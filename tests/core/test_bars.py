@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from safe_loading._core.bars import MemoryBar, Segment, draw_bars
+from safe_loading._core.bars import Mark, MemoryBar, Segment, draw_bars
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -87,3 +87,15 @@ def test_what_is_too_long_is_cut_and_kept_as_a_tooltip(part):
     assert text.text.endswith("x...")
     assert len(text.text) < 70
     assert text[0].text == long
+
+
+def test_the_lines_of_cards_go_through_the_bars_and_through_no_text():
+    bars = [MemoryBar(f"step {number}", [Segment("weights", 40 + number)], contents="layers") for number in range(3)]
+    svg = ElementTree.fromstring(draw_bars(bars, [Mark("L4", 20), Mark("L40S", 30)], title="Llama"))
+    baselines = {text.text: float(text.attrib["y"]) for text in svg.iter(f"{SVG}text")}
+    tops = [float(rect.attrib["y"]) for rect in svg.iter(f"{SVG}rect") if len(rect)]
+    for path, own in zip(svg.iter(f"{SVG}path"), ("L4: 20 B", "L40S: 30 B"), strict=True):
+        pieces = [tuple(map(float, piece.split(" ")[1].split("V"))) for piece in path.attrib["d"].split("M")[1:]]
+        crossed = {text for text, y in baselines.items() for top, bottom in pieces if top < y <= bottom}
+        assert crossed == {own}
+        assert all(any(top <= bar and bar + 24 <= bottom for top, bottom in pieces) for bar in tops)

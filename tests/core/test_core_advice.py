@@ -26,6 +26,12 @@ PAIRS: dict[str, tuple[Callable[..., Any], object, str, list[tuple[object, objec
         'pass a number of bytes, or text such as "20GiB" (2^30 bytes each) or "20GB" (10^9 bytes each)',
         [(20, 20), ("20GiB", 20 * GIB), ("20GB", 20 * 10**9)],
     ),
+    "bytes or bits": (
+        lambda value: parse_size(value, "card"),
+        "20Gb",
+        'pass "20GB" for 20000000000 bytes, or 2500000000 for the bytes of so many bits, as accelerate reads Gb.',
+        [("20GB", 20 * 10**9), (2500000000, 2500000000)],
+    ),
     "limits": (
         parse_limits,
         ["20GiB"],

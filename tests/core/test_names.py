@@ -9,7 +9,15 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import _common_utils
 
-from safe_loading._core.names import WRAPPER_PARTS, ancestors, canonical, method_name, nearest, without_peft_prefix
+from safe_loading._core.names import (
+    WRAPPER_PARTS,
+    ancestors,
+    canonical,
+    method_name,
+    nearest,
+    with_stars,
+    without_peft_prefix,
+)
 
 
 @pytest.mark.parametrize(
@@ -59,3 +67,8 @@ def test_the_nearest_is_the_name_itself_or_the_innermost_around_it() -> None:
     assert nearest("a.b.c", {"a", "", "a.bb"}) == "a"
     assert nearest("a.b.c", {""}) == ""
     assert nearest("a.b.c", {"b"}) is None
+
+
+def test_layers_of_a_kind_have_one_name() -> None:
+    assert with_stars("model.layers.12.experts.3.w1.weight") == "model.layers.*.experts.*.w1.weight"
+    assert with_stars("h0.weight_v2") == "h0.weight_v2"

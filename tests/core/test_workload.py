@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from unittest import mock
@@ -9,7 +11,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from peft import LoraConfig
+from peft import IA3Config, LoraConfig
 
 from safe_loading import ArgumentError, Workload
 from safe_loading._core.workload import OPTIMIZERS
@@ -46,7 +48,7 @@ def test_integers_of_numpy_are_integers() -> None:
     assert type(workload.batch_size) is int
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8", None])
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8"])
 def test_what_is_no_positive_number_is_refused(wrong: object) -> None:
     with pytest.raises(ArgumentError, match="context_length"):
         Workload.generate(1, wrong)  # type: ignore[arg-type]  # that is the test
@@ -122,3 +124,42 @@ def test_a_config_of_peft_is_written_as_it_was_made() -> None:
     made = eval(written, {"Workload": Workload, "LoraConfig": LoraConfig})  # of this test's own making
     assert made == Workload.train(1, 8, adapter=config)
     assert repr(made) == written
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        Workload.weights_only(),
+        Workload.generate(4, 8192, autocast="float16", adapter="folder"),
+        Workload.train(2, 64, optimizer=torch.optim.Adam, adapter=LoraConfig(r=4, target_modules=["v_proj", "q_proj"])),
+        Workload.train(2, 64, adapter=IA3Config(task_type="CAUSAL_LM")),
+    ],
+)
+def test_its_facts_are_json_that_is_read_back(workload: Workload) -> None:
+    assert Workload.from_facts(json.loads(json.dumps(workload.facts()))) == workload
+
+
+def test_no_other_class_is_looked_up_for_facts() -> None:
+    facts = Workload.train(1, 8).facts()
+    for adapter in ({"config": "PeftModel"}, {"config": "no"}):
+        with pytest.raises(ArgumentError, match="peft has no such class"):
+            Workload.from_facts({**facts, "adapter": adapter})
+    assert Workload.from_facts({**facts, "optimizer": "os.path.join"}).optimizer == "os.path.join"
+
+
+def test_its_text_names_an_adapter_in_short() -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"])
+    assert str(Workload.train(1, 8, adapter=config)) == (
+        "Workload.train(batch_size=1, sequence_length=8, adapter=LoraConfig(r=4))"
+    )
+    assert "target_modules" in repr(Workload.train(1, 8, adapter=config))
+
+
+def test_steps_beyond_the_limit_are_a_longer_prompt() -> None:
+    with pytest.raises(ArgumentError, match=r"decode_steps=10000: .* and 256 at most") as caught:
+        Workload.generate(2, 64, decode_steps=10_000)
+    said = re.search(r"pass context_length=(\d+) and decode_steps=(\d+)\.", str(caught.value))
+    assert said is not None
+    length, steps = map(int, said.groups())
+    workload = Workload.generate(2, length, decode_steps=steps)
+    assert (length + steps, workload.decode_steps) == (10_064, 256)

@@ -256,7 +256,7 @@ def main(root: Path, seed: int, examples: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     sources = Sources(root)
-    load_peft_on_rank(sources.adapter("LoRA"), sources.base)  # what is imported and opened once
+    load_peft_on_rank(sources.base, sources.adapter("LoRA"))  # what is imported and opened once
     meta_model(sources.base)
     loads = Loads(sources)
     signal.signal(signal.SIGALRM, overdue)

@@ -20,7 +20,7 @@ Tensors = dict[str, torch.Tensor]
 def load(method: str, bench: Bench) -> str:
     """The tensors and the logits after a load, against peft's own load."""
     adapter = bench.adapter(method)
-    ours, plain = load_peft_on_rank(adapter, bench.base), two_steps(adapter, bench.base)
+    ours, plain = load_peft_on_rank(bench.base, adapter), two_steps(adapter, bench.base)
     assert not ours.training
     _same(_tensors(ours), _tensors(plain))
     _same(_logits(ours), _logits(plain))
@@ -32,7 +32,7 @@ def train(method: str, bench: Bench) -> str:
     adapter = bench.adapter(method)
     truth = two_steps(adapter, bench.base)
     plain = _unless(ValueError, lambda: two_steps(adapter, bench.base, is_trainable=True))
-    ours = _unless(AdapterError, lambda: load_peft_on_rank(adapter, bench.base, is_trainable=True))
+    ours = _unless(AdapterError, lambda: load_peft_on_rank(bench.base, adapter, is_trainable=True))
     if ours is None:
         assert plain is None, "peft can"
         return Cell.NEITHER
@@ -65,7 +65,7 @@ def later(method: str, bench: Bench) -> str:
         return model
 
     def with_ours() -> PeftModel:
-        model = load_peft_on_rank(first, bench.base)
+        model = load_peft_on_rank(bench.base, first)
         load_adapter_on_rank(model, second, "second")
         return model
 
@@ -88,7 +88,7 @@ def hot_swap(method: str, bench: Bench) -> str:
         return model
 
     def with_ours() -> PeftModel:
-        model = load_peft_on_rank(first, bench.base)
+        model = load_peft_on_rank(bench.base, first)
         load_adapter_on_rank(model, second, "default", hotswap=True)
         return model
 

@@ -58,7 +58,7 @@ def plain(folder: Path, base: Path, **options: Any) -> Any:
 def test_the_ranks_that_training_found_are_loaded(tiny_llama: Path, trained: Path, is_trainable: bool) -> None:
     theirs = plain(trained, tiny_llama, is_trainable=is_trainable)
     before = torch.get_rng_state()
-    ours = load_peft_on_rank(trained, tiny_llama, is_trainable=is_trainable)
+    ours = load_peft_on_rank(tiny_llama, trained, is_trainable=is_trainable)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(logits(ours), logits(theirs))
     expected = {name: (value.detach(), value.requires_grad) for name, value in theirs.named_parameters()}
@@ -70,7 +70,7 @@ def test_the_ranks_that_training_found_are_loaded(tiny_llama: Path, trained: Pat
 
 
 def test_a_later_one_a_save_and_a_merge(tmp_path: Path, tiny_llama: Path, trained: Path) -> None:
-    model = load_peft_on_rank(trained, tiny_llama)
+    model = load_peft_on_rank(tiny_llama, trained)
     expected = logits(model)
     load_adapter_on_rank(model, trained, "two")
     model.set_adapter("two")
@@ -80,7 +80,7 @@ def test_a_later_one_a_save_and_a_merge(tmp_path: Path, tiny_llama: Path, traine
     on_file = load_file(trained / "adapter_model.safetensors")
     assert again.keys() == on_file.keys()
     assert all(torch.equal(again[name], value) for name, value in on_file.items())
-    merged = merge_lora_inplace(load_peft_on_rank(trained, tiny_llama))
+    merged = merge_lora_inplace(load_peft_on_rank(tiny_llama, trained))
     assert torch.allclose(logits(merged), expected, atol=1e-5)
 
 
@@ -101,4 +101,4 @@ def test_ranks_that_are_not_those_of_the_file_are_refused(
     with pytest.raises(
         AdapterError, match=r"adapter_model\.safetensors to the model: .*; its rank_pattern is not that"
     ):
-        load_peft_on_rank(wrong, tiny_llama)
+        load_peft_on_rank(tiny_llama, wrong)

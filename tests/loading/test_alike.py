@@ -63,7 +63,7 @@ def test_it_makes_what_peft_makes(
     patterns = {"rank_pattern": {"layers.1.self_attn.q_proj": 3}, "alpha_pattern": {"v_proj": 7}}
     first = made.adapter(base, **(patterns if kind == "patterns" else {}))
     second = made.adapter(base, seed=2, **KINDS[kind])
-    slow, fast = load_peft_on_rank(first, base), load_peft_on_rank(first, base)
+    slow, fast = load_peft_on_rank(base, first), load_peft_on_rank(base, first)
     with monkeypatch.context() as patch:
         patch.setattr(alike, "plan_for", lambda *_: None)
         load_adapter_on_rank(slow, second, "second", is_trainable=is_trainable)
@@ -86,7 +86,7 @@ def test_several_in_one_call_are_checked_and_attached_by_the_plan(
     injections = []
     inject = BaseTuner.inject_adapter
     monkeypatch.setattr(BaseTuner, "inject_adapter", lambda *a, **k: (injections.append(1), inject(*a, **k))[1])
-    model = load_peft_on_rank(adapters, base, active="c")
+    model = load_peft_on_rank(base, adapters, active="c")
     assert len(injections) == 1, "on meta, from where the modules went to the base"
     for name, adapter in adapters.items():
         model.set_adapter(name)
@@ -96,14 +96,14 @@ def test_several_in_one_call_are_checked_and_attached_by_the_plan(
 def test_it_is_an_adapter_like_any_other(made: Made, tmp_path: Path) -> None:
     base = made.llama()
     first, second = made.adapter(base), made.adapter(base, seed=2)
-    model = load_peft_on_rank(first, base)
+    model = load_peft_on_rank(base, first)
     load_adapter_on_rank(model, second, "second")
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "second" / "adapter_model.safetensors")
     on_file = load_file(second / "adapter_model.safetensors")
     assert saved.keys() == on_file.keys()
     assert all(torch.equal(saved[key], on_file[key]) for key in saved)
-    assert torch.equal(logits(load_peft_on_rank(tmp_path / "second", base)), logits(two_steps(second, base)))
+    assert torch.equal(logits(load_peft_on_rank(base, tmp_path / "second")), logits(two_steps(second, base)))
     load_adapter_on_rank(model, first, "second", hotswap=True)
     load_adapter_on_rank(model, second, "third")
     model.delete_adapter("default")  # the one that the plan was found with
@@ -127,13 +127,13 @@ def test_a_fault_is_refused_as_for_the_first(made: Made, tmp_path: Path, fault: 
             tensors[key] = tensors[key][:, 1:].contiguous() if fault == "another shape" else tensors[key] / 0
 
     broken = faults.edited(adapter, tmp_path / "broken", tensors=edit)
-    model = load_peft_on_rank(adapter, base)
+    model = load_peft_on_rank(base, adapter)
     before = state(model)
     with pytest.raises(AdapterError) as alone:
-        load_peft_on_rank(broken, base)
+        load_peft_on_rank(base, broken)
     for refused in (
         lambda: load_adapter_on_rank(model, broken, "second"),
-        lambda: load_peft_on_rank({"first": adapter, "second": broken}, base),
+        lambda: load_peft_on_rank(base, {"first": adapter, "second": broken}),
     ):
         with pytest.raises(AdapterError) as later:
             refused()
@@ -145,7 +145,7 @@ def test_a_fault_is_refused_as_for_the_first(made: Made, tmp_path: Path, fault: 
 @pytest.mark.parametrize("in_training", [False, True])
 def test_an_interrupted_load_is_undone(made: Made, monkeypatch: pytest.MonkeyPatch, in_training: bool) -> None:
     base = made.llama()
-    model = load_peft_on_rank(made.adapter(base), base)
+    model = load_peft_on_rank(base, made.adapter(base))
     model.train(in_training)
     before, facts = state(model), _facts(model)
 
@@ -171,7 +171,7 @@ def test_an_interrupted_load_is_undone(made: Made, monkeypatch: pytest.MonkeyPat
 def test_another_structure_is_left_to_peft(made: Made, tmp_path: Path, other: dict[str, Any]) -> None:
     base = made.llama()
     second = save_adapter(tmp_path / "second", base, seed=2, **other)
-    model = load_peft_on_rank(made.adapter(base), base)
+    model = load_peft_on_rank(base, made.adapter(base))
     load_adapter_on_rank(model, second, "second")
     load_adapter_on_rank(model, second, "third")
     model.set_adapter("third")
@@ -182,7 +182,7 @@ def test_another_structure_is_left_to_peft(made: Made, tmp_path: Path, other: di
 def test_biases_of_the_base_are_trained_by_one_adapter_alone(tmp_path: Path, has_biases: bool) -> None:
     base = save_llama(tmp_path / "base", attention_bias=has_biases)
     first, second = (save_adapter(tmp_path / f"{seed}", base, seed=seed, bias="all") for seed in (0, 1))
-    model = load_peft_on_rank(first, base)
+    model = load_peft_on_rank(base, first)
     before = state(model)
     if has_biases:
         with pytest.raises(AdapterError, match="only 1 adapter with bias"):

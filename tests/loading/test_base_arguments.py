@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from models import Made, save_adapter
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from safe_loading import AdapterError, ArgumentError, load_adapter_on_rank, load_peft_on_rank
+from safe_loading import AdapterError, ArgumentError, EngineError, load_adapter_on_rank, load_peft_on_rank
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_an_argument_of_the_constructor_is_known_to_the_check_before_the_load(bert: tuple[Path, Path]) -> None:
     base, adapter = bert
-    model = load_peft_on_rank(adapter, base, base_kwargs={"add_pooling_layer": False})
+    model = load_peft_on_rank(base, adapter, base_kwargs={"add_pooling_layer": False})
     assert model.load_report.ok
     plain = peft.PeftModel.from_pretrained(BertModel.from_pretrained(base, add_pooling_layer=False), adapter)
     with torch.no_grad():
@@ -48,21 +49,21 @@ def test_an_argument_of_the_constructor_is_known_to_the_check_before_the_load(be
 def test_a_typo_is_named_with_what_is_near(bert: tuple[Path, Path], name: str, nearest: str) -> None:
     base, adapter = bert
     with pytest.raises(ArgumentError, match=f"base_kwargs.*{name}.*nearest: {nearest}"):
-        load_peft_on_rank(adapter, base, base_kwargs={name: False})
+        load_peft_on_rank(base, adapter, base_kwargs={name: False})
 
 
 @pytest.mark.parametrize("name", ["num_labels", "attn_implementation", "ignore_mismatched_sizes", "weights_only"])
 def test_what_transformers_takes_is_taken(tiny_llama: Path, tiny_adapter: Path, name: str) -> None:
     value = {"num_labels": 3, "attn_implementation": "eager"}.get(name, True)
-    assert load_peft_on_rank(tiny_adapter, tiny_llama, base_kwargs={name: value}).load_report.ok
+    assert load_peft_on_rank(tiny_llama, tiny_adapter, base_kwargs={name: value}).load_report.ok
 
 
 def test_dtypes_and_classes_by_name(tiny_llama: Path, tiny_adapter: Path) -> None:
     by_name = load_peft_on_rank(
-        tiny_adapter, tiny_llama, dtype="bfloat16", adapter_dtype="torch.float16", auto_class="LlamaForCausalLM"
+        tiny_llama, tiny_adapter, dtype="bfloat16", adapter_dtype="torch.float16", auto_class="LlamaForCausalLM"
     )
     by_value = load_peft_on_rank(
-        tiny_adapter, tiny_llama, dtype=torch.bfloat16, adapter_dtype=torch.float16, auto_class=LlamaForCausalLM
+        tiny_llama, tiny_adapter, dtype=torch.bfloat16, adapter_dtype=torch.float16, auto_class=LlamaForCausalLM
     )
     assert {key: tensor.dtype for key, tensor in by_name.state_dict().items()} == {
         key: tensor.dtype for key, tensor in by_value.state_dict().items()
@@ -87,11 +88,11 @@ def test_what_is_not_understood_is_refused_by_name(
     tiny_llama: Path, tiny_adapter: Path, arguments: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ArgumentError, match=words):
-        load_peft_on_rank(tiny_adapter, tiny_llama, **arguments)
+        load_peft_on_rank(tiny_llama, tiny_adapter, **arguments)
 
 
 def test_several_active_adapters_as_the_refusal_says(tiny_llama: Path, tiny_adapter: Path) -> None:
-    model = load_peft_on_rank({"a": tiny_adapter, "b": tiny_adapter}, tiny_llama)
+    model = load_peft_on_rank(tiny_llama, {"a": tiny_adapter, "b": tiny_adapter})
     one = logits(model)
     model.base_model.set_adapter(["a", "b"])
     assert model.active_adapters == ["a", "b"]
@@ -105,12 +106,12 @@ def test_the_number_of_bits_as_an_argument(made: Made, bits: int) -> None:
     adapter = made.adapter(base)
     from transformers import BitsAndBytesConfig
 
-    short = load_peft_on_rank(adapter, base, base_kwargs={f"load_in_{bits}bit": True})
+    short = load_peft_on_rank(base, adapter, base_kwargs={f"load_in_{bits}bit": True})
     config = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
     assert torch.equal(
-        logits(short), logits(load_peft_on_rank(adapter, base, base_kwargs={"quantization_config": config}))
+        logits(short), logits(load_peft_on_rank(base, adapter, base_kwargs={"quantization_config": config}))
     )
-    assert load_peft_on_rank(adapter, base, base_kwargs={f"load_in_{bits}bit": False}).load_report.ok
+    assert load_peft_on_rank(base, adapter, base_kwargs={f"load_in_{bits}bit": False}).load_report.ok
 
 
 def test_a_folder_under_the_home(
@@ -124,7 +125,7 @@ def test_a_folder_under_the_home(
 
     faults.edited(tiny_adapter, tmp_path / "adapter", config=named)
     assert load_peft_on_rank("~/adapter").load_report.ok
-    assert load_peft_on_rank("~/adapter", "~/base").load_report.ok
+    assert load_peft_on_rank("~/base", "~/adapter").load_report.ok
 
 
 def test_a_mapping_for_another_type_of_base_is_not_built(tmp_path: Path, tiny_llama: Path) -> None:
@@ -135,7 +136,7 @@ def test_a_mapping_for_another_type_of_base_is_not_built(tmp_path: Path, tiny_ll
     mapping = json.loads((adapter / "adapter_config.json").read_text())["auto_mapping"]
     assert mapping["base_model_class"] == "LlamaForCausalLM"
     with pytest.raises(AdapterError, match="GPT2LMHeadModel"):
-        load_peft_on_rank(adapter, tmp_path / "base")
+        load_peft_on_rank(tmp_path / "base", adapter)
 
 
 def test_keys_of_the_base_are_mapped_as_asked(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
@@ -146,7 +147,7 @@ def test_keys_of_the_base_are_mapped_as_asked(tmp_path: Path, tiny_llama: Path, 
     renamed = {key.replace("model.layers.", "blocks."): tensor for key, tensor in tensors.items()}
     save_file(renamed, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
     mapping = {"^blocks\\.": "model.layers."}
-    model = load_peft_on_rank(tiny_adapter, tmp_path / "base", base_kwargs={"key_mapping": mapping})
+    model = load_peft_on_rank(tmp_path / "base", tiny_adapter, base_kwargs={"key_mapping": mapping})
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", key_mapping=mapping)
     assert torch.equal(logits(model.get_base_model()), logits(peft.PeftModel.from_pretrained(plain, tiny_adapter)))
     assert torch.equal(logits(model), logits(two_steps(tiny_adapter, tiny_llama)))
@@ -160,9 +161,9 @@ def test_keys_of_the_adapter_are_mapped_as_asked(tmp_path: Path, tiny_llama: Pat
     renamed = faults.edited(tiny_adapter, tmp_path / "renamed", tensors=rename)
     truth = logits(two_steps(tiny_adapter, tiny_llama))
     with pytest.raises(AdapterError, match="decoder"):
-        load_peft_on_rank(renamed, tiny_llama)
+        load_peft_on_rank(tiny_llama, renamed)
     mapping = {r"^decoder\.blocks": "model.layers"}
-    model = load_peft_on_rank(renamed, tiny_llama, key_mapping=mapping)
+    model = load_peft_on_rank(tiny_llama, renamed, key_mapping=mapping)
     assert torch.equal(logits(model), truth)
     assert len(model.load_report.parts[1].renamed) == 18
     load_adapter_on_rank(model, renamed, "second", key_mapping=mapping)
@@ -172,6 +173,16 @@ def test_keys_of_the_adapter_are_mapped_as_asked(tmp_path: Path, tiny_llama: Pat
 
     base = AutoModelForCausalLM.from_pretrained(tiny_llama)
     base._checkpoint_conversion_mapping = mapping  # as a class of remote code may have it
-    model = load_peft_on_rank(renamed, base)
+    model = load_peft_on_rank(base, renamed)
     load_adapter_on_rank(model, renamed, "second")
     assert torch.equal(logits(model), truth)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_a_package_that_the_attention_needs_is_named_and_not_the_config(tiny_llama: Path, tiny_adapter: Path) -> None:
+    with pytest.raises(
+        EngineError, match=r"FlashAttention2.*Ask for .*attn_implementation=\"sdpa\", or install"
+    ) as caught:
+        load_peft_on_rank(tiny_llama, tiny_adapter, attn_implementation="flash_attention_2")
+    assert "config.json" not in str(caught.value)
+    assert load_peft_on_rank(tiny_llama, tiny_adapter, attn_implementation="sdpa").load_report.ok

@@ -32,7 +32,7 @@ def saved(folder: Path, *, changed: bool) -> tuple[Path, Path]:
 def test_a_wider_weight_that_rounds_to_itself_is_the_base_s_own(tmp_path: Path) -> None:
     base, adapter = saved(tmp_path, changed=False)
     plain = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), adapter)
-    model = load_peft_on_rank(adapter, base, device="cpu")
+    model = load_peft_on_rank(base, adapter, device="cpu")
     assert torch.equal(model(IDS).logits, plain(IDS).logits)
     assert not model.load_report.findings
 
@@ -40,8 +40,8 @@ def test_a_wider_weight_that_rounds_to_itself_is_the_base_s_own(tmp_path: Path) 
 def test_a_wider_weight_that_would_be_rounded_is_refused(tmp_path: Path) -> None:
     base, adapter = saved(tmp_path, changed=True)
     with pytest.raises(AdapterError, match=r"embed_tokens(.|\n)*load the base with dtype=torch.float32"):
-        load_peft_on_rank(adapter, base, device="cpu")
-    model = load_peft_on_rank(adapter, base, device="cpu", dtype=torch.float32)
+        load_peft_on_rank(base, adapter, device="cpu")
+    model = load_peft_on_rank(base, adapter, device="cpu", dtype=torch.float32)
     assert "base-weight-replaced" in [finding.code for finding in model.load_report.findings]
 
 
@@ -49,6 +49,6 @@ def test_it_is_merged_on_disk_as_in_memory(tmp_path: Path) -> None:
     base, adapter = saved(tmp_path, changed=False)
     merge_lora_checkpoint(base, adapter, tmp_path / "merged")
     merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
-    expected = merge_lora_inplace(load_peft_on_rank(adapter, base, device="cpu"))
+    expected = merge_lora_inplace(load_peft_on_rank(base, adapter, device="cpu"))
     assert merged.dtype == torch.bfloat16
     assert torch.equal(merged(IDS).logits, expected(IDS).logits)

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from pathlib import Path
 
 import pytest
-from faults.checkpoints import BAD_FILES, LFS_POINTER, shard, write_adapter, write_model
+from faults.checkpoints import BAD_FILES, LFS_POINTER, entry, safetensors, shard, write_adapter, write_model
 
-from safe_loading import CheckpointError, CheckpointNotFound, CheckpointReport, check_checkpoint
+from safe_loading import CheckpointError, CheckpointNotFound, CheckpointReport
+from safe_loading import check_checkpoint as check_as_a_load
+from safe_loading.__main__ import main
+from safe_loading._checkpoint.header import read_header
 from safe_loading._core.report import format_bytes
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+check_checkpoint = functools.partial(check_as_a_load, headers=True)  # of tensors that are in no model
 SHARDS = {ONE: {"a": 4, "b": 2}, TWO: {"c": 3}}
 LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "base_model_name_or_path": "some/base"}
 
@@ -37,15 +42,6 @@ def test_a_size_is_written_in_the_unit_that_fits(size, text):
     assert format_bytes(size) == text
 
 
-def test_layers_are_counted_apart_from_those_of_another_tower(tmp_path):
-    names = [f"visual.blocks.{n}.w" for n in range(4)] + [f"model.layers.{n}.w" for n in range(2)]
-    write_model(tmp_path, {ONE: dict.fromkeys(names, 1)})
-    for count, findings in ((2, {}), (3, {"layers-differ": "error"})):
-        config = {"model_type": "some", "text_config": {"num_hidden_layers": count}}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert codes(check_checkpoint(tmp_path)) == findings
-
-
 def test_real_checkpoints_of_transformers_and_peft_are_ok(tmp_path):
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -57,11 +53,12 @@ def test_real_checkpoints_of_transformers_and_peft_are_ok(tmp_path):
     size = sum(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(tmp_path / "model", max_shard_size="8KB")
     get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(tmp_path / "a")
-    report = check_checkpoint(tmp_path / "model")
+    report = check_as_a_load(tmp_path / "model")
     assert (report.ok, report.kind, len(report.files) > 2) == (True, "model", True)
+    assert report.checked_on == "LlamaForCausalLM on meta"
     assert report.findings == ()
     assert report.bytes == size
-    adapter = check_checkpoint(tmp_path / "a")
+    adapter = check_as_a_load(tmp_path / "a")
     assert (adapter.ok, adapter.kind, adapter.tensors) == (True, "adapter", 4)
     assert set(codes(adapter)) <= {"adapter-base"}  # a model made from a config has no name
 
@@ -219,7 +216,7 @@ def test_errors_come_first_and_nothing_is_left_out(tmp_path):
     assert [finding.severity for finding in report.findings] == ["error", "error", "warning", "info"]
     assert list(codes(report)) == ["missing-shard", "config-missing", "stray-shard", "custom-code"]
     assert [file.name for file in report.files] == [ONE]
-    assert str(report).splitlines()[0].endswith("NOT OK, 2 error, 1 warning, 1 info")
+    assert str(report).splitlines()[0].endswith("NOT OK (headers alone), 2 error, 1 warning, 1 info")
 
 
 def test_the_report_as_text_html_and_json(tmp_path):
@@ -252,3 +249,35 @@ def test_the_exceptions_are_those_that_people_expect(tmp_path):
     with pytest.raises(FileNotFoundError):
         check_checkpoint(tmp_path / "none")
     assert issubclass(CheckpointNotFound, CheckpointError)
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter", "file"])
+def test_weights_that_zero_3_emptied_are_an_error_with_the_road(tmp_path, kind):
+    name = "base_model.model.q.lora_A.weight" if kind == "adapter" else "model.q.weight"
+    emptied = safetensors({name: entry("BF16", [0], 0, 0), "model.norm.bias": entry("BF16", [2], 0, 4)}, bytes(4))
+    file = "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
+    if kind == "adapter":
+        write_adapter(tmp_path)
+    (tmp_path / file).write_bytes(emptied)
+    report = check_checkpoint(tmp_path / file if kind == "file" else tmp_path)
+    assert codes(report)["tensor-empty"] == "error"
+    assert not report.ok
+    with pytest.raises(CheckpointError, match=r"ZeRO-3.*zero_to_fp32"):
+        read_header(tmp_path / file)
+    assert main(["check", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [("q.weight", ("BF16", [0, 8])), ("q.bias", ("F32", [0])), ("q.g_idx", ("I32", [0])), ("q.weight", ("I8", [0]))],
+)
+def test_tensors_that_are_empty_by_right_are_read(tmp_path, name, facts):
+    (tmp_path / "a.safetensors").write_bytes(safetensors({name: entry(*facts, 0, 0)}))
+    assert "tensor-empty" not in codes(check_checkpoint(tmp_path / "a.safetensors"))
+
+
+def test_a_tilde_is_the_home_folder_as_for_all_verbs(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_model(tmp_path / "model", SHARDS)
+    assert check_checkpoint("~/model").ok
+    assert check_checkpoint(f"~/model/{ONE}").ok

@@ -24,7 +24,7 @@ SCRIPT = """
     device = torch.device("cuda", own)
 
     def load(**arguments):
-        return load_peft_on_rank(adapter, base, is_trainable=True, **(arguments or {"device": own}))
+        return load_peft_on_rank(base, adapter, is_trainable=True, **(arguments or {"device": own}))
 
     def train(model, make, *, clip=False, scaler=False, checkpointing=False):
         seen = [contexts()]

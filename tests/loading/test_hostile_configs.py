@@ -93,7 +93,7 @@ def test_what_a_prompt_began_with_is_not_opened(
     began = {"prompt_tuning_init": "EXACT_SOURCE_TASK", "prompt_tuning_init_task": 0}
     adapter = trained(PROMPT, **began, prompt_tuning_init_state_dict_path=str(path))
     opened.clear()
-    model = load_peft_on_rank(adapter, tiny_llama, is_trainable=trainable)
+    model = load_peft_on_rank(tiny_llama, adapter, is_trainable=trainable)
     held = load_file(adapter / "adapter_model.safetensors")
     assert torch.equal(model.prompt_encoder["default"].embedding.weight, held["prompt_embeddings"])
     assert not [event for event in opened if str(path) in event]
@@ -108,7 +108,7 @@ def test_no_tokenizer_is_fetched_for_the_text_that_a_prompt_began_with(
 ) -> None:
     began = {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "x", "tokenizer_name_or_path": "who/tokenizer"}
     adapter = trained(TEXT, **began, tokenizer_kwargs={"trust_remote_code": True})
-    model = load_peft_on_rank(adapter, tiny_llama, is_trainable=trainable)
+    model = load_peft_on_rank(tiny_llama, adapter, is_trainable=trainable)
     held = load_file(adapter / "adapter_model.safetensors")
     assert torch.equal(model.prompt_encoder["default"].embedding.weight, held["prompt_embeddings"])
     assert not [event for event in opened if "who" in event or event.startswith("socket")]
@@ -128,9 +128,9 @@ def test_no_tokenizer_is_fetched_for_the_text_that_a_prompt_began_with(
 def test_an_adapter_allocates_in_proportion_to_its_file_and_its_base(
     tiny_llama: Path, trained: Trained, config: peft.PeftConfig, fields: dict[str, Any]
 ) -> None:
-    load_peft_on_rank(trained(config), tiny_llama, is_trainable=True)
+    load_peft_on_rank(tiny_llama, trained(config), is_trainable=True)
     with pytest.raises(AdapterError) as caught:
-        load_peft_on_rank(trained(config, **fields), tiny_llama, is_trainable=True)
+        load_peft_on_rank(tiny_llama, trained(config, **fields), is_trainable=True)
     assert "adapter_config.json makes peft allocate more than" in str(caught.value) or "16000]" in str(caught.value)
 
 
@@ -156,7 +156,7 @@ def test_numbers_that_torch_cannot_take_are_errors_of_the_adapter(
         document = json.loads((folder / "adapter_config.json").read_text())
         (folder / "adapter_config.json").write_text(json.dumps({**document, **fields}))
         with pytest.raises(SafeLoadingError, match=r"adapter_config\.json"):
-            load_peft_on_rank(folder, tiny_llama)
+            load_peft_on_rank(tiny_llama, folder)
 
 
 def test_a_kernel_is_taken_from_the_caller_alone(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
@@ -164,11 +164,11 @@ def test_a_kernel_is_taken_from_the_caller_alone(tmp_path: Path, tiny_llama: Pat
     document = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**document, "_attn_implementation": "who/attention"}))
     with pytest.raises(ArgumentError, match="who/attention"):
-        load_peft_on_rank(tiny_adapter, base)
+        load_peft_on_rank(base, tiny_adapter)
     with pytest.raises(ArgumentError, match="who/attention"):
         meta_model(base)
     # the fix that the message names
-    model = load_peft_on_rank(tiny_adapter, base, base_kwargs={"attn_implementation": "sdpa"})
+    model = load_peft_on_rank(base, tiny_adapter, base_kwargs={"attn_implementation": "sdpa"})
     assert model.config._attn_implementation == "sdpa"
     assert meta_model(base, attn_implementation="eager").config._attn_implementation == "eager"
 
@@ -187,11 +187,11 @@ def test_a_kernel_is_taken_from_the_caller_alone(tmp_path: Path, tiny_llama: Pat
 def test_a_bad_generation_config_is_named(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, text: str) -> None:
     base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
     (base / "generation_config.json").write_text(text)
-    for call in (lambda: load_peft_on_rank(tiny_adapter, base), lambda: meta_model(base)):
+    for call in (lambda: load_peft_on_rank(base, tiny_adapter), lambda: meta_model(base)):
         with pytest.raises(CheckpointError, match=r"generation_config\.json"):
             call()
     (base / "generation_config.json").unlink()  # the fix that the message names
-    load_peft_on_rank(tiny_adapter, base)
+    load_peft_on_rank(base, tiny_adapter)
 
 
 @pytest.mark.parametrize("base", [7, ["who/model"], {"a": "who/model"}, True])
@@ -205,7 +205,7 @@ def test_a_base_that_no_text_names_is_refused(
         load_peft_on_rank(folder)
     with pytest.raises(SafeLoadingError, match="names no base model"):
         predict_memory(folder, Workload.generate(1, 16))
-    load_peft_on_rank(folder, tiny_llama)  # the fix that the message names
+    load_peft_on_rank(tiny_llama, folder)  # the fix that the message names
 
 
 @pytest.mark.parametrize("mapping", [[], [None, []], "text", {"parent_library": ["transformers"]}])
@@ -215,7 +215,7 @@ def test_an_auto_mapping_of_another_type_names_no_class(
     folder = Path(shutil.copytree(tiny_adapter, tmp_path / "adapter"))
     document = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**document, "task_type": None, "auto_mapping": mapping}))
-    model = load_peft_on_rank(folder, tiny_llama)  # by the architecture of the base
+    model = load_peft_on_rank(tiny_llama, folder)  # by the architecture of the base
     assert type(model.get_base_model()).__name__ == "LlamaForCausalLM"
 
 
@@ -240,7 +240,7 @@ def test_a_model_of_more_modules_than_any_has_is_refused(
     assert MOST_REGISTERED >= 200_000  # those of Kimi K2, with a module for each expert
     base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
     monkeypatch.setattr("safe_loading._model.meta_model.module_limit", lambda name: module_limit(name, most=40))
-    for call in (lambda: meta_model(base), lambda: load_peft_on_rank(tiny_adapter, base)):
+    for call in (lambda: meta_model(base), lambda: load_peft_on_rank(base, tiny_adapter)):
         with pytest.raises(CheckpointError, match="LlamaConfig makes more than 40 modules and parameters"):
             call()
     with module_limit("x", most=3):
@@ -271,7 +271,7 @@ def test_tables_that_no_file_holds_are_in_proportion_to_the_files(
     document = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**document, field: 10**9}))
     with pytest.raises(CheckpointError, match=r"config\.json makes a model of .* GiB, out of proportion to the .* KiB"):
-        load_peft_on_rank(tiny_adapter, base, auto_class=getattr(transformers, name), strict=False)
+        load_peft_on_rank(base, tiny_adapter, auto_class=getattr(transformers, name), strict=False)
     model = meta_model(base)
     if name != "MarianMTModel":  # whose tables are parameters, which a wrap asks the folder for
         with pytest.raises(CheckpointError, match=r"out of proportion.*"):
@@ -298,19 +298,23 @@ def test_an_index_without_metadata_is_named(tmp_path: Path, tiny_llama: Path, ti
     metadata = document.pop("metadata")
     (base / INDEX).write_text(json.dumps(document))
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json: metadata is missing.*Fix: add"):
-        load_peft_on_rank(tiny_adapter, base)
+        load_peft_on_rank(base, tiny_adapter)
     (base / INDEX).write_text(json.dumps({**document, "metadata": metadata}))
-    load_peft_on_rank(tiny_adapter, base)
+    load_peft_on_rank(base, tiny_adapter)
 
 
-def test_code_of_another_name_is_named(tmp_path: Path, tiny_llama: Path) -> None:
+def test_code_of_another_name_is_named_and_not_run(
+    tmp_path: Path, tiny_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
     document = json.loads((base / "config.json").read_text())
     code = {"architectures": ["Own"], "auto_map": {"AutoModelForCausalLM": "own.Other"}}
     (base / "config.json").write_text(json.dumps({**document, **code}))
-    with pytest.raises(ArgumentError, match=r"own\.Other.*trust_remote_code=True"):
-        meta_model(base)
+    assert type(meta_model(base)).__name__ == "LlamaForCausalLM"  # as for the auto classes, which are not told to trust
+    assert "no Own, which the config names; LlamaForCausalLM is taken" in caplog.text
+    caplog.clear()
     assert type(meta_model(base, AutoModelForCausalLM)).__name__ == "LlamaForCausalLM"
+    assert "which the config names" not in caplog.text
 
 
 def test_an_output_of_a_long_name_is_refused(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
@@ -343,7 +347,7 @@ def interrupted(call: Callable[[], Any], function: str, before_end: int | None) 
 @pytest.mark.parametrize("before_end", range(12))
 def test_ctrl_c_in_the_last_lines_leaves_no_adapter(tiny_llama: Path, tiny_adapter: Path, before_end: int) -> None:
     def load() -> None:
-        load_peft_on_rank(tiny_adapter, bases.pop())
+        load_peft_on_rank(bases.pop(), tiny_adapter)
 
     bases = [AutoModelForCausalLM.from_pretrained(tiny_llama) for _ in range(2)]
     base: Any = bases[0]  # the second call is the one that is interrupted
@@ -361,7 +365,7 @@ def test_ctrl_c_in_the_last_lines_leaves_no_second_adapter(
     def load() -> None:
         load_adapter_on_rank(models.pop(), tiny_adapter, "second")
 
-    models = [load_peft_on_rank(tiny_adapter, tiny_llama) for _ in range(2)]
+    models = [load_peft_on_rank(tiny_llama, tiny_adapter) for _ in range(2)]
     model: Any = models[0]
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     with pytest.raises(KeyboardInterrupt):

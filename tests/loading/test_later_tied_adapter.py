@@ -26,10 +26,10 @@ def test_it_is_refused_and_loads_onto_a_base_of_its_own(tmp_path: Path, config: 
     with_peft.set_adapter("second")
     truth = logits(two_steps(second, base))
     assert not torch.equal(logits(with_peft), truth), "peft can: load it too"
-    model = load_peft_on_rank(first, base)
+    model = load_peft_on_rank(base, first)
     before = state(model)
     with pytest.raises(AdapterError, match=r"ties 'lm_head' for the first adapter of a model alone") as refused:
         load_adapter_on_rank(model, second, "second")
     assert all("load it onto a base of its own" in problem for problem in refused.value.problems)
     assert state(model) == before
-    assert torch.equal(logits(load_peft_on_rank(second, base)), truth)  # the advice
+    assert torch.equal(logits(load_peft_on_rank(base, second)), truth)  # the advice

@@ -26,7 +26,7 @@ from safe_loading import (
 
 @pytest.fixture
 def model(tiny_llama: Path, tiny_adapter: Path) -> PeftModel:
-    return load_peft_on_rank(tiny_adapter, tiny_llama)
+    return load_peft_on_rank(tiny_llama, tiny_adapter)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,15 @@ def test_a_swap_keeps_the_tensors_and_takes_values_and_scaling(model: PeftModel,
 def test_swaps_of_every_kind(tmp_path: Path, tiny_llama: Path, kind: dict[str, Any]) -> None:
     one = save_adapter(tmp_path / "one", tiny_llama, seed=1, **kind)
     two = save_adapter(tmp_path / "two", tiny_llama, seed=2, **kind)
+    model = load_peft_on_rank(tiny_llama, one)
+    load_adapter_on_rank(model, two, "default", hotswap=True)
+    assert torch.equal(logits(model), logits(two_steps(two, tiny_llama)))
+
+
+@needs("peft", "0.20")
+def test_a_swap_takes_the_patterns_of_its_config(tmp_path: Path, tiny_llama: Path) -> None:
+    patterns = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3, r"layers\.1\.mlp\.down_proj": 5}}
+    one, two = (save_adapter(tmp_path / str(seed), tiny_llama, seed=seed, **patterns) for seed in (1, 2))
     model = load_peft_on_rank(one, tiny_llama)
     load_adapter_on_rank(model, two, "default", hotswap=True)
     assert torch.equal(logits(model), logits(two_steps(two, tiny_llama)))
@@ -119,7 +128,7 @@ def test_a_swap_of_an_embedding_is_refused(tmp_path: Path, tiny_llama: Path) -> 
     one, two = (
         save_adapter(tmp_path / str(seed), tiny_llama, seed=seed, target_modules=["embed_tokens"]) for seed in (1, 2)
     )
-    model = load_peft_on_rank(one, tiny_llama)
+    model = load_peft_on_rank(tiny_llama, one)
     before = logits(model)
     with pytest.raises(AdapterError, match="peft cannot swap a LoRA on an embedding"):
         load_adapter_on_rank(model, two, "default", hotswap=True)
@@ -129,12 +138,12 @@ def test_a_swap_of_an_embedding_is_refused(tmp_path: Path, tiny_llama: Path) -> 
 @needs("peft", "0.20")
 @pytest.mark.parametrize("rslora", [False, True])
 def test_a_smaller_rank_is_swapped_in_and_can_be_saved(tmp_path: Path, tiny_llama: Path, rslora: bool) -> None:
-    model = load_peft_on_rank(save_adapter(tmp_path / "large", tiny_llama, use_rslora=rslora), tiny_llama)
+    model = load_peft_on_rank(tiny_llama, save_adapter(tmp_path / "large", tiny_llama, use_rslora=rslora))
     small = save_adapter(tmp_path / "small", tiny_llama, r=2, use_rslora=rslora)
     load_adapter_on_rank(model, small, "default", hotswap=True)
     assert torch.allclose(logits(model), logits(two_steps(small, tiny_llama)), atol=1e-6)
     model.save_pretrained(tmp_path / "saved")
-    assert torch.allclose(logits(load_peft_on_rank(tmp_path / "saved", tiny_llama)), logits(model), atol=1e-6)
+    assert torch.allclose(logits(load_peft_on_rank(tiny_llama, tmp_path / "saved")), logits(model), atol=1e-6)
 
 
 @needs("peft", "0.20")
@@ -194,7 +203,7 @@ def test_a_swap_that_does_not_fit_changes_nothing(
 
 
 @needs("peft", "0.20")
-@pytest.mark.parametrize("argument", [{"strict": False}, {"is_trainable": True}, {"hub_kwargs": {"proxy": "x"}}])
+@pytest.mark.parametrize("argument", [{"strict": False}, {"is_trainable": True}, {"proxy": "x"}])
 def test_arguments_without_effect_are_refused(model: PeftModel, other: Path, argument: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError):
         load_adapter_on_rank(model, other, "default", hotswap=True, **argument)

@@ -124,15 +124,15 @@ MENDED: dict[str, tuple[Config, Config, Callable[[Any], Any], str, Config | None
 def test_an_adapter_loads_once_it_is_mended(tmp_path: Path, tiny_llama: Path, kind: str) -> None:
     made, config, tensors, advice, mended = MENDED[kind]
     adapter = save_adapter(tmp_path / "adapter", tiny_llama, **made)
-    expected = logits(load_peft_on_rank(adapter, tiny_llama))
+    expected = logits(load_peft_on_rank(tiny_llama, adapter))
     good = (adapter / faults.WEIGHTS).read_bytes()
     change_config(adapter, **config)
     change_tensors(adapter, lambda found: spoiled(found, tensors))
     with pytest.raises((AdapterError, CheckpointError), match=advice):
-        load_peft_on_rank(adapter, tiny_llama)
+        load_peft_on_rank(tiny_llama, adapter)
     (adapter / faults.WEIGHTS).write_bytes(good)
     change_config(adapter, **(mended or {}))
-    assert torch.equal(logits(load_peft_on_rank(adapter, tiny_llama)), expected)
+    assert torch.equal(logits(load_peft_on_rank(tiny_llama, adapter)), expected)
 
 
 def test_a_base_that_no_config_names_is_passed(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
@@ -149,16 +149,16 @@ def test_a_base_that_no_config_names_is_passed(tmp_path: Path, tiny_llama: Path,
 def test_an_adapter_in_a_subfolder_is_named(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
     shutil.copytree(tiny_adapter, tmp_path / "run" / "best")
     with pytest.raises(CheckpointError, match=r"pass adapter_subfolder=\."):
-        load_peft_on_rank(tmp_path / "run", tiny_llama)
-    assert load_peft_on_rank(tmp_path / "run", tiny_llama, adapter_subfolder="best").load_report.ok
+        load_peft_on_rank(tiny_llama, tmp_path / "run")
+    assert load_peft_on_rank(tiny_llama, tmp_path / "run", adapter_subfolder="best").load_report.ok
 
 
 def test_weights_that_are_not_there_are_copied(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
     shutil.copytree(tiny_adapter, tmp_path / "copy", ignore=shutil.ignore_patterns(faults.WEIGHTS))
     with pytest.raises(CheckpointNotFound, match=rf"no {faults.WEIGHTS}\. Copy or download it, too\."):
-        load_peft_on_rank(tmp_path / "copy", tiny_llama)
+        load_peft_on_rank(tiny_llama, tmp_path / "copy")
     shutil.copy(tiny_adapter / faults.WEIGHTS, tmp_path / "copy")
-    assert load_peft_on_rank(tmp_path / "copy", tiny_llama).load_report.ok
+    assert load_peft_on_rank(tiny_llama, tmp_path / "copy").load_report.ok
 
 
 def test_an_adapter_beside_a_base_gets_a_folder_of_its_own(
@@ -168,34 +168,34 @@ def test_an_adapter_beside_a_base_gets_a_folder_of_its_own(
     for file in tiny_adapter.iterdir():
         shutil.copy(file, base)
     with pytest.raises(AdapterError, match=r"Move the adapter's files to a folder of their own\."):
-        load_peft_on_rank(tiny_adapter, base)
+        load_peft_on_rank(base, tiny_adapter)
     found = [finding for finding in check_checkpoint(base).findings if finding.code == "adapter-beside"]
     assert found[0].fix == "keep the adapter in a folder of its own."
     own = tmp_path / "own"
     own.mkdir()
     for file in tiny_adapter.iterdir():
         shutil.move(base / file.name, own)
-    assert torch.equal(logits(load_peft_on_rank(own, base)), logits(load_peft_on_rank(tiny_adapter, tiny_llama)))
+    assert torch.equal(logits(load_peft_on_rank(base, own)), logits(load_peft_on_rank(tiny_llama, tiny_adapter)))
 
 
 def test_the_first_adapter_is_loaded_by_the_other_function(tiny_llama: Path, tiny_adapter: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(tiny_llama)
     with pytest.raises(AdapterError, match=r"Use load_peft_on_rank for the first adapter\."):
         load_adapter_on_rank(base, tiny_adapter, "one")
-    model = load_peft_on_rank(tiny_adapter, base)
+    model = load_peft_on_rank(base, tiny_adapter)
     with pytest.raises(AdapterError, match="Use load_adapter_on_rank to add one, or pass the plain base"):
-        load_peft_on_rank(tiny_adapter, model)
+        load_peft_on_rank(model, tiny_adapter)
     load_adapter_on_rank(model, tiny_adapter, "two")
     expected = logits(model)
     model.set_adapter("two")
     assert torch.equal(logits(model), expected)
-    assert torch.equal(logits(load_peft_on_rank(tiny_adapter, model.unload())), expected)
+    assert torch.equal(logits(load_peft_on_rank(model.unload(), tiny_adapter)), expected)
 
 
 def test_each_way_out_of_a_name_that_is_taken(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
     other = save_adapter(tmp_path / "other", tiny_llama, seed=1)
-    expected = logits(load_peft_on_rank(other, tiny_llama))
-    model = load_peft_on_rank(tiny_adapter, tiny_llama)
+    expected = logits(load_peft_on_rank(tiny_llama, other))
+    model = load_peft_on_rank(tiny_llama, tiny_adapter)
     advice = r"Choose another name, call model\.delete_adapter\('default'\) first, or pass hotswap=True"
     with pytest.raises(AdapterExists, match=advice):
         load_adapter_on_rank(model, other, "default")
@@ -206,7 +206,7 @@ def test_each_way_out_of_a_name_that_is_taken(tmp_path: Path, tiny_llama: Path, 
     load_adapter_on_rank(model, other, "default")
     model.set_adapter("default")
     assert torch.equal(logits(model), expected)
-    swapped = load_peft_on_rank(tiny_adapter, tiny_llama)
+    swapped = load_peft_on_rank(tiny_llama, tiny_adapter)
     load_adapter_on_rank(swapped, other, "default", hotswap=True)
     assert torch.equal(logits(swapped), expected)
 
@@ -225,17 +225,17 @@ def test_what_cannot_be_swapped_in_has_a_name_of_its_own(tmp_path: Path, tiny_ll
     loaded, swapped, advice = SWAPS[kind]
     first = save_adapter(tmp_path / "first", tiny_llama, **loaded)
     second = save_adapter(tmp_path / "second", tiny_llama, seed=1, **swapped)
-    model = load_peft_on_rank(first, tiny_llama)
+    model = load_peft_on_rank(tiny_llama, first)
     with pytest.raises(AdapterError, match=advice):
         load_adapter_on_rank(model, second, "default", hotswap=True)
     load_adapter_on_rank(model, second, "second")
     model.set_adapter("second")
-    assert torch.equal(logits(model), logits(load_peft_on_rank(second, tiny_llama)))
+    assert torch.equal(logits(model), logits(load_peft_on_rank(tiny_llama, second)))
 
 
 def test_a_swap_of_another_dtype_and_of_a_merged_adapter(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
     other = save_adapter(tmp_path / "other", tiny_llama, seed=1, dtype=torch.bfloat16)
-    model = load_peft_on_rank(tiny_adapter, tiny_llama)
+    model = load_peft_on_rank(tiny_llama, tiny_adapter)
     with pytest.raises(AdapterError, match=r"pass adapter_dtype=torch\.float32, or load it under another name"):
         load_adapter_on_rank(model, other, "default", hotswap=True)
     model.merge_adapter()
@@ -243,7 +243,7 @@ def test_a_swap_of_another_dtype_and_of_a_merged_adapter(tmp_path: Path, tiny_ll
         load_adapter_on_rank(model, other, "default", hotswap=True, adapter_dtype=torch.float32)
     model.unmerge_adapter()
     load_adapter_on_rank(model, other, "default", hotswap=True, adapter_dtype=torch.float32)
-    expected = logits(load_peft_on_rank(other, tiny_llama, adapter_dtype=torch.float32))
+    expected = logits(load_peft_on_rank(tiny_llama, other, adapter_dtype=torch.float32))
     assert torch.allclose(logits(model), expected, atol=1e-5)
 
 
@@ -252,17 +252,19 @@ def test_two_values_of_a_tied_weight_are_one_or_untied(tmp_path: Path, tiny_adap
     model = AutoModelForCausalLM.from_pretrained(base)
     shutil.rmtree(base)
     model.save_pretrained(base)
-    tied = logits(load_peft_on_rank(tiny_adapter, base))
+    tied = logits(load_peft_on_rank(base, tiny_adapter))
     own = torch.randn(101, 32)
     change_tensors(base, lambda tensors: tensors.update({"lm_head.weight": own}))
-    with pytest.raises(AdapterError, match=r"set tie_word_embeddings to false in config\.json if both are intended"):
-        load_peft_on_rank(tiny_adapter, base)
-    change_config(base, tie_word_embeddings=False)
-    loaded = load_peft_on_rank(tiny_adapter, base)
-    assert torch.equal(loaded.get_base_model().lm_head.weight, own)
+    for flag, codes in ((True, ["base-untied"]), (False, [])):
+        change_config(base, tie_word_embeddings=flag)
+        loaded = load_peft_on_rank(base, tiny_adapter)
+        findings = loaded.load_report.findings
+        assert [finding.code for finding in findings] == codes
+        assert all("set tie_word_embeddings to false in config.json if both" in finding.fix for finding in findings)
+        assert torch.equal(loaded.get_base_model().lm_head.weight, own)
     change_config(base, tie_word_embeddings=True)
     change_tensors(base, lambda tensors: {k: v for k, v in tensors.items() if k != "lm_head.weight"})
-    assert torch.equal(logits(load_peft_on_rank(tiny_adapter, base)), tied)
+    assert torch.equal(logits(load_peft_on_rank(base, tiny_adapter)), tied)
 
 
 def test_the_class_that_a_base_was_saved_as_is_passed(tmp_path: Path, tiny_llama: Path) -> None:
@@ -272,8 +274,8 @@ def test_the_class_that_a_base_was_saved_as_is_passed(tmp_path: Path, tiny_llama
     auto.from_pretrained(tiny_llama, num_labels=3).save_pretrained(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", auto_class=auto, task_type=None)
     with pytest.raises((AdapterError, CheckpointError), match="auto_class= for the class that it was saved as"):
-        load_peft_on_rank(adapter, tmp_path / "base", auto_class="AutoModelForCausalLM")
-    ours = load_peft_on_rank(adapter, tmp_path / "base", auto_class=auto)
+        load_peft_on_rank(tmp_path / "base", adapter, auto_class="AutoModelForCausalLM")
+    ours = load_peft_on_rank(tmp_path / "base", adapter, auto_class=auto)
     plain = PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "base"), str(adapter))
     change_config(tmp_path / "base", pad_token_id=0)
     for model in (ours, plain):
@@ -299,7 +301,7 @@ BASES: dict[str, tuple[Callable[[Path], Any], str, Callable[[Path], Any]]] = {
     ),
     "fewer layers in the config": (
         lambda folder: change_config(folder, num_hidden_layers=2),
-        "correct config.json",
+        "or correct its config",
         lambda folder: change_config(folder, num_hidden_layers=3),
     ),
     "the prefix of a wrapper": (
@@ -314,7 +316,7 @@ BASES: dict[str, tuple[Callable[[Path], Any], str, Callable[[Path], Any]]] = {
     ),
     "integers": (
         to_integers,
-        "save the model again in a floating-point dtype",
+        "save it again with `save_pretrained`",
         lambda folder: shutil.move(folder.parent / "kept", folder / "model.safetensors"),
     ),
     "two names of a tensor": (
@@ -338,7 +340,7 @@ def test_a_base_is_sound_once_the_finding_is_mended(
     mend(base)
     assert check_checkpoint(base).findings == ()
     assert torch.equal(
-        logits(load_peft_on_rank(tiny_adapter, base)), logits(load_peft_on_rank(tiny_adapter, tiny_llama))
+        logits(load_peft_on_rank(base, tiny_adapter)), logits(load_peft_on_rank(tiny_llama, tiny_adapter))
     )
 
 
@@ -357,10 +359,10 @@ def test_arguments_of_other_names_have_one_here(
     tiny_llama: Path, tiny_adapter: Path, words: Config, better: Config
 ) -> None:
     with pytest.raises(ArgumentError, match=f"{next(iter(better), 'leave it out')}"):
-        load_peft_on_rank(tiny_adapter, tiny_llama, **words)
-    assert load_peft_on_rank(tiny_adapter, tiny_llama, **better).load_report.ok
+        load_peft_on_rank(tiny_llama, tiny_adapter, **words)
+    assert load_peft_on_rank(tiny_llama, tiny_adapter, **better).load_report.ok
 
 
 def test_a_path_that_is_wrong_is_checked(tmp_path: Path, tiny_llama: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="Check the path"):
-        load_peft_on_rank(tmp_path / "no adapter", tiny_llama)
+        load_peft_on_rank(tiny_llama, tmp_path / "no adapter")

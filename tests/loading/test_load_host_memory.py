@@ -20,9 +20,9 @@ def private():
     text = Path("/proc/self/smaps_rollup").read_text()
     return sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Private_Dirty"))
 
-warm = load_peft_on_rank(sys.argv[3], sys.argv[1])  # imports and first calls keep memory that no later load takes
+warm = load_peft_on_rank(sys.argv[1], sys.argv[3])  # imports and first calls keep memory that no later load takes
 before = private()
-model = load_peft_on_rank(sys.argv[4], sys.argv[2])
+model = load_peft_on_rank(sys.argv[2], sys.argv[4])
 print("RESULT", private() - before, model.load_report.parts[0].bytes, model.load_report.parts[1].bytes)
 """
 

@@ -34,7 +34,7 @@ SCRIPT = """
     before = states()
     torch.cuda.reset_peak_memory_stats(index)
     start = torch.cuda.memory_allocated(index)
-    model = load_peft_on_rank(adapter, base, device=index)
+    model = load_peft_on_rank(base, adapter, device=index)
     facts = {
         "peak": torch.cuda.max_memory_allocated(index) - start,
         "tensors": [t.nbytes for t in (*model.parameters(), *model.buffers())],
@@ -87,11 +87,11 @@ ELSEWHERE = """
     elsewhere = AutoModelForCausalLM.from_pretrained(base, device_map={"": there})
     names = [name for name, _ in elsewhere.named_modules()]
     try:
-        load_peft_on_rank(adapter, elsewhere, device=0)
+        load_peft_on_rank(elsewhere, adapter, device=0)
     except DeviceError as error:
         report(refused=str(error))
     report(kept=names == [name for name, _ in elsewhere.named_modules()])
-    model = load_peft_on_rank(adapter, elsewhere, device=f"cuda:{there}")
+    model = load_peft_on_rank(elsewhere, adapter, device=f"cuda:{there}")
     report(contexts=contexts())  # the plain call leaves one on the first card
     expected = AutoModelForCausalLM.from_pretrained(base, device_map={"": there})
     expected = PeftModel.from_pretrained(expected, adapter, autocast_adapter_dtype=False)

@@ -38,17 +38,17 @@ SCRIPT = """
 
     before = torch.get_rng_state()
     torch_npu.reset()
-    model = load_peft_on_rank(adapter, base)
+    model = load_peft_on_rank(base, adapter)
     with torch.no_grad():
         total = model(input_ids=tokens.to(model.device)).logits.double().sum().item()
     report({"load": {"contexts": torch_npu.contexts(), "device": str(model.device), "sum": total,
                      "rng": torch.equal(before, torch.get_rng_state()), "ranks": model.load_report.ranks}})
     report({"second": tried(lambda: load_adapter_on_rank(model, second, "second"))})
-    report({"all fail": tried(lambda: load_peft_on_rank(broken, base))})
+    report({"all fail": tried(lambda: load_peft_on_rank(base, broken))})
     report({"one fails": tried(lambda: load_adapter_on_rank(model, second, "second" if rank == 2 else "third"))})
     if rank == 1:
         torch_npu.set_limit(1, torch_npu.stats()[1]["live"] + 20_000)
-    report({"one is full": tried(lambda: load_peft_on_rank(adapter, base))})
+    report({"one is full": tried(lambda: load_peft_on_rank(base, adapter))})
     torch_npu.set_limit(1, None)
     report({"after": tried(lambda: load_adapter_on_rank(model, second, "fourth"))})
     report({"hub": tried(lambda: load_peft_on_rank("org/adapter", base_kwargs={"cache_dir": cache}))})
@@ -57,33 +57,33 @@ SCRIPT = """
             urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/everything-is-cached")
     dist.barrier()
     report({"hub again": tried(lambda: load_peft_on_rank("org/adapter", base_kwargs={"cache_dir": cache}))})
-    report({"alone": tried(lambda: load_peft_on_rank(adapter, base, ranks="self")) if rank == 0 else {}})
+    report({"alone": tried(lambda: load_peft_on_rank(base, adapter, ranks="self")) if rank == 0 else {}})
     os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "0"
     own = os.environ["LOCAL_RANK"]
     from safe_loading._ranks import device_for_rank
     seen = device_for_rank._visible_devices
     device_for_rank._visible_devices = lambda: ("npu", 1)
-    report({"one device for all": tried(lambda: load_peft_on_rank(adapter, base))})
-    report({"shared by name": tried(lambda: load_peft_on_rank(adapter, base, device="npu:0"))})
+    report({"one device for all": tried(lambda: load_peft_on_rank(base, adapter))})
+    report({"shared by name": tried(lambda: load_peft_on_rank(base, adapter, device="npu:0"))})
     device_for_rank._visible_devices = seen
     del os.environ["ASCEND_RT_VISIBLE_DEVICES"]
-    report({"two": tried(lambda: load_peft_on_rank(adapter, base, ranks=[0, 2])) if rank != 1 else {}})
+    report({"two": tried(lambda: load_peft_on_rank(base, adapter, ranks=[0, 2])) if rank != 1 else {}})
     report({"asked differently": tried(lambda: load_peft_on_rank(second if rank == 1 else adapter, base))})
 
     # as if each rank were a node of its own, with a copy of the adapter that differs on one of them
     from safe_loading._ranks import exchange
     exchange.host_identity = lambda: f"node-{rank}"
     report({"copies differ": tried(lambda: load_peft_on_rank(other if rank == 1 else adapter, base))})
-    report({"copies equal": tried(lambda: load_peft_on_rank(adapter, base))})
+    report({"copies equal": tried(lambda: load_peft_on_rank(base, adapter))})
     home = os.getcwd()
     if rank != 1:
         os.chdir(os.path.dirname(adapter))  # where the names of the folders, which could be hub ids, are folders
-    report({"adapter on two": tried(lambda: load_peft_on_rank("adapter", base))})
-    report({"base on two": tried(lambda: load_peft_on_rank(adapter, "base"))})
+    report({"adapter on two": tried(lambda: load_peft_on_rank(base, "adapter"))})
+    report({"base on two": tried(lambda: load_peft_on_rank("base", adapter))})
     os.chdir(home)
     options = {"dtype": torch.bfloat16, "strict": False} if rank == 1 else {}
-    report({"other arguments": tried(lambda: load_peft_on_rank(adapter, base, **options))})
-    report({"one late": tried(lambda: load_peft_on_rank(adapter, base, timeout=1)) if rank != 2 else {}})
+    report({"other arguments": tried(lambda: load_peft_on_rank(base, adapter, **options))})
+    report({"one late": tried(lambda: load_peft_on_rank(base, adapter, timeout=1)) if rank != 2 else {}})
     dist.barrier()
     dist.destroy_process_group()
 """

@@ -23,7 +23,7 @@ SCRIPT = """
     base, adapter, second = sys.argv[1:]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("nccl")
-    model = load_peft_on_rank(adapter, base)
+    model = load_peft_on_rank(base, adapter)
     report(backend=dist.get_backend(), device=str(model.device), ranks=model.load_report.ranks, contexts=contexts())
     load_adapter_on_rank(model, second, "second")
     report(second=contexts())
@@ -38,7 +38,7 @@ SCRIPT = """
         dist.all_gather(list(whole.unbind()), tensor.detach().contiguous())
         return whole.cpu()
 
-    alone = load_peft_on_rank({"default": adapter, "second": second}, base, device="cpu", ranks="self").state_dict()
+    alone = load_peft_on_rank(base, {"default": adapter, "second": second}, device="cpu", ranks="self").state_dict()
     differ = []
     for name, tensor in sorted(model.state_dict().items()):
         expected = alone.pop(name)

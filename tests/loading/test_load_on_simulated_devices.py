@@ -51,31 +51,31 @@ LOADS = """
         del model
         report({name: facts})
 
-    run("device", lambda: load_peft_on_rank(adapter, base, device=torch.device("npu", 3)))
-    run("name", lambda: load_peft_on_rank(adapter, base, device="npu:3"))
-    run("index", lambda: load_peft_on_rank(adapter, base, device=3))
-    run("object", lambda: load_peft_on_rank(adapter, AutoModelForCausalLM.from_pretrained(base), device=3))
+    run("device", lambda: load_peft_on_rank(base, adapter, device=torch.device("npu", 3)))
+    run("name", lambda: load_peft_on_rank(base, adapter, device="npu:3"))
+    run("index", lambda: load_peft_on_rank(base, adapter, device=3))
+    run("object", lambda: load_peft_on_rank(AutoModelForCausalLM.from_pretrained(base), adapter, device=3))
     run("object there", lambda: load_peft_on_rank(
         adapter, AutoModelForCausalLM.from_pretrained(base, device_map={"": torch.device("npu", 3)}), device=3))
     import os
     os.environ.update(LOCAL_RANK="3", LOCAL_WORLD_SIZE="8")
-    run("rank", lambda: load_peft_on_rank(adapter, base))
-    run("type alone", lambda: load_peft_on_rank(adapter, base, device="npu"))
+    run("rank", lambda: load_peft_on_rank(base, adapter))
+    run("type alone", lambda: load_peft_on_rank(base, adapter, device="npu"))
 
     def tried(**arguments):
         torch.accelerator.set_device_index(0)
         torch_npu.reset()
         try:
-            load_peft_on_rank(adapter, arguments.pop("base", base), **arguments)
+            load_peft_on_rank(arguments.pop("base", base), adapter, **arguments)
         except Exception as error:
             return {"error": type(error).__name__, "text": str(error), **seen()}
         return {}
 
     elsewhere = AutoModelForCausalLM.from_pretrained(base, device_map={"": torch.device("npu", 5)})
     report({"elsewhere": tried(base=elsewhere, device=3)})
-    run("advised", lambda: load_peft_on_rank(adapter, elsewhere, device="npu:5"))
+    run("advised", lambda: load_peft_on_rank(elsewhere, adapter, device="npu:5"))
     elsewhere = AutoModelForCausalLM.from_pretrained(base, device_map={"": torch.device("npu", 3)})
-    run("advised base", lambda: load_peft_on_rank(adapter, elsewhere, device=3))
+    run("advised base", lambda: load_peft_on_rank(elsewhere, adapter, device=3))
     del elsewhere
     spread = AutoModelForCausalLM.from_pretrained(base, device_map={
         "model.embed_tokens": 1, "model.layers": 1, "model.norm": 2, "model.rotary_emb": 1, "lm_head": 2})
@@ -85,7 +85,7 @@ LOADS = """
     report({"ninth": tried(device=9), "cuda": tried(device="cuda:0")})
 
     torch_npu.reset()
-    model = load_peft_on_rank(saved, base, device=3)
+    model = load_peft_on_rank(base, saved, device=3)
     report({"saved": {**seen(), "size": size(model)}})
     del model
     torch.accelerator.set_device_index(0)
@@ -113,7 +113,7 @@ def facts(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> dic
     adapter = save_adapter(root / "adapter", base, dtype=torch.bfloat16)
     second = save_adapter(root / "second", base, dtype=torch.float16, seed=4, target_modules="all-linear")
     saved = save_adapter(root / "saved", base, modules_to_save=["embed_tokens", "lm_head"])
-    return simulated.run(LOADS, args=[base, adapter, second, saved], timeout=300)
+    return simulated.run_forked(LOADS, args=[base, adapter, second, saved], timeout=300)
 
 
 WAYS = ["device", "name", "index", "object", "object there", "rank", "type alone"]

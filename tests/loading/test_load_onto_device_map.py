@@ -28,7 +28,7 @@ LOADS = """
             return model(input_ids=tokens.to("npu:1")).logits.cpu()
 
     def one(folder):
-        return logits(load_peft_on_rank(folder, base, device=1))
+        return logits(load_peft_on_rank(base, folder, device=1))
 
     expected, of_second, of_saved = one(adapter), one(second), one(saved)
     spread = {"model.embed_tokens": 1, "model.rotary_emb": 1, "model.layers.0": 1, "model.layers.1": 2,
@@ -52,13 +52,13 @@ LOADS = """
         facts["report"] = model.load_report.device
         report({name: facts})
 
-    run("map", lambda: load_peft_on_rank(adapter, base, device=spread))
-    run("plan", lambda: load_peft_on_rank(adapter, base, device=plan))
+    run("map", lambda: load_peft_on_rank(base, adapter, device_map=spread))
+    run("plan", lambda: load_peft_on_rank(base, adapter, device_map=plan))
     run("object", lambda: load_peft_on_rank(
-        adapter, AutoModelForCausalLM.from_pretrained(base, device_map=spread)))
-    model = load_peft_on_rank(saved, base, device=spread)
+        AutoModelForCausalLM.from_pretrained(base, device_map=spread), adapter))
+    model = load_peft_on_rank(base, saved, device_map=spread)
     report({"saved": torch.equal(logits(model), of_saved)})
-    model = load_peft_on_rank(adapter, base, device=spread, is_trainable=True)
+    model = load_peft_on_rank(base, adapter, device_map=spread, is_trainable=True)
     loss = model(input_ids=tokens.to("npu:1"), labels=tokens.to("npu:1")).loss
     loss.backward()
     report({"trained": all(p.grad is not None and p.grad.device == p.device
@@ -66,16 +66,16 @@ LOADS = """
 
     def tried(**arguments):
         try:
-            load_peft_on_rank(adapter, arguments.pop("base", base), **arguments)
+            load_peft_on_rank(arguments.pop("base", base), adapter, **arguments)
         except Exception as error:
             return [type(error).__name__, str(error)]
         return []
 
     dispatched = AutoModelForCausalLM.from_pretrained(base, device_map=spread)
     report({
-        "left out": tried(device={"model": 1, "model.layers": 2}),
+        "left out": tried(device_map={"model": 1, "model.layers": 2}),
         "elsewhere": tried(device=3, base=dispatched),
-        "base on one": tried(device=spread, base=AutoModelForCausalLM.from_pretrained(base)),
+        "base on one": tried(device_map=spread, base=AutoModelForCausalLM.from_pretrained(base)),
     })
 """
 
@@ -87,7 +87,7 @@ def facts(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> dic
     adapter = save_adapter(root / "adapter", base)
     second = save_adapter(root / "second", base, seed=4, target_modules=["q_proj", "down_proj", "lm_head"])
     saved = save_adapter(root / "saved", base, modules_to_save=["embed_tokens", "lm_head"])
-    return simulated.run(LOADS, args=[base, adapter, second, saved], timeout=300)
+    return simulated.run_forked(LOADS, args=[base, adapter, second, saved], timeout=300)
 
 
 @pytest.mark.parametrize(("way", "devices"), [("map", [1, 2, 4]), ("plan", [1, 2]), ("object", [1, 2, 4])])
@@ -122,7 +122,7 @@ def test_what_contradicts_a_map_is_refused(facts: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "message"),
+    ("device_map", "message"),
     [
         ({}, "maps no module"),
         ({"model": "cpu", "lm_head": "disk"}, "offloads"),
@@ -130,13 +130,13 @@ def test_what_contradicts_a_map_is_refused(facts: dict[str, Any]) -> None:
     ],
 )
 def test_a_map_that_offloads_is_refused(
-    tiny_llama: Path, tiny_adapter: Path, device: dict[str, Any], message: str
+    tiny_llama: Path, tiny_adapter: Path, device_map: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ArgumentError, match=message):
-        load_peft_on_rank(tiny_adapter, tiny_llama, device=device)
+        load_peft_on_rank(tiny_llama, tiny_adapter, device_map=device_map)
 
 
 def test_a_map_of_one_device_is_that_device(tiny_llama: Path, tiny_adapter: Path) -> None:
-    assert load_peft_on_rank(tiny_adapter, tiny_llama, device={"": "cpu"}).load_report.device == "cpu"
+    assert load_peft_on_rank(tiny_llama, tiny_adapter, device_map={"": "cpu"}).load_report.device == "cpu"
     with pytest.raises(AdapterError, match="Use load_adapter_on_rank"):
-        load_peft_on_rank(tiny_adapter, load_peft_on_rank(tiny_adapter, tiny_llama))
+        load_peft_on_rank(load_peft_on_rank(tiny_adapter, tiny_llama), tiny_adapter)

@@ -37,8 +37,8 @@ def loaded(road):
     if road == "plain":
         return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True)
     if road == "model":
-        return load_peft_on_rank(adapter, AutoModelForCausalLM.from_pretrained(base), is_trainable=True)
-    return load_peft_on_rank(adapter, base, is_trainable=True)
+        return load_peft_on_rank(AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True)
+    return load_peft_on_rank(base, adapter, is_trainable=True)
 
 
 def keep(road, **found):

@@ -75,7 +75,7 @@ def test_a_field_that_is_not_known_is_started_on_the_base_and_watched() -> None:
 
 @pytest.mark.parametrize("method", ["LoRA, PiSSA", "LoRA, OLoRA", "KaSA"])
 def test_the_base_is_changed_by_the_load_and_the_report_says_so(bench: Bench, method: str) -> None:
-    model = load_peft_on_rank(bench.adapter(method), bench.base)
+    model = load_peft_on_rank(bench.base, bench.adapter(method))
     assert [finding.code for finding in model.load_report.findings] == ["base-changed"]
     plain = two_steps(bench.adapter(method), bench.base)
     with model.disable_adapter(), plain.disable_adapter():
@@ -89,7 +89,7 @@ def test_a_start_that_would_change_the_base_again_is_refused_and_undone(
     bench: Bench, tmp_path: Path, method: str, other: dict[str, Any]
 ) -> None:
     second = save_trained(METHODS[method], bench.base, tmp_path / "second", **other)
-    model = load_peft_on_rank(bench.adapter(method), bench.base)
+    model = load_peft_on_rank(bench.base, bench.adapter(method))
     before, outputs = state(model), logits(model)
     with pytest.raises(AdapterError, match="load it onto a base of its own") as refused:
         load_adapter_on_rank(model, second, "second")
@@ -97,9 +97,9 @@ def test_a_start_that_would_change_the_base_again_is_refused_and_undone(
     assert {**state(model), "tensors": None} == {**before, "tensors": None}
     assert torch.equal(logits(model), outputs)
     with pytest.raises(AdapterError, match="changes the weights of the base"):
-        load_peft_on_rank({"first": bench.adapter(method), "second": second}, bench.base)
+        load_peft_on_rank(bench.base, {"first": bench.adapter(method), "second": second})
     # the advice
-    assert torch.equal(logits(load_peft_on_rank(second, bench.base)), logits(two_steps(second, bench.base)))
+    assert torch.equal(logits(load_peft_on_rank(bench.base, second)), logits(two_steps(second, bench.base)))
 
 
 def test_a_caller_s_base_has_its_weights_back_when_a_later_adapter_is_refused(
@@ -110,14 +110,14 @@ def test_a_caller_s_base_has_its_weights_back_when_a_later_adapter_is_refused(
         base = AutoModelForCausalLM.from_pretrained(bench.base)
         before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
         with pytest.raises(AdapterError):
-            load_peft_on_rank({"first": bench.adapter(method), "second": broken}, base)
+            load_peft_on_rank(base, {"first": bench.adapter(method), "second": broken})
         after = base.state_dict()
         assert before.keys() == after.keys()
         assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_a_plain_adapter_on_a_base_that_was_changed_is_a_warning(bench: Bench, tiny_adapter: Path) -> None:
-    model = load_peft_on_rank(bench.adapter("LoRA, PiSSA"), bench.base)
+    model = load_peft_on_rank(bench.base, bench.adapter("LoRA, PiSSA"))
     report = load_adapter_on_rank(model, tiny_adapter, "second")
     assert [(finding.code, finding.severity) for finding in report.findings] == [("base-already-changed", "warning")]
 
@@ -126,9 +126,9 @@ def test_a_start_that_cannot_be_repeated_is_an_error(bench: Bench, tmp_path: Pat
     random_start = Method("LoraConfig", {**METHODS["LoRA"].options, "init_lora_weights": "pissa_niter_4"})
     adapter = save_trained(random_start, bench.base, tmp_path / "adapter")
     with pytest.raises(AdapterError, match=r"randomized SVD.*path_initial_model_for_weight_conversion"):
-        load_peft_on_rank(adapter, bench.base)
+        load_peft_on_rank(bench.base, adapter)
     with pytest.warns(UserWarning, match="randomized SVD"):
-        model = load_peft_on_rank(adapter, bench.base, strict=False)
+        model = load_peft_on_rank(bench.base, adapter, strict=False)
     assert {finding.code for finding in model.load_report.findings} == {"base-changed", "start-not-repeatable"}
     # beside the adapter of the same run it is right
     again = load_adapter_on_rank(model, adapter, "again")
@@ -153,7 +153,7 @@ def test_the_conversion_that_the_error_names_works(bench: Bench, tmp_path: Path)
                     parameter.add_(torch.randn_like(parameter), alpha=0.02)
     truth = logits(trained)
     trained.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
-    model = load_peft_on_rank(tmp_path / "plain", bench.base)
+    model = load_peft_on_rank(bench.base, tmp_path / "plain")
     assert torch.allclose(logits(model), truth, atol=1e-5)
 
 
@@ -163,15 +163,15 @@ def test_an_adapter_of_lora_ga_is_an_error(bench: Bench, tmp_path: Path) -> None
 
     adapter = faults.edited(bench.adapter("LoRA"), tmp_path / "adapter", config=as_lora_ga)
     with pytest.raises(AdapterError, match="another base than it was trained on"):
-        load_peft_on_rank(adapter, bench.base)
+        load_peft_on_rank(bench.base, adapter)
 
 
 @pytest.mark.parametrize("method", ["P-tuning", "Prefix tuning, projected"])
 def test_a_prompt_whose_encoder_is_in_no_file_is_not_trained(bench: Bench, method: str) -> None:
     with pytest.raises(AdapterError, match="Leave is_trainable=True out"):
-        load_peft_on_rank(bench.adapter(method), bench.base, is_trainable=True)
+        load_peft_on_rank(bench.base, bench.adapter(method), is_trainable=True)
     adapter = bench.adapter(method)
-    assert torch.equal(logits(load_peft_on_rank(adapter, bench.base)), logits(two_steps(adapter, bench.base)))
+    assert torch.equal(logits(load_peft_on_rank(bench.base, adapter)), logits(two_steps(adapter, bench.base)))
 
 
 @pytest.mark.parametrize("method", ["VeRA", "RandLora"])
@@ -182,13 +182,13 @@ def test_projections_that_differ_from_the_shared_ones_are_refused(bench: Bench, 
                 tensors[key] = tensors[key] + 1
 
     other = faults.edited(bench.adapter(method, seed=2), tmp_path / "other", tensors=other_projections)
-    model = load_peft_on_rank(bench.adapter(method), bench.base)
+    model = load_peft_on_rank(bench.base, bench.adapter(method))
     before, outputs = state(model), logits(model)
     with pytest.raises(AdapterError, match="share this tensor"):
         load_adapter_on_rank(model, other, "other")
     assert state(model) == before
     assert torch.equal(logits(model), outputs)
-    load_peft_on_rank(other, bench.base)  # the advice
+    load_peft_on_rank(bench.base, other)  # the advice
     with pytest.warns(UserWarning, match="share this tensor"):
         report = load_adapter_on_rank(model, other, "other", strict=False)
     assert "shared-tensor-differs" in {finding.code for finding in report.findings}
@@ -198,7 +198,7 @@ def test_projections_that_differ_from_the_shared_ones_are_refused(bench: Bench, 
 def test_a_swap_between_starts_is_refused(bench: Bench, tmp_path: Path, loaded: str) -> None:
     """The base is what the loaded adapter left of it."""
     pissa = save_trained(METHODS["LoRA, PiSSA"], bench.base, tmp_path / "pissa", r=2)
-    model = load_peft_on_rank(bench.adapter(loaded), bench.base)
+    model = load_peft_on_rank(bench.base, bench.adapter(loaded))
     outputs = logits(model)
     with pytest.raises(AdapterError, match="Load it onto a new base"):
         load_adapter_on_rank(model, pissa, "default", hotswap=True)
@@ -209,7 +209,7 @@ def test_another_replication_of_layers_is_refused(bench: Bench, tmp_path: Path, 
     method = "LoRA, replicated layers"
     other = save_trained(METHODS[method], bench.base, tmp_path / "other", layer_replication=[[0, 3], [1, 3]])
     for first in (bench.adapter(method), tiny_adapter):
-        model = load_peft_on_rank(first, bench.base)
+        model = load_peft_on_rank(bench.base, first)
         before, outputs = state(model), logits(model)
         with pytest.raises(AdapterError, match="onto a base of its own"):
             load_adapter_on_rank(model, other, "other")
@@ -230,7 +230,7 @@ def test_the_base_weights_of_an_attention_module_stay_frozen(tmp_path: Path) -> 
     config = peft.LoraConfig(target_modules=["attention"], init_lora_weights=False)
     base: Any = _Attention()
     peft.get_peft_model(_copy_of(base), config).save_pretrained(str(tmp_path / "adapter"))
-    ours = load_peft_on_rank(tmp_path / "adapter", _copy_of(base), is_trainable=True)
+    ours = load_peft_on_rank(_copy_of(base), tmp_path / "adapter", is_trainable=True)
     plain = peft.PeftModel.from_pretrained(_copy_of(base), tmp_path / "adapter", is_trainable=True)
 
     def trained(model: torch.nn.Module) -> set[str]:

@@ -46,7 +46,7 @@ def test_what_a_mixed_model_cannot_do_is_refused_and_names_what_can(
     with pytest.raises(AdapterError, match="not compatible with the `PeftMixedModel`"):
         load_adapter_on_rank(model, prompts, "prompts")
     with pytest.raises(AdapterError, match="Use load_adapter_on_rank"):
-        load_peft_on_rank(loha, model)
+        load_peft_on_rank(model, loha)
     with pytest.raises(AdapterError, match=r"Call model\.delete_adapter\('first'\)"):
         load_adapter_on_rank(model, tiny_adapter, "first", hotswap=True)
     assert state(model) == before

@@ -85,10 +85,10 @@ def _facts(model: PeftModel) -> dict[str, Any]:
 
 def _both(base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[PeftModel, PeftModel]:
     """The model as it is loaded, and as it is when peft builds its modules again around the loaded base."""
-    moved = load_peft_on_rank(adapter, base, **options)
+    moved = load_peft_on_rank(base, adapter, **options)
     with monkeypatch.context() as patch:
         patch.setattr(attach, "move_modules", lambda *_: False)
-        return moved, load_peft_on_rank(adapter, base, **options)
+        return moved, load_peft_on_rank(base, adapter, **options)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "trainable"])
@@ -123,7 +123,7 @@ def test_other_classes_are_what_peft_builds(
 
 def test_nothing_of_the_model_on_meta_is_left(made: Made, moves: list[bool]) -> None:
     base = made.llama(torch.bfloat16)
-    model = load_peft_on_rank(made.adapter(base), base)
+    model = load_peft_on_rank(base, made.adapter(base))
     loaded = model.get_base_model()
     assert moves == [True]
     assert model.base_model_prepare_inputs_for_generation.__self__ is loaded
@@ -166,12 +166,12 @@ def test_another_base_is_left_to_peft(
     monkeypatch.setattr(BaseTuner, "inject_adapter", build)
     load_base = load.load_base
 
-    def load_changed(*arguments: Any) -> Any:
-        model, info = load_base(*arguments)
+    def load_changed(*arguments: Any, **options: Any) -> Any:
+        model, *others = load_base(*arguments, **options)
         change(model)
-        return model, info
+        return model, *others
 
     monkeypatch.setattr(load, "load_base", load_changed)
-    model = load_peft_on_rank(adapter, base)
+    model = load_peft_on_rank(base, adapter)
     assert moves == [False]
     assert [each for each in injections if each is model.get_base_model()]

@@ -68,7 +68,7 @@ SCRIPT = """
     def train(make):
         os.environ.update(LOCAL_RANK=str(own), LOCAL_WORLD_SIZE=str(torch.cuda.device_count()))
         config = BitsAndBytesConfig(**kinds["nf4"])
-        model = load_peft_on_rank(adapter, base, is_trainable=True, base_kwargs={"quantization_config": config})
+        model = load_peft_on_rank(base, adapter, is_trainable=True, base_kwargs={"quantization_config": config})
         model = prepare_model_for_kbit_training(model).train()
         parameters = [p.requires_grad_() for name, p in model.named_parameters() if "lora_" in name]
         optimizer = make(parameters, lr=0.01, min_8bit_size=1)

@@ -35,7 +35,7 @@ def test_it_computes_in_the_dtype_of_the_base(
 ) -> None:
     base, adapter, of_base, severity = parts
     source = AutoModelForCausalLM.from_pretrained(base) if as_object else base
-    model = load_peft_on_rank(adapter, source, **options)
+    model = load_peft_on_rank(source, adapter, **options)
     plain = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base), str(adapter), autocast_adapter_dtype=False
     )
@@ -53,7 +53,7 @@ def test_it_computes_in_the_dtype_of_the_base(
 
 def test_it_trains_and_is_swapped(parts: tuple[Path, Path, torch.dtype, str]) -> None:
     base, adapter, of_base, severity = parts
-    model = load_peft_on_rank(adapter, base, is_trainable=True)
+    model = load_peft_on_rank(base, adapter, is_trainable=True)
     outputs = logits(model.eval())
     tokens = torch.arange(1, 13)[None]
     model(input_ids=tokens, labels=tokens).loss.backward()
@@ -74,9 +74,9 @@ def test_it_trains_and_is_swapped(parts: tuple[Path, Path, torch.dtype, str]) ->
 def test_the_advice_keeps_it_as_it_is(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base", torch.bfloat16)
     adapter = save_adapter(tmp_path / "adapter", base, modules_to_save=["lm_head"])
-    rounded = load_peft_on_rank(adapter, base)
+    rounded = load_peft_on_rank(base, adapter)
     (finding,) = [finding for finding in rounded.load_report.findings if finding.code == "saved-module-dtype"]
     assert "load the base with dtype=torch.float32" in finding.fix
-    model = load_peft_on_rank(adapter, base, dtype=torch.float32)
+    model = load_peft_on_rank(base, adapter, dtype=torch.float32)
     assert model.load_report.findings == ()
     assert model.base_model.model.lm_head.modules_to_save["default"].weight.dtype == torch.float32

@@ -14,6 +14,7 @@ import pytest
 import torch
 from models import SIZES
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -414,7 +415,23 @@ def test_parameters_of_a_wrapper_that_nothing_saves() -> None:
     wrapped.head = nn.Linear(4, 1)
     found = codes(wrapped)["SL104"]
     assert "head.weight" in found.where
-    assert found.bytes == 5 * 4
+    assert (found.severity, found.bytes) == ("error", 5 * 4)
+    assert "save_pretrained of the PeftModelForCausalLM does not write" in found.message
+
+
+def test_parameters_of_a_wrapper_that_the_trainer_saves(tmp_path: Path) -> None:
+    wrapped = Wrapper(adapted())
+    wrapped.head = nn.Linear(4, 1)
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, gradient_checkpointing=True)
+    row = torch.ones(4, dtype=torch.long)
+    trainer = Trainer(wrapped, arguments, train_dataset=[{"input_ids": row, "labels": row}])
+    found = codes(wrapped, trainer=trainer)["SL104"]
+    assert (found.severity, "state dict that fits a Wrapper only" in found.message) == ("warning", True)
+    trainer._save(str(tmp_path))
+    assert "head.weight" in load_file(tmp_path / "model.safetensors")
+    assert "train() raises AttributeError" in codes(wrapped, trainer=trainer)["SL101"].message
+    with pytest.raises(AttributeError, match="gradient_checkpointing_enable"):
+        trainer.train()
 
 
 def test_an_optimizer_with_other_parameters() -> None:

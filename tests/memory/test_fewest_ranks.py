@@ -9,7 +9,15 @@ import pytest
 from peft import LoraConfig
 from transformers import LlamaConfig
 
-from safe_loading import ArgumentError, MemoryForecast, Spread, Workload, fewest_ranks, predict_memory
+from safe_loading import (
+    ArgumentError,
+    DeviceMapInfeasible,
+    MemoryForecast,
+    Spread,
+    Workload,
+    fewest_ranks,
+    predict_memory,
+)
 from safe_loading._core.cards import CARDS
 
 CONFIG = LlamaConfig(
@@ -66,13 +74,13 @@ def test_the_curve_is_left_where_it_does_not_lead_on(monkeypatch: pytest.MonkeyP
         tried.append(spread.ranks)
         size = 100 if spread.ranks < 100 else 10
         ranks = dict.fromkeys(range(spread.ranks), size)
-        return MemoryForecast("", "", size, size, 0, {}, (), "", ranks=ranks)
+        return MemoryForecast("", STEP, size, size, 0, {}, (), "", ranks=ranks)
 
     monkeypatch.setattr("safe_loading._memory.fewest_ranks.predict_memory", stepped)
     assert len(fewest_ranks(CONFIG, STEP, 50, Spread.fsdp2(1)).ranks) == 100
     assert {99, 100} <= set(tried)
     assert len(tried) < 20
-    with pytest.raises(ArgumentError, match="up to 99 does"):
+    with pytest.raises(DeviceMapInfeasible, match="up to 99 does"):
         fewest_ranks(CONFIG, STEP, 50, Spread.fsdp2(1), most=99)
 
 
@@ -112,11 +120,11 @@ def test_what_no_number_takes_is_made_to_fit() -> None:
         advice = (
             r"up to 4 does: 4 take .* each.*Switch gradient checkpointing on, give each rank fewer or shorter rows, tr"
         )
-        with pytest.raises(ArgumentError, match=advice):
+        with pytest.raises(DeviceMapInfeasible, match=advice):
             fewest_ranks(CONFIG, full, memory, spread, most=4, **FORECAST)
         assert fewest_ranks(CONFIG, way, memory, spread, most=4, **FORECAST).fits(memory)
     whole = Spread.ddp(1, shard_optimizer=True)
     memory = job(spread, 4).total_bytes
-    with pytest.raises(ArgumentError, match=r"or shard the weights too, as Spread\.fsdp2\(ranks\) does"):
+    with pytest.raises(DeviceMapInfeasible, match=r"or shard the weights too, as Spread\.fsdp2\(ranks\) does"):
         fewest_ranks(CONFIG, STEP, memory, whole, most=4, **FORECAST)
     assert len(fewest_ranks(CONFIG, STEP, memory, spread, most=4, **FORECAST).ranks) > 1

@@ -11,14 +11,16 @@ import pytest
 import torch
 from allocator_truth import above_start
 from models import SIZES
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from peft.utils.other import fsdp_auto_wrap_policy
+from rank_server import RankServer
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchrun import run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import ArgumentError, Spread, Workload, predict_memory
 from safe_loading.__main__ import main
 from safe_loading._memory.trace.trace_step import trace_step
+from safe_loading._sharding.fsdp_units import plan_units
 
 PHASES = ("forward", "backward")
 STEP = """
@@ -130,10 +132,10 @@ def test_a_rank_allocates_what_torchs_hooks_allocate_on_real_tensors(case: str) 
         assert traced(rank, options) == found[case]
 
 
-def test_real_ranks_allocate_nearly_the_same() -> None:
+def test_real_ranks_allocate_nearly_the_same(rank_server: RankServer) -> None:
     """Gloo works in threads of its own, so when it lets go of a buffer differs from run to run."""
     cases = {name: CASES[name] for name in ("two", "kept", "mixed precision", "lora")}
-    run = run_ranks(script('dist.init_process_group("gloo")', cases), 2)
+    run = rank_server.run(script('dist.init_process_group("gloo")', cases), 2)
     for name, options in cases.items():
         for rank, found in enumerate(run.found):
             assert found[name] == pytest.approx(traced(rank, options), rel=0.1)
@@ -192,7 +194,7 @@ def test_a_job_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     expected = predict_memory(str(tmp_path), Workload.train(2, 48), spread=Spread.fsdp1(2))
     assert row["forecast"]["allocated_peak_bytes"] == expected.allocated_peak_bytes
-    assert main(command) == 1
+    assert main(command) == 2
     assert "--gpus" in capsys.readouterr().err
 
 
@@ -211,3 +213,20 @@ def test_what_is_refused() -> None:
     for options in wrong:
         with pytest.raises(ArgumentError):
             Spread.fsdp1(**options)
+
+
+def test_the_units_of_an_adapter_are_those_of_accelerate_and_peft() -> None:
+    """peft's policy, which the Trainer gives to accelerate: layers, matrices that are trained, the rest in the root."""
+    with torch.device("meta"):
+        base = LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16)
+        model: Any = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    policy: Any = fsdp_auto_wrap_policy(model)
+    theirs = {name for name, module in model.named_modules() if policy(module, recurse=False, nonwrapped_numel=0)}
+    *units, root = plan_units(model, flat=True)
+    assert {name for unit in units for name in unit.modules} == theirs
+    assert len(theirs) == (1 + 2 * 2) * SIZES["num_hidden_layers"]
+    assert [name.rpartition("model.")[2] for name in root.parameters] == [
+        "embed_tokens.weight",
+        "norm.weight",
+        "lm_head.weight",
+    ]

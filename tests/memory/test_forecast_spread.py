@@ -15,9 +15,9 @@ import torch
 from allocator_truth import above_start
 from models import SIZES
 from peft import LoraConfig
+from rank_server import RankServer
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchrun import run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import ArgumentError, Spread, Workload, largest_micro_batch, predict_memory
@@ -195,12 +195,12 @@ def test_a_rank_allocates_what_torchs_hooks_allocate_on_real_tensors(case: str) 
         assert traced(rank, **options) == found[case]
 
 
-def test_real_ranks_of_ddp_allocate_the_same() -> None:
+def test_real_ranks_of_ddp_allocate_the_same(rank_server: RankServer) -> None:
     """Gloo reduces in the buckets; beside them it holds some bytes of its own for a moment."""
     text = textwrap.dedent(REPLICATED_STEP.replace("        HOOK\n", "")).replace(
         "START", 'dist.init_process_group("gloo")'
     )
-    run = run_ranks(f"SIZES = {SIZES!r}\nCASES = {REPLICATED!r}\n{text}", 2)
+    run = rank_server.run(f"SIZES = {SIZES!r}\nCASES = {REPLICATED!r}\n{text}", 2)
     for name, options in REPLICATED.items():
         for rank, found in enumerate(run.found):
             assert found[name] == pytest.approx(replicated_step(options, rank), rel=1e-3)
@@ -249,9 +249,9 @@ def _into(found: dict[str, int]) -> Callable[..., None]:
     return lambda **values: found.update(values)
 
 
-def test_real_ranks_allocate_nearly_the_same() -> None:
+def test_real_ranks_allocate_nearly_the_same(rank_server: RankServer) -> None:
     """Gloo works in threads of its own, so when it lets go of a buffer differs from run to run."""
-    run = run_ranks(script('dist.init_process_group("gloo")', CASES_OF_TWO), 2)
+    run = rank_server.run(script('dist.init_process_group("gloo")', CASES_OF_TWO), 2)
     for name, options in CASES_OF_TWO.items():
         for rank, found in enumerate(run.found):
             assert found[name] == pytest.approx(traced(rank, **options), rel=0.1)
@@ -317,7 +317,7 @@ def test_the_ways_to_spread_a_job_on_the_command_line(tmp_path: Path, capsys: py
     offloaded = predict_memory(str(tmp_path), Workload.train(2, 48, activation_offload=True))
     assert row["forecast"]["allocated_peak_bytes"] == offloaded.allocated_peak_bytes
     for wrong, text in ((["--ddp"], "--gpus"), (["--gpus", "2", "--ddp", "--cpu-offload"], "--fsdp")):
-        assert main([*command, *wrong]) == 1
+        assert main([*command, *wrong]) == 2
         assert text in capsys.readouterr().err
 
 

@@ -16,6 +16,7 @@ from transformers import BertConfig, BertForMultipleChoice, LlamaConfig, LlamaFo
 
 from safe_loading import (
     ArgumentError,
+    DeviceMapInfeasible,
     DeviceMapPlan,
     Spread,
     TraceError,
@@ -151,7 +152,7 @@ def test_a_row_that_is_too_much_is_made_to_fit() -> None:
     ways = (Workload.train(1, 8), full.replace(gradient_checkpointing=True), lora)
     for way in ways:
         limit = predict_memory(CONFIG, way, **FORECAST).total_bytes
-        with pytest.raises(ArgumentError, match=r"Shorten the rows, switch gradient check.* or train an adapter"):
+        with pytest.raises(DeviceMapInfeasible, match=r"Shorten the rows, switch gradient check.* or train an adapter"):
             rows(limit, full)
         assert rows(limit, way)
 

@@ -126,7 +126,7 @@ report({
 
 
 def test_on_the_simulated_accelerator(simulated: Any) -> None:
-    found = simulated.run("import torch_npu\nKIND, COUNT = 'npu', 2\n" + ON_TWO_DEVICES)
+    found = simulated.run_forked("import torch_npu\nKIND, COUNT = 'npu', 2\n" + ON_TWO_DEVICES)
     # a tensor on each device and on the host, and what exp saved, which no object of Python's refers to
     assert found["growth"] == [4 * 4096] * 3
     assert found["devices"] == ["cpu", "npu:0", "npu:1"]

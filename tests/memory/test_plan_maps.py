@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import OrderedDict
 from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
@@ -212,19 +213,33 @@ def test_accelerators_of_two_types_are_refused() -> None:
         plan.verify()
 
 
-def test_a_key_that_names_nothing_fails_the_check() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+def test_a_key_that_names_nothing_fails_the_check_where_something_has_no_place() -> None:
+    model = nn.Sequential(OrderedDict(embed=nn.Linear(2, 2), head=nn.Linear(2, 2)))
     plan = plan_device_map(model, {0: 99})
     assert plan.verify()
-    plan["1.wieght"] = 0
+    del plan[""]
+    plan |= {"embed": 0, "haed": 0}
     assert not plan.verify()
     assert not plan.ok
-    (finding,) = plan.findings
-    assert (finding.code, finding.where) == ("unknown-key", "1.wieght")
-    assert "write '1.weight'" in finding.fix
-    plan["1.weight"] = plan.pop("1.wieght")
+    lost, unknown = plan.findings
+    assert (lost.code, lost.severity) == ("not-placed", "error")
+    assert (unknown.code, unknown.where, unknown.severity) == ("unknown-key", "haed", "error")
+    assert "write 'head'" in unknown.fix
+    plan["head"] = plan.pop("haed")
     assert plan.verify()
     assert plan.ok
+
+
+def test_surplus_keys_of_a_map_for_another_release_are_a_warning() -> None:
+    """As in the published maps of ChatGLM (`lm_head`) and InternVL (`tok_embeddings`, `output`)."""
+    model = nn.ModuleDict({"model": nn.Linear(2, 2), "lm_head": nn.Linear(2, 2)})
+    model.forward = lambda: None  # type: ignore[method-assign]  # nothing of it is run: weights alone
+    plan = plan_device_map(model, {0: 99})
+    plan |= {"language_model.lm_head": 0, "model.tok_embeddings": 0}
+    assert plan.verify()
+    assert plan.ok
+    assert [(found.code, found.severity) for found in plan.findings] == [("unknown-key", "warning")] * 2
+    assert plan.findings[0].fix == "write 'lm_head', or remove the key."  # by its end, not "model" by its letters
 
 
 class Away(nn.Module):

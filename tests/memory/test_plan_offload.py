@@ -11,12 +11,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from accelerate import infer_auto_device_map
 from test_plan_search import apart, instance
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig
 
-from safe_loading import DeviceMapInfeasible, Workload, plan_device_map
+from safe_loading import DeviceMapInfeasible, Workload, meta_model, plan_device_map
 from safe_loading._memory.plan import offload as offloads
 from safe_loading._memory.plan import offload_search
 from safe_loading._memory.plan.layer_groups import Puzzle
@@ -235,6 +236,7 @@ def llama(**sizes: int) -> LlamaConfig:
     return LlamaConfig(**shape)
 
 
+SMALL = llama(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
 WIDE = llama(vocab_size=100_000, hidden_size=512, intermediate_size=2048)
 
 
@@ -263,6 +265,27 @@ def test_accelerates_example_of_a_fallback_has_a_plan() -> None:
     assert plan.devices[0].used == 256
     with pytest.raises(DeviceMapInfeasible, match=r"Every choice of blocks, embeddings and heads .* 176 B at once"):
         plan_device_map(model, {0: 255}, offload="cpu")
+
+
+@pytest.mark.parametrize("limits", [{0: 0, "cpu": "1GB"}, {0: 0, 1: 0, "cpu": "1GB"}, {0: 0}, {0: 0, "disk": None}])
+@pytest.mark.parametrize("workload", [None, Workload.generate(1, 16)])
+def test_cards_without_room_leave_everything_to_the_host(limits: Any, workload: Workload | None) -> None:
+    """accelerate does the same, and the host then runs the model."""
+    offloaded: Any = "disk" if "disk" in limits else "cpu"
+    plan = plan_device_map(SMALL, limits, offload=offloaded, workload=workload)
+    assert dict(plan) == {"": "cpu"}
+    assert plan.verified
+    assert plan.moved_bytes == 0
+    model = meta_model(SMALL)
+    theirs = infer_auto_device_map(model, {0: 0, "cpu": 10**9}, no_split_module_classes=model._no_split_modules)
+    assert set(theirs.values()) == {"cpu"}
+    with pytest.raises(DeviceMapInfeasible):
+        plan_device_map(SMALL, {0: 0, "cpu": "1GB"}, offload="never")
+
+
+def test_a_disk_without_a_limit_is_said_to_have_none() -> None:
+    with pytest.raises(DeviceMapInfeasible, match="Offloading to cpu 1 B, disk without a limit does not make it fit"):
+        plan_device_map(SMALL, {0: 100, "cpu": 1}, offload="disk")
 
 
 def test_a_refusal_says_what_the_host_would_need() -> None:

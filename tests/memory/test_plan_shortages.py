@@ -6,9 +6,11 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from transformers import GptOssConfig, LlamaConfig
 
-from safe_loading import DeviceMapInfeasible, plan_device_map
+from safe_loading import DeviceMapInfeasible, Workload, plan_device_map
 from safe_loading._memory.plan import search as searches
 from safe_loading._memory.plan.layer_groups import LayerGroup, Puzzle
 
@@ -61,3 +63,48 @@ def test_a_limit_whose_unit_was_forgotten_is_told() -> None:
         plan_device_map(model, {0: "10kB"})
     assert "without a unit" not in str(refused.value)
     assert plan_device_map(model, {0: "16GB"}).ok
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "dtype": "bfloat16",
+}
+GPT_OSS = GptOssConfig(**SIZES, head_dim=16, num_local_experts=2, num_experts_per_tok=1)  # eager, unless flash is asked
+
+
+def test_a_refusal_says_that_activations_decide_and_which_attention_fits() -> None:
+    long: dict[str, Any] = {"max_memory": {0: "10MB", 1: "10MB"}, "workload": Workload.generate(1, 2048)}
+    with pytest.raises(DeviceMapInfeasible) as refused:
+        plan_device_map(GPT_OSS, **long)
+    assert "What stays allocated fits, and temporaries decide" in str(refused.value)
+    assert "at once in model.layers." in str(refused.value)
+    assert refused.value.problems[-1] == 'attn_implementation="flash_attention_2"'
+    assert plan_device_map(GPT_OSS, **long, attn_implementation="flash_attention_2").verified
+    llama = LlamaConfig(**SIZES)
+    with pytest.raises(DeviceMapInfeasible) as refused:
+        plan_device_map(llama, **long, attn_implementation="eager")
+    assert refused.value.problems[-1] == 'attn_implementation="sdpa"'
+    assert plan_device_map(llama, **long, attn_implementation="sdpa").verified
+
+
+def test_a_refusal_by_weights_names_no_activations_and_no_attention() -> None:
+    with pytest.raises(DeviceMapInfeasible) as refused:
+        plan_device_map(GPT_OSS, {0: "100KB"}, workload=Workload.generate(1, 2048))
+    assert "temporaries" not in str(refused.value)
+    assert "attn_implementation" not in str(refused.value)
+
+
+def test_what_the_model_itself_holds_is_counted_into_what_stays() -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.empty(1 << 20, dtype=torch.uint8, device="meta"), requires_grad=False)
+            self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False, device="meta") for _ in range(2))
+
+    with pytest.raises(DeviceMapInfeasible, match=r"1\.0 MiB stay allocated, and the limits are \{0: 64\.0 KiB\}"):
+        plan_device_map(Holding(), {0: 1 << 16})

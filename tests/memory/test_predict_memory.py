@@ -18,13 +18,14 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from transformers.core_model_loading import dot_natural_key
 
-from safe_loading import ArgumentError, Workload, largest_micro_batch, predict_memory
+from safe_loading import ArgumentError, DeviceMapInfeasible, Workload, largest_micro_batch, predict_memory
 from safe_loading._core.cards import CARDS
 from safe_loading._core.report import MiB
 from safe_loading._memory.trace.allocator import EMPTY_CACHE
 from safe_loading._memory.trace.cuda_paths import cuda_paths
 from safe_loading._memory.trace.records import Allocation, Event, StepTrace
 from safe_loading._memory.trace.timeline import Loading, natural_key, run_events
+from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -83,7 +84,14 @@ def test_what_a_gpu_measured(
         )
     workload = Workload.train(rows, length, gradient_checkpointing=True, optimizer="adamw_foreach", adapter=lora(r=32))
     with mock.patch("transformers.integrations.sdpa_attention.use_gqa_in_sdpa", _never):
-        found = predict_memory(config, workload, capability=(7, 5), attn_implementation=attention, keep_outputs=True)
+        found = predict_memory(
+            config,
+            workload,
+            capability=(7, 5),
+            attn_implementation=attention,
+            keep_outputs=True,
+            prepare_for_kbit="peft",
+        )
     limit = 0.012 if quantized == "nf4" else 0.001
     assert found.allocated_peak_bytes / MiB == pytest.approx(allocated, rel=limit)
     assert found.reserved_peak_bytes / MiB == pytest.approx(reserved, rel=0.005 if quantized == "nf4" else 0.001)
@@ -110,7 +118,9 @@ def test_a_run_is_loaded_as_the_engines_do_and_each_thread_takes_its_scratch_at_
     )
     step = [Allocation(size, 0, "temporary", "", phase, op) for size, phase, op in made]
     blocks = (*load, adapter, *step)
-    trace = StepTrace("", blocks, tuple(Event(index, freed=False) for index in range(len(blocks))), {}, {})
+    trace = StepTrace(
+        Workload.weights_only(), blocks, tuple(Event(index, freed=False) for index in range(len(blocks))), {}, {}
+    )
     loading = Loading(True, {"m.layers.10.q.weight": (50, 51)}, {"m.embed.weight": 60})
     events = run_events(trace, 0, loading, (8, 9))
     sizes = {key: size for key, size in events if size > 0}
@@ -131,7 +141,13 @@ def test_biases_of_quantized_layers_come_by_themselves_and_are_cast_once() -> No
     recast = Allocation(8, 0, "temporary", "q", "forward", "aten._to_copy.default")
     output = Allocation(300, 0, "activations", "q", "forward", "aten.mm.default")
     steps = [(0, False), (1, False), (2, False), (1, True), (3, False), (3, True)]
-    trace = StepTrace("", (weight, bias, recast, output), tuple(Event(i, freed=freed) for i, freed in steps), {}, {})
+    trace = StepTrace(
+        Workload.weights_only(),
+        (weight, bias, recast, output),
+        tuple(Event(i, freed=freed) for i, freed in steps),
+        {},
+        {},
+    )
     events = run_events(trace, 0, Loading(True, {"q.weight": (50,)}, {"q.bias": 9}), ())
     sizes = {key: size for key, size in events if size > 0}
     said = [size if size > 0 else -sizes[key] for key, size in (e for e in events if e != EMPTY_CACHE)]
@@ -186,7 +202,8 @@ def test_a_quantized_config_gives_packed_weights(bits: int) -> None:
     config = tiny(hidden_size=128, intermediate_size=256)
     config.quantization_config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     before = config.to_json_string()
-    found = predict_memory(config, Workload.train(1, 128, gradient_checkpointing=True, adapter=lora()))
+    workload = Workload.train(1, 128, gradient_checkpointing=True, adapter=lora())
+    found = predict_memory(config, workload, prepare_for_kbit="peft")
     assert config.to_json_string() == before
     linear = 2 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 256)
     scales = linear // 64 * 4 if bits == 4 else 2 * 4 * (128 + 64 + 64 + 128 + 256 + 256 + 128)
@@ -208,7 +225,9 @@ def test_the_wrapper_that_hides_the_quantized_base_costs_what_was_promised_to_be
     config = tiny(num_hidden_layers=7, hidden_size=128, intermediate_size=512)
     config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
     right, wrong = (
-        predict_memory(config, Workload.train(4, 256, gradient_checkpointing=on, adapter=lora()))
+        predict_memory(
+            config, Workload.train(4, 256, gradient_checkpointing=on, adapter=lora()), prepare_for_kbit="peft"
+        )
         for on in (True, False)
     )
     assert wrong.allocated_peak_bytes > 2 * right.allocated_peak_bytes
@@ -237,18 +256,19 @@ def test_a_model_of_bitsandbytes_own_layers_is_forecast_as_its_config(bits: int,
     config = tiny(**sizes, quantization_config=quantized)
     modules = [(name, id(module)) for name, module in real.named_modules()]
 
-    def same(prepared: bool, **on: Any) -> None:
+    def same(prepared: KbitPreparation, **on: Any) -> None:
         workload = Workload.train(2, 128, adapter=lora(), **on)
-        mine, expected = predict_memory(real, workload), predict_memory(config, workload, prepare_for_kbit=prepared)
+        mine, expected = (predict_memory(model, workload, prepare_for_kbit=prepared) for model in (real, config))
         assert mine.components == expected.components
         assert mine.reserved_peak_bytes == expected.reserved_peak_bytes
 
-    same(prepared=False)
+    same("trl")
+    same("none")
     real = prepare_model_for_kbit_training(real, use_gradient_checkpointing=False)
-    same(prepared=True, gradient_checkpointing=True)
+    same("peft", gradient_checkpointing=True)
     assert [(name, id(module)) for name, module in real.named_modules()] == modules
     attached = predict_memory(get_peft_model(real, lora()), Workload.train(2, 128))
-    expected = predict_memory(config, Workload.train(2, 128, adapter=lora()))
+    expected = predict_memory(config, Workload.train(2, 128, adapter=lora()), prepare_for_kbit="peft")
     assert attached.components == expected.components
 
 
@@ -316,7 +336,7 @@ def test_an_output_that_the_loop_holds_across_steps_is_alive_in_the_next_forward
     output = Allocation(300, 0, "activations", "", "forward", "aten.add.Tensor")
     gradient = Allocation(302, 0, "temporary", "", "backward", "aten.add.Tensor")
     made = (Event(0, freed=False), Event(1, freed=False), Event(1, freed=True))
-    trace = StepTrace("", (output, gradient), made, {}, {})
+    trace = StepTrace(Workload.weights_only(), (output, gradient), made, {}, {})
 
     def sizes(*, left_across_steps: bool) -> list[int]:
         events = run_events(trace, 0, Loading(), (), left_across_steps=left_across_steps)
@@ -368,13 +388,16 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     config, workload = tiny(), Workload.train(1, 256, adapter=lora())
     limit = predict_memory(config, workload.replace(batch_size=5), context_bytes=0).total_bytes + MiB
     found = largest_micro_batch(config, workload, limit, context_bytes=0)
-    rows = int(found.workload.split("batch_size=")[1].split(",")[0])
+    rows = found.batch_size
+    assert rows is not None
     assert rows >= 5
     assert found.fits(limit)
     assert not predict_memory(config, workload.replace(batch_size=rows + 1), context_bytes=0).fits(limit)
-    with pytest.raises(ArgumentError, match="One row takes"):
+    with pytest.raises(DeviceMapInfeasible, match="One row takes") as caught:
         largest_micro_batch(config, workload, 2 * MiB, context_bytes=0)
-    with pytest.raises(ArgumentError, match=r"the card has 2\.0 MiB"):
+    one = predict_memory(config, workload, context_bytes=0).total_bytes
+    assert caught.value.missing_bytes == one - 2 * MiB
+    with pytest.raises(DeviceMapInfeasible, match=r"the card has 2\.0 MiB"):
         largest_micro_batch(config, workload, "2MiB", context_bytes=0)
     with pytest.raises(ArgumentError, match="no batch"):
         largest_micro_batch(config, Workload.weights_only(), limit)
@@ -405,6 +428,9 @@ def test_the_report_as_text_html_json_and_picture() -> None:
     facts = json.loads(found.to_json())
     assert facts["components"] == dict(found.components)
     assert facts["total_bytes"] == found.total_bytes
+    assert facts["workload"]["sequence_length"] == 16
+    assert facts["workload"]["adapter"]["r"] == 4
+    assert Workload.from_facts(facts["workload"]) == found.workload
     root = ElementTree.fromstring(found._repr_svg_())
     widths = [float(bar.get("width", 0)) for bar in root.iter("{http://www.w3.org/2000/svg}rect") if len(bar)]
     assert sum(widths) == pytest.approx(480 * found.total_bytes / CARDS["t4"].memory, abs=1), "inside the least card"

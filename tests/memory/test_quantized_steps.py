@@ -29,6 +29,10 @@ from safe_loading import (
     predict_memory,
     smallest_limits,
 )
+from safe_loading._core.interrupts import undone
+from safe_loading._memory.trace.attached_adapter import with_adapter
+from safe_loading._model.quantized_meta_model import quantized_meta_model
+from safe_loading._model.snapshot import Snapshot
 from safe_loading.errors import ArgumentError, TraceError
 
 SIZES: dict[str, Any] = {
@@ -117,23 +121,48 @@ def test_training_with_lora_is_traced_or_refused(name: str) -> None:
     assert plan.verified, plan.reason
     (use,) = plan.devices
     trained = 2 * 4 * (config.num_attention_heads * getattr(config, "v_head_dim", 64) + 256)
-    assert use.gradients >= 2 * 4 * trained  # two states of AdamW in float32, gradients where the peak has them
+    width = 2 if name in ("nf4", "int8") else 4  # trl casts the adapter of bitsandbytes' layers to bfloat16
+    assert use.gradients >= 2 * width * trained  # two states of AdamW, gradients where the peak has them
     found = predict_memory(config, work, quantization_config=quantization)
     assert found.components["saved_activations"] > 0
 
 
-def test_a_plan_of_training_in_4_bits_counts_what_peft_casts_first() -> None:
+def test_whose_preparation_a_step_in_4_bits_begins_with_is_a_word() -> None:
     config, quantization = METHODS["nf4"]
     work = Workload.train(2, 32, adapter=lora())
     rest = sum(p.numel() for name, p in meta_model(config).named_parameters() if "proj" not in name)
-    weights = []
-    for prepared in (True, False):
-        options: Any = {"workload": work, "quantization_config": quantization, "prepare_for_kbit": prepared}
-        (use,) = plan_device_map(config, {0: "1GB"}, **options).devices
-        found = predict_memory(config, **options)
+    weights, adapters, assumed = {}, {}, {}
+    for word in ("trl", "peft", "none", None):
+        options: Any = {"workload": work, "quantization_config": quantization, "prepare_for_kbit": word}
+        plan, found = plan_device_map(config, {0: "1GB"}, **options), predict_memory(config, **options)
+        (use,) = plan.devices
         assert use.weights + use.buffers == found.components["weights"] + found.components["adapters"]
-        weights.append(use.weights)
-    assert weights[0] - weights[1] == 2 * rest  # four bytes for two
+        weights[word], adapters[word] = found.components["weights"], found.components["adapters"]
+        assumed[word] = [finding.message for finding in plan.findings if finding.code == "kbit-assumed"]
+        (note,) = [note for note in found.notes if "in 4 or 8 bits" in note]
+        assert {"none": "by nobody", "peft": "by peft's"}.get(str(word), "as trl does it") in note
+    assert weights["trl"] == weights["none"] == weights[None] == weights["peft"] - 2 * rest  # four bytes for two
+    assert 2 * adapters["trl"] == 2 * adapters[None] == adapters["peft"] == adapters["none"]
+    assert [word for word, found_of in assumed.items() if found_of] == [None]
+    with pytest.raises(ArgumentError, match='prepare_for_kbit=True: pass one of "trl", "peft", "none"'):
+        predict_memory(config, **{**options, "prepare_for_kbit": True})
+    for word in ("trl", "peft"):  # the Trainer refuses a packed model without an adapter, and peft freezes it
+        with pytest.raises(TraceError, match="Nothing is trained"):
+            predict_memory(config, **{**options, "workload": Workload.train(1, 8), "prepare_for_kbit": word})
+
+
+def test_trl_casts_what_is_trained_but_for_the_magnitudes_of_dora() -> None:
+    model = quantized_meta_model(*METHODS["nf4"]).model
+    biases = torch.nn.Parameter(torch.ones(256, dtype=torch.float32))
+    model.get_submodule("model.layers.0.mlp.down_proj").bias = biases
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, bias="all", modules_to_save=["lm_head"])
+    with undone(Snapshot(model).restore), with_adapter(model, adapter, prepare_for_kbit="trl") as attached:
+        trained = {name: p.dtype for name, p in attached.named_parameters() if p.requires_grad}
+    assert {dtype for name, dtype in trained.items() if "magnitude" in name} == {torch.float32}
+    assert {dtype for name, dtype in trained.items() if "magnitude" not in name} == {torch.bfloat16}
+    assert {name.rpartition(".")[2] for name in trained} == {"weight", "bias"}
+    assert model.get_submodule("model.layers.0.mlp.down_proj").bias is biases
+    assert torch.equal(biases, torch.ones(256))
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4", "gptq", "hqq"])

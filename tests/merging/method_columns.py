@@ -24,11 +24,11 @@ def in_memory(method: str, bench: Bench) -> str:
     truth = _logits(two_steps(adapter, bench.base).double())
     by_peft = _merged_by_peft(two_steps(adapter, bench.base).double())
     peft_can = by_peft is not None and _close(_logits(by_peft), truth)
-    merged = _merged(load_peft_on_rank(adapter, bench.base))
+    merged = _merged(load_peft_on_rank(bench.base, adapter))
     if merged is None:
         assert not peft_can, "peft can"
         return Cell.NEITHER
-    in_float64 = _merged(load_peft_on_rank(adapter, bench.base).double())
+    in_float64 = _merged(load_peft_on_rank(bench.base, adapter).double())
     assert _close(_logits(in_float64), truth), "the merged model computes something else"
     if all(torch.equal(tensor.float(), _state(merged)[name]) for name, tensor in _state(in_float64).items()):
         return Cell.EXACT if peft_can else Cell.ONLY_HERE
@@ -42,7 +42,7 @@ def on_disk(method: str, bench: Bench) -> str:
     """The files against those that ``save_pretrained`` writes of the merge in memory."""
     adapter, out = bench.adapter(method), bench.root / "merged"
     shutil.rmtree(out, ignore_errors=True)
-    merged = _merged(load_peft_on_rank(adapter, bench.base))
+    merged = _merged(load_peft_on_rank(bench.base, adapter))
     refusal = _refusal(bench.base, adapter, out)
     if refusal:
         on_condition = "copy.deepcopy" in refusal or "have a bias" in refusal

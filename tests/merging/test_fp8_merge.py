@@ -49,8 +49,8 @@ def test_the_report_says_what_rounding_to_codes_lost(scales: torch.dtype | None,
         assert 0.01 < weight.rounding.base_error < 0.05  # three bits after the point
     codes = {finding.code: finding for finding in report.findings}
     assert ("update-lost" in codes) == (alpha < 1)
-    assert codes["requantised"].where.startswith("2 weights, for example ")
-    assert codes["requantised"].bytes == report.bytes
+    assert codes["requantized"].where.startswith("2 weights, for example ")
+    assert codes["requantized"].bytes == report.bytes
 
 
 def test_what_is_lost_of_an_update_is_not_counted_twice_when_a_step_is_repeated(

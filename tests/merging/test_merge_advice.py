@@ -46,7 +46,7 @@ def biases(tmp_path: Path) -> tuple[Path, Path, torch.Tensor]:
     """A base without biases, an adapter with lora_bias=True, and the logits of both."""
     base = save_llama(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", base, lora_bias=True, target_modules=["q_proj", "o_proj"])
-    return base, adapter, logits(load_peft_on_rank(adapter, base))
+    return base, adapter, logits(load_peft_on_rank(base, adapter))
 
 
 def test_a_base_that_is_given_biases_by_its_config_takes_those_of_an_adapter(
@@ -54,7 +54,7 @@ def test_a_base_that_is_given_biases_by_its_config_takes_those_of_an_adapter(
 ) -> None:
     base, adapter, expected = biases
     text = r"no bias to add it to.*from_pretrained\(base, attention_bias=True\)\.save_pretrained\(new_base\)"
-    refused(load_peft_on_rank(adapter, base), text)
+    refused(load_peft_on_rank(base, adapter), text)
     with pytest.raises(MergeError, match=text):
         merge_lora_checkpoint(base, adapter, tmp_path / "out")
     new_base = tmp_path / "new_base"
@@ -62,7 +62,7 @@ def test_a_base_that_is_given_biases_by_its_config_takes_those_of_an_adapter(
         warnings.simplefilter("ignore")
         AutoModelForCausalLM.from_pretrained(base, attention_bias=True).save_pretrained(new_base)
     merge_lora_checkpoint(new_base, adapter, tmp_path / "out")
-    merge_lora_inplace(load_peft_on_rank(adapter, new_base)).save_pretrained(tmp_path / "memory")
+    merge_lora_inplace(load_peft_on_rank(new_base, adapter)).save_pretrained(tmp_path / "memory")
     for folder in (tmp_path / "out", tmp_path / "memory"):
         assert torch.allclose(logits(loaded(folder)), expected, atol=1e-5)
 
@@ -185,7 +185,7 @@ def test_attention_whose_parts_have_other_adapters_is_merged_once_they_are_set_a
 def test_weights_on_meta_are_merged_once_they_are_loaded(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", base)
-    model = load_peft_on_rank(adapter, base)
+    model = load_peft_on_rank(base, adapter)
     expected = logits(model)
     layer = model.base_model.model.model.layers[0].mlp.down_proj.base_layer
     weight = layer.weight.data
@@ -199,11 +199,11 @@ def test_weights_on_meta_are_merged_once_they_are_loaded(tmp_path: Path) -> None
 def test_a_base_of_another_shape_is_refused_and_its_own_is_merged(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", base)
-    model = load_peft_on_rank(adapter, base)
+    model = load_peft_on_rank(base, adapter)
     layer = model.base_model.model.model.layers[0].mlp.down_proj.base_layer
     layer.weight = torch.nn.Parameter(torch.zeros(layer.weight.shape[0], 3))
     refused(model, r"its weight is .* and its adapter's delta .*Load the adapter onto the base that it was trained on")
-    model = load_peft_on_rank(adapter, base)
+    model = load_peft_on_rank(base, adapter)
     expected = logits(model)
     assert torch.allclose(logits(merge_lora_inplace(model)), expected, atol=1e-5)
 
@@ -218,7 +218,7 @@ def test_a_base_that_cannot_be_built_on_meta_is_merged_in_memory(
         patched.setattr(MergeBase, "on_meta", fails)
         with pytest.raises(MergeError, match=r"Load it, merge it with merge_lora_inplace and save it\."):
             merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / "disk")
-        merge_lora_inplace(load_peft_on_rank(tiny_adapter, tiny_llama)).save_pretrained(tmp_path / "memory")
+        merge_lora_inplace(load_peft_on_rank(tiny_llama, tiny_adapter)).save_pretrained(tmp_path / "memory")
     merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / "disk")
     found, expected = (loaded(tmp_path / name).state_dict() for name in ("memory", "disk"))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -250,7 +250,7 @@ def test_what_is_dequantized_first_is_merged(tmp_path: Path) -> None:
     auto: Any = AutoModelForCausalLM
     base = auto.from_pretrained(folder, quantization_config=FineGrainedFP8Config(dequantize=True))
     assert {parameter.dtype for parameter in base.parameters()} <= {torch.float32, torch.bfloat16}
-    model = load_peft_on_rank(adapter, base.float())
+    model = load_peft_on_rank(base.float(), adapter)
     tokens = torch.arange(1, 13).reshape(1, 12)
     with torch.no_grad():
         expected = model(input_ids=tokens).logits

@@ -51,7 +51,7 @@ def test_a_merge_in_memory_and_one_on_disk_are_the_same(tmp_path: Path, name: st
         try:
             save_adapter(adapter, base, auto_class=kind, **config)
             dtype: Any = torch.bfloat16 if name in IN_FLOAT32 else "auto"
-            merged = merge_lora_inplace(load_peft_on_rank(adapter, base, auto_class=kind, dtype=dtype)).state_dict()
+            merged = merge_lora_inplace(load_peft_on_rank(base, adapter, auto_class=kind, dtype=dtype)).state_dict()
         except ValueError as error:
             refusal = str(error)
         if refusal is not None:
@@ -83,7 +83,7 @@ def test_what_is_trained_beside_the_factors_is_saved_as_it_is_written(
         warnings.simplefilter("ignore")
         saved(name, tmp_path / "base")
         adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", auto_class=kind, task_type=None, **config)
-        model = merge_lora_inplace(load_peft_on_rank(adapter, tmp_path / "base", auto_class=kind))
+        model = merge_lora_inplace(load_peft_on_rank(tmp_path / "base", adapter, auto_class=kind))
         expected = {key: tensor.clone() for key, tensor in model.state_dict().items()}
         model.save_pretrained(tmp_path / "memory")
         merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "disk")

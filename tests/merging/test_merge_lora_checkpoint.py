@@ -21,6 +21,7 @@ import safe_loading
 from safe_loading import (
     AdapterError,
     ArgumentError,
+    CheckpointError,
     MergeError,
     OutputError,
     PickleRefused,
@@ -55,7 +56,7 @@ def reference(base: Path, adapter: Path | list[Path], target: Path, **options: A
     names = {f"a{number}": path for number, path in enumerate(adapters)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = load_peft_on_rank(names, base, **options)
+        model = load_peft_on_rank(base, names, **options)
         merged = merge_lora_inplace(model, adapter_names=list(names))
         merged.save_pretrained(target)
     return target
@@ -123,7 +124,7 @@ def test_the_logits_are_those_of_base_and_adapter(tmp_path: Path, made: Made, ki
     merge_lora_checkpoint(base, adapter, tmp_path / "out")
     with torch.no_grad():
         ours = loaded(tmp_path / "out")(input_ids=TOKENS).logits
-        theirs = load_peft_on_rank(adapter, base)(input_ids=TOKENS).logits
+        theirs = load_peft_on_rank(base, adapter)(input_ids=TOKENS).logits
         plain = AutoModelForCausalLM.from_pretrained(base)(input_ids=TOKENS).logits
     assert torch.allclose(ours, theirs, atol=1e-5)
     assert not torch.allclose(ours, plain, atol=1e-3)
@@ -418,6 +419,9 @@ def test_what_is_no_safe_or_plain_base_is_refused(tmp_path: Path, tiny_llama: Pa
     base = Path(shutil.copytree(tiny_llama, tmp_path / "base"))
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    refused(tmp_path, base, tiny_adapter, CheckpointError, r"delete quantization_config from config\.json")
+    shard = next(base.glob("*.safetensors"))
+    save_file({name: tensor.int() for name, tensor in load_file(shard).items()}, shard, metadata={"format": "pt"})
     refused(tmp_path, base, tiny_adapter, MergeError, r"quantized \(gptq\).*merge_lora_checkpoint\(that_base")
     (base / "config.json").write_text(json.dumps(config))
     for path in base.glob("*.safetensors*"):
@@ -485,10 +489,15 @@ def test_a_merged_value_that_overflows_is_refused(tmp_path: Path) -> None:
 
 
 def test_there_is_one_arithmetic() -> None:
-    """The merge on disk adds nothing itself: it slices, and calls what the merge in memory calls."""
+    """The merge on disk adds nothing itself: it slices, and calls what the merge in memory calls.
+
+    `verify_merge`, which writes nothing, bounds the rounding of other merges by arithmetic of its own.
+    """
     files = [*(Path(safe_loading.__file__).parent / "_merging" / "disk").glob("*.py")]
     assert files
     for path in files:
+        if path.name == "compare_bounds.py":
+            continue
         text = path.read_text()
         assert not [word for word in ("addmm", "matmul", "einsum", " @ ", ".add_(") if word in text], path
 

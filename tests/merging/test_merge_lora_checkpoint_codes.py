@@ -23,8 +23,8 @@ from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._merging.disk import write_codes, write_files
 from safe_loading._merging.disk.changes import ChangedRows, Changes
 from safe_loading._merging.disk.kept_format import why_not_kept
-from safe_loading._merging.disk.quantized_base import QuantizedTensor
 from safe_loading._merging.weights.update import Term, Update
+from safe_loading._model.formats.stored import QuantizedTensor
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().nan_to_num(0).unique()
 SCALE = "_scale_inv"
@@ -269,7 +269,7 @@ def test_an_adapter_that_adds_nothing_changes_no_byte(tmp_path: Path) -> None:
     for file in base.glob("*.safetensors"):
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
     assert {(t.rounding.error, t.rounding.update_kept) for t in report.of("merged") if t.rounding} == {(0.0, 1.0)}
-    assert [finding.code for finding in report.findings] == ["requantised"]
+    assert [finding.code for finding in report.findings] == ["requantized"]
 
 
 def test_an_update_that_rounding_loses_is_told_and_dequantized_it_is_kept(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_an_update_that_rounding_loses_is_told_and_dequantized_it_is_kept(tmp_pa
     assert "9 of 9 weights" in lost.message
     assert "dequantize=True" in lost.fix
     again = merge_lora_checkpoint(base, adapter, tmp_path / "plain_out", dequantize=True, dtype="float32")
-    assert not [finding for finding in again.findings if finding.code in ("requantised", "update-lost")]
+    assert not [finding for finding in again.findings if finding.code in ("requantized", "update-lost")]
     assert {tensor.rounding for tensor in again.tensors} == {None}
     before, found = on_disk(base), on_disk(tmp_path / "plain_out")
     for tensor in report.of("merged"):
@@ -387,9 +387,9 @@ def test_the_command_keeps_the_format_unless_it_is_told_to_dequantize(
 ) -> None:
     base, adapter = save_fp8(tmp_path / "base", [16, 16]), adapter_of(tmp_path)
     assert main(["merge", str(base), str(adapter), str(tmp_path / "kept")]) == 0
-    assert "requantised" in capsys.readouterr().out
+    assert "requantized" in capsys.readouterr().out
     assert main(["merge", str(base), str(adapter), str(tmp_path / "plain_out"), "--dequantize"]) == 0
-    assert "requantised" not in capsys.readouterr().out
+    assert "requantized" not in capsys.readouterr().out
     name = "model.layers.0.mlp.down_proj.weight"
     assert on_disk(tmp_path / "kept")[name].dtype == torch.float8_e4m3fn
     assert on_disk(tmp_path / "plain_out")[name].dtype == torch.bfloat16

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from safe_loading import MergeError, merge_lora_checkpoint
 from safe_loading._merging.disk import write_codes
-from safe_loading._merging.weights.mxfp4_merge import requantize_mxfp4
+from safe_loading._model.formats.mxfp4 import requantize_mxfp4
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

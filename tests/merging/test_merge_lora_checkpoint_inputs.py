@@ -40,13 +40,12 @@ def copied(folder: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("step", ["plan_files", "small_files", "write_files"])
+@pytest.mark.parametrize("step", ["plan_files", "write_files"])
 def test_a_link_that_takes_the_place_of_a_checked_file_is_not_followed(
     tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     base = copied(tiny_llama, tmp_path / "base")
-    name = "model.safetensors.index.json" if step == "small_files" else "*-of-*.safetensors"
-    file = min(base.glob(name))
+    file = min(base.glob("*-of-*.safetensors"))
     original: Callable[..., Any] = getattr(verb, step)
 
     def swapped(*arguments: Any, **options: Any) -> Any:
@@ -59,10 +58,29 @@ def test_a_link_that_takes_the_place_of_a_checked_file_is_not_followed(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", f"outside {file.name}"]
 
 
-def test_the_config_of_the_base_is_opened_three_times(
+def test_a_link_that_takes_the_place_of_the_index_is_not_read(
     tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For the name of the weight files that it may hold, as strict JSON, and by transformers."""
+    base = copied(tiny_llama, tmp_path / "base")
+    merge_lora_checkpoint(base, tiny_adapter, tmp_path / "whole")
+    file = base / "model.safetensors.index.json"
+
+    def swapped(*arguments: Any, **options: Any) -> Any:
+        moved_out(file)
+        (tmp_path / f"outside {file.name}").write_text("{}")
+        return small_files(*arguments, **options)
+
+    small_files: Callable[..., Any] = verb.small_files
+    monkeypatch.setattr(verb, "small_files", swapped)
+    with pytest.raises(CheckpointError, match=rf"{file.name}"):
+        merge_lora_checkpoint(base, tiny_adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_config_of_the_base_is_opened_twice(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As strict JSON, and by transformers."""
     opened: list[str] = []
 
     def counting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +93,7 @@ def test_the_config_of_the_base_is_opened_three_times(
     monkeypatch.setattr(os, "open", counting(os.open))
     monkeypatch.setattr("builtins.open", counting(open))
     merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / "out", dtype="bfloat16")
-    assert opened.count(str(tiny_llama / "config.json")) == 3
+    assert opened.count(str(tiny_llama / "config.json")) == 2
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torchrun import SHARED
 from transformers import AutoModelForCausalLM
 
 import safe_loading
-from safe_loading import CheckpointError, OutputError, check_checkpoint, merge_lora_checkpoint
+from safe_loading import CheckpointError, OutputError, merge_lora_checkpoint
 from safe_loading._checkpoint import copy_bytes as copies
 from safe_loading._merging.disk import write_files as writing
 
@@ -120,35 +120,44 @@ def test_ctrl_c_is_continued_and_a_damaged_file_is_written_again(
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_what_an_earlier_release_hashed_with_sha256_is_continued_and_checked(
-    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+def _all(entry: Any) -> Any:
+    return lambda facts: facts.update(tensors=dict.fromkeys(facts["tensors"], entry))
+
+
+EDITS: dict[str, Any] = {
+    "no tensors": lambda facts: facts.pop("tensors"),
+    "tensors that are a list": lambda facts: facts.update(tensors=[1]),
+    "a tensor that is a text": _all("ab"),
+    "a tensor without entries": _all([]),
+    "a hash that is a number": _all([1, None]),
+    "a change that is a text": _all(["a", "b"]),
+    "one loss too few": _all(["a", 0.0, 1.0, 1.0]),
+    "bytes that are a text": lambda facts: facts.update(bytes="1"),
+    "no bytes": lambda facts: facts.pop("bytes"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_record_means_to_begin_anew_and_is_told_once(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, edit: str
 ) -> None:
-    import hashlib
-
-    from safe_loading._merging.disk import write_tensors
-
-    def stop(*arguments: object) -> None:
+    def interrupt(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(write_tensors, "new_hash", hashlib.sha256)
-    monkeypatch.setattr("safe_loading._merging.merge_lora_checkpoint.report_file", stop)
-    with pytest.raises(KeyboardInterrupt):
-        merge_lora_checkpoint(*pair, tmp_path / "out")
-    monkeypatch.undo()
-    files = sorted((tmp_path / ".out.staged" / "files").glob("*.safetensors"))
-    data = bytearray(files[0].read_bytes())
-    data[-1] ^= 1
-    files[0].write_bytes(data)
+    with monkeypatch.context() as patched:
+        patched.setattr("safe_loading._merging.merge_lora_checkpoint.report_file", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            merge_lora_checkpoint(*pair, tmp_path / "out")
+    journal = tmp_path / ".out.staged" / "journal"
+    events = [json.loads(line) for line in journal.read_bytes().splitlines()]
+    EDITS[edit](events[1]["facts"])
+    journal.write_bytes(b"".join(json.dumps(event).encode() + b"\n" for event in events))
     report = merge_lora_checkpoint(*pair, tmp_path / "out")
-    assert set(report.resumed) == {path.name for path in files[1:]}
-    assert {len(t.sha256 or "") for t in report.tensors if t.file in report.resumed} == {64}
-    assert {len(t.xxh3_128 or "") for t in report.tensors if t.file == files[0].name} == {32}
-    assert check_checkpoint(tmp_path / "out", values=True).ok
-    path = tmp_path / "out" / files[1].name
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    assert "hash-differs" in {finding.code for finding in check_checkpoint(tmp_path / "out", values=True).findings}
+    assert "begun-anew" in {finding.code for finding in report.findings}
+    assert report.resumed == ()
+    again = merge_lora_checkpoint(*pair, tmp_path / "out", overwrite=True)
+    assert "begun-anew" not in {finding.code for finding in again.findings}
+    assert again.tensors == report.tensors
 
 
 def test_another_adapter_does_not_continue_what_one_began(
@@ -283,11 +292,14 @@ def test_sigterm_to_torchrun_in_the_middle_of_a_merge_leaves_what_was_there_and_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "begun", "out", "script.py"]
 
 
-def test_a_base_that_is_written_again_while_it_is_read_is_an_error(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("written", ["*.safetensors", "config.json", "generation_config.json"])
+def test_a_base_that_is_written_again_while_it_is_read_is_an_error(
+    tmp_path: Path, pair: tuple[Path, Path], written: str
+) -> None:
     import unittest.mock
 
     base, adapter = pair
-    shard = sorted(base.glob("*.safetensors"))[0]
+    shard = sorted(base.glob(written))[0]
 
     def rewritten(*arguments: Any, **options: Any) -> Any:
         result = original(*arguments, **options)

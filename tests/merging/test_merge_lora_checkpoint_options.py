@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from safe_loading import (
     AdapterError,
     ArgumentError,
+    CheckpointError,
     MergeError,
     PickleRefused,
     load_peft_on_rank,
@@ -54,7 +55,7 @@ def test_weights_multiply_what_adapters_add_as_set_scale_of_peft_does(tmp_path: 
     assert report.weights == (0.7, -2.0)
     noted = json.loads((tmp_path / "out" / "merge_report.json").read_text())["adapters"]
     assert [adapter["weight"] for adapter in noted] == [0.7, -2.0]
-    model = load_peft_on_rank({"one": one, "two": two}, base)
+    model = load_peft_on_rank(base, {"one": one, "two": two})
     model.base_model.set_adapter(["one", "two"])
     for module in model.modules():
         if isinstance(module, LoraLayer):
@@ -101,10 +102,10 @@ def test_the_same_adapter_twice_is_refused_and_the_weight_that_is_advised_double
 def test_folders_in_each_others_place_are_named(tmp_path: Path, base: Path, made: Made) -> None:
     adapter = made.adapter(base)
     order = re.escape("The order is base, adapter, output")
-    with pytest.raises(ArgumentError, match=rf"(?s){order}.*{adapter.name}', holds an adapter.*holds a model"):
-        merge_lora_checkpoint(adapter, base, tmp_path / "out")
-    for given in ((base, base), (adapter, adapter), (base, [adapter, base])):
-        with pytest.raises(ArgumentError, match=order):
+    with pytest.raises(ArgumentError, match=rf"(?s){order}.*{adapter.name}', holds an adapter"):
+        merge_lora_checkpoint(adapter, adapter, tmp_path / "out")
+    for given in ((base, base), (base, [adapter, base])):
+        with pytest.raises(ArgumentError, match=rf"{order}(?s:.*)holds a model"):
             merge_lora_checkpoint(*given, tmp_path / "out")
     merge_lora_checkpoint(base, adapter, tmp_path / "out")
 
@@ -151,7 +152,7 @@ def test_the_dtype_that_the_error_asks_for_makes_the_merge_possible(tmp_path: Pa
     with pytest.raises(AdapterError, match=r"load the base with dtype=torch\.float32"):
         merge_lora_checkpoint(base, adapter, tmp_path / "out")
     merge_lora_checkpoint(base, adapter, tmp_path / "out", dtype=torch.float32)
-    theirs = load_peft_on_rank(adapter, base, dtype=torch.float32)
+    theirs = load_peft_on_rank(base, adapter, dtype=torch.float32)
     assert torch.allclose(logits(loaded(tmp_path / "out")), logits(theirs), atol=1e-5)
 
 
@@ -172,9 +173,9 @@ def with_tokenizer(folder: Path, *, template: str | None = None, word: str | Non
 
 
 @pytest.fixture
-def pair(tmp_path: Path, base: Path, made: Made) -> tuple[Path, Path]:
-    shutil.copytree(base, tmp_path / "base")
-    shutil.copytree(made.adapter(base), tmp_path / "adapter")
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    save_llama(tmp_path / "base", vocab_size=102)  # a row for one word more than the tokenizer has
+    save_adapter(tmp_path / "adapter", tmp_path / "base")
     return with_tokenizer(tmp_path / "base", template="base"), tmp_path / "adapter"
 
 
@@ -188,6 +189,76 @@ def test_a_trained_tokenizer_wins_unless_the_base_is_chosen(
     assert found.chat_template == ("trained" if wins else "base")
     assert ("<tool>" in found.get_vocab()) == wins
     assert findings(report) == ["tokenizer-of-adapter" if wins else "tokenizer-of-base"]
+
+
+def test_a_trained_tokenizer_with_words_beyond_the_rows_is_refused(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", vocab_size=101)
+    adapter = save_adapter(tmp_path / "adapter", base)
+    with_tokenizer(base, template="base")
+    with_tokenizer(adapter, template="trained", word="<tool>")
+    said = r"'<tool>' with the id 101, and the embeddings of the output have 101 rows.*Pass tokenizer='base'; or save"
+    with pytest.raises(AdapterError, match=said):
+        merge_lora_checkpoint(base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    merge_lora_checkpoint(base, adapter, tmp_path / "out", tokenizer="base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(102)
+    model.save_pretrained(tmp_path / "larger")
+    saved = {"modules_to_save": ["embed_tokens", "lm_head"]}
+    again = save_adapter(tmp_path / "again", tmp_path / "larger", **saved)
+    with_tokenizer(again, template="trained", word="<tool>")
+    merge_lora_checkpoint(base, again, tmp_path / "resized")
+    found = AutoTokenizer.from_pretrained(tmp_path / "resized")
+    assert len(found) == 102 == len(loaded(tmp_path / "resized").get_input_embeddings().weight)
+    # words that the base has without rows, too, as Gemma 3 1B is published, are nothing of the adapter's
+    with_tokenizer(base, template="base", word="<tool>")
+    merge_lora_checkpoint(base, adapter, tmp_path / "alike")
+
+
+@pytest.mark.parametrize(("choice", "wins"), [(None, True), ("base", False)])
+def test_an_adapter_s_config_of_its_processor_is_taken_or_told(
+    tmp_path: Path, pair: tuple[Path, Path], choice: Any, wins: bool
+) -> None:
+    with_tokenizer(pair[1], template="base")
+    for folder, size in zip(pair, (224, 336), strict=True):
+        (folder / "preprocessor_config.json").write_text(json.dumps({"size": size}))
+        (folder / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor"}))
+    report = merge_lora_checkpoint(*pair, tmp_path / "out", tokenizer=choice)
+    assert json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())["size"] == (336 if wins else 224)
+    (finding,) = report.findings
+    assert finding.code == ("tokenizer-of-adapter" if wins else "tokenizer-of-base")
+    assert "preprocessor_config.json" in finding.message
+    assert " processor_config.json" not in finding.message  # the same in both
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/tmp/x", "a/b", "..\\x", None])
+@pytest.mark.parametrize("of_base", [True, False])
+def test_a_chat_template_named_by_a_path_is_refused(
+    tmp_path: Path, pair: tuple[Path, Path], name: object, of_base: bool
+) -> None:
+    named = [{"name": "default", "template": "fine"}, {"name": name, "template": "x"}]
+    with_tokenizer(pair[0 if of_base else 1], chat_template=named)
+    with pytest.raises(CheckpointError, match=r"a chat template is named .* which is a path"):
+        merge_lora_checkpoint(*pair, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with_tokenizer(pair[0 if of_base else 1], chat_template=[{**each, "name": "tool_use"} for each in named])
+    merge_lora_checkpoint(*pair, tmp_path / "out")
+
+
+def test_what_training_left_in_a_base_stays_there(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    left = ["trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "latest"]
+    left += ["all_results.json", "train_results.json", "trainer_log.jsonl", "zero_to_fp32.py", "training_loss.png"]
+    left += ["global_step12/mp_rank_00_model_states.pt", "runs/one/events.out.tfevents.1", "checkpoint-5/config.json"]
+    for name in left:
+        (pair[0] / name).parent.mkdir(parents=True, exist_ok=True)
+        (pair[0] / name).write_text("{}")
+    (pair[0] / "LICENSE").write_text("mine")
+    report = merge_lora_checkpoint(*pair, tmp_path / "out")
+    assert set(report.left_out) >= set(left)
+    names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*")}
+    assert names.isdisjoint(left)
+    assert "LICENSE" in names
 
 
 def test_a_tokenizer_that_differs_only_in_where_it_lay_is_the_base_s(tmp_path: Path, pair: tuple[Path, Path]) -> None:
@@ -240,12 +311,12 @@ def test_the_command_takes_weights_tokenizer_class_and_pickles(
     [("a=0.7", ("a", 0.7)), ("a=-1", ("a", -1.0)), ("a=b", ("a=b", 1.0)), ("a", ("a", 1.0)), ("=2", ("=2", 1.0))],
 )
 def test_a_weight_follows_the_adapter(word: str, found: tuple[str, float]) -> None:
-    assert command._adapter_and_weight(word) == found
+    assert command.adapter_and_weight(word) == found
 
 
 def test_a_folder_whose_name_ends_like_a_weight_is_a_folder(tmp_path: Path) -> None:
     (tmp_path / "lr=2").mkdir()
-    assert command._adapter_and_weight(str(tmp_path / "lr=2")) == (str(tmp_path / "lr=2"), 1.0)
+    assert command.adapter_and_weight(str(tmp_path / "lr=2")) == (str(tmp_path / "lr=2"), 1.0)
 
 
 class Hub:

@@ -57,7 +57,7 @@ def check(root: Path, layout: str, kind: str) -> None:
         merge_lora_checkpoint(base, adapter, root / "out")
         with torch.no_grad():
             ours = loaded(root / "out", auto)(input_ids=TOKENS).logits
-            theirs = load_peft_on_rank(adapter, base, **options)(input_ids=TOKENS).logits
+            theirs = load_peft_on_rank(base, adapter, **options)(input_ids=TOKENS).logits
             before = auto.from_pretrained(base)(input_ids=TOKENS).logits
     assert torch.allclose(ours, theirs, atol=2e-4, rtol=1e-4), (ours - theirs).abs().max()
     assert not torch.allclose(ours, before, atol=1e-3)

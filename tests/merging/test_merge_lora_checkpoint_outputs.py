@@ -14,13 +14,18 @@ import pytest
 import torch
 from faults import adapters as faults
 from models import KINDS, Made, save_adapter, save_llama
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from test_merge_lora_checkpoint import TOKENS, check_same, loaded, on_disk, reference, tensor_bytes
 from test_merge_lora_inplace_ties import ENDS, adapted, family
 from test_merge_lora_inplace_ties import logits as end_logits
 from tiny_models import saved
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from safe_loading import (
     ArgumentError,
@@ -43,7 +48,7 @@ def plain(base: Path, adapter: Path, **options: Any) -> torch.Tensor:
     """The logits of base and adapter, which the output must have."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return logits(load_peft_on_rank(adapter, base, **options))
+        return logits(load_peft_on_rank(base, adapter, **options))
 
 
 # ------------------------------------------------------------------------------------------------------ ties
@@ -114,7 +119,7 @@ def test_on_disk_as_in_memory_an_adapter_of_one_end_takes_tied_weights_apart(tmp
     assert {finding.code for finding in report.findings} == {"no-longer-tied"}
     merged = loaded(tmp_path / "out", type(base))
     assert torch.allclose(end_logits(merged), expected, atol=1e-5)
-    in_memory = merge_lora_inplace(load_peft_on_rank(tmp_path / "adapter", tmp_path / "base", auto_class=type(base)))
+    in_memory = merge_lora_inplace(load_peft_on_rank(tmp_path / "base", tmp_path / "adapter", auto_class=type(base)))
     theirs = in_memory.state_dict()
     assert all(torch.equal(tensor, theirs[key]) for key, tensor in merged.state_dict().items())
 
@@ -307,7 +312,7 @@ def test_a_vocabulary_that_was_resized_in_memory(tmp_path: Path, tied: bool, own
         warnings.simplefilter("ignore")
         assert torch.allclose(logits(model), logits(PeftModel.from_pretrained(larger, str(adapter))), atol=1e-4)
     assert torch.allclose(
-        logits(model), logits(load_peft_on_rank(adapter, larger_class.from_pretrained(base))), atol=1e-4
+        logits(model), logits(load_peft_on_rank(larger_class.from_pretrained(base), adapter)), atol=1e-4
     )
 
 
@@ -318,7 +323,7 @@ def test_an_untied_vocabulary_that_grew_in_memory_alone_is_merged_there(tmp_path
     larger = larger_class.from_pretrained(base)
     with pytest.raises(MergeError, match=r"lm_head.weight: .*or save the base with the new vocabulary, and merge into"):
         merge_lora_checkpoint(base, adapter, tmp_path / "out")
-    model = load_peft_on_rank(adapter, larger_class.from_pretrained(base))
+    model = load_peft_on_rank(larger_class.from_pretrained(base), adapter)
     expected = logits(model)
     merge_lora_inplace(model).save_pretrained(tmp_path / "saved")
     larger.save_pretrained(tmp_path / "larger")
@@ -344,7 +349,7 @@ def test_a_tied_vocabulary_that_grew_is_trained_by_rows_or_factors(tmp_path: Pat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = logits(PeftModel.from_pretrained(larger_class.from_pretrained(base), str(adapter)))
-    model = load_peft_on_rank(adapter, larger_class.from_pretrained(base))
+    model = load_peft_on_rank(larger_class.from_pretrained(base), adapter)
     assert torch.allclose(logits(model), theirs, atol=1e-5)
     merge_lora_inplace(model).save_pretrained(tmp_path / "saved")
     for folder in ("out", "saved"):
@@ -369,7 +374,7 @@ def test_a_resized_head_with_a_bias(tmp_path: Path, own: list[str]) -> None:
     )
     merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out")
     found = logits(loaded(tmp_path / "out", RobertaForMaskedLM))
-    expected = logits(load_peft_on_rank(adapter, larger_class.from_pretrained(tmp_path / "base")))
+    expected = logits(load_peft_on_rank(larger_class.from_pretrained(tmp_path / "base"), adapter))
     assert found.shape == expected.shape == (*TOKENS.shape, 110)
     assert torch.allclose(found, expected, atol=1e-4)
 
@@ -577,3 +582,19 @@ def test_the_report_tells_the_largest_change_and_the_time(tmp_path: Path) -> Non
         assert tensor.dtype == "BF16"
     document = json.loads((tmp_path / "out" / "merge_report.json").read_text())
     assert all(document["tensors"][t.name]["max_delta"] == t.max_delta for t in report.tensors)
+
+
+def test_what_a_class_keeps_in_float32_has_the_dtype_of_the_file_and_the_same_sum(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    T5ForConditionalGeneration(T5Config(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    lora = LoraConfig(task_type="SEQ_2_SEQ_LM", target_modules=["wo"], init_lora_weights=False)
+    base: Any = T5ForConditionalGeneration.from_pretrained(tmp_path / "base")
+    get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
+    merge_lora_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    model = load_peft_on_rank(tmp_path / "adapter", tmp_path / "base", dtype=torch.float16)
+    kept = {name: tensor for name, tensor in merge_lora_inplace(model).state_dict().items() if ".wo." in name}
+    found = on_disk(tmp_path / "out")
+    assert len(kept) == 2
+    for name, tensor in kept.items():
+        assert (tensor.dtype, found[name].dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(tensor.to(torch.bfloat16), found[name])

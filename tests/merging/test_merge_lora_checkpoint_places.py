@@ -20,7 +20,7 @@ from test_merge_lora_checkpoint import on_disk
 from safe_loading import merge_lora_checkpoint
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.index import read_checkpoint
-from safe_loading._merging.disk import find_changes as module
+from safe_loading._merging.disk import find_changes, sources
 from safe_loading._merging.disk.changes import Changes, Edit, WeightChange
 from safe_loading._merging.disk.place_edits import place_edits
 from safe_loading._merging.weights.update import Term, Update, merge_matrix
@@ -91,17 +91,20 @@ def test_hub_ids_with_their_revisions_and_offline(tmp_path: Path) -> None:
 MEMORY = """
     import re, resource, sys, threading
     from pathlib import Path
-    from safe_loading import merge_lora_checkpoint
+    from safe_loading import merge_lora_checkpoint, verify_merge
     threading.stack_size(1 << 20)  # the limit counts the whole range of a stack, 8 MiB by default, used or not
     warm, large = Path(sys.argv[1]) / "warm", Path(sys.argv[1]) / "large"
     for kind in ("plain", "dora"):
         merge_lora_checkpoint(warm / "base", warm / kind, warm / f"{kind} out", threads=2)
+        verify_merge(warm / "base", warm / kind, warm / "base", threads=2)
     for kind in ("plain", "dora"):
         text = Path("/proc/self/status").read_text()
         adapter = (large / kind / "adapter_model.safetensors").stat().st_size
         limit = (int(re.search(r"VmData:\\s+(\\d+)", text)[1]) << 10) + (64 << 20) + adapter
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
         merge_lora_checkpoint(large / "base", large / kind, large / f"{kind} out", threads=2)
+        assert verify_merge(large / "base", large / kind, large / f"{kind} out", threads=2).ok
+        assert not verify_merge(large / "base", large / kind, large / "base", threads=2).ok  # every block differs
         print("DONE", kind)
 """
 
@@ -121,7 +124,7 @@ def test_64_mib_are_enough_for_tensors_that_are_larger(tmp_path: Path) -> None:
 def test_an_adapter_is_in_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_llama(tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", base)
-    real_prepare, real_place, memory = module.prepare, module.place_edits, {}
+    real_prepare, real_place, memory = sources.prepare, find_changes.place_edits, {}
 
     def prepare(*args: Any, **options: Any) -> Any:
         made = real_prepare(*args, **options)
@@ -134,8 +137,8 @@ def test_an_adapter_is_in_memory_once(tmp_path: Path, monkeypatch: pytest.Monkey
         memory["used"] = {x.untyped_storage().data_ptr() for term in terms for x in (term.left, term.right)}
         return real_place(edits, *args, **options)
 
-    monkeypatch.setattr(module, "prepare", prepare)
-    monkeypatch.setattr(module, "place_edits", place)
+    monkeypatch.setattr(sources, "prepare", prepare)
+    monkeypatch.setattr(find_changes, "place_edits", place)
     merge_lora_checkpoint(base, adapter, tmp_path / "out")
     assert memory["used"] == memory["read"]
 
@@ -192,7 +195,7 @@ def test_blocks_are_merged_on_the_device_that_is_named(tmp_path: Path, simulated
     base = save_llama(tmp_path / "base")
     for kind, config in (("plain", {"target_modules": "all-linear"}), ("dora", {"use_dora": True})):
         save_adapter(tmp_path / kind, base, **config)
-    facts = simulated.run(DEVICE, args=[tmp_path])
+    facts = simulated.run_forked(DEVICE, args=[tmp_path])
     assert len(facts) == 4
     for case, (equal, contexts, peak) in facts.items():
         assert equal, case

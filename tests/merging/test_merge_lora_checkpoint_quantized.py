@@ -91,7 +91,7 @@ def test_bitsandbytes_becomes_what_the_merge_in_memory_makes(tmp_path: Path, kin
     assert "quantization_config" not in config
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = merge_lora_inplace(load_peft_on_rank(adapter, base), dequantize=True).state_dict()
+        expected = merge_lora_inplace(load_peft_on_rank(base, adapter), dequantize=True).state_dict()
     loaded, info = loaded_with_info(tmp_path / "out")
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -235,6 +235,6 @@ def test_codes_that_nobody_merges_into_have_one_road(tmp_path: Path, method: str
     assert "merge_lora_inplace" not in str(refused.value)
     assert "dequantize=True" not in str(refused.value)
     merge_lora_checkpoint(base, adapter, tmp_path / "out")
-    merged = merge_lora_inplace(load_peft_on_rank(adapter, base, device="cpu"))
+    merged = merge_lora_inplace(load_peft_on_rank(base, adapter, device="cpu"))
     for name, tensor in on_disk(tmp_path / "out").items():
         assert torch.equal(tensor, merged.state_dict()[name]), name

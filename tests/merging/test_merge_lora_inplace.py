@@ -170,8 +170,8 @@ def bits(model: nn.Module) -> dict[str, Any]:
 def test_every_kind_on_a_llama(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     base = save_llama(tmp_path / "base", dtype, attention_bias=kind == "trained bias")
     adapter = save_adapter(tmp_path / "adapter", base, dtype=dtype, **KINDS[kind])
-    model = load_peft_on_rank(adapter, base)
-    plain = load_peft_on_rank(adapter, base)
+    model = load_peft_on_rank(base, adapter)
+    plain = load_peft_on_rank(base, adapter)
     with torch.no_grad():
         before = model(input_ids=TOKENS).logits
     merged = check_merged(model, ["default"])
@@ -324,7 +324,7 @@ def test_the_file_that_the_weights_are_mapped_from_is_not_written(tmp_path: Path
     adapter = save_adapter(tmp_path / "adapter", base, target_modules="all-linear")
     files = sorted([*base.rglob("*.safetensors"), *adapter.rglob("*.safetensors")])
     before = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-    merged = merge_lora_inplace(load_peft_on_rank(adapter, base))
+    merged = merge_lora_inplace(load_peft_on_rank(base, adapter))
     assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == before
     fresh = AutoModelForCausalLM.from_pretrained(base)
     assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, fresh.model.layers[0].mlp.up_proj.weight)
@@ -502,7 +502,7 @@ def test_what_cannot_be_merged_is_refused_with_the_fix(case: str) -> None:
 
 def test_layers_that_are_repeated_are_merged_once_each_has_its_own_weights(tmp_path: Path, tiny_llama: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", tiny_llama, layer_replication=[[0, 2], [1, 3]])
-    model: Any = load_peft_on_rank(adapter, tiny_llama)
+    model: Any = load_peft_on_rank(tiny_llama, adapter)
     tokens = torch.arange(8).reshape(2, 4)
     with torch.no_grad():
         expected = model(input_ids=tokens).logits
@@ -550,7 +550,7 @@ def test_tied_tokens_change_both_by_design() -> None:
 def test_a_saved_head_is_no_longer_tied_and_the_report_says_so(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base", tie_word_embeddings=True)
     adapter = save_adapter(tmp_path / "adapter", base, **KINDS["modules to save"])
-    merged = merge_lora_inplace(load_peft_on_rank(adapter, base))
+    merged = merge_lora_inplace(load_peft_on_rank(base, adapter))
     assert [finding.code for finding in merged.merge_report.findings] == ["no-longer-tied"]
     assert merged.config.tie_word_embeddings is False
 
@@ -606,6 +606,20 @@ def test_ctrl_c_finishes_the_layer_and_a_second_call_the_rest(monkeypatch: pytes
     merged = merge_lora_inplace(model)
     assert all(torch.equal(merged.state_dict()[key], tensor) for key, tensor in whole.state_dict().items())
     assert not lora_layers(merged)
+
+
+def test_what_another_thread_raises_within_a_layer_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    merge, calls = apply.merge_matrix, []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return merge(*args, **options)
+
+    monkeypatch.setattr(apply, "merge_matrix", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"\d+ of \d+ layers are merged, and .* may be in part: load the base"):
+        merge_lora_inplace(zoo({}))
 
 
 @pytest.mark.parametrize("config", [{}, {"use_dora": True, "target_modules": ["linear", "embedding", "head"]}])
@@ -705,7 +719,7 @@ def test_other_tuners_go_peft_s_own_way_and_keep_their_storage(config: Any) -> N
     assert {parameter.data_ptr() for parameter in merged.parameters()} <= addresses
     assert all(torch.equal(tensor, nearest(theirs[key], tensor.dtype)) for key, tensor in merged.state_dict().items())
     assert [(f.code, f.severity) for f in merged.merge_report.findings] == [("merged-by-peft", "info")]
-    assert {weight.road for weight in merged.merge_report.weights} == {"peft"}
+    assert {weight.method for weight in merged.merge_report.weights} == {"peft"}
 
 
 def test_a_mixed_model_is_merged_each_layer_by_its_own_road() -> None:
@@ -716,7 +730,7 @@ def test_a_mixed_model_is_merged_each_layer_by_its_own_road() -> None:
     before = randomized(model)(TOKENS)
     merged = merge_lora_inplace(model)
     assert torch.allclose(merged(TOKENS), before, atol=1e-4, rtol=1e-4)
-    assert {weight.road for weight in merged.merge_report.weights} == {"blocks", "peft"}
+    assert {weight.method for weight in merged.merge_report.weights} == {"blocks", "peft"}
 
 
 def test_ia3_goes_too() -> None:
@@ -855,6 +869,6 @@ def test_the_report(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixt
 
 
 def test_a_peft_model_is_what_load_peft_on_rank_returns(tiny_llama: Path, tiny_adapter: Path) -> None:
-    model = load_peft_on_rank(tiny_adapter, tiny_llama)
+    model = load_peft_on_rank(tiny_llama, tiny_adapter)
     assert isinstance(model, PeftModel)
     assert type(merge_lora_inplace(model)) is type(AutoModelForCausalLM.from_pretrained(tiny_llama))

@@ -29,7 +29,7 @@ SCRIPT = """
     def measured(kind):
         found = {}
         for scratch in (1 << 12, 1 << 16, 1 << 20):
-            model = load_peft_on_rank(f"{folder}/wide {kind}", f"{folder}/wide", device=0)
+            model = load_peft_on_rank(f"{folder}/wide", f"{folder}/wide {kind}", device=0)
             live = torch_npu.stats()[0]["live"]
             torch_npu.reset()
             merged = merge_lora_inplace(model, scratch_bytes=scratch)
@@ -51,8 +51,8 @@ SCRIPT = """
 
     def without_float64(kind):
         adapter, base = f"{folder}/narrow {kind}", f"{folder}/narrow"
-        expected = merge_lora_inplace(load_peft_on_rank(adapter, base, device="cpu")).state_dict()
-        model, known = load_peft_on_rank(adapter, base, device=0), update.WITHOUT_FLOAT64
+        expected = merge_lora_inplace(load_peft_on_rank(base, adapter, device="cpu")).state_dict()
+        model, known = load_peft_on_rank(base, adapter, device=0), update.WITHOUT_FLOAT64
         update.WITHOUT_FLOAT64 = frozenset({"npu"})
         try:
             with NoFloat64():
@@ -68,8 +68,8 @@ SCRIPT = """
         places = dict(zip(names, [0, 0, 1, "cpu", "disk", 0]))
         places = {f"base_model.model.model.{name}": place for name, place in places.items()}
         places["base_model.model.lm_head"] = 1
-        plain = load_peft_on_rank(adapter, base, device="cpu")
-        model = dispatch_model(load_peft_on_rank(adapter, base, device="cpu"), places, offload_dir=f"{folder}/offload")
+        plain = load_peft_on_rank(base, adapter, device="cpu")
+        model = dispatch_model(load_peft_on_rank(base, adapter, device="cpu"), places, offload_dir=f"{folder}/offload")
         tokens = torch.arange(1, 25).reshape(2, 12)
         with torch.no_grad():
             before = model(input_ids=tokens.to("npu:0")).logits.cpu()
@@ -108,7 +108,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory, simulated: Any) -> dict[str,
         for kind in kinds:
             save_adapter(folder / f"{name} {kind}", base, dtype=dtype, **KINDS[kind])
     kinds = f"MEASURED, WITHOUT_FLOAT64 = {MEASURED!r}, {WITHOUT_FLOAT64!r}\n"
-    found: dict[str, Any] = simulated.run(kinds + textwrap.dedent(SCRIPT), args=[folder])
+    found: dict[str, Any] = simulated.run_forked(kinds + textwrap.dedent(SCRIPT), args=[folder])
     return found
 
 

@@ -35,7 +35,7 @@ def hashes(*folders: Path) -> dict[Path, str]:
 def attached(model: Any, base: Path, adapter: Path) -> Any:
     """`model` with the adapter, whose values are copied from a plain model: peft loads none onto an offloaded one."""
     model = get_peft_model(model, LoraConfig.from_pretrained(adapter)).eval()
-    plain, modules = load_peft_on_rank(adapter, base), dict(model.named_modules())
+    plain, modules = load_peft_on_rank(base, adapter), dict(model.named_modules())
     for path, module in plain.named_modules():
         for name, value in module.named_parameters(recurse=False):
             there = modules[path]._parameters[name]
@@ -61,7 +61,7 @@ def disk(base: Path, adapter: Path, offload: Path) -> Any:
 
 def whole(base: Path, adapter: Path, offload: Path) -> Any:
     """The model is dispatched with its adapter, so the adapter is offloaded too."""
-    model = load_peft_on_rank(adapter, base)
+    model = load_peft_on_rank(base, adapter)
     places = {f"base_model.model.{name}": place for name, place in MAP.items()}
     return dispatch_model(model, places, offload_dir=offload, force_hooks=True)
 
@@ -101,7 +101,7 @@ def test_an_offloaded_model_becomes_the_same_bits_and_no_file_is_written_through
 ) -> None:
     base = save_llama(tmp_path / "base", attention_bias=True)
     adapter = save_adapter(tmp_path / "adapter", base, **KINDS[kind])
-    expected = merge_lora_inplace(load_peft_on_rank(adapter, base))
+    expected = merge_lora_inplace(load_peft_on_rank(base, adapter))
     model = STORES[store](base, adapter, tmp_path / "offload").eval()
     assert any(tensor.is_meta for tensor in model.parameters())
     before = hashes(tmp_path)
@@ -182,7 +182,7 @@ def test_a_full_disk_keeps_the_layer_and_a_second_call_merges_the_rest(
                 merge_lora_inplace(model)
         assert torch.allclose(model(input_ids=TOKENS).logits, logits, atol=1e-5)
         merged = merge_lora_inplace(model)
-    expected = dict(merge_lora_inplace(load_peft_on_rank(adapter, base)).named_parameters())
+    expected = dict(merge_lora_inplace(load_peft_on_rank(base, adapter)).named_parameters())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in everything(merged).items())
 
 

@@ -21,8 +21,8 @@ SCRIPT = """
     from safe_loading import load_peft_on_rank, merge_lora_inplace
     from safe_loading._memory.trace.timeline import workspaces_of
     base, adapter, own, scratch = *sys.argv[1:3], int(sys.argv[3]), 1 << 20
-    expected = merge_lora_inplace(load_peft_on_rank(adapter, base, device="cpu"), scratch_bytes=scratch).state_dict()
-    model = load_peft_on_rank(adapter, base, device=own)
+    expected = merge_lora_inplace(load_peft_on_rank(base, adapter, device="cpu"), scratch_bytes=scratch).state_dict()
+    model = load_peft_on_rank(base, adapter, device=own)
     pointers = {name: p.data_ptr() for name, p in model.named_parameters() if "lora_" not in name}
     torch.cuda.reset_peak_memory_stats(own)
     before = torch.cuda.memory_allocated(own)

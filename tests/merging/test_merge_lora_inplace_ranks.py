@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from models import save_llama
-from torchrun import run_ranks
+from rank_server import RankServer
 
 SCRIPT = """
     import copy, sys, torch
@@ -105,10 +105,10 @@ SCRIPT = """
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     base: Path = save_llama(tmp_path_factory.mktemp("base"))
     tied: Path = save_llama(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
-    return run_ranks(SCRIPT, 2, args=[base, tied], timeout=240).found
+    return rank_server.run(SCRIPT, 2, args=[base, tied], timeout=240).found
 
 
 @pytest.mark.parametrize("case", ["plain", "uneven", "columns", "dora"])

@@ -9,7 +9,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from models import save_llama
+from models import save_adapter, save_llama
+from peft.tuners.tuners_utils import BaseTunerLayer
 from test_lora_update import nearest
 from test_merge_lora_checkpoint import TOKENS, loaded, on_disk
 from transformers import AutoModelForCausalLM
@@ -95,7 +96,7 @@ def test_the_merge_on_disk_is_that_in_memory_to_the_bit_and_computes_what_the_ad
         out = tmp_path / f"out{number}"
         if method == "a saved head beside" and dtype != torch.float32:
             continue  # a head in float32 behind a model in bfloat16 computes nothing
-        model = load_peft_on_rank(adapter, base)
+        model = load_peft_on_rank(base, adapter)
         expected = logits(model)
         merge_lora_checkpoint(base, adapter, out)
         merged = merge_lora_inplace(model)
@@ -115,7 +116,7 @@ def test_a_delta_is_added_in_float64_and_rounded_once(tmp_path: Path, bases: dic
     adapter = saved(tmp_path / "adapter", bases[torch.float32], METHODS["LoHa"])
     merge_lora_checkpoint(base, adapter, tmp_path / "out")
     found, before = on_disk(tmp_path / "out"), on_disk(base)
-    model: Any = load_peft_on_rank(adapter, base).double()
+    model: Any = load_peft_on_rank(base, adapter).double()
     for path, module in model.named_modules():
         if isinstance(module, peft.tuners.loha.LoHaLayer):
             name = f"{path.removeprefix('base_model.model.')}.weight"
@@ -140,7 +141,7 @@ def test_what_is_not_merged_on_disk_is_refused_with_the_way_in_memory(
     adapter = saved(tmp_path / "adapter", base, IN_MEMORY_ALONE[method])
     with pytest.raises(MergeError, match=r"is not merged on disk\. Load it with load_peft_on_rank, merge it"):
         merge_lora_checkpoint(base, adapter, tmp_path / "out")
-    model = load_peft_on_rank(adapter, base)
+    model = load_peft_on_rank(base, adapter)
     expected = logits(model)
     merge_lora_inplace(model).save_pretrained(tmp_path / "out")
     assert torch.allclose(logits(loaded(tmp_path / "out")), expected, atol=1e-5)
@@ -152,7 +153,7 @@ def test_a_merge_that_leaves_the_adapters_can_be_undone(
 ) -> None:
     base = bases[torch.float32]
     adapter = saved(tmp_path / "adapter", base, {**METHODS, **IN_MEMORY_ALONE}[method])
-    model: Any = load_peft_on_rank(adapter, base)
+    model: Any = load_peft_on_rank(base, adapter)
     expected = logits(model)
     merge_lora_inplace(model, unload=False)
     assert torch.allclose(logits(model), expected, atol=1e-5)
@@ -168,7 +169,7 @@ def test_what_depends_on_the_input_is_kept_as_an_adapter(tmp_path: Path, bases: 
     adapter = saved(tmp_path / "adapter", base, peft.LilyConfig(**SQUARE, r=8))
     with pytest.raises(MergeError, match=r"LILY adds depends on the input, so no weight holds it\. Keep the adapter"):
         merge_lora_checkpoint(base, adapter, tmp_path / "out")
-    model: Any = load_peft_on_rank(adapter, base)
+    model: Any = load_peft_on_rank(base, adapter)
     with pytest.raises(MergeError, match="not supported for Lily"):
         merge_lora_inplace(model)
     logits(model)
@@ -185,7 +186,7 @@ def test_a_merged_value_that_is_not_finite_leaves_everything_as_it_was(
     tmp_path: Path, bases: dict[torch.dtype, Path]
 ) -> None:
     base = bases[torch.float32]
-    model: Any = load_peft_on_rank(saved(tmp_path / "adapter", base, METHODS["LoHa"]), base)
+    model: Any = load_peft_on_rank(base, saved(tmp_path / "adapter", base, METHODS["LoHa"]))
     layer = model.base_model.model.model.layers[2].mlp.down_proj
     layer.hada_w1_a["default"].data[:] = 1e30
     layer.hada_w2_a["default"].data[:] = 1e30
@@ -193,3 +194,25 @@ def test_a_merged_value_that_is_not_finite_leaves_everything_as_it_was(
     with pytest.raises(MergeError, match=r"everything is as it was.*\n.*down_proj: its merged weight holds NaN"):
         merge_lora_inplace(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=str)
+def test_an_adapter_that_transformers_loaded_is_merged(tmp_path: Path, tiny_llama: Path, fields: Any) -> None:
+    adapter = save_adapter(tmp_path / "adapter", tiny_llama, **fields)
+    second = save_adapter(tmp_path / "second", tiny_llama, seed=3)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    model.load_adapter(str(adapter), adapter_name="first")
+    model.load_adapter(str(second), adapter_name="second")
+    model.set_adapter("first")
+    expected = model.eval()(TOKENS).logits
+    merged = merge_lora_inplace(model)
+    assert merged is model
+    assert not any(isinstance(module, BaseTunerLayer) for module in merged.modules())
+    assert torch.allclose(merged(TOKENS).logits, expected, atol=1e-5)
+    wanted = merge_lora_inplace(load_peft_on_rank(adapter, tiny_llama)).state_dict()
+    found = merged.state_dict()
+    assert found.keys() == wanted.keys()
+    if not fields.get("use_dora"):  # of which transformers 5.23 leaves the magnitudes at their start
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    merged.load_adapter(str(second))  # as into a model that never had one
+    merged.save_pretrained(tmp_path / "saved")

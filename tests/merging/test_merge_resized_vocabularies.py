@@ -80,7 +80,7 @@ class Case:
 def test_a_resized_vocabulary_is_loaded_and_merged(tmp_path: Path, name: str, rows: int) -> None:
     case = Case(tmp_path, name, rows)
     expected = logits(PeftModel.from_pretrained(case.larger(), str(case.adapter)))
-    model = load_peft_on_rank(case.adapter, case.larger())
+    model = load_peft_on_rank(case.larger(), case.adapter)
     assert torch.equal(logits(model), expected)
     merge_lora_inplace(model).save_pretrained(tmp_path / "memory")
     merge_lora_checkpoint(case.base, case.adapter, tmp_path / "disk")
@@ -104,7 +104,7 @@ def test_what_transformers_cannot_save_is_merged_in_memory_alone(tmp_path: Path,
     with pytest.raises(MergeError, match=advice):
         merge_lora_checkpoint(case.base, case.adapter, tmp_path / "out")
     expected = logits(PeftModel.from_pretrained(case.larger(), str(case.adapter)))
-    model = load_peft_on_rank(case.adapter, case.larger())
+    model = load_peft_on_rank(case.larger(), case.adapter)
     assert torch.equal(logits(model), expected)
     assert torch.allclose(logits(merge_lora_inplace(model)), expected, atol=1e-5)
 

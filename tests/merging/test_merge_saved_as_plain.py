@@ -39,7 +39,7 @@ def assert_loaded_as_saved(folder: Path, model: Any) -> None:
 @pytest.mark.parametrize("quantized", ["nf4", "int8", "fp8", "mxfp4"], indirect=True)
 def test_what_is_dequantized_in_memory_is_saved_as_a_plain_model(tmp_path: Path, quantized: tuple[Path, Path]) -> None:
     base, adapter = quantized
-    merged: Any = merge_lora_inplace(load_peft_on_rank(adapter, base), dequantize=True)
+    merged: Any = merge_lora_inplace(load_peft_on_rank(base, adapter), dequantize=True)
     merged.save_pretrained(tmp_path / "saved")
     assert_loaded_as_saved(tmp_path / "saved", merged)
 

@@ -42,7 +42,7 @@ def test_the_merged_model_computes_what_the_adapter_does(tmp_path: Path, ends: s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter)))
-    model = load_peft_on_rank(adapter, base)
+    model = load_peft_on_rank(base, adapter)
     assert torch.equal(logits(model), theirs)
     merge_lora_inplace(model).save_pretrained(tmp_path / "saved")
     merge_lora_checkpoint(base, adapter, tmp_path / "out")

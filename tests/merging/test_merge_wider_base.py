@@ -30,7 +30,7 @@ def test_the_output_has_the_dtype_of_the_base_and_the_bits_of_the_merge_in_memor
     base = save_llama(tmp_path / "base", tie_word_embeddings=tied)
     adapter = save_adapter(tmp_path / "adapter", base, dtype=torch.bfloat16, **BRINGS[brings])
     merge_lora_checkpoint(base, adapter, tmp_path / "out")
-    merge_lora_inplace(load_peft_on_rank(adapter, base)).save_pretrained(tmp_path / "saved")
+    merge_lora_inplace(load_peft_on_rank(base, adapter)).save_pretrained(tmp_path / "saved")
     out, saved = on_disk(tmp_path / "out"), on_disk(tmp_path / "saved")
     assert {tensor.dtype for tensor in out.values()} == {torch.float32}
     assert out.keys() == saved.keys()

@@ -18,9 +18,10 @@ from models import save_llama
 from tiny_models import causal_lm_classes, image_text_classes, skip_unless_buildable, tiny_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedConfig
 
-from safe_loading import ArgumentError, CheckpointNotFound, meta_model
+from safe_loading import ArgumentError, CheckpointNotFound, meta_model, plan_device_map
+from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._loading.base_model import base_on_meta
-from safe_loading._model.meta_model import _class_to_build, build_on_meta, class_in_config
+from safe_loading._model.meta_model import build_on_meta, class_in_config, class_to_build
 
 EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
 
@@ -128,7 +129,7 @@ def test_the_base_of_an_adapter_is_built_with_the_dtypes_of_from_pretrained(tmp_
 
     folder = save_llama(tmp_path, torch.bfloat16, tie_word_embeddings=True)
     for dtype in ("auto", torch.float16):
-        model: Any = base_on_meta(Careful, folder, dtype, {})
+        model: Any = base_on_meta(Careful, ModelFolder(folder), dtype, {})
         wanted: Any = Careful.from_pretrained(folder, dtype=dtype)
         for named in ("named_parameters", "named_buffers"):
             dtypes = {name: tensor.dtype for name, tensor in getattr(wanted, named)()}
@@ -214,10 +215,29 @@ def test_trusted_code_is_that_of_the_revision(tmp_path: Path) -> None:
 def test_a_config_that_names_no_class_is_built_whole(config: type, built: str) -> None:
     """AutoModelForCausalLM knows many of these, too, and builds a decoder without its encoder."""
     made = config()
-    auto_class: Any = _class_to_build(made, None, trust_remote_code=False)
+    auto_class: Any = class_to_build(made, None, trust_remote_code=False)
     assert auto_class._model_mapping[config].__name__ == built
 
 
 def test_a_decoder_alone_is_built_where_the_config_says_so() -> None:
     config = transformers.BartConfig(is_encoder_decoder=False, is_decoder=True)
-    assert _class_to_build(config, None, trust_remote_code=False) is transformers.AutoModelForCausalLM
+    assert class_to_build(config, None, trust_remote_code=False) is transformers.AutoModelForCausalLM
+
+
+def test_architectures_that_transformers_lacks_leave_the_type_of_the_model_to_decide() -> None:
+    config = LlamaConfig(num_hidden_layers=1, architectures=["LlamaForMyHead"])
+    assert type(meta_model(config)) is LlamaForCausalLM
+    config.auto_map = {"AutoModelForTokenClassification": "code.LlamaForMyHead"}  # not trusted, as for the auto classes
+    assert type(meta_model(config, "AutoModelForCausalLM")) is LlamaForCausalLM
+    config.auto_map = {"AutoModel": "code.Inner"}
+    assert type(meta_model(config)) is LlamaForCausalLM
+
+
+def test_a_class_taken_by_the_type_of_the_model_is_a_finding_that_its_name_ends() -> None:
+    config = LlamaConfig(num_hidden_layers=1, vocab_size=64, architectures=["LlamaForMyHead"])
+    (found,) = plan_device_map(config, {0: "9GB"}).findings
+    assert (found.code, found.severity) == ("class-assumed", "warning")
+    assert "no LlamaForMyHead, which the config names; LlamaForCausalLM is taken" in found.message
+    assert not plan_device_map(config, {0: "9GB"}, auto_class="LlamaForSequenceClassification").findings
+    with pytest.raises(ArgumentError, match="'LlamaForMyHead' is not a class of transformers"):
+        plan_device_map(config, {0: "9GB"}, auto_class="LlamaForMyHead")

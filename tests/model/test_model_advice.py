@@ -15,12 +15,15 @@ from models import COSTLY, QUANTIZABLE, save_llama
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForKeypointDetection,
     BitsAndBytesConfig,
     GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
     Qwen3MoeConfig,
+    SuperPointConfig,
+    SuperPointForKeypointDetection,
 )
 
 from safe_loading import (
@@ -32,8 +35,8 @@ from safe_loading import (
     meta_model,
 )
 from safe_loading._model import module_limit
-from safe_loading._model.quantized.four_bit_on_meta import four_bit_on_meta
-from safe_loading._model.quantized.request import TargetCard
+from safe_loading._model.formats.format import TargetCard
+from safe_loading._model.formats.four_bit_on_meta import four_bit_on_meta
 from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading._model.quantized_meta_model import quantized_meta_model
 
@@ -103,6 +106,30 @@ PLANS: dict[str, Plan] = {
     ),
     "another layout of AWQ": Plan(
         LLAMA, {"quant_method": "awq", "version": "gemv"}, ANY, "Plan the model that it was made of", None, ANY
+    ),
+    "a rule of GPTQ that is not known": Plan(
+        LLAMA,
+        {"quant_method": "gptq", "dynamic": {".*mlp.*": {"pack_dtype": "int16"}}},
+        ANY,
+        "Plan the model that it was made of",
+        None,
+        ANY,
+    ),
+    "other codes of AutoRound": Plan(
+        LLAMA,
+        {"quant_method": "auto-round", "data_type": "mx_fp"},
+        ANY,
+        "Plan the model that it was made of",
+        None,
+        ANY,
+    ),
+    "blocks that the model does not have": Plan(
+        LLAMA,
+        {"quant_method": "gptq", "block_name_to_quantize": "transformer.h"},
+        ANY,
+        r"Write the path of the blocks as the model has it, such as 'model\.layers'",
+        {"quant_method": "gptq", "block_name_to_quantize": "model.layers"},
+        ANY,
     ),
     "training int4": Plan(
         LLAMA, torchao("Int4WeightOnlyConfig"), TRAINS, "Quantize with Int8WeightOnlyConfig", INT8, TRAINS
@@ -259,16 +286,6 @@ ON_META: dict[str, OnMeta] = {
         'Set it to the architecture, such as "llama"',
         lambda folder: config_of(folder, model_type="llama"),
     ),
-    "no class": OnMeta(
-        lambda folder: config_of(folder, architectures=["Nobody"]),
-        r"Pass auto_class=, for example transformers\.AutoModelForCausalLM",
-        options=CAUSAL,
-    ),
-    "a class of the repository": OnMeta(
-        lambda folder: config_of(folder, architectures=["Nobody"], auto_map={"AutoModel": "x.Nobody2"}),
-        r"Read it and pass trust_remote_code=True, or pass auto_class=",
-        options=CAUSAL,
-    ),
     "no class of transformers": OnMeta(
         lambda folder: None, "pass for example AutoModelForCausalLM", options=CAUSAL, wrong={"auto_class": dict}
     ),
@@ -313,6 +330,16 @@ def test_a_model_is_made_once_the_advice_is_taken(tmp_path: Path, tiny_llama: Pa
     assert {name: (p.shape, p.dtype) for name, p in model.named_parameters()} == expected
 
 
+def test_a_type_that_only_another_auto_class_knows_is_made_by_that_class() -> None:
+    config = SuperPointConfig(architectures=["Nobody"])
+    with pytest.raises(ArgumentError, match=r"Pass auto_class=, for example transformers\.AutoModelForCausalLM"):
+        meta_model(config)
+    config.auto_map = {"AutoModel": "x.Nobody2"}
+    with pytest.raises(ArgumentError, match=r"Read it and pass trust_remote_code=True, or pass auto_class="):
+        meta_model(config)
+    assert type(meta_model(config, AutoModelForKeypointDetection)) is SuperPointForKeypointDetection
+
+
 def test_code_that_is_read_and_trusted_runs(tmp_path: Path, tiny_llama: Path) -> None:
     folder = Path(shutil.copytree(tiny_llama, tmp_path / "folder"))
     (folder / "x.py").write_text(
@@ -349,6 +376,6 @@ def test_sizes_that_are_corrected_are_loaded(tmp_path: Path, tiny_llama: Path, t
     folder = Path(shutil.copytree(tiny_llama, tmp_path / "folder"))
     config_of(folder, vocab_size=90_000_000)
     with pytest.raises(CheckpointError, match=r"Correct its sizes, or save the model again\."):
-        load_peft_on_rank(tiny_adapter, folder)
+        load_peft_on_rank(folder, tiny_adapter)
     config_of(folder, vocab_size=101)
-    assert load_peft_on_rank(tiny_adapter, folder).load_report.ok
+    assert load_peft_on_rank(folder, tiny_adapter).load_report.ok

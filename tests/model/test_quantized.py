@@ -6,15 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from safe_loading._model.quantized.decode import decode_fp8, decoded_weight, fp8_matrix_of
-from safe_loading._model.quantized.recognize import (
-    fp8_scales_name,
-    has_offloaded_codes,
-    is_bitsandbytes_linear,
-    is_eight_bit,
-    is_four_bit,
-    is_quantized,
-)
+from safe_loading._model.formats.bitsandbytes import is_bitsandbytes_linear
+from safe_loading._model.formats.eight_bit import is_eight_bit
+from safe_loading._model.formats.four_bit import is_four_bit
+from safe_loading._model.formats.fp8 import decode_fp8, fp8_matrix_of, fp8_scales_name
+from safe_loading._model.quantized.decode import decoded_weight
+from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
 
 
 def test_the_layers_of_bitsandbytes_have_the_names_that_are_looked_for() -> None:

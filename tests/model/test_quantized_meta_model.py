@@ -20,7 +20,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from safe_loading._model.quantized.request import TargetCard, read_request
+from safe_loading._model.formats.format import TargetCard
+from safe_loading._model.quantized.request import read_request
 from safe_loading._model.quantized_meta_model import quantized_meta_model
 from safe_loading.errors import ArgumentError
 
@@ -147,6 +148,30 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"weight": ((256, 512), torch.float8_e4m3fn), "weight_scale": ((1, 256), torch.float32)},
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("weights", "scales"),
+    [
+        ({"strategy": "block", "block_structure": "128x128"}, (2, 4)),
+        ({"strategy": "block", "block_structure": [128, 128]}, (2, 4)),
+        ({"strategy": "BLOCK", "block_structure": "64x256"}, (4, 2)),
+        ({"group_size": 128}, (256, 4)),  # compressed-tensors infers the strategy from the group size
+        ({"group_size": -1}, (256, 1)),
+        ({}, (1,)),
+    ],
+)
+def test_scales_of_compressed_tensors_are_those_of_its_strategy(weights: dict[str, Any], scales: tuple[int]) -> None:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", **weights}}
+    stored = tensors_of({"quant_method": "compressed-tensors", "config_groups": {"group_0": group}})
+    assert stored["weight_scale"] == (scales, torch.bfloat16)
+
+
+def test_a_block_that_is_no_size_is_refused_by_name() -> None:
+    for block in ("0x0", "128", "ax128", [0, 128]):
+        group = {"targets": ["Linear"], "weights": {"strategy": "block", "block_structure": block}}
+        with pytest.raises(ArgumentError, match=r"quantization_config \(compressed-tensors\) does not suit"):
+            tensors_of({"quant_method": "compressed-tensors", "config_groups": {"group_0": group}})
 
 
 @pytest.mark.parametrize(("quantization", "stored"), LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -303,3 +328,98 @@ def test_what_cannot_be_planned_is_refused_by_name(
 ) -> None:
     with pytest.raises(ArgumentError, match=message):
         quantized_meta_model(config, quantization, card=card, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "auto-round"])
+@pytest.mark.parametrize("wrong", [{"bits": 10**9}, {"bits": 0}, {"bits": -4}, {"group_size": 0}, {"group_size": -2}])
+def test_numbers_that_no_kernel_reads_are_refused(method: str, wrong: dict[str, int]) -> None:
+    (name, number), quantization = next(iter(wrong.items())), {"quant_method": method, "bits": 4, "group_size": 128}
+    with pytest.raises(ArgumentError, match=rf"config\.json: {name} is {number}, and must be .*Write the number"):
+        quantized_meta_model(llama(), {**quantization, **wrong}, dtype=torch.float16)
+    quantized_meta_model(llama(), quantization, dtype=torch.float16)
+
+
+def quantized_layers(quantization: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return the layers with codes by their paths."""
+    model = quantized_meta_model(llama(**changes), quantization, dtype=torch.bfloat16).model
+    return {path: module for path, module in model.named_modules() if hasattr(module, "qweight")}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "data_type": "int"}
+RULES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    # as Qwen publishes Qwen3.5 in GPTQ: the head and the embeddings are named without a change
+    "dynamic": ({**GPTQ, "lm_head": False, "dynamic": {"lm_head": {}, "-:.*attn.*": {}}}, {"mlp"}),
+    "the first rule of dynamic counts": (
+        {**GPTQ, "dynamic": {".*self_attn.*": {}, "-:.*attn.*": {}}},
+        {"self_attn", "mlp"},
+    ),
+    "lm_head": ({**GPTQ, "lm_head": True}, {"self_attn", "mlp", "lm_head"}),
+    "block_name_to_quantize": ({**GPTQ, "block_name_to_quantize": "model.layers"}, {"self_attn", "mlp"}),
+    "blocks of auto-round": ({**AUTO_ROUND, "block_name_to_quantize": "model.layers.1.mlp"}, {"mlp"}),
+    "blocks in lists": ({**AUTO_ROUND, "to_quant_block_names": [["model.layers.1.mlp"]]}, {"mlp"}),
+    "extra_config by a pattern": ({**AUTO_ROUND, "extra_config": {".*self_attn.*": {"bits": 16}}}, {"mlp"}),
+    "extra_config outside of blocks": (
+        {**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 8}}, "block_name_to_quantize": "model.layers.1.mlp"},
+        {"mlp", "lm_head"},
+    ),
+    "modules_to_not_convert of auto-round": ({**AUTO_ROUND, "modules_to_not_convert": ["attn"]}, {"mlp"}),
+    "dynamic in auto-round": ({**AUTO_ROUND, "dynamic": {"-:.*attn.*": {}}}, {"mlp"}),
+    "partial names of awq": ({"quant_method": "awq", "group_size": 64, "modules_to_not_convert": ["attn"]}, {"mlp"}),
+}
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_rules_by_module_say_which_layers_have_codes(case: str) -> None:
+    quantization, parts = RULES[case]
+    found = {path.split(".")[-2] if "." in path else path for path in quantized_layers(quantization)}
+    assert found == parts
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {**GPTQ, "dynamic": {"+:.*down_proj": {"bits": 8, "group_size": 64, "desc_act": True}}},
+        {**AUTO_ROUND, "extra_config": {"model.layers.0.mlp.down_proj": {"bits": 8, "group_size": 64}}},
+    ],
+)
+def test_rules_by_module_change_the_bits_and_groups_of_a_layer(quantization: dict[str, Any]) -> None:
+    layers = quantized_layers(quantization)
+    changed, usual = layers["model.layers.0.mlp.down_proj"], layers["model.layers.0.mlp.up_proj"]
+    assert (tuple(changed.qweight.shape), tuple(changed.scales.shape)) == ((128, 256), (8, 256))
+    assert (tuple(usual.qweight.shape), tuple(usual.scales.shape)) == ((32, 512), (2, 512))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "said"),
+    [
+        (
+            {**GPTQ, "dynamic": {"+:.*mlp.*": {"pack_dtype": "int16"}}},
+            "dynamic changes 'pack_dtype' of.*mlp.*upper bound",
+        ),
+        ({**GPTQ, "dynamic": ["-:.*attn.*"]}, "dynamic is .* must map names"),
+        ({**GPTQ, "dynamic": {"+:.*mlp.*": {"bits": "four"}}}, "bits of .*'four'"),
+        ({**GPTQ, "dynamic": {"-:(": {}}}, "dynamic holds the pattern .*not a valid regular expression"),
+        ({**GPTQ, "block_name_to_quantize": "transformer.h"}, "names 'transformer.h'.*such as 'model.layers'"),
+        ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type 'mx_fp', and only 'int'"),
+        (
+            {**AUTO_ROUND, "extra_config": {".*mlp.*": {"bits": 4, "data_type": "nv_fp"}}},
+            "'nv_fp' of model.layers.0.mlp",
+        ),
+    ],
+)
+def test_a_rule_by_module_that_is_not_understood_is_refused_by_name(quantization: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        quantized_meta_model(llama(), quantization)
+
+
+def test_names_in_part_of_awq_are_said_since_transformers_reads_them_otherwise() -> None:
+    quantization = {"quant_method": "awq", "group_size": 64, "modules_to_not_convert": ["attn"]}
+    made = quantized_meta_model(llama(), quantization)
+    assert [finding.where for finding in made.findings if finding.code == "awq-partial-names"] == [
+        "model.layers.0.self_attn.q_proj"
+    ]
+    whole = {**quantization, "modules_to_not_convert": [f"model.layers.{layer}.self_attn" for layer in range(8)]}
+    again = quantized_meta_model(llama(), whole)
+    assert "awq-partial-names" not in [finding.code for finding in again.findings]
+    assert [p.shape for p in again.model.parameters()] == [p.shape for p in made.model.parameters()]

@@ -61,7 +61,7 @@ def test_a_merge_is_checked_by_its_own_hashes(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_record_that_cannot_be_read_is_a_finding_and_one_without_hashes_is_none(tmp_path: Path) -> None:
     folder = save_llama(tmp_path / "base")
-    (folder / "merge_report.json").write_text('{"tensors": {"lm_head.weight": {"sha256": null}, "x": 1}}')
+    (folder / "merge_report.json").write_text('{"tensors": {"lm_head.weight": {"xxh3_128": null}, "x": 1}}')
     assert check_checkpoint(folder, values=True).ok
     (folder / "merge_report.json").write_text(json.dumps({"tensors": [1]}))
     assert check_checkpoint(folder, values=True).ok

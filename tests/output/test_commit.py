@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from faults.checkpoints import write_model
 from faults.operations import broken_disk, disk_full, operations
+from folder_contents import fill, held, same
 from torchrun import SHARED
 
 from safe_loading import CheckpointError, OutputError
@@ -32,10 +34,6 @@ OLD = {"old.txt": b"old", "one.bin": b"0"}
 JOB = {"base": "a"}
 
 
-def same(path: Path, facts: Any) -> bool:
-    return hashlib.sha256(path.read_bytes()).hexdigest() == facts["sha256"]
-
-
 def save(target: Path, job: Any = JOB, **options: Any) -> tuple[int, Any]:
     """What a verb does, in small: returns the number of files that it wrote, and what an earlier call had finished."""
     written = 0
@@ -46,21 +44,8 @@ def save(target: Path, job: Any = JOB, **options: Any) -> tuple[int, Any]:
             if stage.recorded(name, same) is None:
                 stage.write(name, data, {"sha256": hashlib.sha256(data).hexdigest()})
                 written += 1
-        stage.commit({"files": len(FILES)})
+        stage.commit()
     return written, None
-
-
-def held(folder: Path) -> dict[str, bytes] | None:
-    if not folder.exists():
-        return None
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def fill(folder: Path, files: dict[str, bytes]) -> Path:
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    return folder
 
 
 def test_the_output_appears_whole_and_nothing_stays_beside_it(tmp_path: Path) -> None:
@@ -226,6 +211,59 @@ def test_an_interrupted_call_is_continued_and_what_was_damaged_meanwhile_is_writ
     with pytest.raises(KeyboardInterrupt):
         interrupted(resume=False)
     assert not staged.exists()
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "symlink to the same bytes", "folder", "files"])
+def test_nothing_is_written_through_a_link_in_an_unfinished_output(tmp_path: Path, kind: str) -> None:
+    def interrupted() -> None:
+        with Stage(tmp_path / "out", JOB) as stage:
+            for name, data in FILES.items():
+                stage.write(name, data, {"sha256": hashlib.sha256(data).hexdigest()})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    files = tmp_path / ".out.staged" / "files"
+    base = {"one.bin": FILES["one.bin"] if "same bytes" in kind else b"of the base", "three.bin": b"of the base"}
+    fill(tmp_path / "base", base)
+    if kind == "files":
+        shutil.rmtree(files)
+        files.symlink_to(tmp_path / "base")
+    elif kind == "folder":
+        shutil.rmtree(files / "deep")
+        (files / "deep").symlink_to(tmp_path / "base")
+    else:
+        (files / "one.bin").unlink()
+        link = os.link if kind == "hard link" else os.symlink
+        link(tmp_path / "base" / "one.bin", files / "one.bin")
+    assert save(tmp_path / "out")[0] == (3 if kind == "files" else 1)
+    assert held(tmp_path / "base") == base
+    assert held(tmp_path / "out") == FILES
+    assert not any(path.is_symlink() or path.stat().st_nlink > 1 for path in (tmp_path / "out").rglob("*.bin"))
+
+
+@pytest.mark.parametrize("name", ["lock", "journal"])
+def test_the_lock_and_the_journal_are_not_written_through_a_link(tmp_path: Path, name: str) -> None:
+    fill(tmp_path / "base", {"one.bin": b"of the base"})
+    (tmp_path / ".out.staged").mkdir()
+    (tmp_path / ".out.staged" / name).symlink_to(tmp_path / "base" / "one.bin")
+    if name == "lock":
+        with pytest.raises(OutputError, match="symbolic link"):
+            save(tmp_path / "out")
+    else:  # a journal of no job is replaced
+        save(tmp_path / "out")
+        assert held(tmp_path / "out") == FILES
+    assert held(tmp_path / "base") == {"one.bin": b"of the base"}
+
+
+def test_a_link_that_appears_while_files_are_written_is_replaced(tmp_path: Path) -> None:
+    fill(tmp_path / "base", {"one.bin": b"of the base"})
+    with Stage(tmp_path / "out", JOB) as stage:
+        (stage.files / "one.bin").symlink_to(tmp_path / "base" / "one.bin")
+        stage.write("one.bin", b"new")
+        stage.commit()
+    assert held(tmp_path / "base") == {"one.bin": b"of the base"}
+    assert held(tmp_path / "out") == {"one.bin": b"new"}
 
 
 def test_the_journal_drops_a_line_that_was_cut_off(tmp_path: Path) -> None:

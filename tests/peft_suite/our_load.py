@@ -32,7 +32,7 @@ def replace(note_call: Callable[[], None]) -> None:
             return _plainly(_from_pretrained, cls, model, model_id, *args, **kwargs)
         note_call()
         name = options.pop("adapter_name", "default")
-        loaded = load_peft_on_rank({name: model_id}, model, device=_device(model), **options)
+        loaded = load_peft_on_rank(model, {name: model_id}, device=_device(model), **options)
         return _cast_like_peft(loaded, name, given)
 
     def load_adapter(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:

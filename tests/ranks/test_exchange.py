@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from rank_server import RankServer
 from torchrun import RanksFailed, run_ranks, spawn_ranks
 
 from safe_loading._ranks import exchange as module
@@ -473,7 +474,7 @@ OWN_STORE = (
 )
 
 
-def test_a_rank_that_holds_the_store_leaves_after_the_others_have_read():
+def test_a_rank_that_holds_the_store_leaves_after_the_others_have_read(rank_server: RankServer):
     begin, end = OWN_STORE.split("    def load():")[0], "    os._exit(0)\n"
     slow = """
     from safe_loading._ranks import store_exchange
@@ -486,11 +487,11 @@ def test_a_rank_that_holds_the_store_leaves_after_the_others_have_read():
     ranks.exchange("end", timeout=30)
     report(done=True)
 """
-    assert [found["done"] for found in spawn_ranks(begin + slow + end, 3).found] == [True] * 3
+    assert [found["done"] for found in rank_server.spawn(begin + slow + end, 3).found] == [True] * 3
 
 
 @pytest.mark.parametrize("moment", ["exchange", "connect"])
-def test_a_store_that_is_silent_is_a_timeout(moment: str):
+def test_a_store_that_is_silent_is_a_timeout(rank_server: RankServer, moment: str):
     start = OWN_STORE.split("    ranks = Ranks.resolve()" if moment == "connect" else "    def load():")[0]
     stopped = """
     import signal
@@ -510,14 +511,14 @@ def test_a_store_that_is_silent_is_a_timeout(moment: str):
     (address.parent / f"heard-{rank}").touch()
     os._exit(0)
 """
-    for found in spawn_ranks(start + stopped, 3, timeout=90).found[1:]:
+    for found in rank_server.spawn(start + stopped, 3, timeout=90).found[1:]:
         assert found["load"]["error"] == "RankTimeout"
         assert "store of the process group does not answer" in found["load"]["text"]
         assert ("load the base" if moment == "exchange" else "connect to the other ranks") in found["load"]["text"]
 
 
-def test_the_cause_outlives_the_rank_that_holds_the_store():
-    run = spawn_ranks(OWN_STORE, 3)
+def test_the_cause_outlives_the_rank_that_holds_the_store(rank_server: RankServer):
+    run = rank_server.spawn(OWN_STORE, 3)
     assert run.found[0]["load"]["error"] == "ValueError"
     for found in run.found[1:]:
         assert found["load"]["error"] == "RankError"
@@ -563,8 +564,8 @@ with held_store() as port:
 """
 
 
-def test_a_rank_that_is_gone_is_named_long_before_the_limit():
-    for outcomes in spawn_ranks(GONE, 1).found[0].values():
+def test_a_rank_that_is_gone_is_named_long_before_the_limit(rank_server: RankServer):
+    for outcomes in rank_server.spawn(GONE, 1).found[0].values():
         assert outcomes[2] is None
         for outcome in outcomes[:2]:
             assert outcome["error"] == "RankError"

@@ -75,6 +75,11 @@ def test_what_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         own_device("meta")
     with pytest.raises(ArgumentError, match=r"pass a torch\.device, a name or an index"):
         own_device(True)
+    with pytest.raises(
+        ArgumentError, match=r"'auto' is not a device; pass a .*\"cpu\", or an index\. Leave it out"
+    ) as caught:
+        own_device("auto")
+    assert "ipu" not in str(caught.value)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     with pytest.raises(DeviceError, match=r"Pass device='cpu' for the CPU\."):
         own_device(0)
@@ -119,13 +124,13 @@ def test_a_model_on_two_devices_is_loaded_onto_one(tiny_llama: Any, tiny_adapter
     spread = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
     with pytest.raises(DeviceError, match=r"Load it with load_peft_on_rank, or with from_pretrained\(device_map="):
         one_device(spread)
-    assert one_device(load_peft_on_rank(tiny_adapter, tiny_llama, device="cpu")) == torch.device("cpu")
+    assert one_device(load_peft_on_rank(tiny_llama, tiny_adapter, device="cpu")) == torch.device("cpu")
     auto: Any = AutoModelForCausalLM
     assert one_device(auto.from_pretrained(tiny_llama, device_map={"": "cpu"})) == torch.device("cpu")
 
 
 def test_maps_that_are_empty_or_offload() -> None:
-    with pytest.raises(ArgumentError, match=r"pass a device, or a map for all modules of the base"):
+    with pytest.raises(ArgumentError, match=r"pass device=, or a map for all modules of the base"):
         rank_devices({})
     advice = r"pass a map without 'cpu' and 'disk' \(plan_device_map\(\.\.\., offload='never'\)\), or load with"
     with pytest.raises(ArgumentError, match=advice):
@@ -142,9 +147,9 @@ def test_ranks_and_seconds_of_an_exchange(tiny_llama: Any, tiny_adapter: Any) ->
     with pytest.raises(ArgumentError, match="pass 'all', 'self' or a list of global ranks"):
         Ranks.resolve(any_of([0.5]))
     with pytest.raises(ArgumentError, match="pass a positive, finite number of seconds"):
-        load_peft_on_rank(tiny_adapter, tiny_llama, timeout=float("inf"))
+        load_peft_on_rank(tiny_llama, tiny_adapter, timeout=float("inf"))
     for ranks in ("all", "self", [0]):
-        model = load_peft_on_rank(tiny_adapter, tiny_llama, device="cpu", ranks=any_of(ranks), timeout=10)
+        model = load_peft_on_rank(tiny_llama, tiny_adapter, device="cpu", ranks=any_of(ranks), timeout=10)
         load_adapter_on_rank(model, tiny_adapter, "another", ranks=any_of(ranks))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from models import save_adapter, save_llama
-from torchrun import spawn_ranks
+from rank_server import RankServer
 
 SCRIPT = """
 import contextlib, functools, json, os, pathlib, signal, sys, time, warnings
@@ -30,10 +30,10 @@ base, adapter, second, cases = *map(pathlib.Path, sys.argv[1:4]), json.loads(sys
 steps = 0
 
 def alone():
-    return load_peft_on_rank(adapter, base, device="cpu", ranks="self")
+    return load_peft_on_rank(base, adapter, device="cpu", ranks="self")
 
 VERBS = {
-    "load_peft_on_rank": (lambda: None, lambda _: load_peft_on_rank(adapter, base, device="cpu", timeout=60)),
+    "load_peft_on_rank": (lambda: None, lambda _: load_peft_on_rank(base, adapter, device="cpu", timeout=60)),
     "load_adapter_on_rank": (alone, lambda model: load_adapter_on_rank(model, second, "second", timeout=60)),
 }
 
@@ -86,10 +86,10 @@ VERBS = ("load_peft_on_rank", "load_adapter_on_rank")
 Case = tuple[str, int, int, str, int]  # verb, ranks, who fails, how, at which step
 
 
-def tried(root: Path, cases: list[Case]) -> list[dict[str, Any]]:
+def tried(server: RankServer, root: Path, cases: list[Case]) -> list[dict[str, Any]]:
     base = save_llama(root / "base")
     folders = [base, save_adapter(root / "adapter", base), save_adapter(root / "second", base, seed=3)]
-    found = spawn_ranks(SCRIPT, 1, args=[*folders, json.dumps(cases)], timeout=1800).found[0]
+    found = server.spawn(SCRIPT, 1, args=[*folders, json.dumps(cases)], timeout=1800).found[0]
     return [found[str(number)] for number in range(len(cases))]
 
 
@@ -114,7 +114,9 @@ def check(case: Case, facts: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sample", "all"])
-def test_the_other_ranks_raise_and_name_the_rank_and_its_cause(tmp_path: Path, every: bool) -> None:
+def test_the_other_ranks_raise_and_name_the_rank_and_its_cause(
+    rank_server: RankServer, tmp_path: Path, every: bool
+) -> None:
     dice = random.Random(20261122)
     cases: list[Case] = []
     for verb in VERBS:
@@ -124,7 +126,7 @@ def test_the_other_ranks_raise_and_name_the_rank_and_its_cause(tmp_path: Path, e
             for kind, at in steps.items():
                 chosen = at if every else dice.sample(at[:6], 1)
                 cases += [(verb, world, dice.randrange(world), kind, step) for step in chosen]
-    found = tried(tmp_path, cases)
+    found = tried(rank_server, tmp_path, cases)
     for case, facts in zip(cases, found, strict=True):
         check(case, facts)
     fallen = {

@@ -54,12 +54,12 @@ def test_a_report_has_what_is_found_and_the_fix_is_right(monkeypatch: pytest.Mon
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         found = wrap_fsdp_meta_safe(meta_model(folder), folder).fsdp_report.findings
-        mended = wrap_fsdp_meta_safe(meta_model(folder), folder, mixed_precision=torch.bfloat16)
+        mended = wrap_fsdp_meta_safe(meta_model(folder), folder, mp_policy=torch.bfloat16)
         with torch.no_grad():
             computed = mended(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.dtype
     finally:
         dist.destroy_process_group()
     assert [finding.code for finding in found] == ["accelerate-precision-ignored"]
-    assert "mixed_precision=torch.bfloat16" in found[0].fix
+    assert "mp_policy=torch.bfloat16" in found[0].fix
     assert mended.fsdp_report.findings == ()
     assert computed == torch.bfloat16

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
-from fsdp_cases import gpt2, llama, on_meta
+from fsdp_cases import gpt2, llama, on_meta, whole
 from torch import nn
 
-from safe_loading import ArgumentError
+from safe_loading import ArgumentError, wrap_fsdp_meta_safe
 from safe_loading._sharding.fsdp_units import plan_units
 from safe_loading._sharding.parameters import ignored_parameters
 
@@ -69,6 +72,42 @@ def test_the_largest_list_of_equal_modules_and_no_small_ones() -> None:
     assert names(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))) == ["0", "2", "(root)"]
 
 
+class Reads(nn.Module):
+    """Computes with weights of leaves, past their forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.out = nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = torch.stack([each.weight for each in self.experts]).sum(0)
+        x = self.block(self.embed(x)) @ mixed * self.norm.weight + self.out.weight.mean()
+        return nn.functional.linear(x, self.embed.weight)
+
+
+def test_bare_leaves_stay_with_the_root_because_a_parent_may_read_their_weights(one_rank: None) -> None:
+    assert names(Reads()) == ["block", "(root)"]
+    x, model = torch.arange(5), Reads()
+    wanted = model(x)
+    wanted.sum().backward()
+    sharded: Any = wrap_fsdp_meta_safe(copy.deepcopy(model))
+    found = sharded(x)
+    found.sum().backward()
+    assert torch.equal(found, wanted)
+    for own, other in zip(sharded.parameters(), model.parameters(), strict=True):
+        assert own.grad is None if other.grad is None else torch.equal(whole(own.grad), other.grad)
+
+
+def test_what_a_sequential_calls_is_a_unit_and_a_layer_that_peft_wraps_is_as_bare_as_its_own() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    assert names(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))) == ["0", "1", "(root)"]
+    adapted = get_peft_model(Reads(), LoraConfig(r=2, target_modules=["out", "experts.0"]))  # type: ignore[arg-type]
+    assert [name.rpartition(".")[2] for name in names(adapted)] == ["block", "(root)"]
+
+
 def test_wrappers_count_as_the_layers_that_they_hold() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -114,5 +153,5 @@ def test_the_caller_decides_by_class_name_pattern_or_predicate() -> None:
         plan_units(Custom(), ["NoSuch"])
     with pytest.raises(ArgumentError, match="no forward"):
         plan_units(Custom(), ["blocks"])
-    with pytest.raises(ArgumentError, match="wrap=3"):
+    with pytest.raises(ArgumentError, match="auto_wrap_policy=3"):
         plan_units(Custom(), 3)  # type: ignore[arg-type]

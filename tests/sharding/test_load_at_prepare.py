@@ -104,6 +104,19 @@ def trained_classifier(lean):
 plain_run, lean_run = trained_classifier(False), trained_classifier(True)
 report(head=[differing(plain_run[0], lean_run[0]), torch.equal(plain_run[1], lean_run[1]), lean_run[2:]])
 
+# a file in float32 that is loaded in bfloat16, and trained with copies in float32
+def loaded_in_bfloat16(around):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate_with_fsdp(Case("accelerate", "full", "none"), mixed_precision="bf16")
+    with around:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    return weights(accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0])
+plain_weights = loaded_in_bfloat16(contextlib.nullcontext())
+report(rounded=[
+    differing(plain_weights, loaded_in_bfloat16(load_at_prepare(verify="bytes"))),
+    sorted({str(value.dtype) for value in plain_weights.values()}),
+])
+
 # memory, from from_pretrained to the first step
 if rank == 0:
     sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=8)
@@ -150,7 +163,9 @@ report(refused=refused | {
     "copy": error_of(lambda: __import__("copy").deepcopy(lean())(input_ids=torch.ones(1, 4, dtype=torch.long))),
     "options": error_of(lambda: lean(device_map="auto", quantization_config=four_bit)),
     "8 bits": error_of(lambda: lean(quantization_config=eight_bit)),
-    "dora": error_of(lambda: prepared(get_peft_model(lean(), LoraConfig(use_dora=True, target_modules=["q_proj"])))),
+    "dora": error_of(lambda: prepared(get_peft_model(
+        lean(quantization_config=four_bit), LoraConfig(use_dora=True, target_modules=["q_proj"])
+    ))),
     "two": error_of(lambda: prepared(Both())),
     "two models": error_of(lambda: accelerator.prepare(lean(), lean(), early)),
     "stepped": error_of(lambda: accelerator.prepare(stepped, early)),
@@ -193,7 +208,7 @@ def check(found: list[dict[str, Any]], cases: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def found(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return rank_server.run(PRELUDE + SCRIPT, 2, args=[tmp_path_factory.mktemp("prepare")], timeout=240).found
+    return rank_server.run(PRELUDE + SCRIPT, 2, args=[tmp_path_factory.mktemp("prepare")], timeout=600).found
 
 
 def test_a_sample_of_trainers_equals_its_plain_runs(rank_server: RankServer, tmp_path: Path) -> None:
@@ -251,6 +266,10 @@ def test_a_new_head_is_drawn_as_ever_and_a_rank_may_own_nothing_of_it(found: lis
         assert own
 
 
+def test_values_are_rounded_to_the_dtype_they_were_loaded_in(found: list[dict[str, Any]]) -> None:
+    assert [facts["rounded"] for facts in found] == [[[], ["torch.float32"]]] * 2
+
+
 def test_no_rank_holds_more_than_its_shard_and_64_mib(found: list[dict[str, Any]]) -> None:
     for facts in found:
         peak, shard, model = facts["memory"]
@@ -264,7 +283,7 @@ REFUSED = {
     "copy": ["has no weights yet"],
     "options": ["device_map", "outside of load_at_prepare()"],
     "8 bits": ["only BitsAndBytesConfig(load_in_4bit=True)", "from_pretrained"],
-    "dora": ["lora_magnitude_vector", "computed from weights that are not read yet"],
+    "dora": ["q_proj.weight are needed before accelerator.prepare", "packed in 4 bits"],
     "two": ["Several models", "LlamaForCausalLM"],
     "two models": ["one sharded model a call"],
     "stepped": ["SGD has taken steps"],

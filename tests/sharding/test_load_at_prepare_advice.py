@@ -73,12 +73,13 @@ case(
     lambda: (prepared(accelerator(dp_replicate_size=2, dp_shard_size=2), load()), load(outside)),
 )
 
-def attached(block, **options):
+def attached(block, bits=None, **options):
     torch.manual_seed(4)
-    return get_peft_model(load(block), LoraConfig(r=4, target_modules=["q_proj"], **options))
+    base = load(block) if bits is None else load(block, quantization_config=bits)
+    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], **options))
 starts = [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}]
 case(
-    "values of the base", lambda: prepared(accelerator(), attached(load_at_prepare, use_dora=True)),
+    "values of the base", lambda: attached(load_at_prepare, nf4, use_dora=True),
     *(lambda start=start: (prepared(accelerator(), attached(outside, **start)), attached(outside, **start))
       for start in starts),
 )

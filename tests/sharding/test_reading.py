@@ -18,11 +18,12 @@ from tiny_models import causal_lm_classes, image_text_classes, tiny_config
 from safe_loading import CheckpointError, meta_model
 from safe_loading._core import progress as _progress
 from safe_loading._core.report import MiB
-from safe_loading._sharding import reading
+from safe_loading._model.layout import read_blocks, reading
+from safe_loading._model.layout.checkpoint_source import CheckpointSource, disk_tensors
+from safe_loading._model.layout.reading import ShardTarget, differing, read_targets
 from safe_loading._sharding.buffers import compute_buffers
-from safe_loading._sharding.checkpoint_source import CheckpointSource, disk_tensors, open_source
 from safe_loading._sharding.fsdp2 import own_rows
-from safe_loading._sharding.reading import ShardTarget, differing, read_targets
+from safe_loading._sharding.open_source import open_source
 from safe_loading.errors import ArgumentError
 
 EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
@@ -216,7 +217,7 @@ def test_a_second_read_finds_every_bit_that_differs_and_opens_each_file_once(
     opened: list[Path] = []
     real = reading.open_regular
     monkeypatch.setattr(reading, "open_regular", lambda path: opened.append(path) or real(path))
-    monkeypatch.setattr(reading, "STAGING_BYTES", 1000)
+    monkeypatch.setattr(read_blocks, "STAGING_BYTES", 1000)
     assert differing(source, targets) == []
     assert sorted(opened) == sorted(source.checkpoint.files)
     by_name = {target.name: target.destination for target in targets}
@@ -268,9 +269,11 @@ def test_a_small_buffer_gives_the_same(tmp_path: Path, monkeypatch: pytest.Monke
     source = open_source(folder, model)
     wanted = dict(load_all(folder))
     requests: list[int] = []
-    real = reading.read_into
-    monkeypatch.setattr(reading, "read_into", lambda file, memory, at: requests.append(at) or real(file, memory, at))
-    monkeypatch.setattr(reading, "STAGING_BYTES", 36)
+    real = read_blocks.read_adjacent
+    monkeypatch.setattr(
+        read_blocks, "read_adjacent", lambda file, places, at: requests.append(at) or real(file, places, at)
+    )
+    monkeypatch.setattr(read_blocks, "STAGING_BYTES", 36)
     for name, tensor in model.named_parameters():
         place = torch.empty(tensor.shape, dtype=tensor.dtype)
         requests.clear()
@@ -284,17 +287,23 @@ def test_files_are_read_from_front_to_back(tmp_path: Path, monkeypatch: pytest.M
     model = meta_model(folder, dtype=torch.float32)
     source = open_source(folder, model)
     requests: list[tuple[int, int]] = []
-    real = reading.read_into
-    monkeypatch.setattr(
-        reading, "read_into", lambda file, memory, at: requests.append((file, at)) or real(file, memory, at)
-    )
+    filled: list[memoryview] = []
+    real = read_blocks.read_adjacent
+
+    def read(file: int, places: list[memoryview], at: int) -> None:
+        requests.append((file, at))
+        filled.extend(places)
+        real(file, places, at)
+
+    monkeypatch.setattr(read_blocks, "read_adjacent", read)
     targets = all_of(model)
     random.Random(0).shuffle(targets)
     read_targets(source, targets)
     files = list(dict.fromkeys(file for file, _ in requests))
     assert len(files) == len(source.checkpoint.files) > 1
     assert requests == sorted(requests, key=lambda request: (files.index(request[0]), request[1]))
-    assert len(requests) == len(targets)
+    assert len(filled) == len(targets)
+    assert len(requests) == len(files)  # whatever follows one another in a file is read in one call
 
 
 def test_a_read_needs_its_destination_and_little_more(tmp_path: Path) -> None:
@@ -337,13 +346,39 @@ def test_a_file_that_shrinks_meanwhile_is_named(tmp_path: Path) -> None:
         read_as_ranks(source, model, 1, "rows")
 
 
-def test_two_values_of_a_tied_parameter_are_refused(tmp_path: Path) -> None:
-    folder = save_llama(tmp_path)
+def tied_by_the_config(folder: Path) -> Path:
+    save_llama(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    model = meta_model(folder)
+    return folder
+
+
+def test_two_values_of_a_tied_parameter_are_refused(tmp_path: Path) -> None:
+    model: Any = meta_model(tied_by_the_config(tmp_path))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight are one parameter of the model, and two values"):
-        read_as_ranks(open_source(folder, model), model, 2, "rows")
+        read_as_ranks(open_source(tmp_path, model), model, 2, "rows")
+
+
+@pytest.mark.parametrize("copy", ["equal", "equal as numbers", "equal after the cast", "not a number"])
+def test_equal_is_what_the_ties_of_the_files_say(tmp_path: Path, copy: str) -> None:
+    folder = save_llama(tmp_path, tie_word_embeddings=True)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    path = folder / index["weight_map"]["model.embed_tokens.weight"]
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    weight = tensors["model.embed_tokens.weight"]
+    weight[0, 0] = 0.0
+    changed = weight.double()
+    if copy == "equal as numbers":
+        changed[0, 0] = -0.0
+    elif copy == "equal after the cast":
+        changed *= 1 + 1e-12
+    elif copy == "not a number":
+        changed[0, 0] = weight[0, 0] = torch.nan
+    tensors["lm_head.weight"] = changed
+    save_file(tensors, path, metadata={"format": "pt"})
+    index["weight_map"]["lm_head.weight"] = path.name
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert bool(open_source(folder, meta_model(folder)).two_values) == (copy == "not a number")
 
 
 def test_either_name_of_a_tied_parameter_may_be_the_one_on_disk(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -106,42 +107,57 @@ CASES: dict[str, Case] = {
         r"pass \(shards,\) or \(replicas, shards\)",
         (lambda f: wrapped(f, mesh=(1,)), lambda f: wrapped(f, mesh=(1, 1))),
     ),
+    "a filling by FSDP1": Case(
+        lambda f: wrapped(f, param_init_fn=print),
+        r"param_init_fn=: use init_new=",
+        (lambda f: wrapped(f, init_new=lambda module: None),),
+    ),
+    "a strategy of FSDP1": Case(
+        lambda f: wrapped(f, sharding_strategy="FULL_SHARD"),
+        r"sharding_strategy=: use reshard_after_forward=",
+        (lambda f: wrapped(f, reshard_after_forward=False), lambda f: wrapped(f, mesh=(1, 1))),
+    ),
+    "a group of FSDP1": Case(
+        lambda f: wrapped(f, process_group="default"),
+        r"process_group=: use mesh=",
+        (lambda f: wrapped(f, mesh=(1,)),),
+    ),
     "offload of FSDP2": Case(
-        lambda f: wrapped(f, cpu_offload="yes"),
+        lambda f: wrapped(f, offload_policy="yes"),
         r"pass a bool or an OffloadPolicy of torch\.distributed\.fsdp",
-        (lambda f: wrapped(f, cpu_offload=True), lambda f: wrapped(f, cpu_offload=OffloadPolicy())),
+        (lambda f: wrapped(f, offload_policy=True), lambda f: wrapped(f, offload_policy=OffloadPolicy())),
     ),
     "offload of FSDP1": Case(
-        lambda f: wrapped(f, cpu_offload="yes", version=1),
+        lambda f: wrapped(f, offload_policy="yes", version=1),
         r"pass a bool or a CPUOffload of torch\.distributed\.fsdp",
         (
-            lambda f: wrapped(f, cpu_offload=True, version=1),
-            lambda f: wrapped(f, cpu_offload=CPUOffload(offload_params=False), version=1),
+            lambda f: wrapped(f, offload_policy=True, version=1),
+            lambda f: wrapped(f, offload_policy=CPUOffload(offload_params=False), version=1),
         ),
     ),
     "units of a number": Case(
-        lambda f: wrapped(f, wrap=3),
+        lambda f: wrapped(f, auto_wrap_policy=3),
         r"pass classes, names or patterns of modules, or fn\(module\) -> bool",
         (
-            lambda f: wrapped(f, wrap="LlamaDecoderLayer"),
-            lambda f: wrapped(f, wrap="model.layers.*.mlp"),
-            lambda f: wrapped(f, wrap=lambda module: isinstance(module, nn.Linear)),
+            lambda f: wrapped(f, auto_wrap_policy="LlamaDecoderLayer"),
+            lambda f: wrapped(f, auto_wrap_policy="model.layers.*.mlp"),
+            lambda f: wrapped(f, auto_wrap_policy=lambda module: isinstance(module, nn.Linear)),
         ),
     ),
     "a unit of a number": Case(
-        lambda f: wrapped(f, wrap=[3]),
+        lambda f: wrapped(f, auto_wrap_policy=[3]),
         "pass classes, or names of classes or modules",
-        (lambda f: wrapped(f, wrap=[nn.Linear, "LlamaMLP", "lm_head"]),),
+        (lambda f: wrapped(f, auto_wrap_policy=[nn.Linear, "LlamaMLP", "lm_head"]),),
     ),
     "a list as a unit": Case(
-        lambda f: wrapped(f, wrap=["model.layers"]),
+        lambda f: wrapped(f, auto_wrap_policy=["model.layers"]),
         "which have no forward; name the modules in them",
-        (lambda f: wrapped(f, wrap=["model.layers.0", "model.layers.1"]),),
+        (lambda f: wrapped(f, auto_wrap_policy=["model.layers.0", "model.layers.1"]),),
     ),
     "ignored numbers": Case(
-        lambda f: wrapped(f, ignored=any_of(3)),
+        lambda f: wrapped(f, ignored_params=any_of(3)),
         "pass modules, parameters, or names or patterns of them",
-        (lambda f: wrapped(f, ignored=["model.norm"]), lambda f: wrapped(f, ignored=["*.o_proj.weight"])),
+        (lambda f: wrapped(f, ignored_params=["model.norm"]), lambda f: wrapped(f, ignored_params=["*.o_proj.weight"])),
     ),
     "adapters as a list": Case(
         lambda f: wrapped(f, adapters=["a"]),
@@ -150,9 +166,23 @@ CASES: dict[str, Case] = {
     ),
     "a scalar": Case(
         lambda f: wrap_fsdp_meta_safe(with_parameter(on_meta(f), torch.ones(())), f, init_new=lambda module: None),
-        r"make it a tensor of one element, or pass it in ignored=",
+        r"make it a tensor of one element, or pass it in ignored_params=",
         (lambda f: wrap_fsdp_meta_safe(with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(1))),),
     ),
+    **{
+        f"no elements, {shape}": Case(
+            lambda f, shape=shape: wrap_fsdp_meta_safe(
+                with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(shape))
+            ),
+            r"value \[.*0\] has no elements to split: pass it in ignored_params=",
+            (
+                lambda f, shape=shape: wrap_fsdp_meta_safe(
+                    with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(shape)), ignored_params=["value"]
+                ),
+            ),
+        )
+        for shape in any_of(((0,), (4, 0)))
+    },
     **{
         f"strides for FSDP{version}": Case(
             lambda f, version=version: wrap_fsdp_meta_safe(
@@ -181,7 +211,7 @@ CASES: dict[str, Case] = {
         lambda f: wrap_fsdp_meta_safe(
             with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(1, dtype=torch.float64))
         ),
-        "cast them, or pass wrap= with units of one dtype each",
+        "cast them, or pass auto_wrap_policy= with units of one dtype each",
         (lambda f: wrap_fsdp_meta_safe(with_parameter(LlamaForCausalLM.from_pretrained(f), torch.ones(1))),),
     ),
     "a buffer on meta": Case(
@@ -200,6 +230,26 @@ CASES: dict[str, Case] = {
         (wrapped, lambda f: wrap_fsdp_meta_safe(on_meta(f, auto_class=LlamaModel), f, init_new=zero)),
     ),
 }
+
+
+def test_it_is_said_whose_values_win(one_rank: None, tiny_llama: Path) -> None:
+    def scaled() -> Any:
+        model: Any = LlamaForCausalLM.from_pretrained(tiny_llama)
+        with torch.no_grad():
+            model.model.norm.weight.mul_(2)
+        return model
+
+    with pytest.raises(SafeLoadingError, match="pass prefer='source', or a model on meta; to train the model's, pass"):
+        wrap_fsdp_meta_safe(scaled(), tiny_llama)
+    expected = state_of(tiny_llama)["model.norm.weight"]
+    for model, factor in (
+        (wrap_fsdp_meta_safe(scaled(), tiny_llama, prefer="source"), 1),
+        (wrapped(tiny_llama), 1),
+        (wrap_fsdp_meta_safe(scaled(), tiny_llama, prefer="model"), 2),
+    ):
+        assert torch.equal(any_of(model).model.norm.weight.full_tensor(), factor * expected)
+    with pytest.raises(SafeLoadingError, match="pass 'source', 'model' or None"):
+        wrapped(tiny_llama, prefer="folder")
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -259,15 +309,24 @@ def test_the_dtype_of_the_checkpoint_rounds_nothing(one_rank: None, tiny_llama: 
     assert "dtype-cast" not in {finding.code for finding in same.fsdp_report.findings}
 
 
-def test_a_config_unties_two_values(one_rank: None, tmp_path: Path) -> None:
+def test_a_folder_or_a_config_unties_two_values(one_rank: None, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 101}
     config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     state = {name: value.clone() for name, value in state_of(tmp_path).items()}
     state["lm_head.weight"] = state["model.embed_tokens.weight"] + 1
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tied: Any = meta_model(config)
+    tied.all_tied_weights_keys.clear()  # so that the tie is not the class's, but the script's own
     with pytest.raises(SafeLoadingError, match="set tie_word_embeddings=False in the config that the model is built"):
-        wrapped(tmp_path)
-    config.tie_word_embeddings = False
-    model: Any = wrap_fsdp_meta_safe(meta_model(config), tmp_path)
-    assert torch.equal(model.lm_head.weight.full_tensor(), state["lm_head.weight"])
+        wrap_fsdp_meta_safe(tied, tmp_path)
+    by_the_folder = meta_model(config)
+    untied = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=False)
+    with_adapter = get_peft_model(any_of(meta_model(tmp_path)), LoraConfig(target_modules=["lm_head"]))
+    for model in (by_the_folder, meta_model(tmp_path), with_adapter, meta_model(untied)):
+        model = any_of(wrap_fsdp_meta_safe(model, tmp_path))
+        base = model.get_base_model() if model is with_adapter else model
+        head = getattr(base.lm_head, "base_layer", base.lm_head)
+        assert torch.equal(head.weight.full_tensor(), state["lm_head.weight"])
+        assert torch.equal(base.model.embed_tokens.weight.full_tensor(), state["model.embed_tokens.weight"])
+        assert not base.all_tied_weights_keys

@@ -66,7 +66,7 @@ def result(model):
 
 for version, policy in ((2, policy2), (1, policy1)):
     logits, grads, facts = result(by_engine(version))
-    ours = wrap_fsdp_meta_safe(on_meta(small), folder, version=version, mixed_precision=policy)
+    ours = wrap_fsdp_meta_safe(on_meta(small), folder, version=version, mp_policy=policy)
     own, own_grads, own_facts = result(ours)
     report(**{f"mixed {version}": {
         "logits": torch.equal(logits, own), "dtype": str(own.dtype),
@@ -77,7 +77,7 @@ for version, policy in ((2, policy2), (1, policy1)):
 # offloaded: the shards, their gradients and an optimizer's step lie on the host
 one = reference(small)
 for version, asked in ((2, True), (2, CPUOffloadPolicy()), (1, True), (1, CPUOffload(True))):
-    ours = wrap_fsdp_meta_safe(on_meta(small), folder, version=version, cpu_offload=asked)
+    ours = wrap_fsdp_meta_safe(on_meta(small), folder, version=version, offload_policy=asked)
     found = differences(one, ours, batch)
     places = sorted({str(p.device) for p in ours.parameters()})
     report(**{f"offload {version} {type(asked).__name__}": [found, places]})

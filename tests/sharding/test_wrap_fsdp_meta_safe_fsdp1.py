@@ -92,7 +92,7 @@ for half in (one, model):
 model = wrap_fsdp_meta_safe(model, version=1)
 report(frozen=differences(one, model, inputs("llama")))
 model = reference(llama) if rank == 0 else on_meta(llama)
-model = wrap_fsdp_meta_safe(model, version=1, mixed_precision=torch.bfloat16)
+model = wrap_fsdp_meta_safe(model, version=1, mp_policy=torch.bfloat16)
 report(low=str(model(**inputs("llama")).logits.dtype))
 
 class Params4bit(nn.Parameter):

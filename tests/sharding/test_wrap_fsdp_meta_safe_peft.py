@@ -105,7 +105,7 @@ compare("from a folder", one, model)
 # attached after the wrap: each rank draws its own, and rank 0's are everyone's
 def attached_later(label, ran, second=False, mesh=None, policy=None, dtype="f32", **options):
     one, base = attached(loaded(dtype), 7, **options), skeleton(dtype)
-    model = wrap_fsdp_meta_safe(base, f"{folder}/{dtype}", mesh=mesh, mixed_precision=policy)
+    model = wrap_fsdp_meta_safe(base, f"{folder}/{dtype}", mesh=mesh, mp_policy=policy)
     if ran:
         step(model, inputs("llama"))
     torch.manual_seed(7 + rank)
@@ -131,10 +131,10 @@ attached_later("attached later, mixed", False, dtype="bf16")
 attached_later("attached later, embedding", False, target_modules=["embed_tokens", "q_proj"])
 
 # what the first call was told holds for the second
-early = wrap_fsdp_meta_safe(attached(skeleton("f32"), 7), f"{folder}/f32", mixed_precision=torch.bfloat16)
+early = wrap_fsdp_meta_safe(attached(skeleton("f32"), 7), f"{folder}/f32", mp_policy=torch.bfloat16)
 _, late = attached_later("", False, policy=torch.bfloat16)
 report(policy=[str(step(each, inputs("llama")).dtype) for each in (early, late)])
-kept = wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32", ignored=["model.norm"])
+kept = wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32", ignored_params=["model.norm"])
 kept = wrap_fsdp_meta_safe(get_peft_model(kept, config()))
 report(kept=[type(kept.base_model.model.model.norm.weight).__name__, [u.name for u in kept.fsdp_report.units][:2]])
 
@@ -168,7 +168,7 @@ first = get_peft_model(wrap_fsdp_meta_safe(skeleton("f32"), f"{folder}/f32", ver
 report(late_refused={
     "copies": late_error(copied),
     "replicas": late_error(flat),
-    "arguments": late_error(again, f"{folder}/f32", wrap="LlamaMLP", adapters=f"{folder}/adapter"),
+    "arguments": late_error(again, f"{folder}/f32", auto_wrap_policy="LlamaMLP", adapters=f"{folder}/adapter"),
     "ranks": late_error(one_of_two),
     "nothing": late_error(late),
     "version 1": late_error(first, version=1),
@@ -249,7 +249,7 @@ def test_a_head_that_came_later_is_sharded_and_computes(found: list[dict[str, An
 LATE = {
     "copies": ["embed_tokens.modules_to_save.default.weight", "Attach this adapter first"],
     "replicas": ["q_proj: the adapter has out_features=", "the layer 60", "Attach the adapter first"],
-    "arguments": ["source=", "wrap=", "adapters=", "PeftModel.from_pretrained"],
+    "arguments": ["source=", "auto_wrap_policy=", "adapters=", "PeftModel.from_pretrained"],
     "ranks": ["lora_A.default.weight: float32[4, 60]", "[5, 60]"],
     "nothing": ["nothing was attached to it since"],
     "version 1": ["attach it first, then wrap"],

@@ -73,12 +73,34 @@ attempt("ties", tied)
 frozen = on_meta(llama)
 frozen.model.norm.weight.requires_grad_(rank == 0)
 attempt("grads", frozen, str(folder / "llama"))
-attempt("units", on_meta(llama), str(folder / "llama"), wrap="LlamaMLP" if rank else None)
+attempt("units", on_meta(llama), str(folder / "llama"), auto_wrap_policy="LlamaMLP" if rank else None)
 attempt("arguments", on_meta(llama), str(folder / "llama"), verify="off" if rank else "structure")
 attempt("missing shard", on_meta(llama), str(folder / ("lacking" if rank else "llama")))
 attempt("other files", on_meta(llama), str(folder / ("second" if rank else "llama")))
 attempt("no such folder", on_meta(llama), str(folder / "nowhere"))
 attempt("absent on a rank", on_meta(llama), str(folder / ("llama" if rank == 0 else "elsewhere")))
+def changed(): # on every rank, as a script without load_at_prepare has it
+    model = reference(llama)
+    with torch.no_grad():
+        model.lm_head.weight[3] += 1
+        model.model.norm.weight.mul_(2)
+    return model
+attempt("other values", changed(), str(folder / "llama"))
+attempt("other values 1", changed(), str(folder / "llama"), version=1)
+attempt("other values on rank 0", changed() if rank == 0 else on_meta(llama), str(folder / "llama"))
+attempt("prefer", on_meta(llama), str(folder / "llama"), prefer="model" if rank else "source")
+attempt("prefer what", on_meta(llama), str(folder / "llama"), prefer="folder")
+attempt("prefer nothing", on_meta(llama), prefer="model")
+preferred = {}
+for version in (2, 1):
+    for label, model, prefer, wanted in (
+        ("equal", reference(llama), None, reference(llama)),
+        ("cast", reference(llama).bfloat16(), None, reference(llama).bfloat16()),
+        ("source", changed(), "source", reference(llama)), ("model", changed(), "model", changed()),
+    ):
+        model = wrap_fsdp_meta_safe(model, str(folder / "llama"), version=version, prefer=prefer, verify="bytes")
+        preferred[f"{label} {version}"] = differences(wanted, model, inputs("llama")), model.fsdp_report.bytes_sent > 0
+report(preferred=preferred)
 attempt("mismatch", on_meta(llama), str(folder / "other"))
 for label in ("missing keys", "unexpected keys", "another kind", "quantized", "shapes on disk"):
     attempt(label, on_meta(llama), str(folder / label))
@@ -104,9 +126,9 @@ buffered = [
     for version in (2, 1)
 ]
 report(buffered=[b.tolist() for model in buffered for n, b in model.named_buffers() if n.endswith("scale")])
-attempt("bad wrap", on_meta(llama), str(folder / "llama"), wrap=["NoSuchLayer"])
-attempt("bad ignored", on_meta(llama), str(folder / "llama"), ignored=["no.such"])
-attempt("ignored nothing", on_meta(llama), str(folder / "llama"), ignored=None)
+attempt("bad wrap", on_meta(llama), str(folder / "llama"), auto_wrap_policy=["NoSuchLayer"])
+attempt("bad ignored", on_meta(llama), str(folder / "llama"), ignored_params=["no.such"])
+attempt("ignored nothing", on_meta(llama), str(folder / "llama"), ignored_params=3)
 attempt("bad adapters", on_meta(llama), str(folder / "llama"), adapters=["a"])
 attempt("bad mesh", on_meta(llama), str(folder / "llama"), mesh=(3,))
 attempt("replicas of one shard", on_meta(llama), str(folder / "llama"), mesh=(2, 1), version=1)
@@ -162,7 +184,8 @@ report(cast=[
     all(torch.equal(whole(p), dict(one.named_parameters())[n].bfloat16()) for n, p in half.named_parameters()),
     str(half.model.rotary_emb.inv_freq.dtype),
 ])
-kept = wrap_fsdp_meta_safe(on_meta(llama), str(folder / "llama"), ignored=["model.embed_tokens", "*.o_proj.weight"])
+ignored = ["model.embed_tokens", "*.o_proj.weight"]
+kept = wrap_fsdp_meta_safe(on_meta(llama), str(folder / "llama"), ignored_params=ignored)
 report(ignored=[
     sorted(n for n, p in kept.named_parameters() if not isinstance(p, DTensor)),
     all(torch.equal(whole(p), dict(one.named_parameters())[n]) for n, p in kept.named_parameters()),
@@ -225,11 +248,17 @@ REFUSED = {
     "arguments": ("RanksDisagree", ["verify=structure", "verify=off"]),
     "other files": ("RanksDisagree", ["different checkpoints", "rank 1"]),
     "mismatch": ("CheckpointError", ["model.embed_tokens.weight", "[251, 60]", "[97, 60]"]),
+    "other values": ("ArgumentError|RankError", ["lm_head.weight: float32[251, 60]", "model.norm.weight", "2 param"]),
+    "other values 1": ("ArgumentError|RankError", ["pass prefer='source'", "pass prefer='model'"]),
+    "other values on rank 0": ("ArgumentError|RankError", ["model.norm.weight", "other values than the folder"]),
+    "prefer": ("RanksDisagree", ["prefer=model", "prefer=source"]),
+    "prefer what": ("ArgumentError", ["prefer='folder': pass 'source', 'model' or None"]),
+    "prefer nothing": ("ArgumentError", ["prefer='model' chooses between a folder and the model"]),
     "meta everywhere": ("CheckpointError|RankError", ["init_new", "model.embed_tokens.weight"]),
     "bad state": ("CheckpointError|RankError", ["model.norm.weight", "x: the model has no such tensor"]),
     "bad wrap": ("ArgumentError", ["NoSuchLayer"]),
     "bad ignored": ("ArgumentError", ["no.such"]),
-    "ignored nothing": ("ArgumentError", ["ignored=None"]),
+    "ignored nothing": ("ArgumentError", ["ignored_params=3"]),
     "bad adapters": ("ArgumentError", ["adapters=['a']"]),
     "replicas of one shard": ("ArgumentError", ["mesh=[2, 1]", "version=2"]),
     "state without values": (
@@ -285,6 +314,12 @@ def test_every_rank_refuses_soon_and_leaves_the_model_as_it_was(found: list[dict
         assert each["same"] or each["error"] is None
         for word in words:
             assert word in each["text"]
+
+
+def test_the_caller_says_whose_values_of_a_real_model_win(found: list[dict[str, Any]]) -> None:
+    for facts in found:
+        assert {label: each for label, (each, _) in facts["preferred"].items() if each != NOTHING} == {}
+    assert {label for label, (_, sent) in found[0]["preferred"].items() if sent} == {"model 2", "model 1"}
 
 
 def test_a_file_that_the_index_does_not_name_is_not_read(found: list[dict[str, Any]]) -> None:

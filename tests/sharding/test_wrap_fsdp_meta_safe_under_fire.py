@@ -21,7 +21,8 @@ transformers_logging.disable_progress_bar()
 from fsdp_cases import *
 from safe_loading import wrap_fsdp_meta_safe
 from safe_loading._ranks.exchange import Ranks
-from safe_loading._sharding import reading, scatter
+from safe_loading._model.layout import reading
+from safe_loading._sharding import scatter
 from torchrun import fork_ranks, held_store
 
 mine, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -66,7 +67,7 @@ def arm(kind, when, label):
 
     Ranks.together, Ranks.exchange = together, exchange
     if when.isdigit():
-        owner, method = {"read": (reading._OpenFiles, "fill"), "send": (scatter._ByteStream, "read"),
+        owner, method = {"read": (reading._OpenFiles, "_descriptor"), "send": (scatter._ByteStream, "read"),
                          "receive": (scatter._ByteStream, "write"), "group": (device_mesh, "new_group"),
                          "broadcast": (dist, "broadcast")}[label]
         real, count = getattr(owner, method), iter(range(10**6))

@@ -201,7 +201,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def accelerate_with_fsdp(case: Case) -> Any:
+def accelerate_with_fsdp(case: Case, **options: Any) -> Any:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
@@ -210,7 +210,7 @@ def accelerate_with_fsdp(case: Case) -> Any:
         state_dict_type=None if case.checkpoints == "none" else f"{case.checkpoints}_STATE_DICT",
         use_orig_params=True if case.version == 1 else None,
     )
-    return Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
+    return Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin, **options)
 
 
 def loop(case: Case, base: Path, folder: Path, *, road: str, steps: Iterator[int], save_at: int = -1) -> Any:

@@ -15,6 +15,7 @@ from safe_loading import (
     LoadReport,
     MemoryForecast,
     MemoryGuard,
+    MergeCheck,
     Transparent,
     Workload,
     WrapReport,
@@ -33,6 +34,7 @@ from safe_loading import (
     predict_memory,
     prepare_and_wrap,
     unwrap_transparent,
+    verify_merge,
     wrap_fsdp_meta_safe,
     wrap_transparent,
 )
@@ -40,10 +42,14 @@ from safe_loading import (
 assert_type(device_for_rank(), torch.device)
 assert_type(device_for_rank(3), torch.device)
 
-model = load_peft_on_rank("adapter", "base", device=0, dtype="auto")
+model = load_peft_on_rank("base", "adapter", device=0, dtype="auto")
 assert_type(model, peft.PeftModel)
 assert_type(load_peft_on_rank({"a": "one", "b": "two"}, active="b", dtype=torch.float16), peft.PeftModel)
 load_peft_on_rank("adapter", dtype=16)  # expect-error: dtype is a torch.dtype or its name
+engine_names = load_peft_on_rank("adapter", torch_dtype="auto", device_map={"": 0}, attn_implementation="sdpa")
+assert_type(engine_names, peft.PeftModel)
+load_peft_on_rank("adapter", revision="main")  # expect-error: of the base, or of the adapter
+load_peft_on_rank("adapter", trust_remote_code="yes")  # expect-error: names of the engines have types too
 load_peft_on_rank("adapter", unknown=1)  # expect-error: every option is named
 
 report = load_adapter_on_rank(model, "adapter", "name", hotswap=True)
@@ -55,7 +61,7 @@ report.device = "cpu"  # expect-error: reports are frozen
 merged = merge_lora_inplace(model, adapter_names=["default"], scratch_bytes=1 << 20)
 assert_type(merged, torch.nn.Module)
 
-wrapped = wrap_fsdp_meta_safe(model, "folder", version=2, mesh=(2, 2), wrap=["layers.*"])
+wrapped = wrap_fsdp_meta_safe(model, "folder", version=2, mesh=(2, 2), auto_wrap_policy=["layers.*"])
 assert_type(wrapped, torch.nn.Module)
 assert_type(meta_model("folder", dtype=torch.bfloat16), torch.nn.Module)
 with load_at_prepare(verify="bytes", timeout=60) as nothing:
@@ -63,7 +69,10 @@ with load_at_prepare(verify="bytes", timeout=60) as nothing:
 written = merge_lora_checkpoint("base", ["one", "two"], "output", dtype=torch.bfloat16, max_shard_size="5GB")
 assert_type(written.bytes_written, int)
 assert_type(written.tensors[0].max_delta, float | None)
+merge_lora_checkpoint("base", "adapter", "output", torch_dtype="bfloat16", token=True, trust_remote_code=False)
 merge_lora_checkpoint("base", "adapter")  # expect-error: it says where it writes
+assert_type(verify_merge("base", ["one", "two"], "merged", adapter_weights=[0.5, 1.0]), MergeCheck)
+verify_merge("base", "adapter")  # expect-error: it says which folder is judged
 
 
 class Mine(Transparent):
@@ -103,6 +112,7 @@ assert_type(plan.node_crossings, int)
 assert_type(safe_loading.fewest_cards("base", "h100"), safe_loading.DeviceMapPlan)
 safe_loading.plan_device_map("base", {0: 1, 1: 1}, nodes=[[0], [1]])
 assert_type(safe_loading.limit_device_memory({0: "20GiB"}), dict[int, float])
+safe_loading.plan_device_map("base", torch_dtype=torch.bfloat16, no_split_module_classes=["LlamaDecoderLayer"])
 safe_loading.plan_device_map("base", unknown=1)  # expect-error: every option is named
 forecast = predict_memory("folder", Workload.train(4, 1024), inputs={"pixel_values": torch.empty(1)})
 assert_type(forecast, MemoryForecast)

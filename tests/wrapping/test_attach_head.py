@@ -25,6 +25,7 @@ from safe_loading import (
     attach_head,
     load_peft_on_rank,
     merge_lora_inplace,
+    prepare_and_wrap,
     wrap_transparent,
 )
 
@@ -82,7 +83,7 @@ def test_what_is_saved_is_loaded_by_peft_and_on_a_rank(tiny_llama: Path, tmp_pat
 
     for again in (
         PeftModel.from_pretrained(place(), str(tmp_path)),
-        load_peft_on_rank(tmp_path, place(), device="cpu"),
+        load_peft_on_rank(place(), tmp_path, device="cpu"),
         attach_head(
             PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tiny_llama), str(tmp_path)),
             "value_head",
@@ -105,7 +106,7 @@ def test_what_is_saved_is_loaded_by_peft_and_on_a_rank(tiny_llama: Path, tmp_pat
 def test_a_head_that_was_loaded_without_is_told_by_everyone(tiny_llama: Path, tmp_path: Path) -> None:
     trained(LlamaForCausalLM.from_pretrained(tiny_llama)).save_pretrained(tmp_path)
     with pytest.raises(AdapterError, match=r"call attach_head\(base, 'value_head', \.\.\.\)"):
-        load_peft_on_rank(tmp_path, tiny_llama, device="cpu")
+        load_peft_on_rank(tiny_llama, tmp_path, device="cpu")
     silent = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tiny_llama), str(tmp_path))
     with pytest.raises(WrapError, match=r"was saved with 'value_head' .*, which this model does not have"):
         wrap_transparent(silent, Count)
@@ -125,11 +126,11 @@ def test_a_head_of_several_layers_that_was_loaded_without_is_told(tiny_llama: Pa
     head = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 1))
     attach_head(peft_llama(), "value_head", head).save_pretrained(tmp_path)
     with pytest.raises(AdapterError) as refused:
-        load_peft_on_rank(tmp_path, tiny_llama, device="cpu")
+        load_peft_on_rank(tiny_llama, tmp_path, device="cpu")
     assert len(refused.value.problems) == str(refused.value).count("call attach_head(base, 'value_head', ...)") == 4
     like = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 1))
     base: Any = attach_head(AutoModelForCausalLM.from_pretrained(tiny_llama), "value_head", like)
-    model: Any = load_peft_on_rank(tmp_path, base)
+    model: Any = load_peft_on_rank(base, tmp_path)
     assert model.load_report.ok
     trained = load_file(tmp_path / "adapter_model.safetensors")["base_model.model.value_head.2.weight"]
     assert torch.equal(model.base_model.model.value_head.modules_to_save["default"][2].weight, trained)
@@ -281,3 +282,34 @@ def test_an_adapter_that_saves_no_modules_has_no_head() -> None:
     model.peft_config["default"] = PeftConfig(peft_type=PeftType.LORA)  # as some configs, without the field
     with pytest.raises(ArgumentError, match=r"^LORA adapters save no modules"):
         attach_head(model, "value_head", nn.Linear(32, 1))
+
+
+class Scaled(Transparent):
+    """Divides the logits by a temperature."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().__call__(*args, **kwargs)
+        out.loss = self.scale(out.logits).square().mean() + 0 * self.scale.value
+        return out
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_bare_parameter_is_trained_saved_and_loaded(at_once: bool, tmp_path: Path) -> None:
+    scale = nn.Parameter(torch.tensor(2.0))
+    if at_once:
+        model = prepare_and_wrap(llama(), lora(), Scaled, heads={"scale": scale}, gradient_checkpointing=False)
+    else:
+        model = wrap_transparent(attach_head(peft_llama(), "scale", scale), Scaled)
+    model(input_ids=TOKENS).loss.backward()
+    assert scale.grad is not None
+    assert any(parameter is scale for parameter in model.parameters())
+    with torch.no_grad():
+        scale.fill_(3.5)
+    model.save_pretrained(tmp_path)
+    zero = nn.Parameter(torch.zeros(()))
+    again: Any = PeftModel.from_pretrained(attach_head(llama(), "scale", zero), tmp_path)
+    assert again.scale.value.item() == 3.5
+    assert torch.equal(again.scale(torch.ones(2)), torch.full((2,), 3.5))
+    zero = nn.Parameter(torch.zeros(()))
+    late: Any = attach_head(PeftModel.from_pretrained(llama(), tmp_path), "scale", zero, source=tmp_path)
+    assert late.scale.value.item() == 3.5

@@ -156,6 +156,11 @@ WRAPS: dict[str, Case] = {
         "choose another name",
         lambda m: counted(attach_head(m, "value_head", linear())),
     ),
+    "a head of the end of other names": Case(
+        lambda m: attach_head(m, "proj", linear()),
+        "choose another name: 'proj_head' is free",
+        lambda m: counted(attach_head(m, "proj_head", linear())),
+    ),
     "a list of heads": Case(
         lambda m: attach_head(m, "value_head", nn.ModuleList([linear()])),
         "put it into a module with a forward",

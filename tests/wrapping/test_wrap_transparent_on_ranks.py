@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from torchrun import run_ranks
+from rank_server import RankServer
 
 SCRIPT = """
 import torch
@@ -92,8 +92,8 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, object]]:
-    return run_ranks(SCRIPT, 2, timeout=180).found
+def found(rank_server: RankServer) -> list[dict[str, object]]:
+    return rank_server.run(SCRIPT, 2, timeout=180).found
 
 
 @pytest.mark.parametrize("order", ["wrap first", "shard first"])

@@ -1,1 +1,1 @@
-"""What can be wrong with a model that is about to be trained: a module a group of checks."""
+"""Faults of a model that is about to be trained: a module for each group of checks."""

@@ -1,15 +1,17 @@
-"""The model that is audited: as a trainer sees it, and what it is inside its wrappers."""
+"""The audited model: as a trainer sees it, and inside its wrappers."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from safe_loading._core.engines import is_integrated
 from safe_loading._wrapping.wrap_order import HidingWrapper, find_wrappers, inside_engines
 
 
@@ -26,7 +28,7 @@ class AuditedModel:
 
     @functools.cached_property
     def outermost(self) -> torch.nn.Module:
-        """The model without what engines put around it, such as ``DistributedDataParallel``."""
+        """The model inside the modules of engines, such as ``DistributedDataParallel``."""
         return inside_engines(self.model)[1]
 
     @functools.cached_property
@@ -36,7 +38,7 @@ class AuditedModel:
 
     @functools.cached_property
     def engine_model(self) -> tuple[str, torch.nn.Module]:
-        """Path and module of the outermost model that trainers recognize; if there is none, what engines wrap."""
+        """Path and module of the outermost model that trainers recognize; if there is none, of `outermost`."""
         wrapper = next(iter(self.wrappers), None)
         inner = self.outermost if wrapper is None or wrapper.above is not None else wrapper.inside
         return next(path for path, module in self.model.named_modules() if module is inner), inner
@@ -50,6 +52,11 @@ class AuditedModel:
     def peft(self) -> PeftModel | None:
         """The ``PeftModel``, or None."""
         return self.inner if isinstance(self.inner, PeftModel) else None
+
+    @functools.cached_property
+    def adapted(self) -> PeftModel | PreTrainedModel | None:
+        """The ``PeftModel``, or the model into which transformers' own ``add_adapter`` put adapters, or None."""
+        return self.peft or (self.base if is_integrated(self.base) else None)
 
     @functools.cached_property
     def base(self) -> PreTrainedModel | None:
@@ -75,35 +82,46 @@ class AuditedModel:
         return dict(self.inner.named_parameters())
 
     @functools.cached_property
-    def saved(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that ``save_pretrained`` of the adapter writes, under the model's names."""
-        if self.peft is None:
-            return self.parameters
+    def saved_by(self) -> dict[str, dict[str, torch.nn.Parameter]]:
+        """The parameters that ``save_pretrained`` writes for each adapter by its name, under the model's names."""
+        if self.adapted is None:
+            return {}
         from peft import get_peft_model_state_dict
 
-        # matched by storage, because the keys that peft writes are not the model's names
-        with torch.no_grad():
-            state = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
-        storages = {value.untyped_storage()._cdata for value in state.values()}
-        return {n: p for n, p in self.parameters.items() if p.untyped_storage()._cdata in storages}
+        model: Any = self.adapted  # peft's type is of a PeftModel, and transformers calls it with a model of its own
+        saved = {}
+        for adapter in model.peft_config:
+            # matched by storage, because the keys that peft writes are not the model's names
+            with torch.no_grad():
+                state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+            storages = {value.untyped_storage()._cdata for value in state.values()}
+            saved[adapter] = {n: p for n, p in self.parameters.items() if p.untyped_storage()._cdata in storages}
+        return saved
+
+    @functools.cached_property
+    def saved(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that ``save_pretrained`` writes, of every adapter, under the model's names."""
+        if self.adapted is None:
+            return self.parameters
+        return {name: p for parameters in self.saved_by.values() for name, p in parameters.items()}
 
     @functools.cached_property
     def adapter_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that peft added, of every adapter."""
-        if self.peft is None:
+        if self.adapted is None:
             return {}
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
 
         # by what peft's layers declare; names such as "lora_" would miss the other tuners
         added: set[int] = set()
-        for module in self.peft.modules():
+        for module in self.adapted.modules():
             if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
                 continue
             for name in module.adapter_layer_names:
                 layers = getattr(module, name, None)
                 added.update(map(id, layers.parameters() if isinstance(layers, torch.nn.Module) else ()))
-        prompt_encoder = getattr(self.peft, "prompt_encoder", None)
+        prompt_encoder = getattr(self.adapted, "prompt_encoder", None)
         added.update(map(id, prompt_encoder.parameters() if prompt_encoder is not None else ()))
         return {name: parameter for name, parameter in self.parameters.items() if id(parameter) in added}
 

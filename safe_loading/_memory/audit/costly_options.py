@@ -1,4 +1,4 @@
-"""Checks of options of the model that cost memory in the step, each by what the step takes without it."""
+"""Checks of options of the model that cost memory in the step, each compared with the step without it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _configs(base: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def _saved_by(step: TracedStep, peak: int | None) -> int:
-    """Return what the step takes less with an option changed; 0 where the step has not its planned size."""
+    """Return the bytes that changing an option saves in the step; 0 where the step does not have its planned size."""
     return 0 if peak is None or not step.planned else max(0, step.peak_bytes - peak)
 
 

@@ -60,6 +60,30 @@ def check_contexts(audited: AuditedModel) -> Iterator[Finding]:
             )
 
 
+def check_data_parallel(audited: AuditedModel) -> Iterator[Finding]:
+    """Yield a finding for ``DataParallel``, by hand or as the Trainer puts it around a model on several GPUs."""
+    around = next((m for m in audited.model.modules() if isinstance(m, torch.nn.DataParallel)), None)
+    gpus = len(around.device_ids) if around is not None else _gpus_of(audited.training_arguments)
+    if around is None and gpus < 2:  # one GPU needs no copies
+        return
+    size = size_of(audited.model.parameters()) * max(0, gpus - 1)
+    message = (
+        f"DataParallel copies the whole model to {counted(gpus, 'GPU') if gpus else 'every GPU'} at each step and "
+        f"gathers the outputs on the first; what a forward pass keeps in self is lost with the copies, and quantized "
+        f"bases fail."
+    )
+    fix = (
+        "start a process for each GPU: torchrun --nproc-per-node=gpu, or CUDA_VISIBLE_DEVICES=0; without DataParallel."
+    )
+    yield Finding("SL136", "warning" if gpus > 1 else "info", type(audited.model).__name__, message, fix, size)
+
+
+def _gpus_of(arguments: object) -> int:
+    """Return over how many GPUs a Trainer would spread a model by itself."""
+    mode = getattr(getattr(arguments, "parallel_mode", None), "name", "")
+    return int(getattr(arguments, "n_gpu", 0)) if mode == "NOT_DISTRIBUTED" else 0
+
+
 def check_sharding(audited: AuditedModel) -> Iterator[Finding]:
     """Yield a finding when FSDP gathers (nearly) the whole model at once."""
     units = fsdp_units(audited.model)

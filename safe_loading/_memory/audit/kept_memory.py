@@ -10,6 +10,7 @@ from safe_loading._core.report import Finding, format_bytes
 
 from .audited_model import AuditedModel, size_of
 
+TEACHER_FIX = "teacher.requires_grad_(False).eval(), and run it under torch.no_grad()."
 _DEEPEST = 3  # containers inside one another
 
 
@@ -51,17 +52,20 @@ def check_second_base(audited: AuditedModel) -> Iterator[Finding]:
 
 
 def check_teachers(audited: AuditedModel) -> Iterator[Finding]:
-    """Yield a finding for each other model whose forward pass would build a graph."""
+    """Yield a finding for each other model that a trainer holds and whose forward pass would build a graph.
+
+    What a wrapper holds is decided by the step: a head of its own is trained, and may have no optimizer yet.
+    """
     optimized = {id(p) for group in getattr(audited.optimizer, "param_groups", ()) for p in group["params"]}
+    optimized |= {id(p) for p in audited.model.parameters()}
     for where, other in audited.others():
         trainable = [p for p in other.parameters() if p.requires_grad]
-        if trainable and not any(id(p) in optimized for p in trainable):
+        if where.startswith("trainer.") and trainable and not any(id(p) in optimized for p in trainable):
             message = (
                 f"{len(trainable)} of its parameters require gradients, but no optimizer has them: each forward pass "
                 f"outside torch.no_grad() keeps its activations, and backward allocates their gradients."
             )
-            fix = "teacher.requires_grad_(False).eval(), and run it under torch.no_grad()."
-            yield Finding("SL114", "error", where, message, fix, size_of(trainable))
+            yield Finding("SL114", "error", where, message, TEACHER_FIX, size_of(trainable))
 
 
 def _shapes(model: torch.nn.Module) -> set[tuple[int, ...]]:

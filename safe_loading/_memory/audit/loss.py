@@ -30,7 +30,7 @@ _READS = frozenset({"item", "tolist", "__int__", "__float__", "__index__"})
 
 @dataclasses.dataclass
 class TokenCountUse:
-    """What the model did with the number of tokens in a step."""
+    """The model's use of the number of tokens in a step."""
 
     passed: bool = False  # the model was called with it, and returned a loss
     used: bool = False  # something was computed with it

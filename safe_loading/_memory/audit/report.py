@@ -1,4 +1,4 @@
-"""``AuditReport``: what an audit found, as text, HTML, JSON, GitHub annotations and SARIF. Imports no torch."""
+"""``AuditReport``: the findings of an audit, as text, HTML, JSON, GitHub annotations and SARIF. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from safe_loading._core.report import Finding, Table, Verdict, format_bytes, text_table, to_json
 from safe_loading._memory.forecast.report import MemoryForecast
+from safe_loading.errors import printable
 
 _GITHUB = {"error": "error", "warning": "warning", "info": "notice"}
 _SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -16,7 +17,7 @@ _SARIF = {"error": "error", "warning": "warning", "info": "note"}
 
 @dataclass(frozen=True)
 class AuditReport(Verdict):
-    """What is wrong with a model that is about to be trained.
+    """The findings about a model that is about to be trained.
 
     Attributes:
         model: What was audited.
@@ -36,7 +37,7 @@ class AuditReport(Verdict):
 
     @property
     def bytes(self) -> int:
-        """The sum of what the findings cost; a tensor may be counted by several."""
+        """The bytes of all findings added up; a tensor may be counted by several."""
         return sum(finding.bytes for finding in self.findings)
 
     def _title(self) -> str:
@@ -49,13 +50,14 @@ class AuditReport(Verdict):
 
     def __str__(self) -> str:
         """Return the verdict, a paragraph for each finding, and the bytes by dtype."""
-        parts = [self._title()]
+        parts = [printable(self._title())]
         for finding in self.findings:
             cost = f" ({format_bytes(finding.bytes)})" if finding.bytes else ""
+            where, message = printable(finding.where, lines=False), printable(finding.message, lines=False)
             parts.append(
-                f"{finding.code} {finding.severity}{cost}: {finding.where}\n  {finding.message}\n  Fix: {finding.fix}"
+                f"{finding.code} {finding.severity}{cost}: {where}\n  {message}\n  Fix: {printable(finding.fix)}"
             )
-        parts += [f"Not checked: {reason}" for reason in self.skipped]
+        parts += [f"Not checked: {printable(reason)}" for reason in self.skipped]
         parts += [text_table(*table) for table in self._tables() if table.rows]
         return "\n\n".join([*parts, *([str(self.forecast)] if self.forecast is not None else [])])
 
@@ -71,7 +73,7 @@ class AuditReport(Verdict):
     def to_github(self) -> str:
         """Return a workflow command for each finding, which GitHub shows as an annotation."""
         return "\n".join(
-            f"::{_GITHUB[f.severity]} title={f.code} {_escaped(f.where)}::{_escaped(f'{f.message} Fix: {f.fix}')}"
+            f"::{_GITHUB[f.severity]} title={_property(f'{f.code} {f.where}')}::{_data(f'{f.message} Fix: {f.fix}')}"
             for f in self.findings
         )
 
@@ -82,8 +84,8 @@ class AuditReport(Verdict):
             {
                 "ruleId": finding.code,
                 "level": _SARIF[finding.severity],
-                "message": {"text": f"{finding.message} Fix: {finding.fix}"},
-                "locations": [{"logicalLocations": [{"fullyQualifiedName": finding.where}]}],
+                "message": {"text": printable(f"{finding.message} Fix: {finding.fix}")},
+                "locations": [{"logicalLocations": [{"fullyQualifiedName": printable(finding.where, lines=False)}]}],
                 "properties": {"bytes": finding.bytes},
             }
             for finding in self.findings
@@ -93,5 +95,12 @@ class AuditReport(Verdict):
         return to_json({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": runs})
 
 
-def _escaped(text: str) -> str:
-    return text.replace("%", "%25").replace("\n", "%0A").replace(":", "%3A").replace(",", "%2C")
+# As the runner reads them: actions/toolkit, escapeData and escapeProperty of core/src/command.ts.
+
+
+def _data(text: str) -> str:
+    return printable(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,4 +1,4 @@
-"""Checks on a traced step: the configuration says what was intended, the trace shows what happens."""
+"""Checks on a traced step: the configuration states the intention, the trace shows the outcome."""
 
 from __future__ import annotations
 
@@ -9,26 +9,33 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from safe_loading._core.report import Finding, counted, format_bytes
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.records import StepTrace
+from safe_loading._memory.trace.trace_error import FIX_FOR_DEVICES
 from safe_loading.errors import TraceError
 
-from .audited_model import AuditedModel
+from .audited_model import AuditedModel, size_of
+from .kept_memory import TEACHER_FIX
 from .loss import check_denominator
+from .modes import kept_in_eval
 from .traced_step import TracedStep
 from .wrappers import hides
 
 
 def check_step(step: TracedStep, workload: Workload) -> Iterator[Finding]:
-    """Yield findings about checkpointing, inputs of 8-bit layers, gradients, what outlives the step, and the loss."""
+    """Yield findings about checkpointing, inputs of 8-bit layers, gradients, surviving tensors, and the loss."""
     yield from _check_checkpointing(step, workload)
     yield from _check_8bit_inputs(step, workload)
     yield from _check_gradients(step.audited, step.trace)
+    yield from _check_teachers(step)
     yield from _check_survivors(step.trace)
     yield from check_denominator(step.audited, workload, step.token_count)
 
 
 def not_run(audited: AuditedModel, error: TraceError) -> Finding:
     """Return the finding for a step that could not be run, without which an audit says little."""
-    if any(parameter.requires_grad for parameter in audited.model.parameters()):
+    reason = str(error).removesuffix(f" {FIX_FOR_DEVICES}")
+    if reason != str(error):
+        fix = FIX_FOR_DEVICES
+    elif any(parameter.requires_grad for parameter in audited.model.parameters()):
         fix = "pass what the model needs in inputs=, or audit the model inside its wrapper."
     else:
         fix = "load the adapter with is_trainable=True, enable its layers, or call requires_grad_() on what is trained."
@@ -37,20 +44,16 @@ def not_run(audited: AuditedModel, error: TraceError) -> Finding:
         "error",
         type(audited.model).__name__,
         f"the step could not be run, so nothing is known of checkpointing, of gradients and of what outlives it: "
-        f"{error}",
+        f"{reason}",
         fix,
     )
 
 
-def _checkpointed_layers(audited: AuditedModel, trace: StepTrace) -> tuple[list[str], list[str]]:
+def _checkpointed_layers(step: TracedStep) -> tuple[list[str], list[str]]:
     """Return the layers that were recomputed, and all layers that ran."""
-    calls = trace.calls
-    layers = [
-        n for n, m in audited.outermost.named_modules() if isinstance(m, GradientCheckpointingLayer) and n in calls
-    ]
-    # a recomputation enters the layer itself again, or only the modules inside it
-    inside = {name: max((n for m, n in calls.items() if m.startswith(f"{name}.")), default=0) for name in layers}
-    return [name for name in layers if inside[name] > calls[name] or calls[name] > 1], layers
+    modules = step.audited.outermost.named_modules()
+    layers = [n for n, m in modules if isinstance(m, GradientCheckpointingLayer) and n in step.trace.calls]
+    return [name for name in layers if name in step.recomputed], layers
 
 
 def _wants_checkpointing(audited: AuditedModel, workload: Workload) -> bool:
@@ -60,7 +63,7 @@ def _wants_checkpointing(audited: AuditedModel, workload: Workload) -> bool:
 
 def _check_checkpointing(step: TracedStep, workload: Workload) -> Iterator[Finding]:
     audited = step.audited
-    recomputed, layers = _checkpointed_layers(audited, step.trace)
+    recomputed, layers = _checkpointed_layers(step)
     planned = _wants_checkpointing(audited, workload)
     switched_on = any(getattr(module, "gradient_checkpointing", False) for module in audited.model.modules())
     if not layers or len(recomputed) == len(layers) or not (switched_on or planned):
@@ -69,7 +72,10 @@ def _check_checkpointing(step: TracedStep, workload: Workload) -> Iterator[Findi
         return  # the trainer can switch it on, and will
     in_train_mode = all(audited.outermost.get_submodule(name).training for name in layers)
     cause = "the model is in eval mode"
-    if in_train_mode or audited.trainer is not None:
+    held = next((by for name, by in kept_in_eval(audited).items() if name in layers), None)
+    if held is not None:
+        cause = f"{held}.train() keeps it in eval mode"
+    elif in_train_mode or audited.trainer is not None:
         hiding = next((w for w in audited.wrappers if hides(audited, w, "gradient_checkpointing_enable")), None)
         cause = "the switch cannot be reached"
         if hiding is not None:
@@ -90,11 +96,11 @@ def _check_checkpointing(step: TracedStep, workload: Workload) -> Iterator[Findi
 
 
 def _check_8bit_inputs(step: TracedStep, workload: Workload) -> Iterator[Finding]:
-    """bitsandbytes keeps the input of an 8-bit layer on the graph's node, where checkpointing cannot drop it."""
+    """The engine keeps the input of an 8-bit layer on the graph's node, where checkpointing cannot drop it."""
     audited = step.audited
     if (getattr(audited.training_arguments, "gradient_checkpointing_kwargs", None) or {}).get("use_reentrant"):
         return
-    recomputed, layers = _checkpointed_layers(audited, step.trace)
+    recomputed, layers = _checkpointed_layers(step)
     around = layers if _wants_checkpointing(audited, workload) else recomputed
     kept_by = step.inputs_of_8bit
     inside = {name: kept for name, kept in kept_by.items() if any(name.startswith(f"{layer}.") for layer in around)}
@@ -120,6 +126,18 @@ def _check_gradients(audited: AuditedModel, trace: StepTrace) -> Iterator[Findin
             "detach(), a no_grad() or a branch that is never taken.",
             sum(p.nbytes for p in trainable.values()),
         )
+
+
+def _check_teachers(step: TracedStep) -> Iterator[Finding]:
+    """Yield a finding for each module of the wrapper that built a graph through which no gradient came back."""
+    for where, teacher in step.teachers.items():
+        trainable = [p for p in teacher.parameters() if p.requires_grad]
+        message = (
+            f"it runs in the step and builds a graph, but none of its {counted(len(trainable), 'parameter')} that "
+            f"{'requires' if len(trainable) == 1 else 'require'} gradients gets one: its activations are kept for "
+            f"nothing."
+        )
+        yield Finding("SL114", "error", where, message, TEACHER_FIX, size_of(trainable))
 
 
 def _check_survivors(trace: StepTrace) -> Iterator[Finding]:

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from safe_loading._core.interrupts import undone
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.cuda_paths import cuda_paths
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading._memory.trace.scan_kernels import scan_stand_ins
 from safe_loading._memory.trace.trace_step import trace_step
-from safe_loading._model.quantized.stand_ins import StandIn
+from safe_loading._model.formats.packed_linear import StandIn
 from safe_loading._model.snapshot import Snapshot
 from safe_loading.errors import TraceError
 
@@ -37,8 +39,10 @@ class TracedStep:
         planned: Whether the step has the size that was planned, so that differences in bytes mean something.
         inputs: What the model takes beside tokens.
         trace: The record of the step.
-        token_count: What the model did with the number of tokens.
+        token_count: The use that the model made of the number of tokens.
         inputs_of_8bit: What layers in 8 bits keep.
+        recomputed: The layers that ran again in the backward pass, whole or in part.
+        teachers: The modules beside the model in its wrapper that built a graph, and got no gradient.
     """
 
     audited: AuditedModel
@@ -48,6 +52,8 @@ class TracedStep:
     trace: StepTrace
     token_count: TokenCountUse
     inputs_of_8bit: LayerInputs
+    recomputed: set[str]
+    teachers: dict[str, torch.nn.Module]
 
     @property
     def peak_bytes(self) -> int:
@@ -62,13 +68,10 @@ class TracedStep:
 
     def peak_when(self, change: Callable[[], None]) -> int | None:
         """Return the peak after a change of the model's configuration, which is undone; None if it cannot be traced."""
-        snapshot = Snapshot(self.audited.model)
-        try:
+        with undone(Snapshot(self.audited.model).restore):
             change()
             with mode_kept(self.audited):
                 return _peak_or_none(self.audited.outermost, self.workload, self.inputs)
-        finally:
-            snapshot.restore()
 
 
 def trace_configured(
@@ -77,15 +80,22 @@ def trace_configured(
     """Run the step as the model is configured, or raise `TraceError`."""
     model = audited.outermost
     configured = workload.replace(gradient_checkpointing=False, optimizer="none")
-    with mode_kept(audited), watching_token_count(audited) as count, _inputs_of_8bit_layers(model) as kept:
+    with (
+        mode_kept(audited),
+        watching_token_count(audited) as count,
+        _inputs_of_8bit_layers(model) as kept,
+        _recomputed_layers(model) as recomputed,
+        _graphs_of_others(audited) as (built, reached),
+    ):
         trace = _trace(model, configured, inputs)
-    return TracedStep(audited, configured, planned, inputs, trace, count, kept)
+    teachers = {where: other for where, other in audited.others() if where in built - reached}
+    return TracedStep(audited, configured, planned, inputs, trace, count, kept, recomputed, teachers)
 
 
 def peaks_of_wrapped(
     audited: AuditedModel, workload: Workload, inputs: Mapping[str, torch.Tensor] | None
 ) -> tuple[int, int] | None:
-    """Return what `TracedStep` would have for its two peaks where a wrapper's own forward cannot be traced.
+    """Return `TracedStep`'s `peak_bytes` and `peak_when_right` where a wrapper's own forward cannot be traced.
 
     The model inside it is traced then, as it is configured.
     """
@@ -121,9 +131,8 @@ def mode_kept(audited: AuditedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_right_order(audited: AuditedModel) -> Iterator[torch.nn.Module]:
-    """Yield the model without the wrappers around it and inside it; afterwards it is what it was."""
-    snapshot = Snapshot(audited.model)
-    try:
+    """Yield the model without the wrappers around it and inside it; afterwards it is restored."""
+    with undone(Snapshot(audited.model).restore):
         for wrapper in audited.wrappers:
             for module in audited.model.modules():
                 for name, child in module._modules.items():
@@ -133,8 +142,6 @@ def _in_right_order(audited: AuditedModel) -> Iterator[torch.nn.Module]:
                 vars(wrapper.above)["config"] = wrapper.inside.config
         _prepare_as_peft(audited)
         yield audited.inner
-    finally:
-        snapshot.restore()
 
 
 def _prepare_as_peft(audited: AuditedModel) -> None:
@@ -179,6 +186,58 @@ def _inputs_of_8bit_layers(model: torch.nn.Module) -> Iterator[LayerInputs]:
     ]
     try:
         yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _recomputed_layers(model: torch.nn.Module) -> Iterator[set[str]]:
+    """Record the layers that run in the backward pass; in a forward pass an encoder may well run twice."""
+    recomputed: set[str] = set()
+
+    def record(name: str, _: torch.nn.Module, __: tuple[object, ...]) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            recomputed.add(name)
+
+    # a recomputation enters the layer itself again, or only the modules inside it
+    handles = [
+        module.register_forward_pre_hook(partial(record, name))
+        for name, layer in model.named_modules()
+        if isinstance(layer, GradientCheckpointingLayer)
+        for module in layer.modules()
+    ]
+    try:
+        yield recomputed
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _graphs_of_others(audited: AuditedModel) -> Iterator[tuple[set[str], set[str]]]:
+    """Record which modules beside the model in its wrapper build a graph, and which of them a gradient reaches."""
+    built: set[str] = set()
+    reached: set[str] = set()
+
+    def record(where: str, module: torch.nn.Module, *_: object) -> None:
+        # not in a recomputation: without the graph of the forward pass there would be none
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad:
+                built.add(where)
+                parameter.register_hook(lambda _: reached.add(where))  # type: ignore[no-untyped-call]  # of torch
+
+    # a child may be a list of modules, or be used by its parts, so that its own forward never runs
+    handles = [
+        module.register_forward_pre_hook(partial(record, where))
+        for where, other in audited.others()
+        if where.startswith("model.")
+        for module in other.modules()
+    ]
+    try:
+        yield built, reached
     finally:
         for handle in handles:
             handle.remove()

@@ -1,12 +1,13 @@
-"""Checks of what is trained, what is saved, and what the optimizer holds."""
+"""Checks of the trained parameters, the saved ones, and the optimizer's."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 
-from safe_loading._core.report import Finding, counted, format_bytes
+from safe_loading._core.report import Finding, Severity, counted, format_bytes
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 from safe_loading._wrapping.heads import missing_heads
 
@@ -16,8 +17,8 @@ _MOST_NAMES = 3
 
 
 def check_trainable(audited: AuditedModel) -> Iterator[Finding]:
-    """Yield findings where what is trained, what the adapter is, and what is saved differ."""
-    if audited.peft is None or not audited.training:
+    """Yield findings where the trained parameters, the adapter's, and the saved ones differ."""
+    if audited.adapted is None or not audited.training:
         return
     adapter = audited.adapter_parameters
     base = {name: p for name, p in audited.parameters.items() if name not in adapter}
@@ -35,7 +36,7 @@ def check_trainable(audited: AuditedModel) -> Iterator[Finding]:
         found = counted(len(trainable), "parameter outside the adapter is", "parameters outside the adapter are")
         message = f"{found} trainable."
         fix = "freeze them, or name them in modules_to_save so that they are saved with the adapter."
-        yield Finding("SL103", "warning", _first_names(trainable), message, fix, 3 * size_of(trainable.values()))
+        yield Finding("SL103", "warning", first_names(trainable), message, fix, 3 * size_of(trainable.values()))
     yield from _check_saved(audited)
 
 
@@ -46,14 +47,18 @@ def _check_saved(audited: AuditedModel) -> Iterator[Finding]:
         found = counted(len(unsaved), "trained parameter")
         message = f"save_pretrained of the adapter does not write {found}."
         fix = "name their modules in modules_to_save, or attach new heads with attach_head."
-        yield Finding("SL104", "error", _first_names(unsaved), message, fix, size_of(unsaved.values()))
-    untrained = {name: p for name, p in saved.items() if not p.requires_grad}
+        yield Finding("SL104", "error", first_names(unsaved), message, fix, size_of(unsaved.values()))
+    # an adapter that is not active rests on purpose: a reference, or the other one of two that take turns
+    active: Any = getattr(audited.adapted, "active_adapters", [])  # a property of peft, and a method of transformers
+    active = active() if callable(active) else active
+    used = {name: p for adapter in active for name, p in audited.saved_by.get(adapter, {}).items()}
+    untrained = {name: p for name, p in used.items() if not p.requires_grad}
     if untrained:
         message = (
             f"{counted(len(untrained), 'parameter is', 'parameters are')} saved with the adapter, but not trained."
         )
         fix = "load the adapter with is_trainable=True, and make it the active one before training."
-        yield Finding("SL105", "warning", _first_names(untrained), message, fix, size_of(untrained.values()))
+        yield Finding("SL105", "warning", first_names(untrained), message, fix, size_of(untrained.values()))
 
 
 def check_heads(audited: AuditedModel) -> Iterator[Finding]:
@@ -71,9 +76,13 @@ def check_outside(audited: AuditedModel) -> Iterator[Finding]:
     outside = {n: p for n, p in audited.model.named_parameters() if p.requires_grad and id(p) not in inside}
     if outside:
         trained = counted(len(outside), "trained parameter")
-        message = f"nothing saves {trained} around the {type(audited.inner).__name__}."
+        message = f"save_pretrained of the {type(audited.inner).__name__} does not write {trained} around it"
+        severity: Severity = "error"
+        if audited.trainer is not None:
+            message += f"; the Trainer does, in a state dict that fits a {type(audited.outermost).__name__} only"
+            severity = "warning"
         fix = "attach them to the model with attach_head."
-        yield Finding("SL104", "error", _first_names(outside), message, fix, size_of(outside.values()))
+        yield Finding("SL104", severity, first_names(outside), f"{message}.", fix, size_of(outside.values()))
 
 
 def check_head(audited: AuditedModel) -> Iterator[Finding]:
@@ -116,9 +125,10 @@ def check_optimizer(audited: AuditedModel) -> Iterator[Finding]:
     if missing:
         message = f"{len(missing)} trainable parameters are not in the optimizer: they get gradients, but never change."
         fix = "make the optimizer after the model is complete, or freeze them."
-        yield Finding("SL118", "error", _first_names(missing), message, fix, size_of(missing.values()))
+        yield Finding("SL118", "error", first_names(missing), message, fix, size_of(missing.values()))
 
 
-def _first_names(names: Collection[str]) -> str:
+def first_names(names: Collection[str]) -> str:
+    """Return the first of some names, and the number of the others."""
     shown = sorted(names)[:_MOST_NAMES]
     return ", ".join(shown) + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import DTensor
 
+from safe_loading._core.interrupts import undone
 from safe_loading._model.snapshot import Snapshot
 
 
@@ -22,9 +23,8 @@ def unsharded(model: torch.nn.Module) -> Iterator[None]:
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         yield
         return
-    snapshot = Snapshot(model)
     whole: dict[int, torch.nn.Parameter] = {}
-    try:
+    with undone(Snapshot(model).restore):
         dtypes = _dtypes_of_computation(model)
         for name, module in model.named_modules():
             for key, parameter in module._parameters.items():
@@ -37,8 +37,6 @@ def unsharded(model: torch.nn.Module) -> Iterator[None]:
             if isinstance(module, FSDPModule):
                 _remove_hooks(module)
         yield
-    finally:
-        snapshot.restore()
 
 
 def _dtypes_of_computation(model: torch.nn.Module) -> dict[str, torch.dtype | None]:
@@ -67,8 +65,7 @@ def without_fsdp1(model: torch.nn.Module) -> Iterator[None]:
     if not units:
         yield
         return
-    snapshot = Snapshot(model)
-    try:
+    with undone(Snapshot(model).restore):
         for unit in units:
             flat = unit._flat_param
             if flat is not None:  # a unit without parameters of its own has none
@@ -79,8 +76,6 @@ def without_fsdp1(model: torch.nn.Module) -> Iterator[None]:
                 if isinstance(child, FullyShardedDataParallel):
                     module._modules[name] = child.module
         yield
-    finally:
-        snapshot.restore()
 
 
 def _take_apart(flat: FlatParameter, dtype: torch.dtype | None) -> None:

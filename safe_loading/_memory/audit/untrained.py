@@ -1,4 +1,4 @@
-"""Checks for what looks trained and is not: adapters that are off, frozen tokens, gradients that cannot be scaled."""
+"""Checks for parts that look trained and are not: disabled adapters, frozen tokens, gradients that cannot be scaled."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from collections.abc import Iterator, Sized
 from pathlib import Path
 
 import torch
+from peft import PeftModel
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from safe_loading._core.report import Finding
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
 
 from .audited_model import AuditedModel, size_of
+
+# The heads that peft trains and saves for a task, by their names in transformers.
+_TASKS = {"score": "SEQ_CLS", "classifier": "SEQ_CLS", "qa_outputs": "QUESTION_ANS"}
+_FEW = 8  # elements, of which no spread can be told
 
 
 def check_disabled(audited: AuditedModel) -> Iterator[Finding]:
@@ -31,6 +37,73 @@ def check_disabled(audited: AuditedModel) -> Iterator[Finding]:
             f"the adapter is {why} in {len(off)} of {len(layers)} layers, which run without it: nothing trains it."
         )
         yield Finding("SL127", "error", name, message, f"model.{undo} before training.", size_of(own.values()))
+
+
+def check_nested(audited: AuditedModel) -> Iterator[Finding]:
+    """Yield a finding for a PeftModel inside another: the adapter that was loaded is lost, and none loads again."""
+    nested = [path for path, m in audited.model.named_modules() if isinstance(m, PeftModel)]
+    inner = next((path for path in nested for outer in nested if path != outer and path.startswith(outer)), None)
+    if inner is None:
+        return
+    (outer, *_) = nested
+    message = (
+        "get_peft_model was called with a model that has an adapter: an adapter of the same name starts from new "
+        "values, and the keys of a checkpoint have the prefix twice, so that no load finds them."
+    )
+    fix = (
+        f"train the one that was loaded: model{f'.{inner}' if inner else ''}, or load it with is_trainable=True alone."
+    )
+    size = size_of(p for p in audited.model.get_submodule(outer).parameters() if p.requires_grad)
+    yield Finding("SL137", "error", inner, message, fix, size)
+
+
+def check_frozen_heads(audited: AuditedModel) -> Iterator[Finding]:
+    """Yield a finding for each head that is frozen with the values that it was made with, while others are trained."""
+    if not audited.training or not any(p.requires_grad for p in audited.model.parameters()):
+        return
+    for where, head, fix in _heads(audited):
+        parameters = [*head.parameters()]
+        if any(p.requires_grad for p in parameters) or not _as_made(head, audited.base):
+            continue
+        message = (
+            "it is frozen and has the values that it was made with: what is trained learns to suit a random head, "
+            "which no checkpoint of the adapter has."
+        )
+        yield Finding("SL135", "warning", where, message, fix, size_of(parameters))
+
+
+def _heads(audited: AuditedModel) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """Yield the heads of a task and the modules of wrappers, with the way to train each."""
+    for name, child in (
+        audited.base.named_children() if audited.base is not None and audited.adapted is not None else ()
+    ):
+        task = _TASKS.get(name)
+        if task is not None:
+            yield name, child, f"name the task, LoraConfig(task_type={task!r}), or modules_to_save=[{name!r}]."
+    for wrapper in audited.wrappers:
+        for name, child in wrapper.module.named_children():
+            others = {wrapper.inside, *wrapper.inside.modules()}
+            if not any(isinstance(m, (PreTrainedModel, PeftModel)) or m in others for m in child.modules()):
+                where = f"{wrapper.path}.{name}".lstrip(".")
+                yield where, child, f"attach it with attach_head, or call model.{where}.requires_grad_(True)."
+
+
+def _as_made(module: torch.nn.Module, base: PreTrainedModel | None) -> bool:
+    """Whether all linear layers of a module have values as torch or transformers draws them, or zeros."""
+    spread = getattr(getattr(base, "config", None), "initializer_range", None)
+    weights = [m.weight for m in module.modules() if isinstance(m, torch.nn.Linear)]
+    return bool(weights) and all(_is_drawn(weight.detach(), spread) for weight in weights)
+
+
+def _is_drawn(weight: torch.Tensor, spread: object) -> bool:
+    if isinstance(weight, DTensor) or weight.is_meta or not weight.is_floating_point() or weight.numel() < _FEW:
+        return False
+    values = weight.float()
+    bound, found, most = weight.shape[1] ** -0.5, float(values.std()), float(values.abs().max())
+    away = max(0.05, 4 / (2 * weight.numel()) ** 0.5)  # four standard errors of a standard deviation
+    uniform = most <= 1.01 * bound and abs(found * 3**0.5 / bound - 1) < away  # torch's own Linear
+    normal = isinstance(spread, float) and spread > 0 and abs(found / spread - 1) < away
+    return most == 0 or uniform or normal
 
 
 def check_tokens(audited: AuditedModel) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Checks of what a module around the model hides from trainers, which silently do something else then."""
+"""Checks of wrappers around the model that hide its attributes from trainers, which then silently act otherwise."""
 
 from __future__ import annotations
 
@@ -16,28 +16,34 @@ from .audited_model import AuditedModel, size_of
 
 @dataclass(frozen=True)
 class AttributeUse:
-    """An attribute of the model that an engine reads, and what happens when the model does not have it."""
+    """An attribute of the model that an engine reads, and the consequence when the model does not have it."""
 
     name: str
     read_by: str
     consequence: str
     costs_base: bool = False  # whether that costs another copy of the base, or its gathering
+    in_step: bool = False  # whether a step then runs otherwise, or not at all
 
 
+_PREPARATION = "peft.prepare_model_for_kbit_training"
 ATTRIBUTE_USES = (
-    AttributeUse("is_loaded_in_8bit", "peft.prepare_model_for_kbit_training", "checkpointing is not switched on"),
-    AttributeUse("is_loaded_in_4bit", "peft.prepare_model_for_kbit_training", "checkpointing is not switched on"),
+    AttributeUse("is_loaded_in_8bit", _PREPARATION, "checkpointing is not switched on", in_step=True),
+    AttributeUse("is_loaded_in_4bit", _PREPARATION, "checkpointing is not switched on", in_step=True),
     AttributeUse(
         "gradient_checkpointing_enable",
         "Trainer(gradient_checkpointing=True)",
-        "checkpointing fails, or stays switched off",
+        "train() raises AttributeError",
+        in_step=True,
     ),
-    AttributeUse("enable_input_require_grads", "peft and trl", "reentrant checkpointing gives no gradients"),
+    AttributeUse(
+        "enable_input_require_grads", "peft and trl", "reentrant checkpointing gives no gradients", in_step=True
+    ),
     AttributeUse(
         "hf_device_map",
         "Trainer and accelerate.prepare",
         "the model is moved to one device, or replicated",
         costs_base=True,
+        in_step=True,
     ),
     AttributeUse("_no_split_modules", "FSDP's auto_wrap_policy", "the whole model becomes one unit", costs_base=True),
     AttributeUse(
@@ -62,16 +68,20 @@ _OF_THE_ADAPTER = frozenset({"peft_config", "save_pretrained"})  # a PeftModel a
 
 
 def check_wrappers(audited: AuditedModel, peaks: tuple[int, int] | None) -> Iterator[Finding]:
-    """Yield one finding for each wrapper, with everything that it hides and what that costs.
+    """Yield one finding for each wrapper, with all attributes that it hides and their cost.
 
     `peaks` are those of the planned step, as the model is and in the right order with checkpointing; None where no step
     is planned or it cannot be traced, and then the bytes are those of the weights that are copied or saved needlessly.
+    Where the wrapper hands on all that a step needs, it is a warning: a larger checkpoint takes no memory of the step.
     """
     for wrapper in audited.wrappers:
         uses = [use for use in ATTRIBUTE_USES if _matters(wrapper, use) and hides(audited, wrapper, use.name)]
         where = f"{wrapper.path} ({wrapper.classes[0]})" if wrapper.path else wrapper.classes[0]
         if not uses:
             yield Finding("SL102", "error", where, _message(wrapper, uses, ""), _fix(wrapper))
+            continue
+        if not any(use.in_step for use in uses):
+            yield Finding("SL101", "warning", where, _message(wrapper, uses, ""), _fix(wrapper))
             continue
         size = size_of(wrapper.inside.parameters()) if any(use.costs_base for use in uses) else 0
         cost = ""
@@ -112,6 +122,12 @@ def _message(wrapper: HidingWrapper, uses: Iterable[AttributeUse], cost: str) ->
 
 
 def _fix(wrapper: HidingWrapper) -> str:
+    if wrapper.several:
+        return (
+            f"make one model of all: derive {wrapper.classes[0]} from PreTrainedModel, call super().__init__(config) "
+            f"with the config of one of them, set supports_gradient_checkpointing = _supports_sdpa = True in it, and "
+            f"call get_peft_model on the whole: peft and trainers then reach each."
+        )
     start, lines = wrapper.right_order("Mixin")
     return (
         f"put the wrapper's code into the __call__ of a class Mixin(Transparent), start from the {start}, and write:\n"

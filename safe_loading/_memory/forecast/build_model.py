@@ -11,24 +11,35 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from safe_loading._checkpoint.hub import resolve, small_files
+from safe_loading._checkpoint.hub import HubOptions
+from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.paths import path_text
 from safe_loading._core.workload import Workload
 from safe_loading._loading.peft_config import read_peft_config
 from safe_loading._memory.trace.timeline import Loading, original_name
+from safe_loading._model.formats.format import AMPERE, TargetCard
+from safe_loading._model.formats.packed_linear import StandIn
+from safe_loading._model.layout.packed_modules import modules_in_folder
+from safe_loading._model.layout.ties import untie_as_in_folder
 from safe_loading._model.model_config import read_config
-from safe_loading._model.quantized.request import AMPERE, TargetCard
-from safe_loading._model.quantized.stand_ins import StandIn, stand_ins_of, unpacked_copies
-from safe_loading._model.quantized_meta_model import cast_for_training, quantized_meta_model
+from safe_loading._model.quantized.kbit_preparation import (
+    KbitPreparation,
+    cast_by_peft,
+    preparation_in_words,
+    prepare_base,
+)
+from safe_loading._model.quantized.stand_ins import stand_ins_of, unpacked_copies
+from safe_loading._model.quantized_meta_model import quantized_meta_model
 from safe_loading.errors import ArgumentError
 
+_ANYWHERE = HubOptions()
 ForecastSource = torch.nn.Module | PreTrainedConfig | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model, and what is assumed about it."""
+    """A model, and the assumptions about it."""
 
     model: torch.nn.Module  # on meta, unless it was passed as a module
     name: str  # what to call it
@@ -36,58 +47,55 @@ class Built:
     loading: Loading  # how the weights will come to the device
     notes: tuple[str, ...] = ()  # what was assumed, in sentences
     capability: tuple[int, int] = AMPERE  # of the card that it is for, where the caller named none
+    quantized: bool = False  # as made here, by any method
 
 
 def build(
     source: ForecastSource,
     workload: Workload,
     options: Mapping[str, Any],
-    prepare: bool,
+    preparation: KbitPreparation,
     card: TargetCard | None = None,
+    hub: HubOptions = _ANYWHERE,
 ) -> Built:
     """Return the model of a source, or raise `ArgumentError`.
 
-    The options are ``auto_class``, ``dtype``, ``attn_implementation``, ``trust_remote_code``, ``revision`` and
-    ``quantization_config``. `prepare` says whether ``prepare_model_for_kbit_training`` is applied to what is quantized
-    and trained.
+    The options are ``auto_class``, ``dtype``, ``attn_implementation``, ``trust_remote_code`` and
+    ``quantization_config``. `preparation` says who prepares what is in 4 or 8 bits and trained.
     """
     if isinstance(source, torch.nn.Module):
         superfluous = [name for name, value in options.items() if value not in (None, False)]
         if superfluous:
             raise ArgumentError(f"{superfluous} are for a config or a folder; this model is built already.")
+        hub.refuse_for(source)
         return Built(source, type(source).__name__, workload, Loading())
     if not isinstance(source, PreTrainedConfig):
-        folder = Path(path_text(source, "model_or_config")).expanduser()
-        if os.path.lexists(folder / ADAPTER_CONFIG):
-            source, workload = _adapted(folder, workload)
-    config = _config_of(source, options)
-    made = quantized_meta_model(config, card=card, **options)
+        asked = Path(path_text(source, "model")).expanduser()
+        if os.path.lexists(asked / ADAPTER_CONFIG):
+            source, workload = _adapted(asked, workload)
+    config, folder = _config_of(source, options, hub)
+    made = quantized_meta_model(config, card=card, folder=folder, by_headers=modules_in_folder, **options)
     model = made.model
     config_name = getattr(config, "_name_or_path", "") or config.model_type
     name = config_name if isinstance(source, PreTrainedConfig) else os.fspath(source)
-    notes = [f"{finding.message[:1].upper()}{finding.message[1:]}" for finding in made.findings]
-    if made.method != "bitsandbytes":
-        return Built(model, name, workload, Loading(), tuple(notes), made.capability)
-    recast = cast_for_training(model) if prepare and workload.kind == "train" else {}
-    if recast:
-        notes.append("What is not quantized is cast to float32, as prepare_model_for_kbit_training does.")
-    return Built(model, name, workload, _quantized_loading(stand_ins_of(model), recast), tuple(notes))
+    findings = [*made.findings, *untie_as_in_folder(model, folder)]
+    notes = [f"{finding.message[:1].upper()}{finding.message[1:]}" for finding in findings]
+    if not made.packs_on_device:
+        return Built(model, name, workload, Loading(), tuple(notes), made.capability, bool(made.method))
+    recast: dict[str, int] = {}
+    if workload.kind == "train":
+        recast = prepare_base(model, preparation)
+        notes.append(preparation_in_words(preparation))
+    loading = _quantized_loading(stand_ins_of(model), recast)
+    return Built(model, name, workload, loading, tuple(notes), quantized=True)
 
 
 def loading_of_layers(model: torch.nn.Module, stand_ins: Mapping[str, StandIn]) -> Loading:
-    """Return how the weights of a real model came to the device: as transformers loads what bitsandbytes quantizes.
+    """Return how a real model with packed layers was loaded: packed on the device, as transformers does.
 
-    The stand-ins for bitsandbytes' layers are by path; there is at least one.
+    The stand-ins for its packed layers are by path; there is at least one.
     """
-    dtype = getattr(getattr(model, "config", None), "dtype", None)
-    recast = {}
-    if dtype in (torch.float16, torch.bfloat16):
-        # what is in float32 though the config says 16 bits was cast by prepare_model_for_kbit_training
-        recast = {
-            original_name(name): parameter.nbytes // 2
-            for name, parameter in model.named_parameters()
-            if parameter.dtype == torch.float32 and not parameter.requires_grad
-        }
+    recast = {original_name(name): parameter.nbytes // 2 for name, parameter in cast_by_peft(model)}
     return _quantized_loading(stand_ins, recast)
 
 
@@ -105,9 +113,17 @@ def _adapted(folder: Path, workload: Workload) -> tuple[str, Workload]:
     return base, workload if workload.adapter is not None else workload.replace(adapter=os.fspath(folder))
 
 
-def _config_of(source: str | os.PathLike[str] | PreTrainedConfig, options: Mapping[str, Any]) -> PreTrainedConfig:
+def _config_of(
+    source: str | os.PathLike[str] | PreTrainedConfig, options: Mapping[str, Any], hub: HubOptions
+) -> tuple[PreTrainedConfig, ModelFolder | None]:
+    """Return a source's config and the folder that it is in: of a hub id its snapshot, with weights if it has them."""
     if isinstance(source, PreTrainedConfig):
-        return source
-    folder = resolve(source, small_files, revision=options["revision"]).folder
+        hub.refuse_for(source)
+        return source, None
+    opened = ModelFolder(hub.find(source))
     asked = [name for name, value in options.items() if value is not None]
-    return read_config(folder, trust_remote_code=options["trust_remote_code"], asked=asked)
+    config = read_config(
+        opened.path, trust_remote_code=options["trust_remote_code"], document=opened.config, asked=asked
+    )
+    opened.require_unchanged()  # transformers has read it again
+    return config, opened

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from safe_loading._core.bars import Mark, MemoryBar, draw_bars, in_words
-from safe_loading._core.cards import Card, card_text
-from safe_loading._core.report import Report, Table, format_bytes
+from safe_loading._core.cards import Card, card_text, sold_as
+from safe_loading._core.report import Report, Table, findings_text, format_bytes
 
 from .report import MemoryForecast, forecast_bar
 
@@ -61,7 +61,9 @@ class ForecastsOnCards(Report):
         return [*([row.label] if self.varied else []), *map(format_bytes, sizes), *answers]
 
     def _notes(self) -> list[str]:
-        return [f"The peak is reached in the {self.rows[-1].forecasts[0].peak_at}.", *self.rows[0].forecasts[0].notes]
+        peak = f"The peak is reached in the {self.rows[-1].forecasts[0].peak_at}."
+        found = findings_text(self.rows[-1].forecasts[0].findings)  # of the largest size
+        return [peak, *filter(None, map(sold_as, self.cards)), *self.rows[0].forecasts[0].notes, found]
 
     def _picture(self) -> str:
         return draw_bars(*self._bars(), inline=True)

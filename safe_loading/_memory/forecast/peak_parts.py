@@ -1,4 +1,4 @@
-"""What was alive at the peak of a traced step: by component, by module, and in words. Imports no torch."""
+"""The memory at the peak of a traced step: by component, by module, and in words. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def components_at_peak(trace: StepTrace, device: int | str, workspaces: int, all
 
 
 def modules_at_peak(trace: StepTrace, device: int | str) -> tuple[ModuleMemory, ...]:
-    """Return the modules down to the numbered ones, in the model's order, with what they hold at the peak."""
+    """Return the modules down to the numbered ones, in the model's order, with their bytes at the peak."""
     sizes: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])  # weights, training, activations
     for allocation in _alive_at_peak(trace, device):
         component = _COMPONENT_OF[allocation.component]

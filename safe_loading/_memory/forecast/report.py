@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from safe_loading._core.bars import MemoryBar, Segment, draw_bars, in_words
-from safe_loading._core.cards import CARDS
-from safe_loading._core.report import Report, Table, format_bytes
+from safe_loading._core.cards import CARDS, card_memory
+from safe_loading._core.report import Finding, Report, Table, findings_html, findings_text, format_bytes
+from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.allocator import replay
+from safe_loading.errors import ArgumentError
+
+from .vllm_share import largest_share
 
 MEANINGS = {
     "weights": "the base model's parameters and buffers",
@@ -24,6 +28,7 @@ MEANINGS = {
     "rounding": "blocks are multiples of 512 B; tails of large blocks",
 }
 COMPONENTS = tuple(MEANINGS)  # in the order of the tables and of the picture
+MODEL_IS_GONE = "This forecast does not know its model any more. Call predict_memory here."
 _USUAL_CARDS = ("t4", "rtx-4090", "a100-40gb", "l40s", "h100", "h200", "b200")  # one of each size that people have
 
 
@@ -50,12 +55,34 @@ class ModuleMemory:
 
 
 @dataclass(frozen=True)
+class Suggestion:
+    """One change to a step.
+
+    Attributes:
+        change: The arguments that change, as they are written.
+        cost: The price of the change.
+        forecast: The forecast of the changed step.
+        fits: Whether the changed step runs on the card.
+    """
+
+    change: str
+    cost: str
+    forecast: MemoryForecast
+    fits: bool
+
+    def facts(self) -> dict[str, object]:
+        """Return the change, its price and its total as JSON has them."""
+        total = self.forecast.total_bytes
+        return {"change": self.change, "cost": self.cost, "total_bytes": total, "fits": self.fits}
+
+
+@dataclass(frozen=True)
 class MemoryForecast(Report):
-    """What a step will take of one GPU. All sizes in bytes.
+    """The memory that a step will take on one GPU. All sizes in bytes.
 
     Attributes:
         model: What was forecast.
-        workload: The step, as the call that makes it.
+        workload: The step; its text is the call that makes it.
         allocated_peak_bytes: What ``torch.cuda.max_memory_allocated()`` will say.
         reserved_peak_bytes: What ``torch.cuda.max_memory_reserved()`` will say: the segments that the caching allocator
             takes from the driver for these allocations, in their order.
@@ -66,10 +93,11 @@ class MemoryForecast(Report):
         notes: What was assumed, in sentences.
         ranks: For a job over several ranks, the most bytes that are alive on each rank of a group, by its number. The
             forecast is that of the rank that takes the most.
+        findings: What is worth knowing about the step beside its memory; whether it fits is not among them.
     """
 
     model: str
-    workload: str
+    workload: Workload
     allocated_peak_bytes: int
     reserved_peak_bytes: int
     context_bytes: int
@@ -80,22 +108,65 @@ class MemoryForecast(Report):
     events: tuple[tuple[int, int], ...] = field(default=(), repr=False, compare=False)
     expandable_segments: bool = False
     ranks: Mapping[int, int] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    suggest: Callable[[MemoryForecast, int], tuple[Suggestion, ...]] | None = field(
+        default=None, repr=False, compare=False
+    )
+
+    @property
+    def batch_size(self) -> int:
+        """The rows of the workload's batch."""
+        return self.workload.batch_size
 
     @property
     def total_bytes(self) -> int:
-        """Reserved and context: what ``nvidia-smi`` will show for the process."""
+        """Reserved memory and context: the figure that ``nvidia-smi`` will show for the process."""
         return self.reserved_peak_bytes + self.context_bytes
 
-    def fits(self, memory: int) -> bool:
-        """Whether the step runs on a card of `memory` bytes.
+    def fits(self, max_memory: int | str) -> bool:
+        """Whether the step runs on a card with this memory: bytes, or text such as ``"24GB"`` or ``"h100"``.
 
         The allocator gives cached segments back before it fails, so a card may run a step whose `total_bytes` are
         more than it has. This replays the step's allocations with the memory of the card as their limit.
         """
-        limit = memory - self.context_bytes
+        limit = card_memory(max_memory, {}) - self.context_bytes
         if self.reserved_peak_bytes <= limit or self.allocated_peak_bytes > limit:
             return self.reserved_peak_bytes <= limit
         return replay(self.events, limit=limit, expandable_segments=self.expandable_segments).failed_at is None
+
+    def vllm_gpu_memory_utilization(self, max_memory: int | str) -> float:
+        """Return the largest ``gpu_memory_utilization`` of a vLLM that shares the card with this step, in hundredths.
+
+        vLLM takes that part of the whole card while the step runs, as in trl with ``vllm_mode="colocate"`` and without
+        its sleep mode. The next hundredth would be too much: the allocations are replayed with the memory that is left.
+        0.0 where the step leaves nothing.
+
+        Args:
+            max_memory: The memory of the card, as for `fits`.
+        """
+        return largest_share(self.fits, card_memory(max_memory, {}))
+
+    def suggestions(self, max_memory: int | str) -> tuple[Suggestion, ...]:
+        """Return changes with which the step takes less, each with its forecast, from the cheapest to the dearest.
+
+        They are another attention, checkpointing, rows in several micro-batches, 8-bit Adam, activations on the host,
+        a base in 4 bits, shorter rows, and FSDP2 over 2, 4 or 8 ranks, as far as each applies; of those with sizes the
+        first that fits. Where none is enough, the last one is several together. Each takes a forecast or a few, so they
+        are made when this is called.
+
+        Args:
+            max_memory: The memory of the card, as for `fits`.
+
+        Raises:
+            ArgumentError: The forecast was copied to another process, or its model is gone.
+        """
+        if self.suggest is None:
+            raise ArgumentError(MODEL_IS_GONE)
+        return self.suggest(self, card_memory(max_memory, {}))
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return all attributes but `suggest`, which holds functions and cannot be pickled."""
+        return {**self.__dict__, "suggest": None}
 
     def _title(self) -> str:
         return f"{self.model}, {self.workload}"
@@ -108,7 +179,10 @@ class MemoryForecast(Report):
         ]
 
     def _notes(self) -> list[str]:
-        return [f"The peak is reached in the {self.peak_at}.", *self.notes]
+        return [f"The peak is reached in the {self.peak_at}.", *self.notes, findings_text(self.findings)]
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + findings_html(self.findings)
 
     def _rows(self) -> list[tuple[str, int, str]]:
         parts = self.components
@@ -138,7 +212,9 @@ class MemoryForecast(Report):
         """Return all but the events, which are many."""
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.repr}
         del facts["expandable_segments"]
-        return {**facts, "total_bytes": self.total_bytes, "modules": [vars(module) for module in self.modules]}
+        facts |= {"workload": self.workload.facts(), "total_bytes": self.total_bytes}
+        lists = {"modules": self.modules, "findings": self.findings}
+        return {**facts, **{name: [vars(each) for each in listed] for name, listed in lists.items()}}
 
     def _repr_svg_(self) -> str:
         return draw_bars(self._bars(), title=self._title())

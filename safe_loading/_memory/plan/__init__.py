@@ -1,1 +1,1 @@
-"""A model's modules over devices: sizes, what may be split, and the exact partition of the chain under limits."""
+"""A model's modules over devices: sizes, units of placement, and the exact partition of the chain under limits."""

@@ -45,7 +45,7 @@ class Chain:
     peaks: tuple[npt.NDArray[np.int64], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Add up once what every interval is cut from.
+        """Precompute the prefix sums and range maxima from which the sizes of every interval are read.
 
         ``sums[i]`` are the resident bytes before group ``i``; ``peaks[k][i]`` is the largest transient of the ``2**k``
         groups from ``i`` on. There are no peaks where all transients are alike, as for weights alone.
@@ -65,7 +65,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class DeviceSlot:
-    """A device, its limit in bytes, and the bytes of what is on it before any group of the chain is."""
+    """A device, its limit in bytes, and the bytes on it before it takes any group of the chain."""
 
     limit: int
     resident: int = 0

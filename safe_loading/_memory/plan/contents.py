@@ -1,4 +1,4 @@
-"""What a device holds, in words: ``"embed_tokens, layers 0-34"``. Imports no torch."""
+"""The modules on a device, in words: ``"embed_tokens, layers 0-34"``. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each unit costs on its device, and what each device then holds: as counted, and as seen in a traced step."""
+"""The cost of each unit on its device, and the memory use of each device: as counted, and as seen in a traced step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Cost:
 
     @property
     def group(self) -> LayerGroup:
-        """What it is to the solver on a device."""
+        """The unit's sizes for the solver: resident and transient bytes on a device."""
         return LayerGroup(self.weights + self.buffers + self.cache + self.training, self.transient)
 
 
@@ -69,7 +69,7 @@ def unit_costs(units: Sequence[PlacementUnit], workload: Workload, trace: StepTr
 
 
 class _Timeline:
-    """Walks once through a step, and notes what was alive while each unit ran."""
+    """Walks once through a step, and notes the bytes that were alive while each unit ran."""
 
     def __init__(self, paths: Sequence[str], trace: StepTrace) -> None:
         self._paths = frozenset(paths)
@@ -108,7 +108,7 @@ def counted_uses(
     device_map: Mapping[str, Device],
     extra: Mapping[Device, int],
 ) -> list[DeviceUse]:
-    """Return what each device will hold by the costs of the units.
+    """Return the memory use of each device, counted from the costs of the units.
 
     `extra` is what a traced step needed beyond that, by device.
     """
@@ -153,7 +153,7 @@ def _take_away(
     sums: Mapping[Device, dict[str, int]],
     main: Device,
 ) -> None:
-    """Move what a unit has on a host from the main device to it, and note what passes through at once."""
+    """Move a unit's offloaded bytes from the main device to their host, and note the most that are staged at once."""
     leaves: dict[str, int] = {}
     for tensor in unit.tensors:
         home = device_of(tensor.names[0], device_map)
@@ -168,7 +168,7 @@ def _take_away(
 
 
 def reserved_uses(request: PlanRequest, trace: StepTrace, uses: Sequence[DeviceUse]) -> list[DeviceUse]:
-    """Return the same rows with what torch's allocator reserves on each accelerator for a load and three steps."""
+    """Return the same rows with torch's reserved memory on each accelerator for a load and three steps."""
     loading = Loading(warmed=True)  # as transformers does with a device map
     rows = []
     for use in uses:
@@ -180,7 +180,7 @@ def reserved_uses(request: PlanRequest, trace: StepTrace, uses: Sequence[DeviceU
 
 
 def traced_uses(request: PlanRequest, trace: StepTrace, uses: Sequence[DeviceUse]) -> list[DeviceUse]:
-    """Return the same rows with what the traced step had at each device's peak."""
+    """Return the same rows with the sizes at each device's peak in the traced step."""
     if request.workload.kind == "weights_only":
         return list(uses)
     rows = []

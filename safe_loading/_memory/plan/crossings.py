@@ -43,13 +43,13 @@ class Gap:
 class Leg(NamedTuple):
     """A device's stretch of the chain, which may end from `low` to `high` without another change of device."""
 
-    device: int  # its kind in ``Crossings``, its number in ``Search``
+    device: int  # its kind in ``Crossings``, its number in ``PartitionSearch``
     low: int
     high: int
 
 
 class _State(NamedTuple):
-    """What decides which changes are still to come."""
+    """The search state, on which the changes still to come depend."""
 
     used: Counts  # how many devices of each kind
     last_host: int  # the kind of the last device when something is pinned to it, or -1: to a gap all others are alike
@@ -67,7 +67,7 @@ class _Path(NamedTuple):
 
 
 class Crossings:
-    """A chain, the devices by kind, and what is pinned where.
+    """A chain, the devices by kind, and the pinned groups in its gaps.
 
     For each kind of device, `reaches` says how far one takes the chain from each start, `counts` how many there are,
     and `room` how many bytes of the chain one takes at most. `sums` are the bytes of the chain before each of its
@@ -135,7 +135,7 @@ class Crossings:
         return None
 
     def _change(self, one: int, other: int) -> int:
-        """Return what it costs to go on to another device, which may be of the same kind."""
+        """Return the cost of a change to another device, which may be of the same kind."""
         return 1 if self.nodes[one] == self.nodes[other] else 1 + BETWEEN_NODES
 
     def _inside(self, gap: Gap) -> int:
@@ -214,7 +214,7 @@ class Crossings:
         return None if middle is None else (*ends[0], *middle, *ends[1])
 
     def _unused(self, used: Counts) -> Iterator[tuple[int, Counts]]:
-        """Yield each kind of which a device is left, and what is used with it."""
+        """Yield each kind of which a device is left, and the counts of used devices with that one."""
         for kind, (own, count) in enumerate(zip(used, self.counts, strict=True)):
             if own < count and not self._is_later_twin(kind, used):
                 # in the caller's order, the devices before this one can no longer be used
@@ -238,7 +238,7 @@ class Crossings:
             yield stop, more
 
     def _owed(self, used: Counts, stop: int) -> int:
-        """Return the changes that are certain to come, since devices of what is pinned further on are used up."""
+        """Return how many changes are certain to come, since devices of groups pinned further on are used up."""
         owed = 0
         for at in (*self.inside, self.end):
             gap = self.gap_at.get(at)

@@ -1,4 +1,4 @@
-"""``DeviceMapPlan``: a device map that knows what each device will hold. Imports no torch."""
+"""``DeviceMapPlan``: a device map with the predicted memory use of each device. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from safe_loading._core.bars import MemoryBar, Segment, draw_bars, in_words
 from safe_loading._core.parse_size import UNLIMITED, Device
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, Table, Verdict, counted, format_bytes, text_table
+from safe_loading._core.workload import Workload
 from safe_loading.errors import ArgumentError
 
 from .contents import contents_of
@@ -25,7 +26,7 @@ _COMPONENTS = ("weights", "buffers", "kv_cache", "gradients", "activations", "st
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """What one device will hold at its fullest moment. All sizes in bytes.
+    """The memory use of one device at its fullest moment. All sizes in bytes.
 
     Attributes:
         device: The accelerator's index, ``"cpu"`` or ``"disk"``.
@@ -59,7 +60,7 @@ class DeviceUse:
 
     @property
     def free(self) -> int:
-        """What is left under the limit."""
+        """The bytes left under the limit."""
         return self.limit - self.used
 
     def component_bytes(self) -> tuple[int, ...]:
@@ -69,10 +70,10 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a plan knows besides its map."""
+    """The facts of a plan besides its map."""
 
     model: str  # its class
-    workload: str  # as text
+    workload: Workload  # its text is the call that makes it
     objective: str  # "balance" or "fill"
     offload: str  # "never", "cpu" or "disk"
     devices: tuple[DeviceUse, ...]  # those with a limit, in its order
@@ -107,12 +108,12 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
 
     @property
     def devices(self) -> tuple[DeviceUse, ...]:
-        """What each device will hold."""
+        """The predicted memory use of each device."""
         return self.facts.devices
 
     @property
     def findings(self) -> tuple[Finding, ...]:  # type: ignore[override]  # read from the facts, and never set
-        """What is worth knowing about the plan."""
+        """The findings about the plan."""
         return self.facts.findings
 
     @property
@@ -187,7 +188,7 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
         """
         from .device_memory import cap_devices, unplanned
 
-        training = self.facts.workload.startswith("Workload.train")
+        training = self.facts.workload.kind == "train"
         limits: dict[Device, int] = {}
         for use in self._running():
             if isinstance(use.device, int) and use.used:
@@ -223,11 +224,12 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
         return {stage.modules[0]: SplitPoint.BEGINNING for stage in self.stages()[1:]}
 
     def table(self) -> str:
-        """Return what each device will hold, as an aligned table."""
+        """Return the predicted memory use of each device, as an aligned table."""
         return text_table(*self._tables()[0])
 
     def _facts(self) -> Mapping[str, object]:
-        return {"device_map": dict(self), **dataclasses.asdict(self.facts)}
+        facts = dataclasses.asdict(dataclasses.replace(self.facts, workload=Workload.weights_only()))
+        return {"device_map": dict(self), **facts, "workload": self.facts.workload.facts()}
 
     def to_json(self) -> str:
         """Return the map, all facts and ``ok`` as a JSON object; :meth:`from_json` reads it back."""
@@ -244,8 +246,10 @@ class DeviceMapPlan(Verdict, dict[str, Device]):
             data: JsonObject = json.loads(text)
             device_map = data.pop("device_map")
             data.pop("ok", None)  # it follows from the findings
+            data.pop("schema", None)  # of the command line
             data["devices"] = tuple(DeviceUse(**use) for use in data["devices"])
             data["findings"] = tuple(Finding(**finding) for finding in data["findings"])
+            data["workload"] = Workload.from_facts(data["workload"])
             return DeviceMapPlan(device_map, Facts(**data))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArgumentError(f"This is not a plan that to_json() wrote: {type(error).__name__}: {error}.") from error

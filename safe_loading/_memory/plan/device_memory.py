@@ -1,4 +1,4 @@
-"""What is free now on each device, without making a context anywhere, and a cap of this process on each."""
+"""The free memory of each device, read without making a context anywhere, and a cap of this process on each."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ and from driver to driver; ``overhead=`` of ``plan_device_map`` replaces it."""
 ROUNDING = 22 * MiB
 """What the allocator of CUDA reserves beyond what is asked for, at the least: a segment of 2 MiB (kSmallBuffer) and one
 of 20 MiB (kLargeBuffer) in torch's c10/core/AllocatorConfig.h. Fragmentation may take more."""
+
+_V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
+_GROUPS = (  # the limit, the use and the statistics of this process's control group, in either version, if it has one
+    (_V2 / "memory.max", _V2 / "memory.current", _V2 / "memory.stat"),
+    (_V1 / "memory.limit_in_bytes", _V1 / "memory.usage_in_bytes", _V1 / "memory.stat"),
+)
 
 
 def accelerator() -> str:
@@ -64,7 +70,24 @@ def capability_here() -> tuple[int, int] | None:
 
 
 def free_host() -> int:
-    """Return the bytes of host memory that can be had without swapping."""
+    """Return the bytes of host memory that this process can have without swapping, and within its container's limit."""
+    left = [_free_in_group(*files) for files in _GROUPS]
+    return min([_free_of_machine(), *(size for size in left if size is not None)])
+
+
+def _free_in_group(limit: Path, used: Path, statistics: Path) -> int | None:
+    """Return the bytes that a control group may still take; pages that the kernel takes back count as free."""
+    try:
+        most = limit.read_text().strip()
+        if not most.isdigit():  # "max"
+            return None
+        pages = re.search(r"^(?:total_)?inactive_file (\d+)$", statistics.read_text(), re.MULTILINE)
+        return max(0, int(most) - int(used.read_text()) + (int(pages[1]) if pages else 0))
+    except (OSError, ValueError):
+        return None
+
+
+def _free_of_machine() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -98,7 +121,7 @@ def in_process_order(rows: Sequence[tuple[str, ...]], environ: Mapping[str, str]
 
 
 def _total(kind: str, index: int) -> int | None:
-    """Return the memory of a device, for where nothing tells what others use of it; None when that is unknown, too."""
+    """Return the total memory of a device, where its free memory cannot be read; None when that is unknown, too."""
     properties = getattr(getattr(torch, kind, None), "get_device_properties", None)
     if properties is None:
         return None
@@ -109,7 +132,7 @@ def _total(kind: str, index: int) -> int | None:
 
 
 def unplanned(index: int, *, training: bool) -> int:
-    """Return what the allocator may reserve beyond a plan's tensors: a segment of each kind, and cuBLAS's scratch.
+    """Return the bytes that may be reserved beyond a plan's tensors: a segment of each kind, and cuBLAS's scratch.
 
     Makes no context.
     """

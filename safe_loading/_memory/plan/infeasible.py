@@ -1,11 +1,11 @@
-"""Why there is no plan: what is missing, where, and the smallest change that would do."""
+"""Why there is no plan: the missing bytes, their device, and the smallest change that would do."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from safe_loading._core.parse_size import UNLIMITED, Device
+from safe_loading._core.parse_size import UNLIMITED, Device, forgotten_unit
 from safe_loading._core.report import format_bytes
 from safe_loading.errors import DeviceMapInfeasible
 
@@ -16,7 +16,6 @@ from .request import PlanRequest
 _T = TypeVar("_T", int, str)
 _MOST_GROUPS = 400  # for more groups the advice would take longer than the plan
 _MOST_KINDS = 4  # of cards, for the same reason
-_LEAST_MEANT = 4096  # bytes: a smaller limit is a number whose unit was forgotten
 _MOST_MAINS = 2  # cards that are tried as the one that runs what is offloaded
 
 
@@ -27,11 +26,14 @@ def infeasible(
     away: Sequence[Away],
     extra: Mapping[Device, int],
     merged: Sequence[str] = (),
+    temporaries: str = "",
+    changes: Sequence[str] = (),
 ) -> DeviceMapInfeasible:
     """Return the exception for a model, named by its class, that does not fit.
 
     The puzzle's limits are without the overhead. `extra` is what a traced step needed beyond the count; `merged` is
-    what stays together because an operation met tensors of two devices, in words.
+    what stays together because an operation met tensors of two devices, in words; `temporaries` the sentence of
+    :func:`most_temporaries`, and `changes` are calls that are known to fit.
     """
     running, refused_within = request.running, bool(puzzle.bounds)
     shortages = {}
@@ -41,7 +43,7 @@ def infeasible(
         shortages[running[number]] = missing + max(reserved - request.limits.get(running[number], 0), 0)
     device = min(shortages, key=lambda key: shortages[key])
     missing = shortages[device]
-    needs = sum(group.resident for group in puzzle.groups)
+    needs = sum(group.resident for group in (*puzzle.groups, *puzzle.occupied))
     there = sum(request.limits.get(key, 0) for key in running)
     enough = request.limits.get(device, 0) + missing
     sizes = {key: format_bytes(request.limits.get(key, 0)) for key in running}
@@ -62,9 +64,7 @@ def infeasible(
         f"{{{limits}}}, {format_bytes(there)} in all. Device {device!r} is {missing} bytes ({format_bytes(missing)}) "
         f"short: the smallest change to a single limit that makes it fit is max_memory[{device!r}] = {enough}."
     ]
-    largest = max(puzzle.groups, key=lambda group: group.resident, default=None)
-    if largest is not None and needs <= there:
-        sentences.append(f"No order of the devices works; the largest piece is {format_bytes(largest.resident)}.")
+    sentences.append(temporaries or (_largest_piece(puzzle) if needs <= there else ""))
     if merged:
         sentences.append(f"Kept on one device, because an operation there met tensors of two: {', '.join(merged)}.")
     if extra:
@@ -73,20 +73,34 @@ def infeasible(
         unproven = "That fewer cards more do not do" if not bounds else "That no smaller change does"
         unproven = "That nothing fits" if refused_within and needs <= there else unproven
         sentences.append(f"{unproven} is not proven: {'; '.join(sorted(puzzle.bounds))}.")
-    sentences += [_forgotten_unit(request), _by_offloading(request, puzzle, away)]
+    sentences += [forgotten_unit(map(request.limits.get, request.running)), _by_offloading(request, puzzle, away)]
     message = " ".join(filter(None, sentences)) + " Any one of these changes is enough:"
     return DeviceMapInfeasible(
-        message, problems, missing_bytes=missing, device=device, shortages=shortages, more_cards=more
+        message, [*problems, *changes], missing_bytes=missing, device=device, shortages=shortages, more_cards=more
     )
 
 
-def _forgotten_unit(request: PlanRequest) -> str:
-    forgotten = any(0 < request.limits.get(device, 0) < _LEAST_MEANT for device in request.running)
-    return 'A number without a unit is in bytes: write "16GB".' if forgotten else ""
+def _largest_piece(puzzle: Puzzle) -> str:
+    largest = max((group.resident for group in puzzle.groups), default=None)
+    return "" if largest is None else f"No order of the devices works; the largest piece is {format_bytes(largest)}."
+
+
+def most_temporaries(puzzle: Puzzle, paths: Sequence[str]) -> str:
+    """Return a sentence that names the unit with the most temporaries, if these decide; empty if they do not.
+
+    They decide where everything that stays allocated has a place. `paths` are those of the puzzle's groups.
+    """
+    if not puzzle.without_temporaries().fits():
+        return ""
+    size, path = max(zip((group.transient for group in puzzle.groups), paths, strict=True))
+    return (
+        f"What stays allocated fits, and temporaries decide: activations that live only while a block runs, up to "
+        f"{format_bytes(size)} at once in {path or 'the whole model'}."
+    )
 
 
 def unexplained(request: PlanRequest, name: str, puzzle: Puzzle) -> DeviceMapInfeasible:
-    """Return the exception without what would do, for searches that only ask whether a model fits."""
+    """Return the exception without a remedy, for searches that only ask whether a model fits."""
     proven = f" That nothing fits is not proven: {'; '.join(sorted(puzzle.bounds))}." if puzzle.bounds else ""
     return DeviceMapInfeasible(f"{name} for {request.workload!r} does not fit.{proven}")
 
@@ -154,7 +168,11 @@ def _by_offloading(request: PlanRequest, puzzle: Puzzle, away: Sequence[Away]) -
         return (
             f"Or pass offload='cpu', which would keep {most}{format_bytes(split.bytes)} on the host." if split else ""
         )
-    there = ", ".join(f"{host} {format_bytes(request.limits.get(host, 0))}" for host in request.hosts)
+    sizes = {host: request.limits.get(host, 0) for host in request.hosts}
+    unlimited = "without a limit"
+    there = ", ".join(
+        f"{host} {unlimited if size >= UNLIMITED else format_bytes(size)}" for host, size in sizes.items()
+    )
     search = OffloadPlan(puzzle, away, [UNLIMITED], "fill", request.main_of)
     split = search.solve()
     parts = "blocks, embeddings and heads" + (" and experts" if any(each.pieces for each in away) else "")

@@ -1,4 +1,4 @@
-"""Layer groups onto devices: the chain, and what must stay together wherever it stands in it. Imports no torch."""
+"""Layer groups onto devices: the chain, and groups that must stay together wherever they stand. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safe_loading._core.parse_size import UNLIMITED
 from .chain import Chain, DeviceSlot
 from .crossings import BETWEEN_NODES, MOST_CROSSING_STATES
 from .least_load import LeastLoads
-from .search import ChainStage, Objective, Search
+from .search import ChainStage, Objective, PartitionSearch
 
 MOST_PINNINGS = 512
 """Up to so many ways of pinning groups to devices are tried; beyond, the smallest groups go to one device together."""
@@ -26,7 +26,7 @@ PINNINGS = f"groups that share a device have over {MOST_PINNINGS} placements, an
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """What is placed as one: the bytes that it keeps on its device, and those that it needs only while it runs."""
+    """A group placed as one: the bytes that it keeps on its device, and those that it needs only while it runs."""
 
     resident: int
     transient: int = 0
@@ -112,7 +112,7 @@ class Puzzle:
         return placement
 
     def _cost(self, placement: GroupPlacement) -> int:
-        """Return what the crossings of a placement cost."""
+        """Return the cost of a placement's crossings."""
         if not self.nodes:
             return placement.crossings
         changes = ((a, b) for a, b in pairwise(placement.device_of) if a != b)
@@ -137,15 +137,15 @@ class Puzzle:
 
     def shortages(self) -> dict[int, int]:
         """Return for each device the least bytes which, added to its limit alone, make the groups fit."""
-        tables: dict[tuple[int, ...], tuple[Search, LeastLoads | None]] = {}
+        tables: dict[tuple[int, ...], tuple[PartitionSearch, LeastLoads | None]] = {}
         missing: dict[int, int] = {}
         for number in range(len(self.limits)):
             same = next((other for other in missing if self._kind(other) == self._kind(number)), None)
             missing[number] = self._shortage(number, tables) if same is None else missing[same]
         return missing
 
-    def _shortage(self, number: int, tables: dict[tuple[int, ...], tuple[Search, LeastLoads | None]]) -> int:
-        """Return the same for one device; ``tables`` has what was found for each pinning."""
+    def _shortage(self, number: int, tables: dict[tuple[int, ...], tuple[PartitionSearch, LeastLoads | None]]) -> int:
+        """Return the shortage of one device; ``tables`` caches the search and the least loads of each pinning."""
         limit, needed = self.limits[number], list[int]()
         for pinning in self._with_limit(number, UNLIMITED).pinnings:
             if pinning not in tables:
@@ -187,6 +187,12 @@ class Puzzle:
         nodes = () if len(limits) > len(self.limits) else self.nodes
         together = [*self.links, *(pin.members for pin in self.pins)]
         return Puzzle(self.groups, together, limits, occupied, nodes, self.bounds)
+
+    def without_temporaries(self) -> Puzzle:
+        """Return the same puzzle over resident bytes alone."""
+        groups, occupied = ([LayerGroup(group.resident) for group in each] for each in (self.groups, self.occupied))
+        together = [*self.links, *(pin.members for pin in self.pins)]
+        return Puzzle(groups, together, self.limits, occupied, self.nodes)
 
     def loads(self, placement: GroupPlacement) -> list[int]:
         """Return the bytes that each device needs."""
@@ -254,7 +260,7 @@ class Puzzle:
         own = [self.groups[member] for member in members]
         return _Pin(tuple(members), sum(group.resident for group in own), max(group.transient for group in own))
 
-    def _search(self, pinning: Sequence[int]) -> Search:
+    def _search(self, pinning: Sequence[int]) -> PartitionSearch:
         slots = []
         for number, limit in enumerate(self.limits):
             own = [pin for pin, host in zip(self.pins, pinning, strict=True) if host == number]
@@ -262,7 +268,7 @@ class Puzzle:
             transient = max([occupied.transient, *(pin.transient for pin in own)])
             slots.append(DeviceSlot(limit, occupied.resident + sum(pin.resident for pin in own), transient))
         pinned = [(at, [pinning[pin] for pin in pins]) for at, pins in self.pinned_at]
-        return Search(self.chain, slots, pinned, self.nodes, self.bounds)
+        return PartitionSearch(self.chain, slots, pinned, self.nodes, self.bounds)
 
     def _placement(self, stages: Sequence[ChainStage], pinning: Sequence[int]) -> GroupPlacement:
         device_of = [0] * len(self.groups)

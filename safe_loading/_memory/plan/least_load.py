@@ -1,4 +1,4 @@
-"""What one device has to take so that the others can take the rest of a chain. Exact; imports no torch.
+"""The least load of one device with which the others can take the rest of a chain. Exact; imports no torch.
 
 With a choice of the other devices in front of it and all the rest behind it, a device is left the groups between the
 place that those in front get to and the place from which those behind can go on. Two tables, over all choices of
@@ -17,7 +17,7 @@ from .chain import Chain, Counts, DeviceSlot, furthest_stops, kinds_with
 
 
 class LeastLoads:
-    """The tables of one chain and some devices by kind, of which `reaches` says how far one takes the chain."""
+    """The least loads of a chain's devices; `reaches` has, by device kind and start, the end of the groups that fit."""
 
     def __init__(self, chain: Chain, reaches: Sequence[Sequence[int]], counts: Counts) -> None:
         self.chain, self.counts, self.end = chain, counts, len(chain)

@@ -1,9 +1,9 @@
-"""What is worth knowing about a device map: what has no device, keys that name nothing, and what crosses."""
+"""Findings about a device map: units without a device, keys that name nothing, and crossings between devices."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -30,13 +30,12 @@ def not_proven_best(model: str, bounds: Iterable[str]) -> list[Finding]:
 def incomplete_map(
     model: torch.nn.Module, tree: ModuleTree, device_map: Mapping[str, Device]
 ) -> tuple[list[Finding], str]:
-    """Return errors for units that have no device and for keys that name nothing, and the first of them in few words.
+    """Return findings for units without a device and for keys that name nothing, and the first error in few words.
 
-    The engines pass over a key that names nothing, so that a mistyped one leaves its module where another key, or none,
-    puts it.
+    The engines pass over a key that names nothing. It is an error where a unit has no device, for then it may be the
+    mistyped name of that unit; else a warning, as maps written for another release of a model have such keys.
     """
     findings: list[Finding] = []
-    reasons: list[str] = []
     lost = [unit.path for unit in tree.units if device_of(unit.path, device_map) is None]
     if lost:
         message, fix = (
@@ -44,20 +43,25 @@ def incomplete_map(
             "name it in the map, or plan anew.",
         )
         findings.append(Finding("not-placed", "error", lost[0], message, fix))
-        reasons.append(f"no device for {lost[0]}")
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
     names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     names |= {without_peft_prefix(name) for name in names}
     for key in device_map:
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            fix = f"write {near[0]!r}, or remove the key." if near else "remove the key."
-            findings.append(
-                Finding("unknown-key", "error", key, "the model has no module or tensor of this name.", fix)
-            )
-            reasons.append(f"no module {key}")
-    return findings, "; ".join(reasons[:1])
+            near = _nearest_name(key, names)
+            fix = f"write {near!r}, or remove the key." if near else "remove the key."
+            message = "the model has no module or tensor of this name."
+            findings.append(Finding("unknown-key", "error" if lost else "warning", key, message, fix))
+    return findings, f"no device for {lost[0]}" if lost else ""
+
+
+def _nearest_name(key: str, names: Collection[str]) -> str | None:
+    """Return the name that a key most likely means: one that ends with it or that it ends with, else the most alike."""
+    same_end = [name for name in names if name and (f".{key}".endswith(f".{name}") or f".{name}".endswith(f".{key}"))]
+    if same_end:
+        return min(same_end, key=lambda name: (abs(len(name) - len(key)), name))
+    return next(iter(difflib.get_close_matches(key, names, n=1)), None)
 
 
 def count_crossings(tree: ModuleTree, device_map: Mapping[str, Device], node_of: Mapping[Device, int]) -> list[int]:
@@ -103,7 +107,7 @@ def moved_by_the_model(crossings: Iterable[Crossing]) -> Iterator[Finding]:
 
 
 def _running_devices(tree: ModuleTree, device_map: Mapping[str, Device]) -> list[Device]:
-    """Return the device that runs each unit; what is offloaded runs on the main one."""
+    """Return the device that runs each unit; offloaded units run on the main one."""
     main = execution_devices(device_map)[0]
     homes = [device_of(unit.path, device_map) for unit in tree.units]
     return [main if home is None or (home in HOST and home != main) else home for home in homes]

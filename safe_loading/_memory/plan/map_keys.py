@@ -41,7 +41,7 @@ def device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
 
 
 def execution_devices(device_map: Mapping[str, Device]) -> tuple[Device, ...]:
-    """Return the devices that compute, that first which runs what is offloaded: ``accelerate.dispatch_model``'s choice.
+    """Return the devices that compute, the one for offloaded modules first: ``accelerate.dispatch_model``'s choice.
 
     It takes the first element of a set, which for integers below 8 is the smallest; the set {2, 9} starts with 9.
     """

@@ -1,4 +1,4 @@
-"""What is placed as one: a layer, or a module outside the stacks, or a tensor that a split module holds itself.
+"""The units of placement: a layer, or a module outside the stacks, or a tensor that a split module holds itself.
 
 Each of these units has its tensors with their bytes, every tensor once, under all of its names.
 """
@@ -160,7 +160,7 @@ class _Cutter:
         self.classes, self.only_these, self.paths = classes, only_these, frozenset(paths)
 
     def cut(self, module: torch.nn.Module, path: str) -> Iterator[_Cut]:
-        """Yield what is placed as one inside a module that is split."""
+        """Yield the units of placement inside a module that is split."""
         prefix = f"{path}." if path else ""
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -196,7 +196,7 @@ class _Cutter:
 
 
 def _buffers_first(cuts: Iterable[_Cut]) -> list[_Cut]:
-    """Move what has buffers alone, such as rotary tables, before the siblings that it is computed for."""
+    """Move modules with buffers alone, such as rotary tables, before the siblings that they are computed for."""
     ordered: list[_Cut] = []
     for cut in cuts:
         if cut.module is not None and not any(True for _ in cut.module.parameters()):

@@ -1,4 +1,4 @@
-"""What leaves the accelerators when not all of it fits: what moves the fewest bytes per token. Imports no torch.
+"""Which groups leave the accelerators when not all fit: those that move the fewest bytes per token. Imports no torch.
 
 What is offloaded runs on the main device all the same: its caches stay there, and its weights pass through, module by
 module. So taking groups away from the devices puts a little of each on the main one.
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Away:
-    """What a group is when it is offloaded."""
+    """The sizes of a group when it is offloaded."""
 
     bytes: int  # its weights, on the host or the disk
     resident: int  # what stays on the main device: buffers, caches
@@ -57,7 +57,7 @@ class Away:
 
 @dataclass(frozen=True)
 class Split:
-    """Where each group goes, and what is offloaded."""
+    """The device or host of each group, with the offloaded bytes."""
 
     # The number of each group's device; ``len(limits)`` and on are the hosts. A group that leaves in part is on the
     # main device.
@@ -86,7 +86,7 @@ def offload(
 
 
 class OffloadPlan:
-    """Tries each accelerator as the main device, and each way of placing what is pinned.
+    """Tries each accelerator as the main device, and each placement of the pinned groups.
 
     With `most_mains` only so many are tried, those beside which the most memory may be used.
     """
@@ -129,7 +129,7 @@ class OffloadPlan:
         return None if best is None else replace(best, bounds=frozenset(self.bounds))
 
     def _room_beside(self, main: int) -> int:
-        """Return what may be used when this one is main, the most first; or 0, to leave the order as it is."""
+        """Return a main device's sort key: the most usable bytes first; or 0, to leave the order as it is."""
         return 0 if self.most_mains is None else -sum(self.puzzle.limits[number] for number in self._beside(main))
 
     def _mains(self) -> Iterator[int]:
@@ -164,7 +164,7 @@ class OffloadPlan:
     def _outcome(
         self, main: int, pinning: Sequence[int], bound: tuple[int, int] | None, *, splits: bool
     ) -> OffloadOutcome | None:
-        """Return what is best with this main device and these pins."""
+        """Return the best outcome with this main device and these pins."""
         pins = list(zip(self.puzzle.pins, pinning, strict=True))
         gone = [self.away[member] for pin, home in pins if home == _GONE for member in pin.members]
         slots = {}
@@ -193,7 +193,7 @@ class OffloadPlan:
         return outcome and outcome._replace(moved=outcome.moved + moved, stored=outcome.stored + stored)
 
     def _split(self, main: int, pinning: Sequence[int], outcome: OffloadOutcome) -> Split | None:
-        """Return the placement, evened out where that is asked for; None when the hosts cannot take what leaves."""
+        """Return the placement, evened out where that is asked for; None when the hosts lack room."""
         device_of = [0] * len(self.puzzle.groups)
         gone: list[tuple[int, ...]] = []  # groups that share a device, and so a host: they may be one tensor
         parts: list[Piece] = []
@@ -222,7 +222,7 @@ class OffloadPlan:
         return Split(tuple(device_of), outcome.stored, outcome.moved, outcome.crossings, single)
 
     def _even(self, gone: Sequence[int], main: int) -> list[int] | None:
-        """Return the devices of what stays as they are best for the objective, if that keeps the main device."""
+        """Return the devices with the remaining groups placed best for the objective, if that keeps the main device."""
         puzzle, lost = self.puzzle, frozenset(gone)
         stays = [group for group in range(len(self.away)) if group not in lost]
         number = {group: place for place, group in enumerate(stays)}
@@ -266,7 +266,7 @@ def _link(puzzle: Puzzle, members: Sequence[int], away: Sequence[Away], bounds: 
 def _without(
     resident: int, transient: int, pieces: Sequence[Piece], running: Sequence[int], numbers: tuple[int, ...]
 ) -> Choice:
-    """Return what a link is without some pieces; ``running`` is what the group of each needs while it runs."""
+    """Return the choice to offload some pieces of a link; ``running`` has the transient bytes of each piece's group."""
     own = [pieces[number] for number in numbers]
     stored = sum(piece.bytes for piece in own)
     needed = max(transient, *(running[number] + pieces[number].staging for number in numbers))

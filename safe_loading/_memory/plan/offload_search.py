@@ -110,7 +110,7 @@ class OffloadSearch:
         self._add_up()
 
     def _add_up(self) -> None:
-        """Add up from the end what the rest of the chain needs and could give up."""
+        """Add up, from the end of the chain, the bytes that its rest needs and could give up."""
         links = [step if isinstance(step, Link) else None for step in self.steps]
         ratios = {(saved, moved): moved / saved for link in links if link for saved, moved in link.atoms}
         self.ratios = sorted({*ratios.values()})
@@ -262,7 +262,7 @@ class OffloadSearch:
         yield from self._kept(self._without(gone, step.whole))
 
     def _homes(self, state: _OffloadState) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield the kinds of the devices that may take the next link, and what is used then."""
+        """Yield the kinds of the devices that may take the next link, and the counts of devices used then."""
         if state.kind != -1:
             yield state.kind, state.used
         for kind, own in enumerate(self.members):

@@ -1,4 +1,4 @@
-"""What each unit is when it is offloaded: its bytes on the host, and those that each token moves to the main device.
+"""The offloaded sizes of each unit: its bytes on the host, and those that each token moves to the main device.
 
 accelerate copies the weights of a module to the device for each of its calls. So a module moves its weights as often as
 it is called: an expert that is a module of its own only when a token is routed to it, and experts whose weights are one
@@ -29,7 +29,7 @@ _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "num_selected_expe
 
 
 class OffloadedUnits:
-    """Says of the units of a model what offloading them means."""
+    """Computes the offloaded sizes of a model's units."""
 
     def __init__(self, tree: ModuleTree, request: PlanRequest, trace: StepTrace | None) -> None:
         self._tree, self._request = tree, request
@@ -38,7 +38,7 @@ class OffloadedUnits:
         self._steps = calls.get("", 0)
 
     def away(self, costs: Sequence[Cost], whole: Collection[str] = ()) -> list[Away]:
-        """Return what each unit is when it is offloaded; those whose paths are in ``whole`` may not leave in part."""
+        """Return the offloaded sizes of each unit; units whose paths are in ``whole`` may not leave in part."""
         own = self._tree.own_tensors()
         return [
             # what the model itself holds never leaves: accelerate has it on the main device

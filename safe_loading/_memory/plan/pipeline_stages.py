@@ -23,7 +23,7 @@ class PlannedStage:
 
 
 def stages_of(device_map: Mapping[str, Device]) -> tuple[PlannedStage, ...]:
-    """Return the stages of a map whose keys stand in the order in which modules run; refuse what is no pipeline."""
+    """Return the stages of a map with its keys in the order in which modules run; refuse a map that is no pipeline."""
     runs: list[tuple[Device, list[str]]] = []
     for name, device in device_map.items():
         if not runs or runs[-1][0] != device:

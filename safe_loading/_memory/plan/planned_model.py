@@ -9,34 +9,43 @@ import torch
 from transformers import PreTrainedConfig
 
 from safe_loading._checkpoint.faults import raise_faults
-from safe_loading._checkpoint.hub import resolve, small_files
-from safe_loading._checkpoint.index import inspect_checkpoint
+from safe_loading._checkpoint.hub import HubOptions
+from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._core.report import Finding
-from safe_loading._model.meta_model import dtype_on_disk
+from safe_loading._model.formats.format import TargetCard
+from safe_loading._model.layout.packed_modules import modules_in_folder
+from safe_loading._model.layout.ties import untie_as_in_folder
 from safe_loading._model.model_config import read_config
-from safe_loading._model.quantized.request import TargetCard
-from safe_loading._model.quantized_meta_model import cast_for_training, quantized_meta_model
+from safe_loading._model.quantized.kbit_preparation import (
+    KbitPreparation,
+    check_preparation,
+    preparation_assumed,
+    prepare_base,
+)
+from safe_loading._model.quantized_meta_model import QuantizationConfig, quantized_meta_model
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
 ModelSource = str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
 # A folder with a config and no weights is enough for a plan; so is one whose weights are pickles, which stay unread.
 _NO_WEIGHTS = ("weights-missing", "pickle-only", "no-tensors")
+_ANYWHERE = HubOptions()
 
 
 def model_of(
     source: ModelSource,
     *,
     dtype: torch.dtype | str | None = None,
-    quantization_config: object = None,
-    auto_class: type | None = None,
+    quantization_config: QuantizationConfig = None,
+    auto_class: type | str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     card: TargetCard | None = None,
-    prepare: bool = False,
+    prepare_for_kbit: KbitPreparation | None = None,
+    hub: HubOptions = _ANYWHERE,
 ) -> tuple[torch.nn.Module, list[Finding]]:
-    """Return the model to plan for: the module itself, or one on meta that a config describes, and what to know of it.
+    """Return the model to plan for (the module itself, or one on meta built from a config) and the findings about it.
 
-    `prepare` says whether what bitsandbytes quantizes is cast as ``prepare_model_for_kbit_training`` does.
+    `prepare_for_kbit` names who prepares what is in 4 or 8 bits, where the card is one that trains.
 
     Raises `ArgumentError` when the config needs code of its repository or cannot be built, or an argument is for
     configs only; `CheckpointError` when the folder's weights are incomplete or damaged; `CheckpointNotFound` without a
@@ -47,15 +56,18 @@ def model_of(
         for name, value in asked.items():
             if value is not None:
                 raise ArgumentError(f"{name}= is for a config or a folder; this {type(source).__name__} has its own.")
+        hub.refuse_for(source)
         return source, []
-    config = config_of(source, trust_remote_code, attn_implementation)
+    config, folder = _config_and_folder(source, trust_remote_code, attn_implementation, hub)
     try:
         made = quantized_meta_model(
             config,
             quantization_config,
             card=card,
             auto_class=auto_class,
-            dtype=dtype if dtype is not None else getattr(config, "dtype", None) or dtype_on_disk(_folder(source)),
+            folder=folder,
+            by_headers=modules_in_folder,
+            dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
@@ -67,32 +79,39 @@ def model_of(
             f"The model of this config ({name}) cannot be built on meta: {type(error).__name__}: {error}. Pass the "
             f"module itself, or auto_class=."
         ) from error
-    if prepare and made.method == "bitsandbytes":
-        cast_for_training(made.model)
-    return made.model, list(made.findings)
+    findings = [*made.findings, *untie_as_in_folder(made.model, folder)]
+    if card is not None and card.trains and made.packs_on_device:
+        preparation = check_preparation(prepare_for_kbit)
+        prepare_base(made.model, preparation)
+        findings += [preparation_assumed(preparation)] if prepare_for_kbit is None else []
+    return made.model, findings
 
 
 def config_of(
-    source: str | os.PathLike[str] | PreTrainedConfig, trusted: bool, attn_implementation: str | None = None
+    source: str | os.PathLike[str] | PreTrainedConfig,
+    trusted: bool,
+    attn_implementation: str | None = None,
+    hub: HubOptions = _ANYWHERE,
 ) -> PreTrainedConfig:
     """Return the config that a source has; ``attn_implementation`` is the one that the caller asked for, if any."""
+    return _config_and_folder(source, trusted, attn_implementation, hub)[0]
+
+
+def _config_and_folder(
+    source: str | os.PathLike[str] | PreTrainedConfig, trusted: bool, attn_implementation: str | None, hub: HubOptions
+) -> tuple[PreTrainedConfig, ModelFolder | None]:
+    """Return a source's config and the folder that it is in: of a hub id its snapshot, with weights if it has them."""
     if isinstance(source, PreTrainedConfig):
-        return source
+        hub.refuse_for(source)
+        return source, None
     if not isinstance(source, (str, os.PathLike)):
         raise ArgumentError(f"model={source!r}: pass a hub id, a folder, a config of transformers, or a torch module.")
-    folder = resolve(source, small_files).folder
+    opened = ModelFolder(hub.find(source))
     asked = () if attn_implementation is None else ("attn_implementation",)
-    config = read_config(folder, trust_remote_code=trusted, asked=asked)
+    config = read_config(opened.path, trust_remote_code=trusted, document=opened.config, asked=asked)
     if Path(os.fspath(source)).expanduser().is_dir():
-        faults = [fault for fault in inspect_checkpoint(folder, kind="model")[1] if fault.severity == "error"]
+        faults = [fault for fault in opened.inspect_checkpoint(kind="model")[1] if fault.severity == "error"]
         if any(fault.code not in _NO_WEIGHTS for fault in faults):
-            raise_faults(folder, faults)
-    return config
-
-
-def _folder(source: ModelSource) -> Path | None:
-    """Return the folder of a source that is one."""
-    if isinstance(source, (PreTrainedConfig, torch.nn.Module)):
-        return None
-    folder = Path(os.fspath(source)).expanduser()
-    return folder if folder.is_dir() else None
+            raise_faults(opened.path, faults)
+    opened.require_unchanged()  # transformers has read the config again
+    return config, opened

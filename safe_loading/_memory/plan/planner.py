@@ -1,8 +1,10 @@
-"""The steps of a plan: cut, count, place, prove; and again when the proof finds what the count did not know."""
+"""The steps of a plan: cut, count, place, prove; and again when the proof finds needs that the count missed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from safe_loading._core.log import logger
@@ -11,12 +13,13 @@ from safe_loading._core.parse_size import HOST, Device, mixed_types, parse_devic
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.records import StepTrace
+from safe_loading._model.attention_names import attention_of
 from safe_loading._model.quantized.stand_ins import with_stand_ins
-from safe_loading.errors import ArgumentError, DeviceMapInfeasible, TraceError
+from safe_loading.errors import ArgumentError, DeviceMapInfeasible, SafeLoadingError, TraceError
 
 from .costs import Cost, counted_uses, reserved_uses, traced_uses, unit_costs
 from .device_map_plan import DeviceMapPlan, DeviceUse, Facts
-from .infeasible import infeasible, unexplained
+from .infeasible import infeasible, most_temporaries, unexplained
 from .layer_groups import LayerGroup, Puzzle
 from .map_findings import between_nodes, count_crossings, incomplete_map, moved_by_the_model, not_proven_best
 from .map_keys import collapse, device_of, execution_devices
@@ -49,17 +52,18 @@ class Planner:
         self.alone: StepTrace | None = None  # the step on one device
         self.doubted = False  # whether a model that does not fit as counted was run once with wider limits
         self.bounds: frozenset[str] = frozenset()  # where the search for the placement did not try every way
-        self.refusal: DeviceMapInfeasible | None = None  # the error for when it does not fit as it runs either
+        # makes the error for when it does not fit as it runs either
+        self.refusal: Callable[[], DeviceMapInfeasible] | None = None
         self.reason = "" if request.verify else "verify=False"  # why the plan is not verified; empty when it is
 
     def plan(self) -> DeviceMapPlan:
         """Return the plan, or raise `DeviceMapInfeasible`, if there is none within the limits."""
-        # the kernels of bitsandbytes cannot be traced
+        # the kernels of quantized layers cannot be traced
         with with_stand_ins(self.request.model):
             return self._plan()
 
     def check(self, plan: DeviceMapPlan) -> Facts:
-        """Run the step with a map that may have been edited, and return what was seen."""
+        """Run the step with a map that may have been edited, and return the facts."""
         with with_stand_ins(self.request.model):
             return self._check(plan)
 
@@ -79,7 +83,7 @@ class Planner:
             merged = self._keep_together(trace, device_map, tree)
             over = not merged and self._note_excess(trace, uses)
             if over and self.refusal is not None:
-                raise self.refusal
+                raise self.refusal()
             uses = traced_uses(request, trace, uses)
             if not (merged or over or trace.problems):
                 return self._result(device_map, uses, tree, trace)
@@ -145,7 +149,7 @@ class Planner:
             return None
 
     def _place(self, tree: ModuleTree, costs: Sequence[Cost]) -> dict[str, Device]:
-        """Return the device map under the limits, less what is to be kept free and what a traced step needed more."""
+        """Return the device map under the limits, less the overhead and the bytes that a traced step needed more."""
         own, request = tree.own_tensors(), self.request
         if len(own) in (0, len(tree.units)):
             return collapse(self._placed(tree, costs))
@@ -159,7 +163,7 @@ class Planner:
         return collapse(found | dict.fromkeys(own, main))
 
     def _placed(self, tree: ModuleTree, costs: Sequence[Cost], *, own_on: Device | None = None) -> dict[str, Device]:
-        """Return the device of each unit, and of what leaves a unit in part.
+        """Return the device of each unit, and of the pieces of units that are offloaded in part.
 
         With `own_on` the tensors that the model itself holds are on that device beforehand.
         """
@@ -181,29 +185,23 @@ class Planner:
                 hosts = [request.limits.get(host, 0) for host in request.hosts]
                 split = offload(puzzle, away, hosts, request.objective, request.main_of)
             if split is None:
-                places = self._place_in_doubt(puzzle, away)
+                places = self._place_in_doubt(puzzle, away, [unit.path for unit in tree.units])
         self.bounds = frozenset(puzzle.bounds) if split is None else split.bounds
         devices = [*running, *request.hosts]
         if split is not None:
             return split_paths(tree, split, devices)
         return {unit.path: devices[place] for unit, place in zip(tree.units, places or (), strict=True)}
 
-    def _place_in_doubt(self, puzzle: Puzzle, away: Sequence[Away]) -> tuple[int, ...]:
-        """Return a placement for what does not fit as counted, but may fit as it runs.
+    def _place_in_doubt(self, puzzle: Puzzle, away: Sequence[Away], paths: Sequence[str]) -> tuple[int, ...]:
+        """Return a placement for a model that does not fit as counted, but may fit as it runs.
 
         The parts of a step have their peaks at different moments, so that what was counted may be too much. Once, a
         map for wider limits is tried: the traced step then says whether the real ones hold.
         """
         request = self.request
-        names = [module or "the whole model" for module in self.kept_whole]
-        names += [" with ".join(group) for group in self.kept_together]
-        self.refusal = (
-            infeasible(request, self.name, puzzle, away, self.extra, names)
-            if request.explains
-            else unexplained(request, self.name, puzzle)
-        )
+        self.refusal = functools.partial(self._refusal, puzzle, away, paths, dict(self.extra))
         if self.doubted or self.reason or request.workload.kind == "weights_only":
-            raise self.refusal
+            raise self.refusal()
         self.doubted = True
         # first with what earlier maps showed to be needed beyond the count, which need not hold for other maps
         for extra in (self.extra, {}) if self.extra else ({},):
@@ -213,10 +211,34 @@ class Planner:
             placement = puzzle.with_limits([max(limit, 0) for limit in wider]).solve()
             if placement is not None:
                 return placement.device_of
-        raise self.refusal
+        raise self.refusal()
+
+    def _refusal(
+        self, puzzle: Puzzle, away: Sequence[Away], paths: Sequence[str], extra: Mapping[Device, int]
+    ) -> DeviceMapInfeasible:
+        if not self.request.explains:
+            return unexplained(self.request, self.name, puzzle)
+        names = [module or "the whole model" for module in self.kept_whole]
+        names += [" with ".join(group) for group in self.kept_together]
+        decides = most_temporaries(puzzle, paths)
+        changes = [f'attn_implementation="{name}"' for name in (self._attention_that_fits() if decides else ())]
+        return infeasible(self.request, self.name, puzzle, away, extra, names, decides, changes)
+
+    def _attention_that_fits(self) -> Iterator[str]:
+        """Yield the first implementation of attention with which the model, built anew, has a plan."""
+        request = self.request
+        now = attention_of(request.model)
+        for name in ("sdpa", "flash_attention_2"):
+            if request.with_attention is None or name in now:
+                continue
+            with contextlib.suppress(SafeLoadingError):  # not for this class, or no plan either
+                other = replace(request, model=request.with_attention(name), explains=False, with_attention=None)
+                Planner(other).plan()
+                yield name
+                return
 
     def _keep_together(self, trace: StepTrace, device_map: Mapping[str, Device], tree: ModuleTree) -> bool:
-        """Keep together what an operation reads from two devices; return whether there was anything new.
+        """Keep together the units that an operation reads from two devices; return whether there were new ones.
 
         A layer stays whole. In a module that has a stack of layers only those units are joined that the tensors come
         from, two embeddings that are added, say; unless one comes from the stack, or from elsewhere.
@@ -255,7 +277,7 @@ class Planner:
         return [Finding("cross-device", "error", p.module or self.name, str(p), fix) for p in trace.problems]
 
     def _note_excess(self, trace: StepTrace, uses: Sequence[DeviceUse]) -> bool:
-        """Remember what a device needed beyond what was counted; return whether a limit was exceeded."""
+        """Remember the bytes that a device needed beyond the count; return whether a limit was exceeded."""
         if self.request.workload.kind == "weights_only":
             return False
         over = False
@@ -282,7 +304,7 @@ class Planner:
         links = between_nodes(tree, device_map, request.node_of, crossed)
         facts = Facts(
             model=self.name,
-            workload=repr(request.workload),
+            workload=request.workload,
             objective=request.objective,
             offload=request.offload,
             devices=tuple(uses),

@@ -31,7 +31,7 @@ _CLEARLY = 1.1  # an estimated peak so many times the limit is beyond it, whatev
 
 
 class RecordedSteps(StepTraces):
-    """Runs steps, each once, and keeps what each map's steps showed at which size."""
+    """Runs steps, each once, and keeps the traces of each map's steps by size."""
 
     def __init__(self, request: PlanRequest, vary: Vary) -> None:
         super().__init__(request)
@@ -56,7 +56,7 @@ class RecordedSteps(StepTraces):
         return trace
 
     def of(self, device_map: Placement | None) -> SizedSteps:
-        """Return what is known of the steps with a map."""
+        """Return the recorded steps with a map."""
         key = tuple((self._alone if device_map is None else device_map).items())
         return self.sized.setdefault(key, SizedSteps(self.vary))
 
@@ -88,7 +88,7 @@ class PredictedSteps(StepTraces):
 
 
 class TrialPlanner(Planner):
-    """Finds out whether a request has a plan, and its map, without what a plan says of itself.
+    """Finds out whether a request has a plan, and its map, without the facts of a full plan.
 
     After `run`, `device_map` is None for a refusal, and `unsure` are the maps on whose steps, which are estimated, that
     may depend.
@@ -117,6 +117,16 @@ class TrialPlanner(Planner):
     def _result(
         self, device_map: dict[str, Device], uses: Sequence[DeviceUse], tree: ModuleTree, trace: StepTrace | None = None
     ) -> DeviceMapPlan:
-        """Return the map with no facts but what each device holds."""
-        facts = Facts(self.name, "", self.request.objective, self.request.offload, tuple(uses), 0, False, "", ())
+        """Return the map with no facts but the memory use of each device."""
+        facts = Facts(
+            self.name,
+            self.request.workload,
+            self.request.objective,
+            self.request.offload,
+            tuple(uses),
+            0,
+            False,
+            "",
+            (),
+        )
         return DeviceMapPlan(device_map, facts)

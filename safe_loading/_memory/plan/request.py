@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from safe_loading._core.parse_size import HOST, Device
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
+from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 
 from .map_keys import execution_devices
 from .search import Objective
@@ -17,7 +18,7 @@ from .search import Objective
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a caller of ``plan_device_map`` asked for, checked and complete. Limits and overhead are in bytes."""
+    """The request of a caller of ``plan_device_map``, checked and complete. Limits and overhead are in bytes."""
 
     model: torch.nn.Module
     limits: Mapping[Device, int]
@@ -32,6 +33,8 @@ class PlanRequest:
     findings: tuple[Finding, ...] = ()  # what the building of the model had to say
     offload_buffers: bool = False  # whether saved buffers leave with the weights
     node_of: Mapping[Device, int] = field(default_factory=dict)  # of each card; empty where all are in one machine
+    prepare_for_kbit: KbitPreparation = "none"  # for the adapter: the model is prepared already
+    with_attention: Callable[[str], torch.nn.Module] | None = None  # builds the model with another attention
     explains: bool = True  # whether a refusal says what would do, for which there are searches of their own
 
     @property
@@ -40,7 +43,7 @@ class PlanRequest:
         return [device for device in self.limits if device not in HOST] or ["cpu"]
 
     def main_of(self, used: Iterable[int]) -> int:
-        """Return the number of the one of these running devices that runs what is offloaded."""
+        """Return the number of the main device, which runs offloaded modules, among these running devices."""
         running = self.running
         return running.index(execution_devices({str(number): running[number] for number in used})[0])
 

@@ -25,14 +25,14 @@ _MOST_ORDERED = 32  # up to so many devices their order is kept, where that cost
 
 
 class ChainStage(NamedTuple):
-    """What one device takes of the chain: its number, the first of its groups and the one after its last."""
+    """The stretch of the chain on one device: the device's number, its first group and the one after its last."""
 
     device: int
     start: int
     stop: int
 
 
-class Search:
+class PartitionSearch:
     """Runs one chain against one set of slots, the devices in the caller's order.
 
     `pinned` says for each place where something is pinned how many groups of the chain come before it, and the devices
@@ -92,7 +92,7 @@ class Search:
         return self._pinned_fit(caps) and self._fewest(self._reaches(caps)) is not None
 
     def least_loads(self) -> LeastLoads | None:
-        """Return what each device needs at the least beside the others; None where not every way can be tried."""
+        """Return the least loads of each device beside the others; None where not every way can be tried."""
         counts = tuple(map(len, self.members))
         if prod(count + 1 for count in counts) > MOST_STATES:
             return None

@@ -1,4 +1,4 @@
-"""The largest size of a workload that fits: few plans, each predicted from what the steps before showed.
+"""The largest size of a workload that fits: few plans, each predicted from earlier steps.
 
 A step is traced at a size that is a prime number, from which those of other sizes are predicted, and trial plans with
 predicted steps say where a limit is reached. In training it is that with the map of the weights, which on several cards
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from safe_loading._core.log import logger
+from safe_loading._core.search import Search
 from safe_loading._core.workload import Workload
 from safe_loading.errors import DeviceMapInfeasible
 
@@ -45,13 +46,7 @@ class SizeSearch:
 
     def largest(self) -> int:
         """Return the size; raise `DeviceMapInfeasible` when not even 1 fits, `TraceError` when no step can be run."""
-        fits_up_to, too_large = 0, self.top + 1
-        while too_large - fits_up_to > 1:
-            size = self._next(fits_up_to, too_large)
-            if self._fits(size):
-                fits_up_to = size
-            else:
-                too_large = size
+        fits_up_to = Search(self._fits, self._next, _GUESSES).last(0, self.top + 1)
         if fits_up_to == 0:
             # again, so that the caller learns why not even the smallest fits
             require_traced(Planner(replace(self.request, workload=self.sized(1), explains=True), self.traces).plan())
@@ -70,14 +65,11 @@ class SizeSearch:
     def _request(self, size: int) -> PlanRequest:
         return replace(self.request, workload=self.sized(size))
 
-    def _next(self, fits_up_to: int, too_large: int) -> int:
-        """Return the size to plan next."""
-        middle = (fits_up_to + too_large) // 2
-        if self.plans >= _GUESSES:
-            return middle
+    def _next(self, fits_up_to: int, too_large: int) -> int | None:
+        """Return the size to plan next; None without a prediction."""
         guess = self._predicted(fits_up_to, too_large)
         if guess is None:
-            return middle
+            return None
         if guess == too_large - 1 <= self.top - 1 and guess > fits_up_to + 1:
             # what was predicted to fit did not: less, at first by little
             self._misses += 1
@@ -86,7 +78,7 @@ class SizeSearch:
             # the first step up is the proof that the prediction is right; if it is not, the steps get longer
             self._proofs += 1
             guess = fits_up_to + (1 if self._proofs == 1 else max(1, fits_up_to >> max(10 - 3 * self._proofs, 1)))
-        return min(max(guess, fits_up_to + 1), too_large - 1)
+        return guess
 
     def _predicted(self, fits_up_to: int, too_large: int) -> int | None:
         """Return the largest size from ``fits_up_to`` to below ``too_large`` that is predicted to fit.

@@ -151,7 +151,7 @@ class _Sizes:
 
     @cached_property
     def operations(self) -> list[tuple[str, str]]:
-        """What made each allocation, and where."""
+        """The operation and the module that made each allocation."""
         return [(allocation.op, allocation.module) for allocation in self.trace.allocations]
 
     @cached_property

@@ -45,7 +45,7 @@ class StepTraces:
             if len(self._known) >= _MOST_KEPT:
                 self._known.pop(next(iter(self._known)))
             try:
-                # the kernels of bitsandbytes cannot be traced
+                # the kernels of quantized layers cannot be traced
                 with self._kernels(), with_stand_ins(request.model):
                     self._known[key] = trace_step(
                         request.model,
@@ -54,6 +54,7 @@ class StepTraces:
                         inputs=request.inputs,
                         cached_outputs=self._cached_outputs,
                         offload_buffers=request.offload_buffers,
+                        prepare_for_kbit=request.prepare_for_kbit,
                     )
             except TraceError as error:
                 self._known[key] = error

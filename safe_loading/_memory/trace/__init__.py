@@ -1,1 +1,1 @@
-"""One step of a model without its memory: what is alive when, and what the allocator would make of it."""
+"""One step of a model without its memory: the tensors alive at each moment, and the allocator's reaction to them."""

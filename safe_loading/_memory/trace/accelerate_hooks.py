@@ -1,4 +1,4 @@
-"""What accelerate's hooks do at the boundaries of modules, on fake devices.
+"""Imitates accelerate's hooks at the boundaries of modules, on fake devices.
 
 The rules are those of ``accelerate.dispatch_model`` (accelerate 1.15, ``hooks.py``): every module below an entry of the
 device map has its inputs sent to the entry's device, except arguments that the model asks to skip (its cache); the
@@ -53,7 +53,7 @@ class TracePlacement:
         return nearest(path if self._of_peft_model else without_peft_prefix(path), self.map)
 
     def moves_to_main(self, owner: str) -> bool:
-        """Return whether what a module itself holds goes to the main device: that of the model the map is for."""
+        """Return whether a module's own tensors go to the main device: those of the model that the map is for do."""
         return self.hooked and owner in self._root
 
     def stored_on(self, path: str) -> Device:

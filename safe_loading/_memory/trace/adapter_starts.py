@@ -1,4 +1,4 @@
-"""What peft takes on the device for a moment while it makes an adapter there."""
+"""The memory that peft takes for a moment while it makes an adapter on the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .records import Start
 
 
 def widened_adapters(model: torch.nn.Module) -> dict[str, int]:
-    """Return the bytes of what peft made in the 16 bits of its base and then cast to float32, by parameter.
+    """Return the bytes of tensors that peft makes in the 16 bits of its base and then casts to float32, by parameter.
 
     ``cast_adapter_dtype`` casts when all adapters are there, so that both are allocated for a moment.
     """
@@ -33,7 +33,7 @@ def _is_of_16_bits(layer: object) -> bool:
 
 
 def computed_starts(model: torch.nn.Module) -> dict[str, Start]:
-    """Return what peft computes to make DoRA's magnitudes (``DoraLinearLayer.update_layer``), by parameter."""
+    """Return the start events of DoRA's magnitudes (``DoraLinearLayer.update_layer``), by parameter."""
     found = {}
     for path, layer in model.named_modules():
         down, up = getattr(layer, "lora_A", None), getattr(layer, "lora_B", None)
@@ -49,7 +49,7 @@ def computed_starts(model: torch.nn.Module) -> dict[str, Start]:
 
 
 def _start_of_dora(weight: torch.Tensor, factors: tuple[int, int]) -> Start:
-    """Return the product of the factors, then that scaled, then added to the weight, of which the norm is taken."""
+    """Return DoRA's start events: the factors' product, its scaled copy, the sum with the weight, and the norm."""
     size = weight.nbytes
     norm = ((5, size), (6, size), (5, -1), (0, 0), (6, -1), (4, -1))
     if weight.dtype != torch.float16:

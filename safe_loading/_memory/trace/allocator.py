@@ -1,4 +1,4 @@
-"""The CUDA caching allocator, simulated: what its counters would show for a list of allocations. Imports no torch.
+"""The CUDA caching allocator, simulated: its counters after a list of allocations. Imports no torch.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` from torch 2.1 to 2.13 on one stream, with the default
 settings and with ``expandable_segments:True``. One has changed: of free blocks of one size torch 2.13 takes that of
@@ -105,7 +105,7 @@ def replay(
     expandable_segments: bool = False,
     oldest_first: bool | None = None,
 ) -> Replay:
-    """Return what the allocator's counters would show after `events`.
+    """Return the counters that the allocator would show after `events`.
 
     In the events ``(key, size)`` allocates `size` bytes under a key of the caller's choice (a size of 0 nothing, as in
     torch), ``(key, -1)`` frees them, and `EMPTY_CACHE` returns free segments to the driver. The limit is the most bytes

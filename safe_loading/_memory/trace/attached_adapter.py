@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from safe_loading._model.quantized.kbit_preparation import KbitPreparation, prepare_adapter
 from safe_loading._model.quantized.stand_ins import lora_layers
 from safe_loading._model.stand_ins import MetaStandIns, NoInit
+from safe_loading._ranks.own_generators import own_generators
 from safe_loading.errors import AdapterError
 
 from .trace_error import refuse_untraced_methods
@@ -32,13 +34,18 @@ _FROM_DATA = ("corda", "loftq")
 
 @contextlib.contextmanager
 def with_adapter(
-    model: torch.nn.Module, adapter: PeftConfig | str | os.PathLike[str] | None, left_on_host: set[str] | None = None
+    model: torch.nn.Module,
+    adapter: PeftConfig | str | os.PathLike[str] | None,
+    left_on_host: set[str] | None = None,
+    *,
+    prepare_for_kbit: KbitPreparation = "none",
 ) -> Iterator[torch.nn.Module]:
     """Yield the model with the adapter attached: a peft config, the folder of an adapter, or None.
 
     While peft builds, the model's tensors are stand-ins on ``meta``, so nothing is allocated or initialized. They are
     its own again when this yields, but their ``requires_grad`` is as peft set it; the caller's snapshot restores that.
     `left_on_host` receives the names of the buffers that peft leaves on the host when the model is on a device already.
+    `prepare_for_kbit` says who prepares it, where the base is in 4 or 8 bits.
     """
     if adapter is None:
         yield model
@@ -68,7 +75,10 @@ def with_adapter(
     uninitialized = NoInit() if on_meta else contextlib.nullcontext()
     limit = contextlib.nullcontext() if on_meta else allocation_limit(model, {}, adapter)
     device = torch.device("meta" if on_meta else "cpu")
-    with MetaStandIns(model), uninitialized, device, injecting(adapter, model), as_trained(config), limit:
+    building = contextlib.ExitStack()
+    with own_generators(), MetaStandIns(model), uninitialized, device, injecting(adapter, model), building:
+        building.enter_context(as_trained(config))
+        building.enter_context(limit)
         wrapped = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
         if left_on_host is not None:
             left_on_host.update(name for name, buffer in wrapped.named_buffers() if buffer.device.type == "cpu")
@@ -80,11 +90,12 @@ def with_adapter(
         for name, parameter in wrapped.named_parameters():
             if prefix in name or "modules_to_save" in name:
                 parameter.requires_grad_(True)
+    prepare_adapter(wrapped, prepare_for_kbit)
     yield wrapped
 
 
 def _refuse_incomplete(config: PeftConfig) -> None:
-    """Raise `AdapterError` for a config without what peft needs, of which its own errors do not speak."""
+    """Raise `AdapterError` for a config that lacks fields which peft needs, and which its own errors do not name."""
     fields = vars(config)
     prompts = [name for name in ("task_type", "num_virtual_tokens") if config.is_prompt_learning]
     missing = [name for name in (*prompts, "adapter_len", "adapter_layers") if name in fields and fields[name] is None]

@@ -1,4 +1,4 @@
-"""Attention by kernels of packages and of the hub, while a step is traced: what they allocate, without them.
+"""Attention by kernels of packages and of the hub, while a step is traced: their allocations, without the kernels.
 
 Flash attention 2 keeps the output and one float32 sum for each row, and its backward pass has scratch in float32;
 torch's own flash attention is the same code, and stands in for it here. Versions 3 and 4, flex attention and kernels of
@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from transformers import masking_utils, modeling_utils
 
+from safe_loading._core.thread_patches import patched_item
 from safe_loading._model.attention_names import FLEX, attention_of, is_traced_by_stand_in
 
 from .cuda_attention import flash_attention
@@ -23,15 +23,15 @@ from .cuda_attention import flash_attention
 
 @contextlib.contextmanager
 def attention_stand_ins(model: nn.Module) -> Iterator[None]:
-    """Inside, a model's attention allocates what its kernels allocate, whether or not they are installed."""
+    """Inside, a model's attention allocates as its kernels do, whether or not they are installed."""
     names = [name for name in attention_of(model) if is_traced_by_stand_in(name)]
     functions: Any = modeling_utils.ALL_ATTENTION_FUNCTIONS
     masks: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     of_flash = masks["flash_attention_2"]
-    with (
-        mock.patch.dict(functions._local_mapping, dict.fromkeys(names, _attend)),
-        mock.patch.dict(masks._local_mapping, {name: _no_mask if name == FLEX else of_flash for name in names}),
-    ):
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patched_item(functions._local_mapping, name, _attend))
+            stack.enter_context(patched_item(masks._local_mapping, name, _no_mask if name == FLEX else of_flash))
         yield
 
 

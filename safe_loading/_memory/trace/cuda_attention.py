@@ -1,4 +1,4 @@
-"""Fused attention as CUDA runs it: which kernel is chosen, and what it allocates, on tensors without data.
+"""Fused attention as CUDA runs it: the choice of a kernel, and its allocations, on tensors without data.
 
 The facts are those of torch 2.13 for CUDA 13 (``aten/src/ATen/native/transformers/cuda``: sdp_utils.cpp, attention.cu,
 attention_backward.cu and the files of flash_attn and mem_eff_attention; ``native/cudnn/MHA.cpp``). benchmarks/
@@ -26,7 +26,7 @@ _Options = tuple[float, bool, float | None]  # dropout, is_causal, scale
 
 
 class _Context(Protocol):
-    """What the functions below keep from the forward pass for the backward pass."""
+    """The state that the functions below keep from the forward pass for the backward pass."""
 
     saved_tensors: tuple[torch.Tensor, ...]
     needs_input_grad: tuple[bool, ...]

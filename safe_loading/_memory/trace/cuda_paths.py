@@ -1,4 +1,4 @@
-"""What CUDA would run where the CPU runs something else, so that a trace on the CPU allocates what CUDA allocates.
+"""CUDA's choices of kernels where the CPU has others, so that a trace on the CPU allocates as CUDA does.
 
 A few operations choose a kernel by the device of their input, and the choice changes what is kept for the backward
 pass. Tracing happens on fake CPU tensors, because a torch without CUDA cannot hold fake CUDA ones. So inside
@@ -13,10 +13,12 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Protocol
-from unittest import mock
 
 import torch
 from torch.nn import functional
+
+from safe_loading._core.stubs import answer_no, answer_yes
+from safe_loading._core.thread_patches import patched, seen_here
 
 from .cuda_attention import AMPERE, fused_attention
 from .cuda_scratch import ADDS_IN_PLACE, CARD, card_of
@@ -27,7 +29,7 @@ _Gradients = tuple[torch.Tensor | None, ...]
 
 @contextlib.contextmanager
 def cuda_paths(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Inside, softmax, dropout and attention allocate what they allocate on a GPU of this compute capability.
+    """Inside, softmax, dropout and attention allocate as they do on a GPU of this compute capability.
 
     None stands for an accelerator other than an NVIDIA GPU: Dropout.cpp treats it as CUDA, and nothing else is known.
     """
@@ -40,8 +42,12 @@ def cuda_paths(capability: tuple[int, int] | None) -> Iterator[None]:
     functions = _CudaFunctions(capability or (0, 0))
     token = CARD.set(None if capability is None else card_of(capability))
     try:
-        # models and torch's own modules call these as attributes of torch.nn.functional
-        with mock.patch.multiple(functional, **{name: getattr(functions, name) for name in names}), grouped:
+        with contextlib.ExitStack() as stack:
+            # Models and torch's own modules call these as attributes of torch.nn.functional. Not by a function mode:
+            # functions that are composed of them (multi_head_attention_forward, Tensor.backward) switch modes off.
+            for name in names:
+                stack.enter_context(patched(functional, name, getattr(functions, name)))
+            stack.enter_context(grouped)
             yield
     finally:
         CARD.reset(token)
@@ -52,16 +58,7 @@ def _grouped_products(fused: bool) -> contextlib.AbstractContextManager[object]:
     moe = sys.modules.get("transformers.integrations.moe")
     if not hasattr(moe, "_can_use_grouped_mm"):  # as of transformers 5.23
         return contextlib.nullcontext()
-    return mock.patch.object(moe, "_can_use_grouped_mm", _answer_yes if fused else _answer_no)
-
-
-def _answer_yes(*_: object) -> bool:
-    """A function, because a `Mock` keeps the arguments of its calls and so would keep the tensors alive."""
-    return True
-
-
-def _answer_no(*_: object) -> bool:
-    return False
+    return patched(moe, "_can_use_grouped_mm", answer_yes if fused else answer_no)
 
 
 class _CudaFunctions:
@@ -69,9 +66,9 @@ class _CudaFunctions:
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._capability = capability
-        self._softmax: Callable[..., torch.Tensor] = functional.softmax
-        self._dropout: Callable[..., torch.Tensor] = functional.dropout
-        self._attention: Callable[..., torch.Tensor] = functional.scaled_dot_product_attention
+        self._softmax: Callable[..., torch.Tensor] = seen_here(functional, "softmax")
+        self._dropout: Callable[..., torch.Tensor] = seen_here(functional, "dropout")
+        self._attention: Callable[..., torch.Tensor] = seen_here(functional, "scaled_dot_product_attention")
 
     def softmax(
         self,
@@ -128,7 +125,7 @@ class _CudaFunctions:
 
 
 class _SoftmaxContext(Protocol):
-    """What the function below keeps from the forward pass for the backward pass."""
+    """The state that the function below keeps from the forward pass for the backward pass."""
 
     saved_tensors: tuple[torch.Tensor, ...]
     dim: int

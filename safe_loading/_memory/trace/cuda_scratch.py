@@ -1,4 +1,4 @@
-"""What CUDA's kernels take beside what the CPU's take, for tensors without data.
+"""The scratch memory that CUDA's kernels take and the CPU's do not, for tensors without data.
 
 A reduction whose threads would each add up many numbers is split over several blocks of threads, which meet in a buffer
 of the caching allocator; sorts, grouped products and some gradients have buffers of their own. The rules of reductions
@@ -61,7 +61,7 @@ def card_of(capability: tuple[int, int]) -> Processors:
 
 
 def outputs_of(call: OperationCall, out: object) -> object:
-    """Return what a call returns on the card of this context, where the CPU's kernel has other dtypes."""
+    """Return the outputs of a call in the dtypes of this context's card, where the CPU's kernel has others."""
     if CARD.get() is None or call.func is not aten.native_layer_norm.default or not isinstance(out, tuple):
         return out
     # layer_norm_cuda keeps its statistics in the dtype in which it adds up
@@ -70,7 +70,7 @@ def outputs_of(call: OperationCall, out: object) -> object:
 
 @dataclass(frozen=True)
 class _Rule:
-    """How one kernel reduces: the bytes of what a thread keeps, by the input's dtype, and how many numbers it loads."""
+    """How one kernel reduces: the bytes that a thread keeps, by the input's dtype, and how many numbers it loads."""
 
     kept: int = 0  # 0: of the dtype in which sums are added up
     loads: int = 4
@@ -146,7 +146,7 @@ def _of_safe_softmax(call: OperationCall, out: torch.Tensor, card: Processors) -
 
 
 def _of_embedding_backward(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
-    """Return what the gradient of an embedding takes (``embedding_backward_cuda_kernel``): parts of it, in float32."""
+    """Return the scratch of an embedding's gradient (``embedding_backward_cuda_kernel``): parts of it, in float32."""
     gradient, indices, weights = call.args[:3]
     if indices.numel() <= _FEW_TOKENS:
         return ()
@@ -158,7 +158,7 @@ def _of_embedding_backward(call: OperationCall, out: torch.Tensor, card: Process
 
 
 def _of_grouped_products(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
-    """Return what CUTLASS's grouped products take (``GroupMM.cu``): addresses and sizes of each, and its workspace."""
+    """Return the scratch of CUTLASS's grouped products (``GroupMM.cu``): addresses and sizes of each, and workspace."""
     if not card.groups:
         return ()
     rows, _, *others = call.args
@@ -169,7 +169,7 @@ def _of_grouped_products(call: OperationCall, out: torch.Tensor, card: Processor
 
 
 def _of_sort(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
-    """Return what the sort of a list takes: its places; and for a long one, CUB's copies of both, and its counters."""
+    """Return the scratch of sorting a list: places; for a long one, CUB's copies of keys and places, and counters."""
     keys = call.args[0]
     places = 8 * keys.numel()
     if keys.dim() != 1:
@@ -181,7 +181,7 @@ def _of_sort(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[
 
 
 def _of_index_put(call: OperationCall, out: torch.Tensor, card: Processors) -> tuple[int, ...]:
-    """Return what adding up at indices takes (``index_put_with_sort_kernel``): lists as long as the indices."""
+    """Return the scratch of adding up at indices (``index_put_with_sort_kernel``): lists as long as the indices."""
     _, places, _, *others = call.args
     accumulates = others[0] if others else call.kwargs.get("accumulate", False)
     indices = [index for index in places if index is not None]
@@ -281,7 +281,7 @@ def split_over_blocks(
 
 
 def _iteration(shape: Sequence[int], strides: Sequence[int], reduced: frozenset[int]) -> list[_Dim]:
-    """Return the dimensions as TensorIterator orders and merges them: what is reduced first, and the fastest first."""
+    """Return the dimensions as TensorIterator orders and merges them: reduced ones first, and the fastest first."""
     places = [dim for dim in range(len(shape)) if shape[dim] != 1]
     # the output is contiguous, so that what is kept stays in its order
     places.sort(key=lambda dim: (dim not in reduced, strides[dim] if dim in reduced else -dim))

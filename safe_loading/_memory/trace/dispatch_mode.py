@@ -55,7 +55,7 @@ class _Transfer(NamedTuple):
 
 
 class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own __init_subclass__
-    """Records in the ledger what each operation allocates, and what moves from device to device."""
+    """Records each operation's allocations in the ledger, and the transfers from device to device."""
 
     def __init__(self, ledger: Ledger, values: KnownValues, cache: OperationCache, *, multi_device: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
@@ -271,7 +271,7 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
     @property
     def crossings(self) -> tuple[Crossing, ...]:
-        """What went from device to device."""
+        """The transfers from device to device."""
         return tuple(
             Crossing(of.source, of.target, of.module, size, count, of.phase, of.in_model_code)
             for of, (size, count) in self._transfers.items()
@@ -286,7 +286,7 @@ def _run_in_bf16(call: OperationCall) -> object:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie without gaps, in whatever order of dimensions (``is_non_overlapping_and_dense``)."""
+    """Whether the elements lie without gaps, in any order of dimensions (``is_non_overlapping_and_dense``)."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

@@ -88,7 +88,7 @@ class FakeTensors:
             fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
             if name.endswith(_READ_ROW_BY_ROW):
                 self._values.fill(fake, 1)
-        # what engines attach to tensors, such as the quant_state of bitsandbytes, is read by layers and optimizers
+        # what engines attach to tensors, such as a quant_state, is read by layers and optimizers
         for key, value in vars(tensor).items() if hasattr(tensor, "__dict__") else ():
             if key != "grad":
                 vars(fake).setdefault(key, value)

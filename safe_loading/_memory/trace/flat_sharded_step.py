@@ -11,16 +11,16 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, _flat_param, _init_utils
 
 from safe_loading._core.names import canonical
 from safe_loading._core.spread import Spread
+from safe_loading._core.stubs import do_nothing
+from safe_loading._core.thread_patches import patched, seen_here
 from safe_loading._model.tensors import inventory
 from safe_loading._sharding import fsdp1
 from safe_loading._sharding.fsdp_units import plan_units
@@ -48,7 +48,7 @@ class FlatShardedParameters(TrainedParameters):
                 module._sync_gradients = last  # type: ignore[assignment]  # a flag that FSDP1 sets in its __init__
 
     def bring_gradients(self, ledger: Ledger) -> None:
-        """FSDP1 has set them; count what they are views of."""
+        """FSDP1 has set them; count the storages that they are views of."""
         for module in FullyShardedDataParallel.fsdp_modules(self._model):
             flat = module._flat_param
             for gradient in (getattr(flat, "grad", None), getattr(flat, "_saved_grad_shard", None)):
@@ -80,7 +80,7 @@ def trained_by_rank(model: torch.nn.Module, spread: Spread) -> dict[int, tuple[i
 def flat_sharded(
     model: torch.nn.Module, spread: Spread, mesh: DeviceMesh, device: torch.device, ledger: Ledger
 ) -> Iterator[FullyShardedDataParallel]:
-    """Yield the model sharded by FSDP1; the ledger sees what FSDP1 allocates and frees by itself.
+    """Yield the model sharded by FSDP1; the ledger sees the storages that FSDP1 allocates and frees by itself.
 
     The attributes of the modules are the caller's to restore.
     """
@@ -93,7 +93,7 @@ def flat_sharded(
         param_dtype=dtypes.get(spread.param_dtype or ""), reduce_dtype=dtypes.get(spread.reduce_dtype or "")
     )
     # which tells the device by its type, and so drops its number
-    with _storages_seen(ledger), mock.patch.object(_init_utils, "_get_compute_device", return_value=device):
+    with _storages_seen(ledger), patched(_init_utils, "_get_compute_device", lambda *_, **__: device):
         offload = CPUOffload(offload_params=True) if spread.cpu_offload else None
         wrapped = fsdp1.wrap(
             model, units, mesh, device, policy, offload, (), spread.reshard_after_forward, shard=spread.shard
@@ -112,17 +112,18 @@ def _classify_shards(model: FullyShardedDataParallel, ledger: Ledger) -> None:
 
 @contextlib.contextmanager
 def _storages_seen(ledger: Ledger) -> Iterator[None]:
-    """Tell the ledger when FSDP1 resizes a storage, and answer what it asks of addresses."""
-    alloc_storage, free_storage = resizing_seen(ledger, utils._alloc_storage, utils._free_storage)
+    """Tell the ledger when FSDP1 resizes a storage, and answer FSDP1's questions about addresses."""
+    resizing = seen_here(_flat_param, "_alloc_storage"), seen_here(_flat_param, "_free_storage")
+    alloc_storage, free_storage = resizing_seen(ledger, *resizing)
     with (
-        mock.patch.object(_flat_param, "_alloc_storage", alloc_storage),
-        mock.patch.object(_flat_param, "_free_storage", free_storage),
-        mock.patch.object(_flat_param, "_same_storage", _share_storage),
-        mock.patch.object(_flat_param, "_data_ptr_allocated", _has_memory),
-        mock.patch.object(FakeTensor, "data_ptr", _address, create=True),
-        mock.patch.object(FakeTensor, "data", _DATA, create=True),
-        mock.patch.object(FakeTensor, "pin_memory", _pinned, create=True),
-        mock.patch.object(torch.cpu.Stream, "synchronize", _do_nothing, create=True),
+        patched(_flat_param, "_alloc_storage", alloc_storage),
+        patched(_flat_param, "_free_storage", free_storage),
+        patched(_flat_param, "_same_storage", _share_storage),
+        patched(_flat_param, "_data_ptr_allocated", _has_memory),
+        patched(FakeTensor, "data_ptr", _address, create=True),
+        patched(FakeTensor, "data", _DATA, create=True),
+        patched(FakeTensor, "pin_memory", _pinned, create=True),
+        patched(torch.cpu.Stream, "synchronize", do_nothing, create=True),
     ):
         yield
 
@@ -144,10 +145,6 @@ def _set_data(tensor: FakeTensor, value: torch.Tensor) -> None:
     """Put other data into a fake tensor, which keeps a note of its device that torch does not change."""
     _PLAIN_DATA.__set__(tensor, value)
     tensor.fake_device = value.device
-
-
-def _do_nothing(_: torch.cpu.Stream) -> None:
-    """The stand-in for a GPU's stream has nothing to wait for."""
 
 
 def _pinned(tensor: FakeTensor) -> FakeTensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from safe_loading._core.thread_patches import patched
 
 from .ledger import device_key
 
@@ -44,6 +46,8 @@ class TraceFunctionMode(TorchFunctionMode):
             kwargs = {**kwargs, "device": self._fake(kwargs["device"])}
         if func in _MOVES:
             func, args = torch.Tensor.to, self._moved_to(func, args, kwargs)
+        if func in _FROM_PYTHON_VALUES and args and isinstance(args[0], (list, tuple)):
+            args = (tree_map_only(FakeTensor, self._content, args[0]), *args[1:])
         if func in _FROM_PYTHON_VALUES and kwargs.get("device") is not None:
             device = kwargs.pop("device")
             requires_grad = kwargs.pop("requires_grad", False)
@@ -95,5 +99,5 @@ class TraceFunctionMode(TorchFunctionMode):
             with torch._C._DisableTorchDispatch():
                 return content.tolist()
 
-        with mock.patch.object(FakeTensor, "tolist", tolist):
+        with patched(FakeTensor, "tolist", tolist):
             yield

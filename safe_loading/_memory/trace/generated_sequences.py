@@ -1,8 +1,9 @@
-"""What ``generate()`` keeps beside the model's cache while it writes: ids, positions, masks and scores."""
+"""The tensors that ``generate()`` keeps beside the model's cache while it writes: ids, positions, masks and scores."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from .step_tensors import classify_inputs, field
 
 
 class GeneratedSequences:
-    """The rows that ``generate()`` of transformers writes, token by token, and what it passes to the model for them.
+    """The rows that ``generate()`` of transformers writes, token by token, and the model's arguments for them.
 
     Greedy search, as in ``GenerationMixin.generate`` of transformers 5.23: each row has positions of its own, a mask
     that hides nothing is left out since 5.18, and the scores of the last tokens stay until the next ones are there. A
@@ -39,7 +40,7 @@ class GeneratedSequences:
             self._mask = None if mask is None or inputs.drops_mask(mask) else mask
         # generate() itself holds what it starts with, and its loop what that becomes
         self._first = self._positions if start is None else self._ids
-        self._of_prompt = others  # such as images: only the prompt is read with them
+        self._of_prompt: dict[str, Any] = others  # such as images: only the prompt is read with them
         # the tasks of peft's Poly choose what its layers compute for every token
         self._of_rows = {name: others[name] for name in ("task_ids",) if name in others and not inputs.has_prompts}
         self._unfinished: torch.Tensor | None = None
@@ -50,8 +51,9 @@ class GeneratedSequences:
             self._unfinished = inputs.tokens(self._ids.shape[0])
         classify_inputs([self._ids, self._positions, self._unfinished, self._special_tokens], ledger)
 
-    def prompt(self) -> dict[str, torch.Tensor]:
+    def prompt(self) -> dict[str, Any]:
         """Return the arguments of the first forward pass."""
+        self._of_prompt = self._inputs.with_encoded_images(self._of_prompt)  # held to the end
         return {**self._of_prompt, **self._masked(self._ids.clone(), self._positions)}
 
     def last_token(self) -> dict[str, torch.Tensor]:
@@ -66,7 +68,7 @@ class GeneratedSequences:
         return made
 
     def append(self, output: object) -> None:
-        """Choose the next token of each row from what the model returned."""
+        """Choose the next token of each row from the model's output."""
         rows = self._ids.shape[0]
         if self._positions is not None:
             self._positions = torch.cat([self._positions, self._positions[..., -1:] + 1], dim=-1)

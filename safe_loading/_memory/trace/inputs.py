@@ -6,13 +6,13 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from safe_loading._core.engines import drops_full_masks
 from safe_loading._core.names import method_name
+from safe_loading._core.thread_patches import patched
 from safe_loading.errors import TraceError
 
 from .known_values import KnownValues
@@ -47,7 +47,7 @@ def forward_arguments(model: torch.nn.Module) -> dict[str, bool]:
 
 
 def _inner_model(model: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the model that a model passes its arguments to: a head's base, or what a wrapper contains."""
+    """Return the model that a model passes its arguments to: a head's base, or the model in a wrapper."""
     # transformers' base_model is the model under a head; PeftModel's is the tuner, whose `model` is the base
     inner = getattr(model, "base_model", None)
     if isinstance(inner, torch.nn.Module) and inner is not model:
@@ -123,12 +123,26 @@ class StepInputs:
         with contextlib.ExitStack() as stack:
             if switch is not None and self._device.index is not None:
                 # it asks for the type of the model's device, which is the host's here
-                with mock.patch.object(type(self._base), "device", torch.device("cuda")):
+                with patched(type(self._base), "device", torch.device("cuda")):
                     stack.enter_context(switch())
             yield
 
+    def with_encoded_images(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return a prompt's arguments with the encoder's output in place of its images, as ``generate()`` passes them.
+
+        Newer transformers encode images before they run the model.
+        """
+        base: Any = self._base
+        mixin: Any = GenerationMixin
+        knows = getattr(base, "_supports_mm_encoder_outputs", None)
+        has_own = type(base).generate is not mixin.generate
+        if knows is None or has_own or not knows() or not {"image", "video"} & {*base.input_modalities}:
+            return arguments
+        encoded: dict[str, Any] = base._prepare_multimodal_encoder_kwargs_for_generation({**arguments})
+        return encoded
+
     def of_next_token(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return what ``generate()`` runs after the prompt: with prompts of peft, which are in the cache, the base."""
+        """Return the model that ``generate()`` runs after the prompt: the base if peft's prompts are in the cache."""
         return self._base if self.has_prompts else model
 
     @property
@@ -179,9 +193,11 @@ class StepInputs:
         batch: dict[str, torch.Tensor] = {}
         for name, tensor in self._user_inputs.items():
             batch[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-            self._values.copy_from(batch[name], tensor)
+            self._values.take_input(batch[name], tensor)
         shape = self._token_shape(rows, columns)
         token_inputs = {"input_ids": shape, "attention_mask": shape} if "input_ids" in self.names else {}
+        if self._is_packed:
+            del token_inputs["attention_mask"]
         if self._is_encoder_decoder:
             token_inputs["decoder_input_ids"] = (shape[0], columns)
         for name, size in token_inputs.items():
@@ -202,6 +218,16 @@ class StepInputs:
         if "input_features" in self.names and "input_ids" not in self.names and "input_features" not in batch:
             batch["input_features"] = self._sound(rows)
         return batch
+
+    @property
+    def _is_packed(self) -> bool:
+        """Whether texts follow one another in a row without padding, for which collators make no mask.
+
+        Attention tells them apart by positions that start anew, or by their lengths.
+        """
+        positions = self._user_inputs.get("position_ids")
+        starts_anew = positions is not None and not positions.is_meta and bool((positions.diff(dim=-1) < 0).any())
+        return "input_ids" in self.names and (starts_anew or "cu_seq_lens_q" in self._user_inputs)
 
     def labels(self, rows: int, columns: int) -> torch.Tensor:
         """Return the labels for the loss: one a row for classifiers of whole inputs, else one a token."""

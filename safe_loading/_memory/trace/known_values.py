@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -20,10 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
+from safe_loading._ranks.own_generators import OwnGenerators
+
 from .operation import OperationCall, tensors_in
 
 MAX_ELEMENTS = 1 << 21  # of an integer or boolean tensor whose values are computed
 MAX_FLOATS = 1 << 18  # the same for floating point and complex tensors: masks of rows, as peft's prompts make them
+MAX_INPUT = 1 << 26  # of an input that came with values, pixels included, by which the limits above are raised
 MAX_ZEROED = 64  # of an uninitialized integer or boolean tensor that is read as zeros: code fills it piece by piece
 aten = torch.ops.aten
 _UNINITIALIZED = frozenset(
@@ -50,10 +53,12 @@ def _on_real_tensors() -> Iterator[None]:
 
 
 class KnownValues:
-    """The real values of some fake tensors, and what was assumed where values are unknown."""
+    """The real values of some fake tensors, and the assumptions where values are unknown."""
 
     def __init__(self) -> None:
         self._values: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
+        self._most, self._most_floats = MAX_ELEMENTS, MAX_FLOATS
+        self.generators = OwnGenerators()
         self.assumptions: dict[str, None] = {}  # a set that keeps its order
 
     def get(self, fake: torch.Tensor) -> torch.Tensor | None:
@@ -95,9 +100,26 @@ class KnownValues:
     def copy_from(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Give a fake tensor the values of a real one, if that has values, is small and not floating point."""
         self._values.pop(fake, None)
-        if real.device.type != "meta" and _is_small(fake) and not fake.is_floating_point():
-            with _on_real_tensors():
-                self._values[fake] = real.detach().to("cpu", copy=True)
+        if real.device.type != "meta" and self._is_small(fake) and not fake.is_floating_point():
+            self._copy(fake, real)
+
+    def take_input(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Give an input of the user its values in any dtype, if it came with them.
+
+        What a model computes of them, such as the images that are all padding, is then computed up to their size.
+        """
+        count = fake.numel()
+        if real.device.type != "meta" and count <= MAX_INPUT:
+            self._most = max(self._most, count)
+            self._most_floats = max(self._most_floats, count if _is_inexact(fake) else 0)
+            self._copy(fake, real)
+
+    def _copy(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        with _on_real_tensors():
+            self._values[fake] = real.detach().to("cpu", copy=True)
+
+    def _is_small(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() <= (self._most_floats if _is_inexact(tensor) else self._most)
 
     def adopt_constant(self, fake: torch.Tensor) -> None:
         """Take over the constant that torch attached to a fake tensor, with which it would compute on the host."""
@@ -137,7 +159,7 @@ class KnownValues:
         self.assumptions.setdefault(assumption)
 
     def compute(self, call: OperationCall) -> object:
-        """Return what an operation gives for the real values; None when an input is unknown or the operation fails."""
+        """Return an operation's result for the real values; None when an input is unknown or the operation fails."""
         leaves, spec = tree_flatten((call.args, call.kwargs))
         real: list[object] = []
         for leaf in leaves:
@@ -152,7 +174,7 @@ class KnownValues:
         args, kwargs = spec.unflatten(real)
         with _on_real_tensors():
             try:
-                result: object = call.func(*args, **kwargs)
+                result = self.generators.draw(call.func, args, kwargs)
             except (RuntimeError, TypeError, IndexError, NotImplementedError):
                 # no CPU kernel for this dtype, for example: then the output is unknown
                 return None
@@ -164,12 +186,12 @@ class KnownValues:
             self._propagate_several(call, out)
         elif not isinstance(out, torch.Tensor):
             self._update_in_place(call)
-        elif (answer := _answer_for_finite(call)) is not None and self.get(call.args[0]) is None:
-            self._assume("numbers whose values are unknown are finite")
+        elif (answer := _answer_for_unknown(call)) is not None and self.get(call.args[0]) is None:
+            self._assume(answer.assumption)
             with _on_real_tensors():
                 # expanded, so that it takes one byte whatever the shape
-                self._values[out] = torch.tensor(answer).expand(out.shape)
-        elif not _is_small(out):
+                self._values[out] = torch.tensor(answer.value).expand(out.shape)
+        elif not self._is_small(out):
             if call.mutates:
                 self._forget(call)
         elif call.func.overloadpacket in _UNINITIALIZED:
@@ -186,13 +208,13 @@ class KnownValues:
 
     def _propagate_several(self, call: OperationCall, outputs: tuple[object, ...] | list[object]) -> None:
         """The same for an operation with several outputs, such as ``split``."""
-        any_small = any(_is_small(tensor) for tensor in outputs if isinstance(tensor, torch.Tensor))
+        any_small = any(self._is_small(tensor) for tensor in outputs if isinstance(tensor, torch.Tensor))
         values = self.compute(call) if any_small else None
         if isinstance(values, (tuple, list)) and len(values) == len(outputs):
             for out, value in zip(outputs, values, strict=True):
                 if not isinstance(out, torch.Tensor) or not isinstance(value, torch.Tensor):
                     continue
-                if value.shape == out.shape and _is_small(out):
+                if value.shape == out.shape and self._is_small(out):
                     self._values[out] = value
         elif call.func in _CHOICES:
             indices = outputs[_CHOICES[call.func] or 0]
@@ -201,7 +223,7 @@ class KnownValues:
 
     def _spread_evenly(self, call: OperationCall, indices: torch.Tensor) -> None:
         """Assume that unknown scores choose every index equally often: one after the other."""
-        if not _is_small(indices):
+        if not self._is_small(indices):
             return
         names = [argument.name for argument in call.func._schema.arguments]
         dim = {**dict(zip(names, call.args, strict=False)), **call.kwargs}.get("dim", -1)
@@ -229,16 +251,27 @@ class KnownValues:
             self._forget(call)
 
 
-def _answer_for_finite(call: OperationCall) -> bool | None:
-    """Return what an operation that looks for infinities and NaNs gives where there are none; None for the others."""
+class _Answer(NamedTuple):
+    value: bool
+    assumption: str
+
+
+_FINITE = "numbers whose values are unknown are finite"
+_NOT_ZERO = "numbers whose values are unknown are not 0, as the pixels of an image"
+
+
+def _answer_for_unknown(call: OperationCall) -> _Answer | None:
+    """Return the answer of a test for infinities, NaNs or zeros where there are none; None for other operations."""
     func, args = call.func, call.args
     if func in (aten.isnan.default, aten.isinf.default):
-        return False
+        return _Answer(False, _FINITE)
     # aten composes `isfinite` of |x| != inf and x == x
-    if func in (aten.eq.Scalar, aten.ne.Scalar) and args[1] == math.inf:
-        return func is aten.ne.Scalar
+    if func in (aten.eq.Scalar, aten.ne.Scalar) and args[1] in (0, math.inf):
+        if args[1] == 0 and not _is_inexact(args[0]):
+            return None
+        return _Answer(func is aten.ne.Scalar, _FINITE if args[1] else _NOT_ZERO)
     if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]:
-        return func is aten.eq.Tensor
+        return _Answer(func is aten.eq.Tensor, _FINITE)
     return None
 
 
@@ -246,9 +279,5 @@ def _is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.numel() <= (MAX_FLOATS if _is_inexact(tensor) else MAX_ELEMENTS)
-
-
 class UnknownValue(RuntimeError):
-    """What a model asks for depends on values that a trace does not know."""
+    """A result that a model asks for depends on values that a trace does not know."""

@@ -1,4 +1,4 @@
-"""Which storages are alive at each moment of a step, and what they hold: recorded as they come and go."""
+"""The storages alive at each moment of a step, and their contents: recorded as they come and go."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Ledger:
     def classify(
         self, index: int | None, component: Component, *, module: str | None = None, op: str | None = None
     ) -> None:
-        """Set what an allocation is, once that is known, and its module and operation where these are given."""
+        """Set an allocation's component, once that is known, and its module and operation where these are given."""
         if index is None or index < 0:
             return
         old = self.allocations[index]
@@ -159,7 +159,7 @@ class Ledger:
             self.allocations[index] = dataclasses.replace(self.allocations[index], bytes=0)
 
     def make_resident(self, first_update: slice = slice(0)) -> None:
-        """Forget what has come and gone so far: what is alive now was there before the step.
+        """Forget the allocations that were freed so far: those alive now were there before the step.
 
         The events of the optimizer's first step are remembered.
         """
@@ -180,12 +180,12 @@ class Ledger:
         self._kept_alive.append(tensor)
 
     def close(self) -> None:
-        """Record no more: what is freed from now on is freed because the trace is over."""
+        """Record no more: storages freed from now on are freed because the trace is over."""
         self._open = False
 
 
 def device_traces(allocations: Sequence[Allocation], events: Sequence[Event]) -> dict[int | str, DeviceTrace]:
-    """Return each device's peak, and what was alive at it; devices on which nothing was allocated are left out."""
+    """Return each device's peak and its components; devices on which nothing was allocated are left out."""
     # only the first event that reaches a peak counts, so that the phase and the module are those that caused it
     live: defaultdict[int | str, int] = defaultdict(int)
     peaks: dict[int | str, tuple[int, int]] = {}  # the bytes, and the index of the event that reached them

@@ -18,7 +18,7 @@ class OperationCall(NamedTuple):
     kwargs: dict[str, Any]
 
     def run(self) -> object:
-        """Return what the operation gives."""
+        """Return the operation's result."""
         return self.func(*self.args, **self.kwargs)
 
     def tensors(self) -> list[torch.Tensor]:

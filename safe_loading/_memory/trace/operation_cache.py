@@ -45,7 +45,7 @@ class _Outputs(NamedTuple):
 
 
 class OperationKey(NamedTuple):
-    """What decides the outputs of an operation, and the accelerators that the numbers in it stand for."""
+    """The parts of a call that decide its outputs, and the accelerators that the numbers in them stand for."""
 
     parts: tuple[object, ...]
     devices: list[torch.device]
@@ -96,7 +96,7 @@ class OperationCache:
             return FakeTensor(self._mode, empty, device)
 
     def remember(self, key: OperationKey, call: OperationCall, out: object) -> None:
-        """Keep what an operation gave, when it can be made again from its description."""
+        """Keep an operation's outputs, when they can be made again from their description."""
         if out is None:
             self._outputs[key.parts] = None
             return

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from safe_loading._core.workload import Workload
+
 Component = Literal[
     "weights", "buffers", "adapters", "optimizer", "gradients", "kv_cache", "activations", "inputs", "temporary"
 ]
@@ -33,12 +35,12 @@ class Event(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """What its bytes count as: 1 when they are taken, -1 when they are given back."""
+        """The sign of its bytes: 1 when they are taken, -1 when they are given back."""
         return -1 if self.freed else 1
 
 
 class FirstUpdate(NamedTuple):
-    """What the optimizer's first step makes or frees: a part of its state, or what it needs for a moment."""
+    """An event of the optimizer's first step, which makes or frees a part of its state, or memory for a moment."""
 
     key: int  # the index in `StepTrace.allocations` of what it keeps; below zero for anything else
     bytes: int  # -1 where it is freed
@@ -91,7 +93,7 @@ class Problem:
 
 
 Start = tuple[tuple[int, int], ...]
-"""What computing a tensor takes for a moment: a number and its bytes, or -1 to free it.
+"""The events of computing a tensor: a number and its bytes, or -1 to free it.
 
 Number 0 is the tensor itself, and -1 a matrix product.
 """
@@ -101,7 +103,7 @@ Number 0 is the tensor itself, and -1 a matrix product.
 class StepTrace:
     """One step of a model, and all the memory that it took."""
 
-    workload: str
+    workload: Workload
     allocations: tuple[Allocation, ...]  # in the order in which they were made
     # The resident allocations (phase ``"load"``) come first. Those that outlive the step are never freed.
     events: tuple[Event, ...]

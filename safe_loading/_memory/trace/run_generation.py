@@ -1,4 +1,4 @@
-"""What is run in a trace of generation: a prompt and steps of one token, as ``generate()`` calls the model."""
+"""The forward passes in a trace of generation: a prompt and steps of one token, as ``generate()`` calls the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .inputs import StepInputs, engine_model
 from .ledger import Ledger
 from .step_tensors import autocast, classify_cache, classify_inputs, field
 
-_CACHES = ("past_key_values", "cache_params", "state", "past_buckets_states")
+# transformers 5.24 has one name, "cache"; before, most models had the second
+_CACHES = ("cache", "past_key_values", "cache_params", "state", "past_buckets_states")
 
 
 def run_generation(model: torch.nn.Module, workload: Workload, inputs: StepInputs, ledger: Ledger) -> object:
@@ -85,7 +86,7 @@ def _forward_passes(
 
 @contextlib.contextmanager
 def _encoder_output(model: torch.nn.Module | None) -> Iterator[list[object]]:
-    """Collect what the model's encoder returns, which generate() passes to the decoder as it is."""
+    """Collect the outputs of the model's encoder, which generate() passes to the decoder as they are."""
     outputs: list[object] = []
     get_encoder = getattr(engine_model(model), "get_encoder", None) if model is not None else None
     encoder = get_encoder() if callable(get_encoder) else None

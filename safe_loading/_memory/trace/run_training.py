@@ -1,4 +1,4 @@
-"""What is run in a trace of a training step: forward, loss, backward and the optimizer."""
+"""The stages of a traced training step: forward, loss, backward and the optimizer."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ def _run_micro_batches(
             batch["labels"] = inputs.labels(workload.batch_size, workload.sequence_length)
         classify_inputs(batch, ledger)
         options = {"use_cache": workload.use_cache} if "use_cache" in inputs.names else {}
+        options |= {"fused_lm_head": True} if workload.fused_lm_head else {}
         with torch.enable_grad(), autocast(workload), _offloaded(workload):
             output = model(**batch, **options)
             loss = _loss_of(output)
@@ -98,7 +99,7 @@ def _run_micro_batches(
 
 
 class _Importance:
-    """What AdaLoRA knows of its parameters' importance: three numbers for each, from the first step on.
+    """AdaLoRA's record of its parameters' importance: three numbers for each, from the first step on.
 
     A loop brings it up to date by ``update_and_allocate`` between the optimizer's step and ``zero_grad``.
     """
@@ -188,7 +189,7 @@ def _drop_unused_state(optimizer: torch.optim.Optimizer, unused: Iterable[torch.
 
 
 def _allocate_state(rule: OptimizerRule | None, parameters: Iterable[torch.nn.Parameter], ledger: Ledger) -> None:
-    """Allocate what an optimizer that is not run would keep."""
+    """Allocate the state of an optimizer that is not run."""
     if rule is None:
         return
     for parameter in parameters:
@@ -205,7 +206,7 @@ def _offloaded(workload: Workload) -> AbstractContextManager[object]:
 
 
 def _classify_activations(ledger: Ledger) -> None:
-    """What the forward pass made and is alive after it is there for the backward pass."""
+    """Classify the forward pass's tensors still alive after it as activations: they are kept for the backward pass."""
     for index in list(ledger.live.values()):
         if ledger.allocations[index].component == "temporary":
             ledger.classify(index, "activations")

@@ -1,4 +1,4 @@
-"""The scans of state-space models while a step is traced: what their CUDA kernels allocate, without the kernels.
+"""The scans of state-space models while a step is traced: the allocations of their CUDA kernels, without the kernels.
 
 Without the packages mamba_ssm and causal_conv1d transformers runs a reference that computes one token after the other,
 keeps every state, and takes minutes to trace. What the kernels allocate and keep is taken from mamba_ssm 2
@@ -12,10 +12,11 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
-from unittest import mock
 
 import torch
 from torch.nn import functional
+
+from safe_loading._core.thread_patches import patched
 
 _CHUNK = 2048  # tokens for which the scan keeps one state
 _Gradients = tuple[torch.Tensor | None, ...]
@@ -23,7 +24,7 @@ _Gradients = tuple[torch.Tensor | None, ...]
 
 @contextlib.contextmanager
 def scan_stand_ins(model: torch.nn.Module) -> Iterator[tuple[str, ...]]:
-    """Inside, the scans of Mamba's layers allocate what CUDA's kernels allocate; yield the kinds of those layers."""
+    """Inside, the scans of Mamba's layers allocate as CUDA's kernels do; yield the kinds of those layers."""
     files = {sys.modules[type(module).__module__] for module in model.modules()}
     kinds = []
     with contextlib.ExitStack() as stack:
@@ -34,7 +35,7 @@ def scan_stand_ins(model: torch.nn.Module) -> Iterator[tuple[str, ...]]:
             kinds.append(file.__name__.rpartition("modeling_")[2])
             for name, function in _FUNCTIONS.items():
                 if hasattr(file, name):
-                    stack.enter_context(mock.patch.object(file, name, function))
+                    stack.enter_context(patched(file, name, function))
         yield tuple(sorted(kinds))
 
 
@@ -64,7 +65,7 @@ def _scan_gradients(u: torch.Tensor, delta: torch.Tensor, weights: tuple[torch.T
 
 
 class _ScanContext(Protocol):
-    """What the functions below keep from the forward pass for the backward pass."""
+    """The state that the functions below keep from the forward pass for the backward pass."""
 
     saved_tensors: tuple[Any, ...]
     norms: tuple[bool, bool, bool]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from safe_loading._core.spread import Spread
+from safe_loading._core.stubs import do_nothing
+from safe_loading._core.thread_patches import patched, seen_here
 from safe_loading._sharding import fsdp2
 from safe_loading._sharding.fsdp_units import plan_units
 from safe_loading.errors import ArgumentError
@@ -54,7 +55,7 @@ def fake_ranks(spread: Spread | None, rank: int = 0) -> Iterator[DeviceMesh | No
 
 
 class ShardedParameters(TrainedParameters):
-    """The local shards of trained parameters: an optimizer of DTensors allocates what one of their shards does."""
+    """The local shards of trained parameters: an optimizer of DTensors allocates as much as one of their shards."""
 
     sharded = True
 
@@ -90,7 +91,7 @@ class ShardedParameters(TrainedParameters):
 
 
 def alike(parameters: Iterable[torch.nn.Parameter], spread: Spread) -> dict[int, tuple[int, ...]]:
-    """Return for each rank what it holds of the parameters: ranks that hold the same allocate the same.
+    """Return the row counts of each rank's shards: ranks with the same counts allocate the same.
 
     Only the number of rows counts, which is what FSDP2 cuts.
     """
@@ -106,7 +107,7 @@ def alike(parameters: Iterable[torch.nn.Parameter], spread: Spread) -> dict[int,
 def sharded(
     model: torch.nn.Module, spread: Spread, mesh: DeviceMesh, device: torch.device, ledger: Ledger
 ) -> Iterator[None]:
-    """Inside, the model is sharded by FSDP2, and the ledger sees what FSDP allocates and frees by itself.
+    """Inside, the model is sharded by FSDP2, and the ledger sees the storages that FSDP allocates and frees by itself.
 
     The attributes of the modules are the caller's to restore; the classes are restored here.
     """
@@ -117,7 +118,7 @@ def sharded(
     )
     # memory of the host is not forecast, so whether it is pinned does not matter
     offload = CPUOffloadPolicy(pin_memory=False) if spread.cpu_offload else OffloadPolicy()
-    with _storages_seen(ledger), mock.patch.object(_fully_shard, "_get_device_from_mesh", return_value=device):
+    with _storages_seen(ledger), patched(_fully_shard, "_get_device_from_mesh", lambda _: device):
         try:
             fsdp2.wrap(model, plan_units(model), mesh, policy, offload, (), spread.reshard_after_forward)
             _classify_shards(model, ledger)
@@ -150,7 +151,7 @@ def _groups_of(module: FSDPModule) -> list[_fsdp_param_group.FSDPParamGroup]:
 def resizing_seen(
     ledger: Ledger, allocate: Callable[..., None], free: Callable[[torch.Tensor], None]
 ) -> tuple[Callable[..., None], Callable[[torch.Tensor], None]]:
-    """Return the functions by which FSDP resizes what it gathers, so that the ledger sees what they do."""
+    """Return FSDP's two functions that resize gathered tensors, wrapped so that the ledger sees each change."""
 
     def alloc_storage(tensor: torch.Tensor, *size: torch.Size) -> None:
         was_empty = not tensor.untyped_storage().size()
@@ -168,25 +169,22 @@ def resizing_seen(
 
 @contextlib.contextmanager
 def _storages_seen(ledger: Ledger) -> Iterator[None]:
-    """Tell the ledger when FSDP resizes a storage, and that what is gathered are weights."""
-    gathered = FSDPParam.init_unsharded_param
-    alloc_storage, free_storage = resizing_seen(ledger, _fsdp_param.alloc_storage, _fsdp_param.free_storage)
+    """Tell the ledger when FSDP resizes a storage, and that gathered tensors are weights."""
+    gathered = seen_here(FSDPParam, "init_unsharded_param")
+    resizing = seen_here(_fsdp_param, "alloc_storage"), seen_here(_fsdp_param, "free_storage")
+    alloc_storage, free_storage = resizing_seen(ledger, *resizing)
 
     def init_unsharded_param(self: FSDPParam) -> None:
         for tensor in self.all_gather_outputs:
             ledger.classify(ledger.index_of(tensor), "weights")
-        gathered(self)  # type: ignore[no-untyped-call]  # of torch
+        gathered(self)
 
     with (
-        mock.patch.object(_fsdp_param, "alloc_storage", alloc_storage),
-        mock.patch.object(_fsdp_param_group, "alloc_storage", alloc_storage),
-        mock.patch.object(_fsdp_param, "free_storage", free_storage),
-        mock.patch.object(FSDPParam, "init_unsharded_param", init_unsharded_param),
+        patched(_fsdp_param, "alloc_storage", alloc_storage),
+        patched(_fsdp_param_group, "alloc_storage", alloc_storage),
+        patched(_fsdp_param, "free_storage", free_storage),
+        patched(FSDPParam, "init_unsharded_param", init_unsharded_param),
         # pads uneven shards again unless their data has not moved, which it asks of addresses that fakes do not have
-        mock.patch.object(FSDPParam, "reset_sharded_param", _do_nothing),
+        patched(FSDPParam, "reset_sharded_param", do_nothing),
     ):
         yield
-
-
-def _do_nothing(_: FSDPParam) -> None:
-    """A function, because a `Mock` keeps its arguments alive."""

@@ -135,7 +135,7 @@ def run_events(
 
 
 class _Step:
-    """The traced step on one device, and what becomes of its events when it is run again and again."""
+    """The traced step on one device, and its events when it is run again and again."""
 
     def __init__(self, trace: StepTrace, device: int | str) -> None:
         allocations = trace.allocations
@@ -183,7 +183,7 @@ class _Step:
         return (key, -1) if key >= self.base else None
 
     def left(self, number: int) -> list[_Event]:
-        """Return the end of what a step leaves."""
+        """Return the events that free the tensors which a step leaves."""
         return [(index + (number + 1) * self.base, -1) for index in sorted(self._survivors)]
 
 
@@ -194,7 +194,7 @@ def _first_event(update: FirstUpdate) -> _Event:
 def _replaced_state(
     events: Sequence[Event], at_start: set[int], survivors: set[int], allocations: Sequence[Allocation]
 ) -> dict[int, int]:
-    """Return what an optimizer puts in the place of its state in each step, as Adafactor its root mean squares."""
+    """Return the tensors that replace an optimizer's state in each step, as Adafactor its root mean squares."""
     made: defaultdict[int, list[int]] = defaultdict(list)
     for index in sorted(survivors, reverse=True):
         if allocations[index].phase == "optimizer":
@@ -207,7 +207,7 @@ def _replaced_state(
 def _recast(
     events: Sequence[Event], at_start: set[int], survivors: set[int], allocations: Sequence[Allocation]
 ) -> set[int]:
-    """Return the base's tensors that their module casts for good, as bitsandbytes its biases, and the results."""
+    """Return the base's tensors that their module casts for good, as 4-bit layers their biases, and the results."""
     freed = [event.allocation for event in events if event.freed and event.allocation in at_start]
     old = {index for index in freed if allocations[index].component in _OF_THE_BASE}
     modules = {allocations[index].module for index in old}
@@ -240,7 +240,7 @@ def _start_of_optimizer(step: Sequence[Event], allocations: Sequence[Allocation]
 
 
 def _loading_events(resident: list[_Keyed], loading: Loading, trace: StepTrace) -> Iterator[_Event]:
-    """Yield the base's tensors, then what was cast, then the adapters."""
+    """Yield the events of the base's tensors, then of their casts, then of the adapters."""
     base: dict[str, _Keyed] = {}
     for r in resident:
         if r.allocation.component in _OF_THE_BASE:
@@ -279,7 +279,7 @@ def _loading_events(resident: list[_Keyed], loading: Loading, trace: StepTrace) 
 
 
 def _adapter_events(resident: list[_Keyed], trace: StepTrace) -> Iterator[_Event]:
-    """Yield adapters as peft makes them, and then what it casts, one after the other."""
+    """Yield the events of adapters as peft makes them, and then of its casts, one after the other."""
     widened = trace.widened
     came = {r.key: (_WIDENED - r.key, widened[r.allocation.op]) for r in resident if r.allocation.op in widened}
     for r in resident:
@@ -292,9 +292,9 @@ def _adapter_events(resident: list[_Keyed], trace: StepTrace) -> Iterator[_Event
 
 
 def _quantizing_events(made: list[_Event], unpacked: tuple[int, ...], *, normed: bool) -> Iterator[_Event]:
-    """Yield a weight as it came, what is made of it, its companions among that, and the end of the first.
+    """Yield the events of quantizing a weight: allocate it unquantized, then codes and statistics, then free the first.
 
-    `normed` is for 4 bits, whose codes bitsandbytes divides by the largest (``get_4bit_type``).
+    `normed` is for 4 bits, whose codes the engine divides by the largest (``get_4bit_type``).
     """
     keys = [_UNPACKED - place for place in range(len(unpacked))]
     yield from zip(keys, unpacked, strict=True)
@@ -306,7 +306,7 @@ def _quantizing_events(made: list[_Event], unpacked: tuple[int, ...], *, normed:
 
 
 def _order_in_layer(name: str) -> int:
-    """Return the place of a tensor in the order in which bitsandbytes makes them: the statistics first."""
+    """Return the place of a tensor in the order in which an engine makes them: the statistics first."""
     return 0 if name.endswith((".absmax", ".scales")) else 1 if name.endswith(".weight") else 2
 
 

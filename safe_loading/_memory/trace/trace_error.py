@@ -1,4 +1,4 @@
-"""The error for a model that cannot be traced: in which module, at which line, and what to do about it."""
+"""The error for a model that cannot be traced: the module, the line, and the remedy."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ _FIX_FOR_METHODS = (
     "Measure a step on the GPU (torch.cuda.max_memory_reserved()), or forecast another method: adapter=LoraConfig(...)."
 )
 _FIX_FOR_SPARSE = f"Sparse tensors have no storage whose bytes could be counted. {_FIX_FOR_METHODS}"
+FIX_FOR_DEVICES = (
+    "Make each tensor where those are that it meets: torch.arange(length, device=input_ids.device), or a buffer of the "
+    "module. On the CPU alone the line runs, and on a GPU it fails."
+)
 _MOST_CHARACTERS = 600  # of the error's own message
 
 
@@ -48,7 +52,7 @@ def trace_error(
     module, line = _locate(model, error.__traceback__)
     where = f"{module or 'its forward'}{f' ({line})' if line else ''}"
     message = str(error).strip()[:_MOST_CHARACTERS]
-    if "device" in type(error).__name__.lower():  # torch's message names the fake devices
+    if _devices_differ(error):  # torch's message names the fake devices
         message = re.sub(r"\bcpu:(\d+)\b", r"device \1", message)
         message = re.sub(r"\bcpu\b", "the host", message)
     fix = _fix(model, error, inputs or {})
@@ -73,6 +77,8 @@ def _fix(model: torch.nn.Module, error: Exception, inputs: Mapping[str, torch.Te
         return _FIX_FOR_SPARSE
     if isinstance(error, _DEPENDS_ON_VALUES):
         return _FIX_FOR_VALUES
+    if _devices_differ(error):
+        return FIX_FOR_DEVICES
     missing_argument = "missing" in str(error) and "required" in str(error) and isinstance(error, TypeError)
     names = re.findall(r"'(\w+)'", str(error)) if missing_argument else []
     main = getattr(engine_model(model), "main_input_name", "input_ids")
@@ -83,6 +89,10 @@ def _fix(model: torch.nn.Module, error: Exception, inputs: Mapping[str, torch.Te
         return ""
     example = ", ".join(f"{name!r}: torch.empty(..., device='meta')" for name in names)
     return f"A workload describes tokens only. Pass what else the model needs, as inputs={{{example}}}."
+
+
+def _devices_differ(error: Exception) -> bool:
+    return "device" in type(error).__name__.lower()
 
 
 def _locate(model: torch.nn.Module, trace: TracebackType | None) -> tuple[str, str]:

@@ -9,17 +9,22 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.utils import import_utils
 
 from safe_loading._core import progress
+from safe_loading._core.interrupts import undone
 from safe_loading._core.spread import Spread
+from safe_loading._core.stubs import answer_no
+from safe_loading._core.thread_patches import patched
 from safe_loading._core.workload import Workload
+from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 from safe_loading._model.quantized.kernels import kernel_stand_ins
 from safe_loading._model.snapshot import Snapshot
 from safe_loading._ranks.launcher import local_rank
+from safe_loading._ranks.own_generators import OwnGenerators, own_generators
 from safe_loading._sharding.adapter_methods import past_hooks
 from safe_loading.errors import ArgumentError, TraceError
 
@@ -31,6 +36,7 @@ from .dispatch_mode import TraceDispatchMode
 from .fake_tensors import FakeTensors
 from .flat_sharded_step import FlatShardedParameters, flat_sharded, trained_by_rank
 from .function_mode import TraceFunctionMode
+from .fused_lm_head import with_fused_lm_head
 from .inputs import StepInputs
 from .known_values import KnownValues
 from .ledger import Ledger, device_traces, fake_device
@@ -64,6 +70,7 @@ def trace_step(
     spread: Spread | None = None,
     rank: int = 0,
     attached_there: bool = False,
+    prepare_for_kbit: KbitPreparation = "none",
 ) -> StepTrace:
     """Run one step of `model` on fake tensors, and return all the memory that it takes; or raise `TraceError`.
 
@@ -77,14 +84,17 @@ def trace_step(
     `offload_buffers` is as for `accelerate.dispatch_model`.
     With a `spread` the step is that of one of its ranks. `attached_there` is for a model that is on its device when the
     adapter is attached: what peft leaves on the host then stays there, such as the permutations of BOFT.
+    `prepare_for_kbit` is for the adapter of a base in 4 or 8 bits.
     """
     with _ONE_AT_A_TIME:
         ledger, values = Ledger(), KnownValues()
         where = TracePlacement(placement, offload_buffers=offload_buffers, attached_there=attached_there)
         with contextlib.ExitStack() as stack:
             mesh = stack.enter_context(fake_ranks(spread, rank))
-            stack.callback(Snapshot(model).restore)
-            running = stack.enter_context(with_adapter(model, workload.adapter, where.left_on_host))
+            stack.enter_context(undone(Snapshot(model).restore))
+            adapted = with_adapter(model, workload.adapter, where.left_on_host, prepare_for_kbit=prepare_for_kbit)
+            running = stack.enter_context(adapted)
+            stack.enter_context(with_fused_lm_head(running, workload))
             attached = workload.adapter is not None
             widened, starts = (widened_adapters(running), computed_starts(running)) if attached else ({}, {})
             fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -95,7 +105,7 @@ def trace_step(
             except Exception as error:
                 raise trace_error(running, workload, error, inputs) from error
     return StepTrace(
-        workload=repr(workload),
+        workload=workload,
         allocations=tuple(ledger.allocations),
         events=tuple(ledger.events),
         devices=device_traces(ledger.allocations, ledger.events),
@@ -121,7 +131,7 @@ def _run(
     ledger = mode.ledger
     functions = TraceFunctionMode(mode.content, fake_device(where.main))
     # the fake mode is entered before the dispatch mode, which therefore sees each operation first and can answer it
-    with _isolated(), attention_stand_ins(model), functions, functions.whole_lists(), fake:
+    with _isolated(mode.values.generators), attention_stand_ins(model), functions, functions.whole_lists(), fake:
         tensors = FakeTensors(fake, ledger, mode.values, where)
         tensors.replace_tensors(model)
         if workload.kind == "weights_only":
@@ -146,12 +156,14 @@ def _run(
         del cache  # after the ledger is closed, because it outlives the step
 
 
-def ranks_alike(model: torch.nn.Module, workload: Workload, spread: Spread) -> list[list[int]]:
+def ranks_alike(
+    model: torch.nn.Module, workload: Workload, spread: Spread, prepare_for_kbit: KbitPreparation = "none"
+) -> list[list[int]]:
     """Return the ranks of a job, those together that hold parts of the same sizes and so allocate the same."""
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         stack.enter_context(fake_ranks(spread))
-        stack.callback(Snapshot(model).restore)
-        running = stack.enter_context(with_adapter(model, workload.adapter))
+        stack.enter_context(undone(Snapshot(model).restore))
+        running = stack.enter_context(with_adapter(model, workload.adapter, prepare_for_kbit=prepare_for_kbit))
         if spread.kind in ("fsdp1", "fsdp2") and (problems := past_hooks(running)):
             raise ArgumentError(f"{spread} cannot run this {type(running).__name__}:", problems)
         held: dict[int, tuple[int, ...]]
@@ -180,7 +192,7 @@ def _spread(
     device: torch.device,
     ledger: Ledger,
 ) -> Iterator[tuple[torch.nn.Module, TrainedParameters]]:
-    """Spread the model as the job does, and yield what a rank runs and what it trains."""
+    """Spread the model as the job does, and yield the model that a rank runs and the parameters that it trains."""
     if sharding is None:
         yield model, TrainedParameters(parameters)
         return
@@ -234,21 +246,18 @@ def _enable_checkpointing(model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _isolated() -> Iterator[None]:
-    """Keep the caller's modes and random generators out of the trace, and the trace out of theirs."""
+def _isolated(generators: OwnGenerators) -> Iterator[None]:
+    """Keep the caller's modes and random generators out of the trace, and the trace out of theirs.
+
+    A model that draws random numbers draws the same ones in every trace.
+    """
     with (
-        torch.random.fork_rng(devices=[]),
+        own_generators(generators, operations=False),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
         # for fake tensors transformers builds a mask that a real run does not
-        mock.patch("transformers.utils.import_utils.is_fake_tensor", _answer_no),
+        patched(import_utils, "is_fake_tensor", answer_no),
         kernel_stand_ins(),
     ):
-        torch.default_generator.manual_seed(0)  # a model that draws random numbers draws the same ones in every trace
         yield
-
-
-def _answer_no(_: object) -> bool:
-    """A function, because a `Mock` keeps the arguments of its calls and so would keep the tensors alive."""
-    return False

@@ -31,20 +31,20 @@ class TrainedParameters:
         """End the first pass of an engine that learns from it."""
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Do what a trainer does before the forward pass; `last` is the micro-batch after which the optimizer steps."""
+        """Do a trainer's work before the forward pass; `last` is the micro-batch after which the optimizer steps."""
 
     def begin_backward(self, last: bool) -> None:
-        """Do what an engine does between the forward and the backward pass."""
+        """Do an engine's work between the forward and the backward pass."""
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return what the backward pass starts from."""
+        """Return the loss from which the backward pass starts."""
         return loss
 
     def bring_gradients(self, ledger: Ledger) -> None:
         """Give the optimizer's parameters their gradients after a backward pass."""
 
     def before_step(self) -> None:
-        """Do what an engine does before the optimizer's step."""
+        """Do an engine's work before the optimizer's step."""
 
     def step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Update the parameters; without an optimizer only its state is counted."""
@@ -52,9 +52,9 @@ class TrainedParameters:
             optimizer.step()
 
     def after_step(self) -> None:
-        """Do what an engine does after it."""
+        """Do an engine's work after the optimizer's step."""
 
     def drop_gradients(self) -> None:
-        """Do what ``zero_grad(set_to_none=True)`` does."""
+        """Drop the gradients, as ``zero_grad(set_to_none=True)`` does."""
         for parameter in self.parameters:
             parameter.grad = None

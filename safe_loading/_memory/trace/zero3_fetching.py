@@ -11,11 +11,11 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
 from safe_loading._core.spread import Zero
+from safe_loading._core.thread_patches import patched
 from safe_loading.errors import TraceError
 
 from .ledger import Ledger
@@ -289,7 +289,7 @@ class Fetching:
             self._available -= held.count
 
     def _needed_no_longer(self, module: torch.nn.Module) -> list[Held]:
-        """Return what is freed after a module: decided once for each place in the order."""
+        """Return the parameters that are freed after a module, decided once for each place in the order."""
         key = id(module), self._step
         if key not in self._to_release:
             own = self._parameters_of(module)
@@ -306,7 +306,7 @@ class Fetching:
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """Free what is left of modules whose inputs had no gradient, so that nothing said that they were done."""
+        """Free the remaining parameters of modules whose inputs had no gradient, so that no hook has freed them."""
         while self._in_backward:
             _, module = self._in_backward.popitem()
             for held in [*self._parameters_of(module), *self._recomputed.pop(id(module), [])]:
@@ -325,7 +325,7 @@ class Fetching:
 
     @torch.no_grad()
     def gather_persistent(self) -> None:
-        """Gather what stays whole from one step to the next."""
+        """Gather the parameters that stay whole from one step to the next."""
         for held in self._held.values():
             if held.persists and held.state == "apart":
                 gather_alone(held, self._ranks, self._ledger)
@@ -379,5 +379,5 @@ def _each_tensor(value: object, change: Callable[[torch.Tensor], object], *, in_
 @contextlib.contextmanager
 def linear_layers() -> Iterator[None]:
     """Inside, linear layers save no view of their weight, which would keep it alive: DeepSpeed replaces them so."""
-    with mock.patch.object(torch.nn.functional, "linear", linear):
+    with patched(torch.nn.functional, "linear", linear):
         yield

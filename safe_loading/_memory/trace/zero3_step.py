@@ -1,4 +1,4 @@
-"""ZeRO-3 in a traced step: what DeepSpeed's engine allocates, allocated on fake tensors by the same rules.
+"""ZeRO-3 in a traced step: the allocations of DeepSpeed's engine, made on fake tensors by the same rules.
 
 Each rank holds a part of every parameter, and of the trained ones a copy in float32, the optimizer's state and the
 gradient. When parameters are whole is the matter of ``zero3_fetching``; gradients and the optimizer's step are here, by
@@ -66,7 +66,7 @@ class PartitionedParameters(DeepSpeedParameters):
         self._take_gradients()
 
     def _hold(self, model: torch.nn.Module) -> list[Held]:
-        """Return what the ranks hold of each parameter, and allocate this rank's parts of those that are frozen."""
+        """Return the record of each parameter, and allocate this rank's parts of those that are frozen."""
         held: list[Held] = []
         self._frozen: list[torch.Tensor] = []
         for place, parameter in enumerate(model.parameters()):
@@ -183,7 +183,7 @@ class PartitionedParameters(DeepSpeedParameters):
         ]
 
     def _keep(self, place: int, part: torch.Tensor) -> None:
-        """Copy a part to where this rank keeps its gradient, or add it to what is there."""
+        """Copy a part of a gradient to its place on this rank, or add it to the values there."""
         kept = self._gradients[place].narrow(0, 0, part.numel())
         if not self._zero.offload_optimizer:
             kept.copy_(part) if self._first else kept.add_(part)
@@ -195,7 +195,7 @@ class PartitionedParameters(DeepSpeedParameters):
 
     @torch.no_grad()
     def bring_gradients(self, ledger: Ledger) -> None:
-        """End a backward pass: reduce what is left in the bucket, and free what no hook has freed."""
+        """End a backward pass: reduce the rest of the bucket, and free the parameters that no hook has freed."""
         self._reduce()
         self._fetching.end_backward()
         self._losses = ()

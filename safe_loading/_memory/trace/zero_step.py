@@ -1,4 +1,4 @@
-"""ZeRO-1 and ZeRO-2 in a traced step: what DeepSpeed's engine allocates, allocated on fake tensors by the same rules.
+"""ZeRO-1 and ZeRO-2 in a traced step: the allocations of DeepSpeed's engine, made on fake tensors by the same rules.
 
 DeepSpeed is not needed. What it allocates follows from its settings and from the order in which gradients come: flat
 copies of the trained parameters, a share of them in float32, buckets into which gradients are copied, and the copies in
@@ -25,7 +25,7 @@ _ALIGNED_TO = 2  # elements, times the number of ranks: DeepSpeed's nccl_start_a
 
 
 class Part(NamedTuple):
-    """What a rank holds of a parameter: a range of its elements."""
+    """A rank's part of a parameter: a range of its elements."""
 
     place: int  # of the parameter among the trained ones
     start: int
@@ -99,7 +99,7 @@ def cast_parameters(
 
 
 class DeepSpeedParameters(TrainedParameters):
-    """The trained parameters of a model under DeepSpeed's engine, whatever the stage of ZeRO."""
+    """The trained parameters of a model under DeepSpeed's engine, at any stage of ZeRO."""
 
     sharded = True
 
@@ -131,7 +131,7 @@ class DeepSpeedParameters(TrainedParameters):
             self._take(place, gradient)
 
     def _take(self, place: int, gradient: torch.Tensor) -> None:
-        """Do what the engine does when the gradient of a parameter is there."""
+        """Do the engine's work when the gradient of a parameter is there."""
         raise NotImplementedError
 
 
@@ -228,7 +228,7 @@ class ZeroParameters(DeepSpeedParameters):
         self._in_bucket.append(place)
 
     def _reduce(self) -> None:
-        """Average what is in the bucket over the ranks, and keep what this rank has a part of."""
+        """Average the gradients in the bucket over the ranks, and keep those of which this rank has a part."""
         if self._large is not None:
             gradient = self.parameters[self._large].grad
             bucket = None if gradient is None else gradient.view(-1)
@@ -290,7 +290,7 @@ class ZeroParameters(DeepSpeedParameters):
         self._kept_until += gradient.numel()
 
     def _send_to_host(self, gradient: torch.Tensor, part: Part) -> None:
-        """Copy a part to the host in float32; its norm is taken on the way, and what is infinite is looked for."""
+        """Copy a part to the host in float32; its norm is taken on the way, and infinite values are looked for."""
         piece = gradient.view(-1).narrow(0, part.start, part.stop - part.start)
         _norm_of([piece])
         _count_invalid([gradient])

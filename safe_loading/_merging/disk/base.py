@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,23 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from safe_loading._checkpoint.hub import Resolved
-from safe_loading._checkpoint.index import Checkpoint, read_checkpoint
-from safe_loading._checkpoint.strict_json import read_json_object
+from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
+from safe_loading._checkpoint.modelopt import refuse_modelopt
+from safe_loading._core.log import quiet
 from safe_loading._core.protocols import EngineKwargs, JsonObject
+from safe_loading._loading.base_arguments import for_constructor, refuse_unknown
 from safe_loading._loading.base_model import base_config, changed_config
-from safe_loading._loading.folder_findings import refuse_quantizer_patterns
+from safe_loading._loading.folder_findings import refuse_quantization
 from safe_loading._loading.sources import HUB_OPTIONS
-from safe_loading._model.meta_model import build_on_meta, weights_dtype
-from safe_loading._model.model_config import CONFIG
+from safe_loading._model.formats.registry import FORMATS
+from safe_loading._model.formats.stored import QuantizedTensor
+from safe_loading._model.meta_model import build_on_meta
+from safe_loading._model.weights_dtype import weights_dtype
 from safe_loading.errors import ArgumentError, MergeError
 
 from .kept_format import weights_by_part
-from .quantized_base import KEPT_FORMATS, MERGE_BEFORE_QUANTIZED, READ_FROM_DISK, QuantizedTensor, read_as_plain
+from .quantized_base import MERGE_BEFORE_QUANTIZED, read_as_plain
 
 # Arguments of from_pretrained that say where files are, and not what model is built.
 _NOT_OF_THE_CONFIG = HUB_OPTIONS | {"variant", "trust_remote_code"}
@@ -36,10 +40,9 @@ class MergeBase:
     """The base of a merge, opened once; ``kwargs`` are more arguments of its ``from_pretrained``."""
 
     source: str
-    folder: Path
+    opened: ModelFolder  # what was read of its folder
     commit: str | None  # None for a local folder
     kwargs: EngineKwargs
-    config: JsonObject  # its config.json; empty where there is none
     checkpoint: Checkpoint  # of a quantized base, the plain tensors that its codes stand for
     quantized: Mapping[str, QuantizedTensor]  # what those are on disk
     stale_headers: frozenset[str]  # the files whose headers do not describe ``template``
@@ -47,9 +50,25 @@ class MergeBase:
     dtype: torch.dtype | None = None  # of the output; None for that of the config
 
     @property
+    def folder(self) -> Path:
+        """The folder on this machine."""
+        return self.opened.path
+
+    @property
+    def config(self) -> JsonObject:
+        """Its config.json; empty where there is none."""
+        return self.opened.config or {}
+
+    @property
     def keeps_codes(self) -> bool:
         """Whether the output is quantized as the base is."""
         return bool(self.quantized) and self.template is not self.checkpoint
+
+    @property
+    def plain_on_disk(self) -> Checkpoint:
+        """The checkpoint without the weights that the disk holds as codes."""
+        plain = {name: info for name, info in self.checkpoint.tensors.items() if name not in self.quantized}
+        return dataclasses.replace(self.checkpoint, tensors=plain) if self.quantized else self.checkpoint
 
     @functools.cached_property
     def weight_of(self) -> dict[str, str]:
@@ -62,20 +81,25 @@ class MergeBase:
         return base_config(self.folder, self.kwargs, self.config or None)
 
     @functools.cached_property
-    def _changed_config(self) -> PreTrainedConfig:
+    def _changed_config(self) -> tuple[PreTrainedConfig, dict[str, object]]:
+        """The config with the entries that ``kwargs`` change, and those that no config takes."""
         if self.kwargs.keys() <= _NOT_OF_THE_CONFIG:
-            return self.model_config
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return changed_config(self.folder, self.kwargs)[0]
+            return self.model_config, {}
+        with quiet():
+            return changed_config(self.folder, self.kwargs)
+
+    def refuse_unknown_arguments(self, model_class: Any) -> None:
+        """Refuse ``kwargs`` that neither the config nor this class takes."""
+        config, others = self._changed_config
+        refuse_unknown(for_constructor(others), config, model_class)
 
     def on_meta(self, model_class: Any, *, num_labels: int | None = None) -> PreTrainedModel:
-        """Return the base on meta, in the wider dtype of its config and the output; its class may raise anything."""
-        config = copy.deepcopy(self._changed_config)  # the model keeps it, and whoever builds may change it
+        """Return the base on meta, in the wider dtype of its weights and the output; its class may raise anything."""
+        config = copy.deepcopy(self._changed_config[0])  # the model keeps it, and whoever builds may change it
         if num_labels is not None:
             config.num_labels = num_labels
         trusted = bool(self.kwargs.get("trust_remote_code", False))
-        dtype = weights_dtype("auto", config, None)
+        dtype = weights_dtype("auto", config, self.opened)
         if self.dtype is not None and torch.promote_types(dtype, self.dtype) == self.dtype:  # it holds more
             dtype = self.dtype
         model = build_on_meta(model_class, config, dtype, trust_remote_code=trusted)
@@ -85,13 +109,14 @@ class MergeBase:
 
 
 def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dtype: torch.dtype | None, dequantize: bool) -> MergeBase:
-    """Read the config and the headers of a base; ``dequantize`` says what becomes of a quantized one."""
-    checkpoint = read_checkpoint(resolved.folder, variant=kwargs.get("variant"), kind="model")
-    path = resolved.folder / CONFIG
-    config = read_json_object(path) if path.is_file() else {}
-    refuse_quantizer_patterns(checkpoint, config)
+    """Read the config and the headers of a base; ``dequantize``: a quantized one is written in plain weights."""
+    opened = ModelFolder(resolved.folder)
+    checkpoint = opened.read_checkpoint(variant=kwargs.get("variant"))
+    path, config = resolved.folder / CONFIG, opened.config or {}
+    refuse_quantization(checkpoint, config)
+    refuse_modelopt(opened)
     quantization = config.get("quantization_config")
-    facts = resolved.source, resolved.folder, resolved.commit, kwargs, config
+    facts = resolved.source, opened, resolved.commit, kwargs
     if not quantization:
         return MergeBase(*facts, checkpoint, {}, frozenset(), checkpoint, dtype)
     if not dequantize:
@@ -105,14 +130,15 @@ def open_base(resolved: Resolved, kwargs: EngineKwargs, *, dtype: torch.dtype | 
 def _require_kept_format(path: Path, quantization: object, dtype: torch.dtype | None) -> None:
     """Refuse a base whose codes are not merged into."""
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method not in KEPT_FORMATS:
+    known = FORMATS.get(method) if isinstance(method, str) else None
+    if known is None or not known.merged_on_disk:
         road = (
             "Merge into the base that it was made from, and quantize the result; or pass dequantize=True, which writes "
             "a plain one."
         )
         raise MergeError(
             f"{path} says that the base is quantized ({method}); adding to its codes would be wrong. "
-            f"{road if method in READ_FROM_DISK else MERGE_BEFORE_QUANTIZED}"
+            f"{road if known is not None and known.read_on_disk else MERGE_BEFORE_QUANTIZED}"
         )
     if dtype is not None:
         raise ArgumentError(

@@ -28,7 +28,7 @@ class BaseChangingInit:
     dim: int = 0
 
     def subtract_from(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return what the init leaves of a weight, in its dtype; needs several times the weight in float32."""
+        """Return the weight that remains after the init, in its dtype; needs several times the weight in float32."""
         if self.order is not None:  # the bits of a decomposition depend on the order, which must be the model's
             inner = dataclasses.replace(self, order=None)
             left = inner.subtract_from(weight.index_select(self.dim, self.order))

@@ -1,4 +1,4 @@
-"""Records of what changes: of a parameter of the model (``Edit``), and of a tensor on disk (``Changes``)."""
+"""Records of changes: to a parameter of the model (``Edit``), and to the tensors on disk (``Changes``)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from safe_loading._merging.weights.update import Update
 from safe_loading._model.dtypes import DTYPES
 
 from .base_changing_init import BaseChangingInit
+from .compare_layouts import OtherLayout
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 IN_MEMORY = "Load the model, merge it with merge_lora_inplace and save it with save_pretrained"
@@ -27,7 +28,7 @@ def info_of(name: str, value: torch.Tensor) -> TensorInfo:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightChange:
-    """What happens to the values of one parameter, in the order of the attributes."""
+    """The changes to the values of one parameter, applied in the order of the attributes."""
 
     value: torch.Tensor | None = None  # replaces the parameter whole
     inits: tuple[BaseChangingInit, ...] = ()  # what was subtracted from it before the training
@@ -69,7 +70,7 @@ class ChangedRows:
 
 @dataclasses.dataclass
 class Changes:
-    """What changes on disk: all that planning and writing need to know of the adapters."""
+    """The changes on disk: planning and writing need no other facts about the adapters."""
 
     # The rows of each tensor that change, and the columns of the matrix that it is seen as.
     merges: dict[str, tuple[tuple[ChangedRows, ...], int]] = dataclasses.field(default_factory=dict)
@@ -77,6 +78,10 @@ class Changes:
     # Each new tensor, with the one of the base whose content it starts from; None when ``values`` has all of it.
     added: dict[str, str | None] = dataclasses.field(default_factory=dict)
     tied: dict[str, str] = dataclasses.field(default_factory=dict)  # other names of merged tensors, with those tensors
+    # The names on disk of each tied parameter of the base, by each of them; a name that it lacks is the model's.
+    ties: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    unknown: frozenset[str] = frozenset()  # tensors on disk that the class of the output does not know
+    elsewhere: OtherLayout | None = None  # of a folder that is judged and has other names or shapes than the base
     dropped: set[str] = dataclasses.field(default_factory=set)  # what the class of the output has no use for
     config: dict[str, object] = dataclasses.field(default_factory=dict)  # as :func:`output_model.new_config` takes it
     findings: list[Finding] = dataclasses.field(default_factory=list)

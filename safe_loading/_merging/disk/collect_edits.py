@@ -1,4 +1,4 @@
-"""What adapters do to each parameter of their base, read from the base on meta with the adapters attached."""
+"""The edits that adapters make to each parameter of their base, read from the base on meta with adapters attached."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from safe_loading._core.names import without_peft_prefix
 from safe_loading._loading.adapter_values import rename_keys, same_tensor
 from safe_loading._loading.alike import plan_for
 from safe_loading._loading.attach import Adapter, attach
+from safe_loading._loading.experts import fit_experts
 from safe_loading._loading.peft_config import changes_base
 from safe_loading._loading.slots import route
 from safe_loading._merging.weights.lora_layers import adapters_of, is_blocked, merge_targets
@@ -54,7 +55,7 @@ def collect_edits(
 
 @dataclasses.dataclass(eq=False)
 class _ParameterRecord:
-    """What is known of one parameter while the adapters are read."""
+    """The changes to one parameter found so far while the adapters are read."""
 
     tensor: ModelTensor  # as the base has it
     # As in WeightChange, by the name of the base under which an adapter changes it:
@@ -77,7 +78,7 @@ class _ParameterRecord:
         return tuple(self.tensor.tensor.shape)
 
     def change(self, name: str, value: torch.Tensor | None) -> WeightChange:
-        """Return what happens under one of its names, with the value that it gets first."""
+        """Return the change under one of its names; ``value`` replaces the parameter before any other change."""
         # A module that stands in several places of the base is known under the first of its names.
         place = self.tensor.places[self.names.index(name)]
         name = self.names[self.tensor.places.index(place)]
@@ -91,7 +92,7 @@ class _ParameterRecord:
 
 
 class _Collector:
-    """Collects what adapters do to the parameters of a base, before and after they are attached to it."""
+    """Collects the changes that adapters make to a base's parameters, before and after they are attached to it."""
 
     def __init__(self, base: torch.nn.Module) -> None:
         # By module and attribute: peft's MultiheadAttention replaces the base's Parameters whenever it is walked.
@@ -106,12 +107,13 @@ class _Collector:
         """Collect the weights of the base that adapter files bring along (trained biases, saved embeddings)."""
         modules = dict(model.named_modules(remove_duplicate=False))
         base = model.get_base_model()
-        own_module = any(name == "module" for name, _ in base.named_children())
         for adapter in adapters:
-            renamed = rename_keys(adapter.facts, adapter.tensors, prompt_learning=False, own_module=own_module).tensors
+            mapping = adapter.key_mapping
+            renamed = rename_keys(adapter.facts, adapter.tensors, base, key_mapping=mapping).tensors
             plan = plan_for(model, adapter.facts)
             if plan is not None and plan.places.keys() == renamed.keys():
                 continue  # each of them is a factor of LoRA, as it was found when the adapter was attached
+            renamed = fit_experts(adapter.config, renamed, base, adapter.facts).tensors
             for key, value in route(model, adapter.name, renamed).tensors.items():
                 path, _, name = key.rpartition(".")
                 if path.endswith(".original_module"):
@@ -120,7 +122,7 @@ class _Collector:
                     self._replace(modules[path], name, path, value)
 
     def collect_modules(self, model: PeftModel, adapters: Sequence[Adapter]) -> None:
-        """Collect what the modules that peft put into the base do to its parameters."""
+        """Collect the changes made to the base's parameters by the modules that peft put into it."""
         order = [adapter.name for adapter in adapters]
         nested: set[int] = set()
         for path, module in model.named_modules():
@@ -140,7 +142,7 @@ class _Collector:
                 self._collect_by_peft(path, layer, order)
 
     def _collect_by_peft(self, path: str, layer: TunerModule, order: Sequence[str]) -> None:
-        """Note what another method than LoRA makes of the tensors of one layer."""
+        """Record the merges of one layer's tensors by a method other than LoRA."""
         base = layer.get_base_layer()
         left = fill_constants(layer)
         if left:
@@ -163,7 +165,7 @@ class _Collector:
                 self.problems.append(f"{name}: {path} and another layer change the same module. {IN_MEMORY}")
 
     def _collect_inits(self, path: str, layer: LoraLayer, adapters: Sequence[Adapter]) -> None:
-        """Note what the adapters subtracted from the weight before they were trained, one after the other."""
+        """Record the inits by which the adapters subtracted from the weight before training, one after the other."""
         for adapter in adapters:
             init = init_of(layer, adapter.name, adapter.config) if adapter.name in adapters_of(layer) else None
             _, record = ("", None) if init is None else self._record(layer.get_base_layer(), "weight", path)
@@ -234,7 +236,7 @@ class _Collector:
             record.saved_names.add(name)
 
     def _record(self, owner: torch.nn.Module, attribute: str, path: str) -> tuple[str, _ParameterRecord | None]:
-        """Return the name of a parameter of the base and what is known of it; None for what is no parameter."""
+        """Return the name of a parameter of the base and its record; None for a tensor that is no parameter."""
         known = self._parameters.get((id(owner), attribute))
         if known is None:
             self.problems.append(f"{path}: the adapter changes a tensor that is no parameter of the base. {IN_MEMORY}")
@@ -286,13 +288,13 @@ def _is_tie_kept(record: _ParameterRecord, changes: Mapping[str, WeightChange]) 
 
 
 def _own_changes(record: _ParameterRecord) -> dict[str, WeightChange]:
-    """Return what happens under each name where each changes alone."""
+    """Return the change under each name of a parameter whose names change separately."""
     changes = {name: record.change(name, record.values.get(name)) for name in record.names}
     return {name: change for name, change in changes.items() if not change.is_empty}
 
 
 class _LayerUpdate(NamedTuple):
-    """What a layer adds to a matrix: the parameter's module and attribute, the matrix's index in it, the update."""
+    """A layer's update of one matrix: the parameter's module and attribute, the matrix's index in it, the update."""
 
     module: torch.nn.Module
     attribute: str
@@ -301,7 +303,7 @@ class _LayerUpdate(NamedTuple):
 
 
 def _layer_updates(path: str, layer: LoraLayer, order: Sequence[str]) -> tuple[list[_LayerUpdate], list[str]]:
-    """Return what the adapters add to the parameters of one layer, and why something cannot be merged."""
+    """Return the adapters' updates of one layer's parameters, and the reasons why an update cannot be merged."""
     names = [name for name in order if name in adapters_of(layer)]
     wraps_parameter = type(layer) is ParamWrapper
     if not names or not is_lora_layer(layer):
@@ -343,7 +345,7 @@ def _attach_all(base: torch.nn.Module, adapters: Iterable[Adapter]) -> PeftModel
 
 
 def _scale(model: PeftModel, weights: Mapping[str, float]) -> None:
-    """Multiply what each adapter adds by its weight, as ``set_scale`` of peft's layers does."""
+    """Multiply each adapter's scaling by its weight, as ``set_scale`` of peft's layers does."""
     for module in model.modules():
         if is_lora_layer(module):
             for name in weights.keys() & module.scaling.keys():

@@ -1,13 +1,14 @@
-"""The heart of the merge: what the adapters change, from the base on meta to the tensors on disk."""
+"""The heart of the merge: the adapters' changes, from the base on meta to the tensors on disk."""
 
 from __future__ import annotations
 
 import torch
 from peft import PeftConfig, PeftType
 
+from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.names import method_name
 from safe_loading._core.protocols import ModelClass
-from safe_loading._loading.attach import Adapter, prepare
+from safe_loading._loading.attach import Adapter
 from safe_loading._loading.peft_config import can_build_on_meta, changes_base, is_lora
 from safe_loading._merging.weights.other_tuners import KNOWN
 from safe_loading.errors import MergeError
@@ -16,7 +17,14 @@ from .base_changing_init import REPEATABLE, init_kind
 from .changes import Changes
 from .collect_edits import collect_edits
 from .kept_format import why_not_kept
-from .output_model import adapt_config, build_output_model, cast_dtypes, decides_more_by_tie_flag
+from .output_model import (
+    adapt_config,
+    build_output_model,
+    cast_dtypes,
+    decides_more_by_tie_flag,
+    layout_of_judged,
+    ties_on_disk,
+)
 from .place_edits import place_edits
 from .sources import MergeSources
 
@@ -27,27 +35,34 @@ _NEEDS_THE_BASE = frozenset({"ADALORA", "BEFT", "PSOFT", "SHIRA", "UNILORA"})
 
 
 def find_changes(
-    sources: MergeSources, dtype: torch.dtype | None, model_class: ModelClass | None
+    sources: MergeSources,
+    dtype: torch.dtype | None,
+    model_class: ModelClass | None,
+    judged: Checkpoint | None = None,
 ) -> tuple[Changes, dict[str, str]]:
-    """Return what changes on disk, and the new dtype of each tensor that gets one; a ``dtype`` of None keeps all.
+    """Return the changes on disk, and the new dtype of each tensor that gets one; a ``dtype`` of None keeps all.
 
-    Without a class, the base is of the class of the first adapter's task.
+    Without a class, the base is of the class of the first adapter's task. ``judged`` is a merged folder, whose layout
+    is read where it is not that of the base.
 
     Raises AdapterError or CheckpointError when adapter, base and config do not fit one another, and MergeError with
     every reason when they fit and cannot be merged.
     """
     base = sources.base
-    adapters = [prepare(name, facts, is_trainable=False) for name, facts in sources.adapters.items()]
+    adapters = [*sources.adapters.values()]
     refusals = [problem for adapter in adapters for problem in _refusals(adapter)]
     refusals += [problem for adapter in adapters for problem in _not_scalable(adapter, sources.weights[adapter.name])]
     if refusals:
         raise MergeError("These adapters cannot be merged on disk; nothing was written:", refusals)
     # The layout is read before the adapters are attached: transformers' tables know the names without peft's.
     output = build_output_model(base, adapters, model_class)
+    elsewhere = None if judged is None else layout_of_judged(output, base, judged)
     edits, problems = collect_edits(output.model, adapters, sources.weights)
     changes = place_edits(
         edits, output.layout, base.checkpoint.tensors, keeps_tie_flag=decides_more_by_tie_flag(output.model, base)
     )
+    changes.ties, changes.unknown = ties_on_disk(output), frozenset(output.layout.unknown)
+    changes.elsewhere = elsewhere
     adapt_config(changes, output, base)
     problems += changes.problems
     if base.keeps_codes:
@@ -58,7 +73,7 @@ def find_changes(
 
 
 def _not_scalable(adapter: Adapter, weight: float) -> list[str]:
-    """Return why what an adapter does cannot be multiplied by its weight."""
+    """Return the reasons why an adapter's changes cannot be multiplied by its weight."""
     if weight == 1:
         return []
     config = adapter.config
@@ -75,14 +90,14 @@ def _not_scalable(adapter: Adapter, weight: float) -> list[str]:
     if not found:
         return []
     return [
-        f"{adapter.facts.folder}: its weight is {weight:g}, and {', '.join(found)} cannot be multiplied: they replace "
+        f"{adapter.facts.path}: its weight is {weight:g}, and {', '.join(found)} cannot be multiplied: they replace "
         f"values of the base, or depend on its norm. Give it the weight 1, or train it without them"
     ]
 
 
 def _refusals(adapter: Adapter) -> list[str]:
-    """Return why an adapter cannot be merged, whatever the base."""
-    folder, config = adapter.facts.folder, adapter.config
+    """Return the reasons why an adapter cannot be merged into any base."""
+    folder, config = adapter.facts.path, adapter.config
     method = _method(config)
     if config.is_prompt_learning:
         return [f"{folder}: its method, {method}, adds inputs and no weights, so it cannot be merged. Keep the adapter"]

@@ -1,4 +1,4 @@
-"""Quantized weights that stay in the format of their base: what is written of each, and what cannot be merged so."""
+"""Quantized weights that stay in the format of their base: the tensors written for each, and unsupported merges."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safe_loading._checkpoint.header import TensorInfo
+from safe_loading._model.formats.registry import STORED
+from safe_loading._model.formats.stored import QuantizedTensor
 
 from .changes import ChangedRows, Changes
-from .quantized_base import QuantizedTensor
 
 _DEQUANTIZE = "Pass dequantize=True (--dequantize), which writes a plain base"
 
@@ -37,7 +38,7 @@ def weights_by_part(quantized: Mapping[str, QuantizedTensor]) -> dict[str, str]:
 
 
 def why_not_kept(quantized: Mapping[str, QuantizedTensor], changes: Changes) -> Iterator[str]:
-    """Yield what cannot be merged while quantized weights keep their format, each with the road that works."""
+    """Yield the changes that cannot be merged while quantized weights keep their format, each with a way that works."""
     for name, weight in quantized.items():
         rows, _ = changes.merges.get(name, ((), 1))
         if name in changes.values or any(changed.value is not None for changed in rows):
@@ -65,7 +66,7 @@ def _is_whole_update(weight: QuantizedTensor, changed: ChangedRows) -> bool:
     update = changed.update
     if update is None or update.needs_norms:
         return False
-    if weight.kind != "mxfp4":
+    if STORED[weight.kind].experts is None:
         return update.shape[1] == weight.shape[1]
     _, rows, columns = weight.shape
     whole = changed.start % rows == 0 and changed.stop - changed.start == rows and not changed.first

@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,29 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from safe_loading._checkpoint.copy_bytes import read_into
+from safe_loading._checkpoint.files import open_regular
+from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._checkpoint.model_folder import CONFIG
 from safe_loading._core.engines import dtype_plan
-from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.protocols import JsonObject, ModelClass
 from safe_loading._core.report import Finding
 from safe_loading._loading.attach import Adapter
-from safe_loading._loading.base_model import auto_class_for, check_fit
-from safe_loading._loading.key_names import canonical_key
-from safe_loading._model.embeddings_and_head import computes_by_tie_flag, embeddings_and_head_of
+from safe_loading._loading.base_model import check_fit
+from safe_loading._loading.choose_class import ChosenClass, choose_class
+from safe_loading._loading.vocabulary import replaced_shapes, vocabulary_of
+from safe_loading._model.dtypes import DTYPES
+from safe_loading._model.embeddings_and_head import computes_by_tie_flag
 from safe_loading._model.layout.fit import missing_names
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
-from safe_loading._model.model_config import CONFIG
-from safe_loading._model.tensors import all_names, inventory
+from safe_loading._model.layout.ties import UntiedPair, held_apart, untie, untied_finding
+from safe_loading._model.tensor_values import as_buffer
+from safe_loading._model.tensors import all_names
 from safe_loading.errors import MergeError
 
 from .base import MergeBase
 from .changes import FLOATS, NAMES, Changes, info_of
+from .compare_layouts import OtherLayout
 from .place_edits import is_one_tensor
 
 _TIE_FLAG = "tie_word_embeddings"
@@ -45,7 +52,6 @@ _NO_SUCH_VOCABULARY = (
     "call resize_token_embeddings({}), and pass it to load_peft_on_rank"
 )
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
-_REPLACING_LEVELS = re.compile(r"\.(?:modules_to_save(?:\.[^.]+)?|base_layer|original_module|token_adapter)(?=\.)")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,6 +63,8 @@ class OutputModel:
     num_labels: int | None  # of its head, where the caller or an adapter says how many
     resized: Mapping[str, int]  # weights of which the adapters' vocabulary has other rows, and how many
     ties: Mapping[str, tuple[str, ...]]  # all names of each parameter, by each of them
+    untied: Sequence[UntiedPair] = ()  # what the config ties and the files hold with different values
+    findings: Sequence[Finding] = ()  # about the choice of the class
 
 
 def build_output_model(base: MergeBase, adapters: Sequence[Adapter], model_class: ModelClass | None) -> OutputModel:
@@ -64,21 +72,36 @@ def build_output_model(base: MergeBase, adapters: Sequence[Adapter], model_class
 
     Without a class, it is the one of the first adapter's task.
     """
-    model_class = model_class or auto_class_for(adapters[0].facts, base.model_config, base.kwargs)
-    model, num_labels = _with_head(base, model_class, adapters)
+    chosen = _chosen_class(base, adapters[0]) if model_class is None else ChosenClass(model_class)
+    model, num_labels = _with_head(base, chosen.auto_class, adapters)
     layout = read_layout(model, base.checkpoint.tensors)
     check_fit(model, base.checkpoint, adapters, layout)
+    untied = held_apart(model, base.plain_on_disk, layout)
     resized = {}
-    rows = _vocabulary_of(adapters, model)
+    rows = vocabulary_of(replaced_shapes(adapters, model), model)
     if rows is not None:
         model.resize_token_embeddings(rows, mean_resizing=False)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters(remove_duplicate=False)}
         resized = {name: rows for name, whole in layout.of.items() if shapes.get(name, whole.shape) != whole.shape}
-    return OutputModel(model, layout, num_labels, resized, all_names(model))
+    untie(model, untied)  # not before, because resize_token_embeddings() ties again
+    return OutputModel(model, layout, num_labels, resized, all_names(model), untied, chosen.findings)
+
+
+def _chosen_class(base: MergeBase, adapter: Adapter) -> ChosenClass:
+    """Return the class that the adapter's tensors fit, of those that adapter and base name."""
+
+    def build(model_class: ModelClass) -> PreTrainedModel | None:
+        try:
+            return base.on_meta(model_class)
+        except Exception:  # a class may refuse anything on meta
+            return None
+
+    return choose_class(adapter, base.model_config, base.kwargs, build)
 
 
 def _with_head(base: MergeBase, model_class: Any, adapters: Sequence[Adapter]) -> tuple[PreTrainedModel, int | None]:
     """Return the base on meta, with a head of the size that the adapters bring, and the number of labels if told."""
+    base.refuse_unknown_arguments(model_class)
     try:
         model = base.on_meta(model_class)
     except Exception as error:  # the class of the model, or code of its repository
@@ -96,32 +119,12 @@ def _with_head(base: MergeBase, model_class: Any, adapters: Sequence[Adapter]) -
     other = base.on_meta(model_class, num_labels=labels + 1)
     shapes = {name: tensor.shape for name, tensor in other.named_parameters()}
     heads = [name for name, tensor in model.named_parameters() if shapes[name] != tensor.shape]
-    sizes = {shape[0] for name in heads for shape in _shapes_in_adapters(name, adapters)}
+    replaced = replaced_shapes(adapters, model)
+    sizes = {shape[0] for name in heads for shape in replaced.get(name, ())}
     if len(sizes) != 1 or sizes == {labels}:
         return model, None
     size = sizes.pop()
     return base.on_meta(model_class, num_labels=size), size
-
-
-def _vocabulary_of(adapters: Sequence[Adapter], model: PreTrainedModel) -> int | None:
-    """Return the rows of the adapters' embeddings when the model has another number of them."""
-    names = {id(tensor.tensor): tensor.names for tensor in inventory(model)}
-    for weight in embeddings_and_head_of(model).weights:
-        if weight is None:
-            continue
-        for name in names.get(id(weight), ()):
-            for shape in _shapes_in_adapters(name, adapters):
-                if len(shape) == weight.dim() and shape[1:] == weight.shape[1:] and shape[0] != weight.shape[0]:
-                    return int(shape[0])
-    return None
-
-
-def _shapes_in_adapters(parameter: str, adapters: Sequence[Adapter]) -> Iterator[torch.Size]:
-    """Yield the shapes of the tensors with which adapter files replace a parameter of the base."""
-    for adapter in adapters:
-        for key, tensor in adapter.tensors.items():
-            if _REPLACING_LEVELS.sub("", without_peft_prefix(canonical_key(key))) == parameter:
-                yield tensor.shape
 
 
 def decides_more_by_tie_flag(model: PreTrainedModel, base: MergeBase) -> bool:
@@ -139,13 +142,37 @@ def decides_more_by_tie_flag(model: PreTrainedModel, base: MergeBase) -> bool:
     return len(configs) == 2 and configs[0] != configs[1]
 
 
+def ties_on_disk(output: OutputModel) -> dict[str, tuple[str, ...]]:
+    """Return the names on disk of each tied parameter, by each of them; a name without a tensor is the model's."""
+    ties: dict[str, tuple[str, ...]] = {}
+    for names in set(output.ties.values()):
+        wholes = {name: output.layout.of.get(name) for name in names}
+        tensors = {n: w.pieces[0].tensor for n, w in wholes.items() if w is not None and is_one_tensor(w)}
+        if len(names) > 1 and tensors:
+            group = tuple(dict.fromkeys(tensors.get(name, name) for name in names))
+            ties |= dict.fromkeys(group, group)
+    return ties
+
+
+def layout_of_judged(output: OutputModel, base: MergeBase, merged: Checkpoint) -> OtherLayout | None:
+    """Return where a merged folder holds the base's tensors; None where it does under their names, in their shapes."""
+    there, own = merged.tensors, base.template.tensors
+    if there.keys() == own.keys() and all(there[name].shape == info.shape for name, info in own.items()):
+        return None
+    layout = read_layout(output.model, own) if base.keeps_codes else output.layout
+    return OtherLayout(layout, output.model, own, merged)
+
+
 def adapt_config(changes: Changes, output: OutputModel, base: MergeBase) -> None:
-    """Bring config and tensors of the output in line, and note as problems what its class would not find."""
+    """Bring config and tensors of the output in line, and note as problems the tensors that its class would miss."""
     config = output.model.config
+    changes.findings += output.findings
+    changes.findings += [untied_finding(base.folder, pair) for pair in output.untied]
     if output.resized:
         text = config.get_text_config()
         key = next((name for name, value in vars(config).items() if value is text), None)
         changes.config[f"{key}.vocab_size" if key else "vocab_size"] = max(output.resized.values())
+        _cut_rows(changes, output, base)
         changes.problems += _not_resized(changes, output)
     architecture = type(output.model).__name__
     if any(source is None for source in changes.added.values()):  # a head for another task
@@ -165,6 +192,20 @@ def adapt_config(changes: Changes, output: OutputModel, base: MergeBase) -> None
         changes.problems += [problem + advice if output.resized else problem for problem in problems]
     if base.quantized and not base.keeps_codes:
         changes.config["quantization_config"] = None
+
+
+def _cut_rows(changes: Changes, output: OutputModel, base: MergeBase) -> None:
+    """Replace the weights of a vocabulary that shrank, and that no adapter holds, by the first rows of the base's."""
+    for name, rows in output.resized.items():
+        whole = output.layout.of[name]
+        tensor = whole.pieces[0].tensor
+        is_plain = is_one_tensor(whole) and tensor not in base.quantized and tensor not in changes.merges
+        if rows < whole.shape[0] and is_plain and tensor not in changes.values:
+            info = base.checkpoint.tensors[tensor]
+            kept = torch.empty((rows, *info.shape[1:]), dtype=DTYPES[info.dtype], device="cpu")
+            with open_regular(base.checkpoint.file_of[tensor]) as file:
+                read_into(file.fileno(), as_buffer(kept), info.start)
+            changes.values[tensor] = kept
 
 
 def _not_resized(changes: Changes, output: OutputModel) -> list[str]:
@@ -191,7 +232,7 @@ def _no_longer_known(base: MergeBase, layout: CheckpointLayout) -> set[str]:
 
 
 def _not_found(changes: Changes, output: OutputModel, base: MergeBase) -> list[str]:
-    """Build the output's model on meta from its config, and return what it would not find in the output's tensors.
+    """Build the output's model on meta from its config, and return the parameters that the output's tensors lack.
 
     Other parameters that the base ties besides those that were untied (the biases of a BERT's head) are tied no more,
     either: each such name gets a tensor of its own.

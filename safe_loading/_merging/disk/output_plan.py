@@ -1,4 +1,4 @@
-"""What is written: each weight file of the output, tensor by tensor. Planned before a tensor byte is read."""
+"""The plan of the output: each of its weight files, tensor by tensor, before a tensor byte is read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from typing import Literal
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.header import BITS, Header, TensorInfo
+from safe_loading._model.formats.stored import QuantizedTensor
 
 from .base import MergeBase
 from .changes import NAMES, ChangedRows, Changes
 from .kept_format import CodesMerge
-from .quantized_base import QuantizedTensor
 
 Action = Literal["copied", "cast", "merged", "rescaled", "replaced", "re-tied", "added"]
 
@@ -145,8 +144,7 @@ def _plan_file(
 ) -> FilePlan:
     """Give each tensor its place in the file; ``header`` is that of the base's file of the same name."""
     if header is not None and _describes(header, tensors):
-        with open_regular(header.path) as file:  # byte for byte: nothing that a header says has changed
-            data = file.read(header.data_start)
+        data = header.content  # byte for byte: nothing that a header says has changed
         placed = [dataclasses.replace(tensor, target=header.tensors[tensor.target.name]) for tensor in tensors]
     else:
         placed, data = _new_layout(tensors, metadata if header is None else header.metadata)

@@ -39,7 +39,7 @@ class _CannotPlaceError(Exception):
 
 
 class _Placer:
-    """Places edits one after the other; ``changes`` is what they change on disk, so far."""
+    """Places edits one after the other; ``changes`` holds their changes on disk so far."""
 
     def __init__(self, layout: CheckpointLayout, tensors: Mapping[str, TensorInfo], *, keeps_tie_flag: bool) -> None:
         self.changes = Changes()
@@ -285,7 +285,7 @@ def _replaced_rows(change: WeightChange, block: DiskBlock, info: TensorInfo) -> 
 
 
 def _cut_value(value: torch.Tensor, block: DiskBlock) -> torch.Tensor:
-    """Return what a block holds of a parameter's value, in the disk's order of dimensions."""
+    """Return the part of a parameter's value that a disk block holds, in the disk's order of dimensions."""
     cut = value[tuple(slice(at, at + block.extent(dim)) for dim, at in enumerate(block.at))]
     # A stacked dimension of the parameter (the experts) has no counterpart in the tensor of one expert.
     stacked = [dim for dim, source in enumerate(block.dims) if source < 0]
@@ -310,7 +310,7 @@ def _narrowed(update: Update, first_column: int, columns: int) -> Update:
 
 
 def _widened(value: torch.Tensor, base: TensorInfo) -> torch.Tensor:
-    """Return what an adapter brings in the base's dtype where that is wider: what is added to it is rounded to that."""
+    """Return an adapter's own tensor in the base's dtype where that is wider: sums with it are rounded to that."""
     dtype = DTYPES.get(base.dtype)
     wider = dtype is not None and base.dtype in FLOATS and torch.promote_types(dtype, value.dtype) == dtype
     return value.to(dtype) if wider else value

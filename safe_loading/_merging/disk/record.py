@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from safe_loading._checkpoint.files import try_open
-from safe_loading._checkpoint.tensor_hash import KEY, named, new_hash
+from safe_loading._checkpoint.tensor_hash import KEY, new_hash
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 from safe_loading._merging.weights.loss_findings import ON_DISK, loss_findings
@@ -26,7 +26,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What was written, and from what."""
+    """The result of a merge: its sources, its plans, and the files written, resumed and left behind."""
 
     sources: MergeSources
     plans: Sequence[FilePlan]
@@ -38,7 +38,7 @@ class Outcome:
 
 
 def job_of(sources: MergeSources, options: Mapping[str, object]) -> JsonObject:
-    """Return what decides the bytes of the output: a second call goes on only when it is the same."""
+    """Return the facts that decide the bytes of the output: a second call goes on only when they are the same."""
     weights = {name: header.path for name, header in sources.base.checkpoint.headers.items()}
     facts = {name: path.stat() for name, path in {**weights, **sources.carried}.items()}
     # A base that was written again is another job, even where its sizes are the same.
@@ -48,21 +48,16 @@ def job_of(sources: MergeSources, options: Mapping[str, object]) -> JsonObject:
         "base": str(sources.base.folder.resolve()),
         "files": files,
         "adapters": dict(sources.digests),
-        **_other_weights(sources),
-        **({"codes": "kept"} if sources.base.keeps_codes else {}),
+        "weights": dict(sources.weights),
+        "codes": "kept" if sources.base.keeps_codes else "decoded",
         "options": dict(options),
     }
-
-
-def _other_weights(sources: MergeSources) -> JsonObject:
-    """Return the weights of the adapters for a job; nothing where all are 1, as in the jobs of earlier releases."""
-    return {} if set(sources.weights.values()) == {1.0} else {"weights": dict(sources.weights)}
 
 
 def is_complete(plan: FilePlan, path: Path, entry: JsonObject) -> bool:
     """Return whether a file of an interrupted call has the planned header, and the hashes of its ``entry``."""
     written = from_journal(entry["tensors"])
-    if entry.get("bytes") != plan.nbytes or written.keys() != {tensor.target.name for tensor in plan.tensors}:
+    if entry["bytes"] != plan.nbytes or written.keys() != {tensor.target.name for tensor in plan.tensors}:
         return False
     file = try_open(path)
     if isinstance(file, Finding):
@@ -74,7 +69,7 @@ def is_complete(plan: FilePlan, path: Path, entry: JsonObject) -> bool:
 
 
 def _has_hash(file: BinaryIO, tensor: TensorPlan, recorded: str | None) -> bool:
-    digest = new_hash(recorded)
+    digest = new_hash()
     file.seek(tensor.target.start)
     left = tensor.target.nbytes
     while left and (data := file.read(min(left, _BLOCK_BYTES))):
@@ -84,7 +79,7 @@ def _has_hash(file: BinaryIO, tensor: TensorPlan, recorded: str | None) -> bool:
 
 
 def report_file(sources: MergeSources, plans: Sequence[FilePlan], written: Mapping[str, WrittenFile]) -> bytes:
-    """Return ``merge_report.json``: nothing in it but what follows from the inputs, so that a repeat is the same."""
+    """Return ``merge_report.json``, which depends on the inputs alone, so that a repeat is the same."""
     tensors = {}
     for plan in plans:
         for tensor in plan.tensors:
@@ -92,10 +87,12 @@ def report_file(sources: MergeSources, plans: Sequence[FilePlan], written: Mappi
             entry: JsonObject = {"file": plan.name, "action": tensor.action, "max_delta": known.largest}
             if known.loss is not None:
                 entry["rounding"] = dataclasses.asdict(known.loss)
-            tensors[tensor.target.name] = {**entry, **named(known.digest)}
+            tensors[tensor.target.name] = {**entry, KEY: known.digest}
     document = {
         "base": {"source": sources.base.source, "commit": sources.base.commit},
-        "adapters": [{**entry, "weight": w} for entry, w in zip(_adapters(sources), _weights(sources), strict=True)],
+        "adapters": [
+            {**entry, "weight": w} for entry, w in zip(adapters_of(sources), weights_of(sources), strict=True)
+        ],
         "versions": _versions(),
         "tensors": tensors,
     }
@@ -124,13 +121,12 @@ def make_report(output: Path, outcome: Outcome, seconds: float) -> MergeReport:
             info, known = tensor.target, outcome.written[plan.name][tensor.target.name]
             if fresh and tensor.source is not None and tensor.value is None:
                 bytes_read += tensor.source.nbytes
-            result, hashes = (info.nbytes, known.seconds, known.largest), named(known.digest)
-            kinds = hashes.get("sha256"), hashes.get(KEY)
-            tensors.append(MergedTensor(info.name, plan.name, tensor.action, info.dtype, *result, *kinds, known.loss))
+            result = (info.nbytes, known.seconds, known.largest, known.digest, known.loss)
+            tensors.append(MergedTensor(info.name, plan.name, tensor.action, info.dtype, *result))
     return MergeReport(
         output=str(output),
         base={"source": sources.base.source, "commit": sources.base.commit},
-        adapters=tuple(_adapters(sources)),
+        adapters=tuple(adapters_of(sources)),
         tensors=tuple(tensors),
         dropped=tuple(sorted(outcome.dropped)),
         carried=tuple(sorted(outcome.small_files)),
@@ -140,16 +136,18 @@ def make_report(output: Path, outcome: Outcome, seconds: float) -> MergeReport:
         resumed=tuple(outcome.resumed),
         seconds=seconds,
         findings=(*outcome.findings, *loss_findings(tensors, ON_DISK)),
-        weights=_weights(sources),
+        weights=weights_of(sources),
     )
 
 
-def _weights(sources: MergeSources) -> tuple[float, ...]:
+def weights_of(sources: MergeSources) -> tuple[float, ...]:
+    """Return the factor of each adapter, in their order."""
     return tuple(sources.weights[name] for name in sources.adapters)
 
 
-def _adapters(sources: MergeSources) -> list[dict[str, str | None]]:
+def adapters_of(sources: MergeSources) -> list[dict[str, str | None]]:
+    """Return for reports where each adapter came from."""
     return [
-        {"source": facts.source, "commit": facts.commit, "sha256": sources.digests[name]}
-        for name, facts in sources.adapters.items()
+        {"source": adapter.facts.source, "commit": adapter.facts.commit, "sha256": sources.digests[name]}
+        for name, adapter in sources.adapters.items()
     ]

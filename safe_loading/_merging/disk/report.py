@@ -1,4 +1,4 @@
-"""What a merge on disk did. Imports no torch."""
+"""The report of a merge on disk. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ class MergedTensor:
         bytes: Its size.
         seconds: The time that a thread spent on it; 0 when an interrupted call wrote it.
         max_delta: The largest absolute change of an element; None where nothing was added.
-        sha256: The SHA-256 of its bytes, where an interrupted call of an earlier release wrote it; None otherwise.
         xxh3_128: The XXH3-128 of its bytes, as hexadecimal; None with ``verify=False``.
-        rounding: What rounding the merged weight to codes again lost, where the output keeps the base's fp8 or MXFP4;
-            None otherwise.
+        rounding: What rounding the merged weight to codes again lost, where the output keeps the base's codes; None
+            otherwise.
     """
 
     name: str
@@ -40,14 +39,13 @@ class MergedTensor:
     bytes: int
     seconds: float = dataclasses.field(compare=False)  # alike twice only by chance
     max_delta: float | None
-    sha256: str | None = None
     xxh3_128: str | None = None
     rounding: RoundingLoss | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class MergeReport(Verdict):
-    """What :func:`merge_lora_checkpoint` wrote.
+    """The report of :func:`merge_lora_checkpoint`.
 
     Attributes:
         output: The folder.

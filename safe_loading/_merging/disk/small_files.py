@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from safe_loading._checkpoint.adapter_folder import AdapterFolder
 from safe_loading._checkpoint.files import open_regular
+from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
-from safe_loading._loading.adapter_facts import AdapterFacts
-from safe_loading._model.model_config import CONFIG
 from safe_loading.errors import ArgumentError, CheckpointError
 
 from .base import MergeBase
 from .changes import Changes
 from .output_model import config_bytes
 from .output_plan import FilePlan
-from .sources import MergeSources, is_template, is_tokenizer, is_vocabulary
+from .sources import MergeSources, is_processor, is_template, is_tokenizer, is_vocabulary
 
 _INDEX = "model.safetensors.index.json"
 # What tokenizer_config.json holds that says where it came from, and nothing of what it does.
@@ -36,15 +38,25 @@ def small_files(
     tokenizer: Literal["adapter", "base"] | None,
 ) -> tuple[dict[str, bytes], list[Finding]]:
     """Return the files by their name in the output, and whose tokenizer they are when there was a choice."""
+    base = sources.base
     chosen, findings = _choose_tokenizer(sources, changes, tokenizer)
-    files = {
-        name: config_bytes(sources.base.config, changes.config) if name == CONFIG and changes.config else _content(path)
-        for name, path in chosen.items()
-    }
-    return {**files, **_index_of(sources.base, plans, resharded=resharded)}, findings
+    chosen, of_processor = _choose_processor(sources, chosen, tokenizer)
+    findings += of_processor
+    _refuse_template_paths(chosen)
+    files = {name: _checked_content(base.opened, path) for name, path in chosen.items()}
+    if CONFIG in files and changes.config:
+        files[CONFIG] = config_bytes(base.config, changes.config)
+    return {**files, **_index_of(base, plans, resharded=resharded)}, findings
 
 
-def _content(path: Path) -> bytes:
+def _checked_content(opened: ModelFolder, path: Path) -> bytes:
+    """Return the bytes of a file: those that were checked, where the file was read before."""
+    content = opened.files.content(path)
+    return content_of(path) if content is None else content
+
+
+def content_of(path: Path) -> bytes:
+    """Return the bytes of a regular file."""
     with open_regular(path) as file:
         return file.read()
 
@@ -61,8 +73,8 @@ def _index_of(base: MergeBase, plans: Sequence[FilePlan], *, resharded: bool) ->
         # Byte for byte, where nothing that it says has changed.
         sizes = {info.name: info.nbytes for info in checkpoint.tensors.values()}
         if not resharded and not base.stale_headers and {n: info.nbytes for n, (info, _) in tensors.items()} == sizes:
-            return {name: _content(index.path)}
-        document = read_json_object(index.path)
+            return {name: _checked_content(base.opened, index.path)}
+        document = copy.deepcopy(base.opened.files.read(index.path) or {})
     metadata = document.get("metadata")
     document["metadata"] = metadata = metadata if isinstance(metadata, dict) else {}
     metadata["total_size"] = sum(info.nbytes for info, _ in tensors.values())
@@ -82,10 +94,10 @@ def _choose_tokenizer(
     """
     ours = dict(sources.carried)
     theirs, adapter = {}, None
-    for facts in sources.adapters.values():
-        tokenizer = _tokenizer_of(facts)
+    for each in sources.adapters.values():
+        tokenizer = _tokenizer_of(each.facts)
         if tokenizer:
-            theirs, adapter = tokenizer, facts
+            theirs, adapter = tokenizer, each.facts
     if adapter is None:
         if choice == "adapter":
             raise ArgumentError('tokenizer="adapter": no adapter brings a tokenizer or a chat template.')
@@ -111,9 +123,46 @@ def _choose_tokenizer(
     return {**kept, **theirs}, [_taken(adapter, differ, why)]
 
 
+def _choose_processor(
+    sources: MergeSources, files: dict[str, Path], choice: Literal["adapter", "base"] | None
+) -> tuple[dict[str, Path], list[Finding]]:
+    """Put an adapter's configs of its processors in the place of the base's where they differ, as for its tokenizer."""
+    findings = []
+    for each in sources.adapters.values():
+        folder = each.facts.path
+        own = {path.name: path for path in sorted(folder.iterdir()) if is_processor(path.name) and path.is_file()}
+        differ = [name for name, path in own.items() if name not in files or _differs(files[name], path)]
+        if differ and choice == "base":
+            findings.append(_left(each.facts, differ))
+        elif differ:
+            files = {**files, **{name: own[name] for name in differ}}
+            findings.append(_taken(each.facts, differ, "they differ from the base's, and were saved with the adapter"))
+    return files, findings
+
+
+def _refuse_template_paths(files: Mapping[str, Path]) -> None:
+    """Refuse chat templates under names that are paths: who saves such a tokenizer writes where they lead."""
+    for file in ("tokenizer_config.json", "chat_template.json"):
+        path = files.get(file)
+        if path is None:
+            continue
+        try:
+            entries = read_json_object(path).get("chat_template")
+        except CheckpointError:  # no JSON, which a tokenizer of code may have
+            continue
+        named = [entry.get("name") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        paths = [name for name in named if not isinstance(name, str) or not re.fullmatch(r"\w[\w. -]*", name)]
+        if paths:
+            raise CheckpointError(
+                f"{path}: a chat template is named {paths[0]!r:.80}, which is a path: transformers before 5.10 writes "
+                f"a file there when it saves the tokenizer. Do not trust the folder; or give the template a name of "
+                f"letters and digits."
+            )
+
+
 def _differs(one: Path, other: Path) -> bool:
     """Return whether two files of a tokenizer differ in more than where they were read from."""
-    before, after = _content(one), _content(other)
+    before, after = content_of(one), content_of(other)
     if before == after:
         return False
     try:
@@ -124,20 +173,20 @@ def _differs(one: Path, other: Path) -> bool:
     return first != second
 
 
-def _left(adapter: AdapterFacts, names: Iterable[str]) -> Finding:
+def _left(adapter: AdapterFolder, names: Iterable[str]) -> Finding:
     why = f"its {', '.join(names)} differ from the base's, which stay as tokenizer='base' asks."
     fix = "none; tokenizer='adapter' takes the adapter's."
-    return Finding("tokenizer-of-base", "info", str(adapter.folder), why, fix)
+    return Finding("tokenizer-of-base", "info", str(adapter.path), why, fix)
 
 
-def _taken(adapter: AdapterFacts, names: Iterable[str], why: str) -> Finding:
+def _taken(adapter: AdapterFolder, names: Iterable[str], why: str) -> Finding:
     message = f"{', '.join(sorted(names))} are the adapter's: {why}."
     fix = "none; tokenizer='base' keeps the base's."
-    return Finding("tokenizer-of-adapter", "info", str(adapter.folder), message, fix)
+    return Finding("tokenizer-of-adapter", "info", str(adapter.path), message, fix)
 
 
-def _tokenizer_of(adapter: AdapterFacts) -> dict[str, Path]:
-    names = {path.relative_to(adapter.folder).as_posix(): path for path in sorted(adapter.folder.rglob("*"))}
+def _tokenizer_of(adapter: AdapterFolder) -> dict[str, Path]:
+    names = {path.relative_to(adapter.path).as_posix(): path for path in sorted(adapter.path.rglob("*"))}
     return {name: path for name, path in names.items() if is_tokenizer(name) and path.is_file()}
 
 
@@ -145,4 +194,4 @@ def _has_template(files: dict[str, Path]) -> bool:
     if any(is_template(name) for name in files):
         return True
     config = files.get("tokenizer_config.json")
-    return config is not None and b'"chat_template"' in _content(config)
+    return config is not None and b'"chat_template"' in content_of(config)

@@ -1,25 +1,31 @@
-"""What a merge reads: the base, the adapters, and the files of the base that come along."""
+"""The sources of a merge: the base, the adapters, and the files of the base that come along."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.hub import adapter_files, base_files
 from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._checkpoint.model_folder import CONFIG
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import EngineKwargs
-from safe_loading._loading.adapter_facts import AdapterFacts, digest
-from safe_loading._loading.base_arguments import check_base_kwargs
+from safe_loading._core.report import Finding
+from safe_loading._loading.adapter_values import digest_of
+from safe_loading._loading.attach import Adapter, prepare
+from safe_loading._loading.base_and_adapter import in_order
+from safe_loading._loading.base_arguments import check_merge_kwargs
 from safe_loading._loading.sources import BaseRequest, LoadRequest, Source, resolve_all
+from safe_loading._merging.weights.packed_base import packed_base_findings
 from safe_loading._model.layout.tensor_contents import REPORT
-from safe_loading._model.model_config import CONFIG
 from safe_loading.errors import ArgumentError
 
 from .base import MergeBase, open_base
@@ -30,16 +36,30 @@ _TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 # Other formats of the same weights, what training left, and what describes an adapter or an earlier merge.
 _WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ot", *PICKLE_SUFFIXES)
-_LEFT_OUT = frozenset({REPORT, "adapter_config.json", "trainer_state.json", "optimizer.pt", "scheduler.pt"})
+_LEFT_OUT = frozenset(
+    {REPORT, "adapter_config.json", "trainer_state.json", "trainer_log.jsonl", "training_args.json"}
+    | {"training_args.yaml", "training_loss.png", "training_eval_loss.png", "zero_to_fp32.py", "latest"}
+)
+_OF_TRAINING = ("_results.json", ".distcp", ".pt")
+_PROCESSORS = frozenset(
+    {
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+        "image_processor_config.json",
+    }
+)
 _TEMPLATE_FOLDER = "additional_chat_templates"
+_MODULES = "modules.json"  # of sentence-transformers: the folders of what runs behind the model
+_MOST_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class MergeSources:
-    """What is merged: a base, the adapters in the order of merging, and what else belongs to the output."""
+    """The sources of a merge: a base, the adapters in the order of merging, and the other files of the output."""
 
     base: MergeBase
-    adapters: Mapping[str, AdapterFacts]
+    adapters: Mapping[str, Adapter]  # by name, read and checked
     weights: Mapping[str, float]  # the factor of what each adapter adds
     digests: Mapping[str, str]  # the SHA-256 of each adapter
     carried: Mapping[str, Path]  # the other files of the base that belong to the output, by their name there
@@ -47,8 +67,14 @@ class MergeSources:
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The folders that are read, by what they are."""
-        return {"the base": self.base.folder, **{f"adapter {n!r}": f.folder for n, f in self.adapters.items()}}
+        """The folders that are read, by role."""
+        return {"the base": self.base.folder, **{f"adapter {n!r}": a.facts.path for n, a in self.adapters.items()}}
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The findings of adapters that were trained on a packed base, where this one is not."""
+        configs = {} if self.base.quantized else {name: each.facts.config for name, each in self.adapters.items()}
+        return packed_base_findings({name: each.get("base_model_name_or_path") for name, each in configs.items()})
 
 
 def merge_request(
@@ -58,17 +84,19 @@ def merge_request(
     adapter_subfolder: str | None,
     base_kwargs: EngineKwargs,
 ) -> LoadRequest:
-    """Return what a call asks for; the arguments are those of ``merge_lora_checkpoint``."""
+    """Return the checked request of a call; the arguments are those of ``merge_lora_checkpoint``."""
+    base_source, adapter = in_order(base.source, adapter, adapter_subfolder)
     several = isinstance(adapter, Sequence) and not isinstance(adapter, (str, bytes))
     adapters: Sequence[Source] = [*adapter] if several else [adapter]  # type: ignore[list-item,misc]  # checked below
-    path_text(base.source, "base_model")
+    path_text(base_source, "base_model")
     for source in adapters:
         path_text(source, "adapter")
     if not adapters:
         raise ArgumentError("adapter is empty; pass a folder or hub id, or several.")
-    check_base_kwargs(base_kwargs)
+    check_merge_kwargs(base_kwargs)
     named = {f"adapter_{number}": source for number, source in enumerate(adapters, 1)}
     named = {"default": adapters[0]} if len(adapters) == 1 else named
+    base = dataclasses.replace(base, source=base_source)
     return LoadRequest(named, base, adapter_revision, adapter_subfolder, base_kwargs=base_kwargs)
 
 
@@ -93,20 +121,26 @@ def open_sources(
     *,
     dtype: torch.dtype | None = None,
     dequantize: bool = False,
+    key_mapping: Mapping[str, str] | None = None,
 ) -> MergeSources:
-    """Find base and adapters, and read everything of them but tensors; ``dtype`` is that of the output."""
+    """Find base and adapters, and read everything of them but the base's tensors; ``dtype`` is the output's."""
     _refuse_swapped(request)
     choose = base_files({"variant": request.base_kwargs.get("variant")})
 
     def with_all_that_belongs(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
         weights = choose(names, fetch)
-        return [*weights, *sorted(name for name in names if name not in weights and _belongs(name))]
+        folders = _module_folders(fetch(_MODULES)) if _MODULES in names else frozenset()
+        return [*weights, *sorted(name for name in names if name not in weights and _belongs(name, folders))]
 
     resolved = resolve_all(request, choose_adapter=_with_tokenizer, choose_base=with_all_that_belongs)
     base = open_base(resolved.require_base(), request.base_kwargs, dtype=dtype, dequantize=dequantize)
-    digests = {name: digest(facts) for name, facts in resolved.adapters.items()}
-    _refuse_twice(resolved.adapters, digests)
-    return MergeSources(base, resolved.adapters, weights, digests, *_other_files(base.checkpoint))
+    adapters = {
+        name: prepare(name, facts, is_trainable=False, key_mapping=key_mapping)
+        for name, facts in resolved.adapters.items()
+    }
+    digests = {name: digest_of(adapter.facts, adapter.tensors) for name, adapter in adapters.items()}
+    _refuse_twice(adapters, digests)
+    return MergeSources(base, adapters, weights, digests, *_other_files(base.checkpoint))
 
 
 def _refuse_swapped(request: LoadRequest) -> None:
@@ -124,20 +158,26 @@ def _holds(source: Source, name: str) -> bool:
     return os.path.lexists(Path(source, name))
 
 
-def _refuse_twice(adapters: Mapping[str, AdapterFacts], digests: Mapping[str, str]) -> None:
+def _refuse_twice(adapters: Mapping[str, Adapter], digests: Mapping[str, str]) -> None:
     first: dict[str, str] = {}
     for name, sha256 in digests.items():
         known = first.setdefault(sha256, name)
         if known != name:
+            one, other = adapters[known].facts.source, adapters[name].facts.source
             raise ArgumentError(
-                f"{adapters[known].source!r} and {adapters[name].source!r} are the same adapter, which would be added "
-                f"twice. Name it once; adapter_weights=[2.0] (ADAPTER=2 on the command line) doubles what it adds."
+                f"{one!r} and {other!r} are the same adapter, which would be added twice. Name it once; "
+                f"adapter_weights=[2.0] (ADAPTER=2 on the command line) doubles what it adds."
             )
 
 
 def is_tokenizer(name: str) -> bool:
     """Return whether a file belongs to a tokenizer, its chat templates included."""
     return name in _TOKENIZER or name in _VOCABULARIES or is_template(name)
+
+
+def is_processor(name: str) -> bool:
+    """Return whether a file says how images and sounds are made ready for the model."""
+    return name in _PROCESSORS
 
 
 def is_vocabulary(name: str) -> bool:
@@ -150,21 +190,41 @@ def is_template(name: str) -> bool:
     return name in _TEMPLATES or name.startswith(f"{_TEMPLATE_FOLDER}/")
 
 
-def _belongs(name: str) -> bool:
-    """Return whether a file of the base that is not a weight file belongs to the output."""
+def _belongs(name: str, modules: Collection[str] = ()) -> bool:
+    """Return whether a file of the base that is not a weight file belongs to the output; ``modules`` are folders."""
     folder, _, file = name.rpartition("/")
+    if name.partition("/")[0] in modules and folder:
+        return not file.startswith(".")  # a dense layer has weights of its own there
     if folder not in ("", _TEMPLATE_FOLDER) or file.startswith(".") or file in _LEFT_OUT:
         return False
-    return not file.endswith((*_WEIGHTS, ".index.json")) and not file.startswith(("rng_state", "adapter_"))
+    return not file.endswith((*_WEIGHTS, "_results.json", ".index.json")) and not file.startswith(
+        ("rng_state", "adapter_")
+    )
+
+
+def _module_folders(path: Path) -> frozenset[str]:
+    """Return the folders that a ``modules.json`` of sentence-transformers names; of a damaged one, none."""
+    try:
+        with open_regular(path) as file:
+            entries = json.loads(file.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return frozenset()
+    paths = [entry.get("path") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    # A name in the folder itself: no path that leads out of it, and not the folder, where the model is.
+    return frozenset(
+        each for each in paths if isinstance(each, str) and each and not {"/", "\\"} & {*each} and each[0] != "."
+    )
 
 
 def _with_tokenizer(names: frozenset[str], fetch: Callable[[str], Path]) -> list[str]:
-    return [*adapter_files(names, fetch), *sorted(filter(is_tokenizer, names))]
+    return [*adapter_files(names, fetch), *sorted(name for name in names if is_tokenizer(name) or is_processor(name))]
 
 
 def _other_files(checkpoint: Checkpoint) -> tuple[dict[str, Path], tuple[str, ...]]:
     """Return the files beside the weights that belong to the output, and the names of those that do not."""
     carried, left_out = {}, []
+    modules = checkpoint.folder / _MODULES
+    folders = _module_folders(modules) if modules.is_file() else frozenset()
     for path in sorted(checkpoint.folder.rglob("*")):
         name = path.relative_to(checkpoint.folder).as_posix()
         # Hidden folders (.git, .cache/huggingface) are no part of the model.
@@ -172,7 +232,7 @@ def _other_files(checkpoint: Checkpoint) -> tuple[dict[str, Path], tuple[str, ..
             continue
         if checkpoint.index is not None and path == checkpoint.index.path:
             continue
-        if _belongs(name):
+        if _belongs(name, folders):
             carried[name] = path
         else:
             left_out.append(name)

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from safe_loading._checkpoint.copy_bytes import ReadAhead, write_from
 from safe_loading._checkpoint.tensor_hash import TensorHash, new_hash
 from safe_loading._merging.weights.fp8_merge import codes_under, fitted_scales, largest_of_blocks, steps_of_fp8
-from safe_loading._merging.weights.mxfp4_merge import (
-    LARGEST_MXFP4,
-    pack_mxfp4,
-    requantize_mxfp4,
-    spread_exponents,
-    steps_of_mxfp4,
-    unpack_mxfp4,
-)
 from safe_loading._merging.weights.rounding_loss import LossMeter
 from safe_loading._merging.weights.update import ROWS, WITHOUT_FLOAT64, RowMerger, Update
 from safe_loading._model.dtypes import DTYPES
-from safe_loading._model.quantized.decode import decode_fp8, decode_mxfp4, scale_grid, spread_scales
+from safe_loading._model.formats.fp8 import decode_fp8, scale_grid, spread_scales
+from safe_loading._model.formats.registry import STORED
+from safe_loading._model.formats.stored import RowCodes
 from safe_loading._model.tensor_values import as_buffer, is_finite
 from safe_loading.errors import MergeError
 
@@ -51,12 +45,26 @@ class PartTarget:
 
     @property
     def digest(self) -> str | None:
-        """The hash of what was written."""
+        """The hash of the bytes written."""
         return None if self.hash is None else self.hash.hexdigest()
+
+
+class Measured(NamedTuple):
+    """Some rows of a weight in the order of its codes; all but ``first`` have one number for each element."""
+
+    first: int  # the number of the first row
+    before: torch.Tensor  # what the base's codes stand for, in float64; so are the following
+    exact: torch.Tensor
+    written: torch.Tensor
+    steps: torch.Tensor  # the distances of the numbers around the base's codes
+    stored: torch.Tensor  # the scales of the base
+    scales: torch.Tensor  # the scales that are written
 
 
 class CodesWriter:
     """Writes the codes and scales of one weight; of a file that is complete already, nothing.
+
+    A subclass may do something else with the output, which goes through ``_put``, and measure more.
 
     ``source`` is the descriptor of the file that holds the codes of the base.
     """
@@ -74,7 +82,8 @@ class CodesWriter:
 
     def run(self) -> Iterator[Written]:
         """Write the weight; yields each range that was written."""
-        return self._write_experts() if self._weight.kind == "mxfp4" else self._write_fp8()
+        experts = STORED[self._weight.kind].experts
+        return self._write_fp8() if experts is None else self._write_experts(experts)
 
     def _put(self, role: Role, data: torch.Tensor) -> Iterator[Written]:
         target = self._targets.get(role)
@@ -86,6 +95,9 @@ class CodesWriter:
             target.hash.update(buffer)
         target.at += len(buffer)
         yield role, place, len(buffer)
+
+    def _measure(self, rows: Measured) -> None:
+        self.meter.add(rows.before, rows.exact, rows.written, rows.steps)
 
     def _stored(self, start: int, stop: int) -> torch.Tensor:
         self._ahead.reach(stop)
@@ -100,11 +112,15 @@ class CodesWriter:
         for first in range(0, rows, group):
             stop = min(first + group, rows)
             stored = grid[first // height : -(-stop // height)]
-            if any(changed.start < stop and changed.stop > first for changed in self._merge.rows):
+            if self._is_written_anew(first, stop):
                 yield from self._write_blocks(range(first, stop), step, stored)
             else:
                 yield from self._put("codes", self._stored(first * columns, stop * columns))
                 yield from self._put("scales", stored)
+
+    def _is_written_anew(self, start: int, stop: int) -> bool:
+        """Return whether some of these rows change; of others, codes and scales are copied."""
+        return any(changed.start < stop and changed.stop > start for changed in self._merge.rows)
 
     def _write_blocks(self, rows: range, step: int, stored: torch.Tensor) -> Iterator[Written]:
         """Write whole blocks; those higher than ``step`` rows are merged twice, first to find their largest values."""
@@ -121,13 +137,14 @@ class CodesWriter:
         for span in spans:
             codes, before, after = last if len(spans) == 1 else self._merged(*span)
             new = codes_under(after, scales, block, dtype)
-            steps = steps_of_fp8(codes) * spread_scales(stored, block, 0, codes.shape)
-            self.meter.add(before, after, decode_fp8(new, scales, block), steps)
+            written, spread = decode_fp8(new, scales, block), spread_scales(stored, block, 0, codes.shape)
+            steps, fitted = steps_of_fp8(codes) * spread, spread_scales(scales, block, 0, codes.shape)
+            self._measure(Measured(span[0], before, after, written, steps, spread, fitted))
             yield from self._put("codes", new)
         yield from self._put("scales", scales)
 
     def _merged(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return codes of some rows, what they stand for, and the merged values, in float64."""
+        """Return the codes of some rows, their decoded values and the merged values, both in float64."""
         weight, columns = self._weight, self._weight.shape[1]
         data = self._stored(start * columns, stop * columns)
         codes = data.view(DTYPES[weight.info.dtype]).view(-1, columns).to(self._device)
@@ -146,38 +163,44 @@ class CodesWriter:
             self._mergers[update] = RowMerger(update, torch.float64, self._device)
         return self._mergers[update]
 
-    # ------------------------------------------------------------------------------------------------------ MXFP4
+    # ---------------------------------------------------------------------------------------------------- experts
 
-    def _write_experts(self) -> Iterator[Written]:
+    def _write_experts(self, kind: RowCodes) -> Iterator[Written]:
         experts, rows, _ = self._weight.shape
         size = self._weight.info.nbytes // experts
         updates = {changed.start // rows: changed.update for changed in self._merge.rows}
         for expert in range(experts):
             update = updates.get(expert)
             if update is None:
-                yield from self._put("codes", self._stored(expert * size, (expert + 1) * size))
-                yield from self._put("scales", self._scales[expert])
+                yield from self._keep_expert(kind, expert, range(expert * size, (expert + 1) * size))
             else:
-                yield from self._write_expert(expert, transposed(update))
+                yield from self._write_expert(kind, expert, transposed(update))
 
-    def _write_expert(self, expert: int, update: Update) -> Iterator[Written]:
+    def _keep_expert(self, kind: RowCodes, expert: int, at: range) -> Iterator[Written]:
+        """Write an expert that does not change; ``at`` are the bytes of its codes."""
+        yield from self._put("codes", self._stored(at.start, at.stop))
+        yield from self._put("scales", self._scales[expert])
+
+    def _write_expert(self, kind: RowCodes, expert: int, update: Update) -> Iterator[Written]:
         """Write one expert, by the rows of its codes, each of which is a column of the weight."""
         rows, columns = update.shape
+        width = self._weight.info.nbytes // (self._weight.shape[0] * rows)  # of a row, in bytes
         merger, step = RowMerger(update, torch.float64, self._device), _rows_at_once(columns, 1)
         for first in range(0, rows, step):
             stop = min(first + step, rows)
-            begin, end = ((expert * rows + row) * columns // 2 for row in (first, stop))
-            codes = unpack_mxfp4(self._stored(begin, end).view(-1, columns // 2).to(self._device))
-            exponents = self._scales[expert, first:stop]
-            spread = spread_exponents(exponents)
-            before = decode_mxfp4(codes, spread)
+            begin, end = ((expert * rows + row) * width for row in (first, stop))
+            codes = kind.unpack(self._stored(begin, end).view(-1, width).to(self._device))
+            stored = self._scales[expert, first:stop]
+            spread = kind.spread(stored)
+            before = kind.decode(codes, spread)
             after = before.clone()
             merger.merge(after, first)
-            self._require_finite(after, range(first, stop), LARGEST_MXFP4, expert)
-            new, scales = requantize_mxfp4(after, exponents)
-            written = decode_mxfp4(new, spread_exponents(scales))
-            self.meter.add(before, after, written, steps_of_mxfp4(codes, spread))
-            yield from self._put("codes", pack_mxfp4(new))
+            self._require_finite(after, range(first, stop), kind.largest, expert)
+            new, scales = kind.encode(after, stored)
+            fitted = kind.spread(scales)
+            written, steps = kind.decode(new, fitted), kind.steps(codes, spread)
+            self._measure(Measured(expert * rows + first, before, after, written, steps, spread, fitted))
+            yield from self._put("codes", kind.pack(new))
             yield from self._put("scales", scales)
 
     def _require_finite(self, values: torch.Tensor, rows: range, limit: float, expert: int | None = None) -> None:

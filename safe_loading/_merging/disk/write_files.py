@@ -40,7 +40,7 @@ WRITE_BACK_BYTES = 16 << 20  # how much is handed to the disk at once
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What is known of a tensor that was written."""
+    """The measurements of a written tensor: its hash, largest change, time and rounding loss."""
 
     digest: str | None  # None when no hash was taken
     largest: float | None  # the largest absolute change of an element; None when nothing was added
@@ -53,7 +53,7 @@ WrittenFile = dict[str, Written]
 
 
 def to_journal(written: WrittenFile) -> JsonObject:
-    """Return what a second call must know of the tensors of a file, as JSON."""
+    """Return the record of a file's tensors that a second call needs, as JSON."""
     return {
         name: [tensor.digest, tensor.largest, *(dataclasses.astuple(tensor.loss) if tensor.loss else ())]
         for name, tensor in written.items()
@@ -61,11 +61,25 @@ def to_journal(written: WrittenFile) -> JsonObject:
 
 
 def from_journal(tensors: JsonObject) -> WrittenFile:
-    """Return what :func:`to_journal` was given, without the times."""
+    """Return the tensors that :func:`to_journal` recorded, without the times."""
     return {
         name: Written(digest, largest, loss=RoundingLoss(*loss) if loss else None)
         for name, (digest, largest, *loss) in tensors.items()
     }
+
+
+def is_readable(facts: JsonObject) -> bool:
+    """Return whether the record of a file is one that this module wrote; another may hold anything."""
+    tensors = facts.get("tensors")
+    if type(facts.get("bytes")) is not int or not isinstance(tensors, dict):
+        return False
+    return all(isinstance(entry, list) and _is_entry(*entry[:2], loss=entry[2:]) for entry in tensors.values())
+
+
+def _is_entry(digest: object = 0, largest: object = 0, *, loss: Sequence[object]) -> bool:
+    numbers = [] if largest is None else [largest]
+    known = (digest is None or isinstance(digest, str)) and len(loss) in (0, len(dataclasses.fields(RoundingLoss)))
+    return known and all(type(number) in (int, float) for number in (*numbers, *loss))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +155,12 @@ class _Disk:
         self._pending_syncs.append(self._syncs.submit(self._unless_stopped, work))
 
     def finish(self) -> None:
-        """Wait until everything is on the disk; raises what a thread raised."""
+        """Wait until everything is on the disk; re-raises a thread's exception."""
         for future in self._pending_syncs:
             future.result()
 
     def close(self) -> None:
-        """Begin nothing more, and wait for what has begun."""
+        """Begin nothing more, and wait for the tasks in progress."""
         self._hints.shutdown(cancel_futures=True)
         self._syncs.shutdown(cancel_futures=True)
 
@@ -194,7 +208,7 @@ class _Inputs:
                 self._open.pop(path).close()
 
     def close(self) -> None:
-        """Close what an error left open."""
+        """Close the files that an error left open."""
         for file in self._open.values():
             file.close()
         self._open.clear()
@@ -317,7 +331,7 @@ def _opened(parts: Mapping[Role, _Part], *, hashed: bool) -> dict[Role, PartTarg
 
 
 def _tasks(files: Sequence[_OutputFile], threads: int) -> list[Callable[[_ThreadMemory], None]]:
-    """Return what threads do, in its order; the codes and the scales of a weight are written by one task."""
+    """Return the tasks of the threads, in order; the codes and the scales of a weight are written by one task."""
     lanes = _in_lanes(files, threads)
     parts: dict[CodesMerge, dict[Role, _Part]] = {}
     for file, tensor in lanes:
@@ -348,9 +362,14 @@ def _in_lanes(files: Sequence[_OutputFile], threads: int) -> list[tuple[_OutputF
     return [task for tasks in itertools.zip_longest(*lanes) for task in tasks if task is not None]
 
 
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Let torch compute in one thread: blocks are too small to be shared, and whole tensors are what threads share."""
+    """Let torch compute in one thread: blocks are too small to split, and threads divide whole tensors among them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -29,7 +29,10 @@ Change = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class TensorWriter:
-    """Writes one tensor; ``source`` and ``target`` are descriptors, -1 when nothing of the base is read."""
+    """Writes one tensor; ``source`` and ``target`` are descriptors, -1 when nothing of the base is read.
+
+    A subclass may do something else with the bytes of the output, which all go through :meth:`_write`.
+    """
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class TensorWriter:
         self._from, self._to = DTYPES.get(info.dtype), DTYPES.get(plan.target.dtype)
         self._decoder: Decoder | None = None
         self._mergers: dict[Update, RowMerger] = {}
+        self._merger: RowMerger | None = None  # of the section that is written
         self._uses_left = Counter(changed.update for changed in plan.rows)
         if plan.quantized is not None:
             self._from = torch.float64  # what its codes stand for, rounded once to whatever is written
@@ -60,7 +64,7 @@ class TensorWriter:
 
     @property
     def digest(self) -> str | None:
-        """The hash of what was written."""
+        """The hash of the bytes written."""
         return None if self._hash is None else self._hash.hexdigest()
 
     def run(self) -> Iterator[tuple[int, int]]:
@@ -112,7 +116,7 @@ class TensorWriter:
         self._decoder = None if plan.quantized is None else Decoder(plan.quantized, self._source)
         # Whole groups of ROWS rows, which RowMerger sums alike whatever the block.
         rows = max(ROWS, BLOCK_BYTES // max(width, 1) // ROWS * ROWS)
-        for begin, end, changed in _sections(plan, total):
+        for begin, end, changed in sections_of(plan.rows, total):
             if changed is not None and changed.by_peft is not None:
                 yield from self._write_by_peft(changed.by_peft, end, rows)
                 continue
@@ -134,7 +138,7 @@ class TensorWriter:
             yield self._write(self._buffers.bytes_of(self._rounded(block, start)), start * width)
 
     def _subtract_inits(self, changed: ChangedRows | None) -> None:
-        """Subtract from a weight what its adapters' inits subtracted; only then is a whole weight in memory."""
+        """Repeat on a weight the subtractions of its adapters' inits; the only step with a whole weight in memory."""
         self._remainder = None
         if changed is None or not changed.inits:
             return
@@ -166,7 +170,7 @@ class TensorWriter:
         return self._buffers.tensor("in", self._from, stop - start, plan.columns)
 
     def _change_of(self, changed: ChangedRows | None, rows: int) -> Change:
-        """Return what makes the new rows of a block of old ones, given the number of its first row in the tensor."""
+        """Return the function from a block of old rows, and the number of its first row, to the new rows."""
         if changed is None:
             return self._cast
         if changed.update is None:
@@ -186,6 +190,7 @@ class TensorWriter:
         self._uses_left[changed.update] -= 1
         if self._uses_left[changed.update]:  # rows of two weights may alternate on disk
             self._mergers[changed.update] = merger
+        self._merger = merger
 
         def merge(block: torch.Tensor, start: int) -> torch.Tensor:
             before = self._on_device(block, dtype)
@@ -254,10 +259,10 @@ def _torch_dtype(dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def _sections(plan: TensorPlan, total: int) -> Iterator[tuple[int, int, ChangedRows | None]]:
+def sections_of(rows: Sequence[ChangedRows], total: int) -> Iterator[tuple[int, int, ChangedRows | None]]:
     """Yield the first row, the row after the last and the change of each section; None where nothing changes."""
     at = 0
-    for changed in plan.rows:
+    for changed in rows:
         if at < changed.start:
             yield at, changed.start, None
         yield changed.start, changed.stop, changed

@@ -1,1 +1,1 @@
-"""Merging into weights in memory: what each layer's adapters add, what forbids it, and the arithmetic."""
+"""Merging into weights in memory: the updates of each layer, the reasons against a merge, and the arithmetic."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.other import AuxiliaryTrainingWrapper
 
 from safe_loading._core import progress
+from safe_loading._core.interrupts import HeldSignals
 from safe_loading._model.peft_layers import TunerModule, is_lora_layer
 from safe_loading.errors import MergeError
 
@@ -33,47 +29,51 @@ class HalfMergedError(Exception):
 
 
 def carry_out(
-    tuner: BaseTuner, plan: MergePlan, offloaded: OffloadedWeights, options: MergeOptions, *, show_progress: bool
+    tuner: BaseTuner,
+    plan: MergePlan,
+    offloaded: OffloadedWeights,
+    options: MergeOptions,
+    held: HeldSignals,
+    *,
+    show_progress: bool,
 ) -> dict[str, RoundingLoss]:
-    """Write, mark and unload the layers of a plan, group by group; what a group held in memory is freed with it.
+    """Write, mark and unload the layers of a plan, group by group; each group's memory is freed with it.
 
     Returns what was lost of each weight that was rounded to codes, by its name.
 
-    Ctrl-C is raised once the current layer is finished; MergeError when the memory ran out says what is merged.
+    Ctrl-C is among the signals that are ``held``, and is raised once the current layer is finished; it says what is
+    merged, as MergeError does when the memory ran out.
     """
     parents = parents_of(tuner.model) if options.unload else {}
     losses: dict[str, RoundingLoss] = {}
     groups, total = plan.groups, len(plan.groups)
     bar = progress.Bar("merging", total, unit=" layers", shown=show_progress)
-    with bar, _deferred_interrupts() as interrupts:
+    with bar:
         for _ in range(total):
-            if interrupts:
-                break
+            begun = None
             try:
+                held.deliver()
                 for job in groups[0]:
+                    begun = job.path
                     losses |= _merge_layer(job, offloaded, options)
             except (MemoryError, RuntimeError, HalfMergedError) as error:
                 raise _stopped(error, plan, total) from error
+            except KeyboardInterrupt as interrupt:
+                raise _interrupted(plan, total, begun) from interrupt
             # Only now: of tied layers one has the targets for all, so none is done before the whole group is written.
             for job in groups.pop(0):
-                if options.unload and job.method != "dequantised":
+                if options.unload and job.method != "dequantized":
                     _unload_layer(job, tuner, parents)
             bar.advance()
-    if interrupts:
-        rest = [job.path for job in plan.jobs]
-        raise KeyboardInterrupt(
-            f"merge_lora_inplace: {total - len(groups)} of {total} layers are merged, the others are unchanged "
-            f"({', '.join(rest[:3])}, ...). Call it again with the same arguments to merge the rest."
-        )
     return losses
 
 
 def _merge_layer(job: LayerMerge, offloaded: OffloadedWeights, options: MergeOptions) -> dict[str, RoundingLoss]:
-    """Overwrite the weights of a layer, in the offload store too, and mark it as merged; return what codes lost.
+    """Overwrite the weights of a layer, in the offload store too, and mark it as merged; return the rounding losses.
 
     HalfMergedError: the memory ran out after something of the layer was written; MemoryError, RuntimeError: before.
     """
-    if job.method in ("peft", "dequantised"):
+    if job.method in ("peft", "dequantized"):
         return {}  # merged already
     written, losses = 0, dict[str, RoundingLoss]()
     for target in job.targets:
@@ -134,7 +134,7 @@ def _unload_layer(job: LayerMerge, tuner: BaseTuner, parents: _Parents) -> None:
 
 
 def _stopped(error: Exception, plan: MergePlan, total: int) -> MergeError:
-    """Return what is raised when something, most likely the memory, ran out while weights were written."""
+    """Return the error to raise when writing the weights failed, most likely for lack of memory."""
     state = f"{total - len(plan.groups)} of {total} layers are merged"
     if isinstance(error, HalfMergedError):
         return MergeError(
@@ -147,17 +147,12 @@ def _stopped(error: Exception, plan: MergePlan, total: int) -> MergeError:
     )
 
 
-@contextmanager
-def _deferred_interrupts() -> Iterator[list[int]]:
-    """Keep Ctrl-C from interrupting inside; yields the list of the signals that arrived meanwhile."""
-    arrived: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    # Only the main thread gets the signal. A handler that C code set (None) cannot be put back from here.
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield arrived
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))
-    try:
-        yield arrived
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _interrupted(plan: MergePlan, total: int, layer: str | None) -> KeyboardInterrupt:
+    """Return the error of Ctrl-C: how much is merged, and how to go on. ``layer`` was begun, where there is one."""
+    state = f"merge_lora_inplace: {total - len(plan.groups)} of {total} layers are merged"
+    if layer is not None:  # raised in the middle, by another thread or a debugger
+        return KeyboardInterrupt(f"{state}, and {layer} may be in part: load the base anew.")
+    rest = ", ".join(job.path for job in plan.jobs[:3])
+    return KeyboardInterrupt(
+        f"{state}, the others are unchanged ({rest}, ...). Call it again with the same arguments to merge the rest."
+    )

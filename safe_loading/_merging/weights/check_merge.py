@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -11,6 +10,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from safe_loading._core.log import quiet
 from safe_loading._model.peft_layers import TunerModule
 from safe_loading._model.tensor_values import is_finite
 from safe_loading._ranks.exchange import Ranks
@@ -82,8 +82,7 @@ def _of_all_ranks(model: torch.nn.Module, problems: list[str]) -> list[str]:
 def _refused_by_peft(tuner: BaseTuner) -> list[str]:
     """Return peft's own objections to merging this model as a whole."""
     check: Callable[[], object] = tuner._check_merge_allowed
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of tied weights, which the plan looks at layer by layer
+    with quiet():  # it warns of tied weights, which the plan looks at layer by layer
         try:
             check()
         except (ValueError, NotImplementedError) as error:
@@ -121,7 +120,7 @@ def _not_finite(job: LayerMerge, *, scratch_bytes: int) -> list[str]:
     """Return the reasons why weights of a layer would not be finite."""
     problems = []
     if job.method == "peft":
-        # peft's own check comes layer by layer, and for torchao before the adapter is added
+        # peft's own check comes layer by layer, and for some engines before the adapter is added
         bad = [name for name in job.names if not all(map(is_finite, _adapter_tensors(job.layer, name)))]
         problems += [f"{job.path}: its adapter {name!r} holds NaN or infinity." for name in bad]
     for target in job.targets:
@@ -180,7 +179,7 @@ def _broken_disk_ties(model: torch.nn.Module, jobs: Sequence[LayerMerge], offloa
 
 
 def _replication_advice(tuner: BaseTuner) -> list[str]:
-    """Return what to do about layers that an adapter repeats, if those still share their weights."""
+    """Return the advice on layers that an adapter repeats, if those still share their weights."""
     if not any(getattr(config, "layer_replication", None) for config in tuner.peft_config.values()):
         return []
     counts: dict[tuple[int, str], int] = {}

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from safe_loading._model.quantized.decode import Fp8Matrix, scale_grid, spread_scales
+from safe_loading._model.formats.fp8 import Fp8Matrix, scale_grid, spread_scales
 from safe_loading._model.tensor_values import is_finite
 
 from .rounding import round_to_fp8
@@ -15,7 +15,7 @@ from .update import ROWS, PartlyMergedError, RowMerger, Update
 
 
 def merge_fp8(update: Update, matrix: Fp8Matrix, *, scratch_bytes: int) -> RoundingLoss:
-    """Overwrite an fp8 weight with its merged values, and return what rounding lost.
+    """Overwrite an fp8 weight with its merged values, and return the rounding loss.
 
     Only PartlyMergedError means that something was written.
     """
@@ -72,7 +72,7 @@ def _rows_at_once(matrix: Fp8Matrix) -> int:
 
 
 def store_fp8(matrix: Fp8Matrix, values: torch.Tensor, start: int) -> LossMeter:
-    """Write float64 values, whole blocks from row ``start`` on, each rounded once; return what that lost.
+    """Write float64 values, whole blocks from row ``start`` on, each rounded once; return the rounding loss.
 
     The scales are those of :func:`fitted_scales`.
     """
@@ -93,7 +93,7 @@ def store_fp8(matrix: Fp8Matrix, values: torch.Tensor, start: int) -> LossMeter:
 
 
 def _lost(before: Fp8Matrix, after: Fp8Matrix, values: torch.Tensor) -> LossMeter:
-    """Measure what rounding values to codes loses, a few rows at a time, to take little memory."""
+    """Measure the loss from rounding values to codes, a few rows at a time, to take little memory."""
     meter = LossMeter()
     for first in range(0, len(values), ROWS):
         last = min(first + ROWS, len(values))

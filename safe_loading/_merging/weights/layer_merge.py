@@ -1,4 +1,4 @@
-"""What merging one layer means: which weights change, by which method, under which names."""
+"""The merge of one layer: which weights change, by which method, under which names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safe_loading._model.peft_layers import TunerModule
 from .lora_layers import MergeTarget
 from .trainable_tokens import TokenRows
 
-Method = Literal["blocks", "tokens", "peft", "dequantised"]
+Method = Literal["blocks", "tokens", "peft", "dequantized"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class MergeOptions:
 
 @dataclasses.dataclass(eq=False)
 class LayerMerge:
-    """One outermost tuner layer, and what merging it changes."""
+    """The merge of one outermost tuner layer: its method, its adapters and the weights that change."""
 
     path: str
     layer: TunerModule

@@ -1,4 +1,4 @@
-"""From peft's LoRA layers to updates of their weights. What merging means is what the layer's forward computes."""
+"""From peft's LoRA layers to updates of their weights. The layer's forward defines the merged weight."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from safe_loading._core.engines import splits_vocabulary, swaps_features
+from safe_loading._model.formats.fp8 import Fp8Matrix, fp8_matrix_of
 from safe_loading._model.peft_layers import LoraModule
-from safe_loading._model.quantized.decode import Fp8Matrix, fp8_matrix_of
 
 from .update import Term, Update
 from .variants import (
@@ -28,7 +28,7 @@ from .variants import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MatrixUpdate:
-    """A matrix within a weight (all of it, or one expert), and what is added to it."""
+    """A matrix within a weight (all of it, or one expert), and its update."""
 
     matrix: torch.Tensor  # a view into the weight's own storage
     update: Update
@@ -86,7 +86,7 @@ def merge_targets(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
 
 
 def linear_terms(layer: LoraModule, names: Sequence[str], *, transposed: bool) -> list[Term]:
-    """Return what adapters add to the weight of a linear layer, whatever that weight is stored as."""
+    """Return the terms that adapters add to the weight of a linear layer, in any storage format."""
     terms = []
     for name in names:
         a, b = _factors(layer, name)
@@ -220,18 +220,23 @@ def _parameter(layer: LoraModule, names: Sequence[str]) -> list[MergeTarget]:
     return [MergeTarget(base, attribute, weight, tuple(experts))]
 
 
+def without_bias(name: str, base: torch.nn.Module) -> CannotMergeError:
+    """Return the refusal of an adapter whose trained bias has no place in the layer, with the road to one."""
+    return CannotMergeError(
+        f"adapter {name!r} has lora_bias=True, and the {type(base).__name__} has no bias to add it to. Keep the "
+        f"adapter, or give it one of zeros first: layer.bias = torch.nn.Parameter(torch.zeros(layer.weight.shape[0])); "
+        f"in a class of transformers by its config, so that a checkpoint keeps it, for Llama's attention "
+        f"from_pretrained(base, attention_bias=True).save_pretrained(new_base)"
+    )
+
+
 def _bias(layer: LoraModule, base: torch.nn.Module, names: Sequence[str]) -> list[MergeTarget]:
-    """Return what lora_bias=True adds to the bias: scaling * the bias of lora_B."""
+    """Return the merge of lora_bias=True into the bias, which adds scaling * the bias of lora_B."""
     with_bias = [name for name in names if layer.lora_bias.get(name)]
     if not with_bias:
         return []
     if getattr(base, "bias", None) is None:
-        raise CannotMergeError(
-            f"adapter {with_bias[0]!r} has lora_bias=True, and the {type(base).__name__} has no bias to add it to. "
-            f"Keep the adapter, or give it one of zeros first: layer.bias = torch.nn.Parameter("
-            f"torch.zeros(layer.weight.shape[0])); in a class of transformers by its config, so that a checkpoint "
-            f"keeps it, for Llama's attention from_pretrained(base, attention_bias=True).save_pretrained(new_base)"
-        )
+        raise without_bias(with_bias[0], base)
     # A DoRA adapter scales what the adapters before it added to the output, the bias of lora_B included.
     after = names[names.index(with_bias[0]) + 1 :]
     if any(_magnitude(layer, name) is not None for name in after):

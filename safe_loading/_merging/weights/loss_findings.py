@@ -1,4 +1,4 @@
-"""Findings on weights that were rounded to the codes of their base again: what that lost. Imports no torch."""
+"""Findings on the rounding loss of weights that were rounded to the codes of their base again. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Rounded(Protocol):
 
     @property
     def rounding(self) -> RoundingLoss | None:
-        """What was lost where it was rounded to codes."""
+        """The rounding loss; None where nothing was rounded to codes."""
         ...
 
 
 def loss_findings(weights: Sequence[Rounded], fix: str) -> Iterator[Finding]:
-    """Yield what rounding cost over all weights, and a warning for those that lost most of their update."""
+    """Yield a finding on the rounding loss of all weights, and a warning for those that lost most of their update."""
     losses = [(weight, weight.rounding) for weight in weights if weight.rounding is not None]
     if not losses:
         return
@@ -48,7 +48,7 @@ def loss_findings(weights: Sequence[Rounded], fix: str) -> Iterator[Finding]:
     )
     worst, _ = min(losses, key=lambda pair: pair[1].update_kept)
     size = sum(weight.bytes for weight, _ in losses)
-    yield Finding("requantised", "info", f"{len(losses)} weights, for example {worst.name}", why, fix, size)
+    yield Finding("requantized", "info", f"{len(losses)} weights, for example {worst.name}", why, fix, size)
     lost = [(weight, loss) for weight, loss in losses if loss.update_kept < MOSTLY_LOST]
     if lost:
         names = ", ".join(weight.name for weight, _ in sorted(lost, key=lambda pair: pair[1].update_kept)[:4])

@@ -1,4 +1,4 @@
-"""Which layers of a model are merged by which method, and what forbids it layer by layer; nothing is written here."""
+"""Which layers of a model are merged by which method, and the obstacles layer by layer; nothing is written here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safe_loading._model.peft_layers import LoraModule, TunerModule, is_lora_lay
 from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
 
 from .layer_merge import LayerMerge, MergeOptions
-from .lora_layers import adapters_of, is_blocked, merge_targets
+from .lora_layers import adapters_of, is_blocked, merge_targets, without_bias
 from .shared_memory import SharedMemory
 from .shared_weights import OwnWeight, group_by_memory
 from .trainable_tokens import TokenRows, token_rows
@@ -26,7 +26,7 @@ from .writable_tensors import check_tensor
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MergePlan:
-    """What a merge will do, and everything that forbids it."""
+    """The plan of a merge: its groups of layers, the weights that get their own memory, and the obstacles."""
 
     groups: list[list[LayerMerge]]  # those of one group write the same memory and are finished together
     own_weights: list[OwnWeight]  # those that get memory of their own before anything is written
@@ -47,7 +47,7 @@ def make_plan(model: torch.nn.Module, options: MergeOptions) -> MergePlan:
             jobs.append(_plan_layer(path, layer, options.names, options.dequantize))
         except CannotMergeError as error:
             problems.append(f"{path}: {error}.")
-    if not any(job.targets or job.method in ("peft", "dequantised") for job in jobs):
+    if not any(job.targets or job.method in ("peft", "dequantized") for job in jobs):
         # Nothing will change, so nothing needs to be known about shared memory.
         return MergePlan([[job] for job in jobs], [], problems)
     replaced = _replaced_originals(model, options.names) if options.unload else ()
@@ -68,7 +68,7 @@ def _plan_layer(path: str, layer: TunerModule, names: Sequence[str] | None, dequ
         return LayerMerge(path, layer, "peft", chosen, merged_before=before)
     if dequantize and is_quantized(layer.get_base_layer()):
         chosen = _adapters_to_merge(layer, names, adapters_of(layer))
-        return LayerMerge(path, layer, "dequantised", chosen, merged_before=before)
+        return LayerMerge(path, layer, "dequantized", chosen, merged_before=before)
     job = LayerMerge(path, layer, "blocks", (), merged_before=before)
     for nested in _nested_wrappers(layer):
         chosen = _adapters_to_merge(nested, names, adapters_of(nested))
@@ -108,7 +108,7 @@ def _nested_wrappers(layer: LoraModule) -> list[LoraModule]:
 
 
 def _check_peft_merge(layer: LoraModule, names: Sequence[str]) -> None:
-    """Refuse what peft cannot merge, and what its merge of quantized layers gets wrong.
+    """Refuse layers that peft cannot merge, and quantized layers that it merges wrongly.
 
     It adds the bias of lora_B without its scaling, and merges a variant into a torchao layer as a plain LoRA.
     """
@@ -118,7 +118,10 @@ def _check_peft_merge(layer: LoraModule, names: Sequence[str]) -> None:
         raise CannotMergeError(f"peft has no merge for a {kind}. {MERGE_BEFORE_QUANTIZING}")
     if has_offloaded_codes(base):
         raise CannotMergeError(SCALES_OFFLOADED)
-    scaled_bias = [name for name in names if layer.lora_bias.get(name) and layer.scaling[name] != 1]
+    with_bias = [name for name in names if layer.lora_bias.get(name)]
+    if with_bias and is_quantized(base) and getattr(base, "bias", None) is None:
+        raise without_bias(with_bias[0], base)
+    scaled_bias = [name for name in with_bias if layer.scaling[name] != 1]
     if scaled_bias and is_quantized(base):
         raise CannotMergeError(
             f"adapter {scaled_bias[0]!r} has lora_bias=True, and peft merges that into a quantized layer without its "

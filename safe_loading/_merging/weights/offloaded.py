@@ -26,6 +26,7 @@ from accelerate.utils.modeling import named_module_tensors
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from safe_loading._core.interrupts import finish, undone_on_error
 from safe_loading._core.report import Finding, format_bytes
 from safe_loading._model.peft_layers import outermost_tuner_layers
 from safe_loading.errors import MergeError
@@ -77,16 +78,13 @@ class OffloadedWeights:
 
     def __enter__(self) -> OffloadedWeights:
         """Put the tensors into their modules."""
-        try:
+        with undone_on_error(self._restore):
             self._bring_in()
-        except BaseException:
-            self._restore()
-            raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Put what is offloaded on meta again."""
-        self._restore()
+        """Put the offloaded weights back on meta."""
+        finish(self._restore)
 
     def holds(self, module: torch.nn.Module, name: str) -> bool:
         """Return whether a tensor of a module is offloaded."""
@@ -230,7 +228,7 @@ def _look_up(weights: object, name: str) -> tuple[torch.Tensor | None, Offloaded
 
 
 def _map_privately(loader: OffloadedWeightsLoader, key: str) -> torch.Tensor:
-    """Return a tensor of a store on disk, mapped privately: what is written to it stays in this process."""
+    """Return a tensor of a store on disk, mapped privately: writes to it stay in this process."""
     entry: Mapping[str, Any] = loader.index[key]
     if entry.get("safetensors_file") is not None:
         return _map_safetensors(entry["safetensors_file"], entry.get("weight_name", key))

@@ -1,4 +1,4 @@
-"""What other methods than LoRA make of a weight, by peft's own merge of one layer, in float64."""
+"""The merged weights of methods other than LoRA, by peft's own merge of one layer, in float64."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ KNOWN = frozenset(PeftType[name] for name in _NAMES.split() if name in PeftType.
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TunerMerge:
-    """One tensor of the base, and the layer that says what it becomes; the layer's own base may be on meta."""
+    """The merge of one tensor of the base by peft's layer; the layer's own base may be on meta."""
 
     layer: TunerModule
     names: tuple[str, ...]  # of the adapters, in order
     attribute: str  # of the base layer: its weight or its bias
 
     def merged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what the adapters make of a float64 tensor of the base, in float64; needs several times its size."""
+        """Return a float64 tensor of the base with the adapters merged, in float64; needs several times its size."""
         own = copy.deepcopy(self.layer)
         base = own.get_base_layer()
         for name, parameter in base._parameters.items():
@@ -72,7 +72,7 @@ def merge_in_float64(layer: TunerModule, names: tuple[str, ...], *, check_finite
 
 
 def tuner_merges(layer: TunerModule, names: tuple[str, ...]) -> dict[str, TunerMerge]:
-    """Return what a layer changes of its base, by the attribute."""
+    """Return the merges of a layer's base tensors, by attribute."""
     base = layer.get_base_layer()
     return {
         attribute: TunerMerge(layer, names, attribute)
@@ -82,7 +82,7 @@ def tuner_merges(layer: TunerModule, names: tuple[str, ...]) -> dict[str, TunerM
 
 
 def fill_constants(layer: TunerModule) -> list[str]:
-    """Compute what peft left on meta and no file holds; return the names of what cannot be computed."""
+    """Compute the constants that peft left on meta and no file holds; return the names of the tensors still on meta."""
     for module in layer.modules():
         if isinstance(module, OFTRotationModule):
             rows, columns = torch.triu_indices(module.block_size, module.block_size, 1)

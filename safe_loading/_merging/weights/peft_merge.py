@@ -8,34 +8,47 @@ from typing import Any
 
 import torch
 
+from safe_loading._core.interrupts import HeldSignals, finish
 from safe_loading._core.report import Finding, format_bytes
+from safe_loading._model.formats.four_bit import undo_cpu_packing
 from safe_loading._model.peft_layers import TunerModule, is_lora_layer
-from safe_loading._model.quantized.decode import decoded_weight, undo_cpu_packing
+from safe_loading._model.quantized.decode import decoded_weight
 from safe_loading._model.quantized.recognize import is_quantized
 from safe_loading._model.snapshot import Snapshot
 from safe_loading.errors import MergeError
 
+from .dequantize import merged_weight, terms_of
 from .layer_merge import LayerMerge
 from .offloaded import OffloadedWeights
 from .other_tuners import KNOWN, is_plain, merge_in_float64
+from .variants import CannotMergeError
 
+_SCRATCH_BYTES = 1 << 20  # of the exact sum, in float64
 _Tensors = dict[str, Any]  # module._parameters or module._buffers, whose values have different types
 
 
 def merge_all_by_peft(
-    jobs: list[LayerMerge], offloaded: OffloadedWeights, methods: Collection[object], *, check_finite: bool
+    jobs: list[LayerMerge],
+    offloaded: OffloadedWeights,
+    methods: Collection[object],
+    held: HeldSignals,
+    *,
+    check_finite: bool,
 ) -> list[Finding]:
-    """Let peft merge the layers that are not known here, all of them or none; ``methods`` are those of the adapters."""
+    """Let peft merge the layers that are not known here, all of them or none; ``methods`` are the adapters'.
+
+    Signals that are ``held`` come between two layers.
+    """
     if not jobs:
         return []
     backup, path, errors = _Backup(), "", dict[str, float]()
     in_float64 = [job for job in jobs if KNOWN.issuperset(methods) and is_plain(job.layer)]
     try:
         for job in jobs:
+            held.deliver()
             path = job.path
-            # Before the backup: the packing is a matter of speed alone, and bitsandbytes does it again when it runs.
-            undo_cpu_packing(job.layer.get_base_layer())
             backup.keep(job.layer)
+            undo_cpu_packing(job.layer.get_base_layer())
             exact = _exact_values(job)
             if job in in_float64:
                 merge_in_float64(job.layer, job.names, check_finite=check_finite)
@@ -44,13 +57,13 @@ def merge_all_by_peft(
             if exact is not None:
                 errors[path] = _relative_error(job, *exact)
     except BaseException as error:  # Ctrl-C as well: a layer may be half merged
-        backup.restore()
+        finish(backup.restore)
         if not isinstance(error, Exception):
             raise
         raise MergeError(
             "peft cannot merge a layer; everything is as it was:", [f"{path}: {error or type(error).__name__}."]
         ) from error
-    backup.move_into_old_storage()
+    finish(backup.move_into_old_storage)
     offloaded.write_back(_base_tensors(jobs))
     kinds = sorted({type(job.layer).__name__ for job in jobs})
     where = f"{len(jobs)} layers, for example {jobs[0].path}"
@@ -66,25 +79,20 @@ def merge_all_by_peft(
 
 
 def _exact_values(job: LayerMerge) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return what a quantized layer with its adapters stands for, and what they add; None where that is not known."""
+    """Return the exact merged values of a quantized layer and the update of its adapters; None where unknown."""
     layer = job.layer
     if not is_lora_layer(layer) or not is_quantized(layer.get_base_layer()):
         return None
-    if any(layer.use_dora.get(name) for name in job.names):
-        return None
     try:
         values = decoded_weight(layer.get_base_layer())
-    except NotImplementedError:
+        merged = merged_weight(values, terms_of(layer, job.names), torch.float32, _SCRATCH_BYTES)
+    except (NotImplementedError, CannotMergeError):
         return None
-    delta = torch.zeros_like(values, dtype=torch.float32)
-    delta_of: Any = layer.get_delta_weight  # which peft defines in the classes for quantized layers alone
-    for name in job.names:
-        delta += delta_of(name).to(delta)
-    return values.float() + delta, delta
+    return merged, merged - values.float()
 
 
 def _relative_error(job: LayerMerge, exact: torch.Tensor, delta: torch.Tensor) -> float:
-    """Return the rounding error of a requantized layer, relative to what its adapters added."""
+    """Return the rounding error of a requantized layer, relative to its adapters' delta."""
     error = torch.linalg.vector_norm(decoded_weight(job.layer.get_base_layer()).float() - exact)
     return float(error / torch.linalg.vector_norm(delta).clamp_min(1e-30))  # adapters may add nothing
 
@@ -98,7 +106,7 @@ def _requantized(errors: dict[str, float]) -> list[Finding]:
         f"{min(errors.values()):.0%} to {errors[worst]:.0%} of what the adapters add (root mean square)."
     )
     fix = "merge_lora_inplace(..., dequantize=True) keeps all of it; or merge into the base before it is quantized."
-    return [Finding("requantised", "warning", f"{len(errors)} layers, for example {worst}", why, fix)]
+    return [Finding("requantized", "warning", f"{len(errors)} layers, for example {worst}", why, fix)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,7 +118,7 @@ class _SavedTensor:
     tensor: torch.Tensor
     data: torch.Tensor  # whose storage it gets back
     copy: torch.Tensor
-    # Of the object. bitsandbytes keeps there whether a weight is codes already, and peft's merge changes it.
+    # Of the object. An engine keeps there whether a weight is codes already, and peft's merge changes it.
     attributes: dict[str, object]
 
 
@@ -123,7 +131,7 @@ class _Backup:
         self.bytes = 0  # of the copies
 
     def keep(self, layer: TunerModule) -> None:
-        """Copy what merging ``layer`` changes."""
+        """Copy the weights and attributes that merging ``layer`` changes."""
         self._layers.append(Snapshot(layer))
         for module in layer.modules():
             if _is_of_adapter(layer, module):
@@ -137,7 +145,7 @@ class _Backup:
                         self.bytes += copy.nbytes
 
     def restore(self) -> None:
-        """Put every weight back, in its own storage, and every module back to what it was."""
+        """Put every weight back, in its own storage, and every module back into its earlier state."""
         for saved in self._tensors:
             saved.data.copy_(saved.copy)
             saved.tensor.data = saved.data

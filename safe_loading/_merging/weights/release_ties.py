@@ -1,4 +1,4 @@
-"""What follows when tied weights are taken apart: the flag of the config, and what else was tied by it."""
+"""The consequences of untying weights: the flag of the config, and the other weights that it tied."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class _Frame:
         self._exact: torch.Tensor | None = None
 
     def mend(self, values: torch.Tensor) -> None:
-        """Make each float32 that may be a middle anew from its float64, so that it is one only if that is one too."""
+        """Recompute from float64 each float32 halfway between two values of the target dtype; no double rounding."""
         if self.single.device.type != "cpu":
             self._mend_on_device(values)
             return

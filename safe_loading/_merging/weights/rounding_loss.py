@@ -1,4 +1,4 @@
-"""What rounding a merged weight to codes again costs: measured in float64 while it is written. Imports no torch."""
+"""The loss from rounding a merged weight to codes again, measured in float64 while it is written. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RoundingLoss:
-    """What was lost where a merged weight was rounded to the codes of its base's format.
+    """The loss from rounding a merged weight to the codes of its base's format.
 
     Attributes:
         error: The norm of what rounding changed, relative to the norm of the exact merged weight.
@@ -29,14 +29,14 @@ class RoundingLoss:
 
 
 class LossMeter:
-    """Sums what rounding changes, part by part of one weight."""
+    """Sums the rounding errors of one weight, part by part."""
 
     def __init__(self) -> None:
         self.largest = 0.0  # the largest absolute element of the update
         self._error = self._exact = self._update = self._along = self._steps = self._base = 0.0
 
     def add(self, before: torch.Tensor, exact: torch.Tensor, written: torch.Tensor, steps: torch.Tensor) -> None:
-        """Add a part, all in float64: the base, the exact sum, what was written, the distances of the base's codes."""
+        """Add a part, all in float64: the base, the exact sum, the written values, the gaps of the base's codes."""
         update = exact - before
         self.largest = max(self.largest, float(update.abs().max()))
         self._error += _squares(written - exact)
@@ -47,7 +47,7 @@ class LossMeter:
         self._along += float((written - before).flatten() @ update.flatten())
 
     def add_all(self, other: LossMeter) -> None:
-        """Add what another meter summed."""
+        """Add the sums of another meter."""
         self.largest = max(self.largest, other.largest)
         self._error += other._error
         self._exact += other._exact

@@ -1,4 +1,4 @@
-"""What a model notes of how it was loaded from codes, which is forgotten once its layers are plain."""
+"""Removes the marks of a quantized load from a model, so that ``save_pretrained`` writes it as it is now."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from safe_loading._core.engines import targets_of
+from safe_loading._model.formats.four_bit import undo_cpu_packing
 from safe_loading._model.quantized.recognize import is_quantized
 
 _RECORD = "_weight_conversions"  # what ``from_pretrained`` converted, and ``save_pretrained`` converts back
 
 
 def forget_codes(model: torch.nn.Module) -> None:
-    """Have ``save_pretrained`` write plain weights as they are, and under the names that the class has on disk.
+    """Have ``save_pretrained`` write weights as they are, and under the names that the class has on disk.
 
-    Without this it fails, or makes codes of them for a config that says of none, and they are lost when it is loaded
-    (``revert_weight_conversion`` of transformers 5.23).
+    Without this it fails, or makes codes of plain ones for a config that says of none, and they are lost when it is
+    loaded (``revert_weight_conversion`` of transformers 5.23). Codes that stay are written by their layers, unless
+    their quantizer has a way back.
     """
+    for module in model.modules():
+        undo_cpu_packing(module)  # which the engine's own inverse leaves half done
     recorded = [
         module for module in model.modules() if isinstance(module, PreTrainedModel) and vars(module).get(_RECORD)
     ]
-    if not recorded or any(is_quantized(module) for module in model.modules()):
-        return
+    quantized = any(is_quantized(module) for module in model.modules())
     for module in recorded:
         conversions: list[Any] = vars(module)[_RECORD]
         if not any(map(_makes_codes, conversions)):
@@ -33,9 +36,18 @@ def forget_codes(model: torch.nn.Module) -> None:
         kept: list[Any] = []
         for conversion in conversions:
             targets = targets_of(conversion)
-            of_codes = _makes_codes(conversion)
+            of_codes = _makes_codes(conversion) and not (quantized and _has_a_way_back(conversion))
             kept += [other for other in plain if targets_of(other) == targets] if of_codes else [conversion]
         vars(module)[_RECORD] = kept
+
+
+def _has_a_way_back(conversion: Any) -> bool:
+    """Return whether transformers can revert a conversion when it saves."""
+    try:
+        conversion.reverse_transform()
+    except (NotImplementedError, ValueError):
+        return False
+    return True
 
 
 def _makes_codes(conversion: Any) -> bool:

@@ -52,7 +52,7 @@ class OwnWeight:
 
 
 class Sharing(NamedTuple):
-    """Which layers are finished together, which weights are taken apart, and what forbids the merge."""
+    """The layers that are finished together, the weights that get their own memory, and the obstacles to the merge."""
 
     groups: list[list[LayerMerge]]
     own_weights: list[OwnWeight]
@@ -60,7 +60,7 @@ class Sharing(NamedTuple):
 
 
 def group_by_memory(jobs: list[LayerMerge], shared: SharedMemory) -> Sharing:
-    """Join layers that change the same memory alike; whatever else shares memory with others gets its own."""
+    """Join layers that change the same memory alike; any other weight that shares memory gets its own."""
     target_at: dict[_Place, tuple[LayerMerge, _Target]] = {
         (id(target.owner), target.attribute): (job, target) for job in jobs for target in job.targets
     }
@@ -129,7 +129,7 @@ def _alike(
     others: list[MemoryRange],
     target_at: Mapping[_Place, tuple[LayerMerge, _Target]],
 ) -> tuple[_Change, list[MemoryRange]]:
-    """Return the layers that change this memory alike, the asked one first, and what else lies in it."""
+    """Return the layers that change this memory alike, the asked one first, and the other tensors in it."""
     change, rest = [(job, target)], []
     for other in others:
         their_job, their_target = target_at.get(_place(other), (None, None))
@@ -147,7 +147,7 @@ def _alike(
 
 
 def _own_weight(name: str, others: list[str], change: _Change) -> OwnWeight | str:
-    """Return what is to be done for a weight that must leave the memory of others, or why it cannot."""
+    """Return the move of a weight out of the memory of others, or the reason why it cannot leave it."""
     (job, target), *_ = change
     parameters = [same.owner._parameters.get(same.attribute) for _, same in change]
     first, quantized = parameters[0], isinstance(target, MergeTarget) and any(m.fp8 for m in target.matrices)

@@ -1,4 +1,4 @@
-"""What is left of the adapters once their layers are merged: saved modules, wrappers, and ties in the config."""
+"""Unloading the adapters once their layers are merged: saved modules, wrappers, and ties in the config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def adapters_with_copy(module: ModulesToSaveWrapper, names: Sequence[str] | None
 
 
 def unload_adapters(tuner: BaseTuner, names: Sequence[str] | None) -> tuple[torch.nn.Module, list[Finding]]:
-    """Remove what is left of the adapters: saved modules, wrappers, configs; return the base model.
+    """Remove the rest of the adapters: saved modules, wrappers, configs; return the base model.
 
     The saved modules of ``names`` (None: of the active adapters) stay. A finding says if they break a tie.
     """

@@ -1,4 +1,4 @@
-"""What is added to one weight, and the arithmetic that adds it: in float64, in row blocks, with one rounding.
+"""The update of one weight, and the arithmetic that adds it: in float64, in row blocks, with one rounding.
 
 No modules here, only tensors: the merge of a model in memory and the merge of files on disk run the same code, so
 their results are the same to the last bit.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 
 import torch
 
@@ -46,7 +47,7 @@ class PartlyMergedError(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Term:
-    """What one adapter adds: ``scaling * left @ right`` in the shape of the weight."""
+    """The product that one adapter adds: ``scaling * left @ right`` in the shape of the weight."""
 
     left: torch.Tensor  # (rows, r): lora_B of a Linear; lora_A transposed where the weight is stored transposed
     right: torch.Tensor  # (r, columns): lora_A of a Linear; lora_B transposed where the weight is stored transposed
@@ -165,12 +166,14 @@ class RowMerger:
             if out is not target:
                 target.copy_(out)
 
+    def sums(self, rows: torch.Tensor, start: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the merged values of rows in float64, each with its first row, in memory that the next overwrites."""
+        for first, block in self._blocks(rows, start):
+            yield first, self._merged(block.to(self._device), first)
+
     def finite(self, rows: torch.Tensor, start: int) -> bool:
         """Return whether the merged values of these rows are finite in the dtype of the rows; nothing is written."""
-        for first, block in self._blocks(rows, start):
-            if not is_finite(self._merged(block.to(self._device), first).to(block.dtype)):
-                return False
-        return True
+        return all(is_finite(values.to(rows.dtype)) for _, values in self.sums(rows, start))
 
     def _blocks(self, rows: torch.Tensor, start: int) -> list[tuple[int, torch.Tensor]]:
         """Cut rows at multiples of the block size, counted from row 0 of the weight, wherever the call begins."""

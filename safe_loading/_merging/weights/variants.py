@@ -1,4 +1,4 @@
-"""What the variants of peft's LoRA (DoRA, aLoRA, ...) add to a weight, as far as a weight can hold it."""
+"""The updates of peft's LoRA variants (DoRA, aLoRA, ...), as far as a weight can hold them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_dora(variant: object) -> bool:
 
 
 def is_known(variant: object) -> bool:
-    """Return whether this module knows what a LoRA variant (None: plain LoRA) adds to a weight, or why it cannot."""
+    """Return whether this module knows the update of a LoRA variant (None: plain LoRA), or why it has none."""
     return variant is None or isinstance(variant, (*_PLAIN, *_DORA, *_IMPOSSIBLE))
 
 

@@ -1,4 +1,4 @@
-"""What transformers' conversions do to the tensors of a checkpoint, computed on positions without reading a tensor.
+"""The effect of transformers' conversions on a checkpoint's tensors, computed on positions without reading a tensor.
 
 A ``Whole`` stands for a tensor of the loader: its shape, and the blocks of disk tensors that it is made of. A
 conversion that only moves elements (stack, concatenate, chunk, transpose) turns Wholes into Wholes. In this way the
@@ -8,7 +8,8 @@ layout on disk is derived from what the loader does, and never guessed from shap
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -63,7 +64,7 @@ def on_disk(tensor: str, shape: tuple[int, ...]) -> Whole:
 
 
 def stack(parts: Sequence[Whole], dim: int) -> Whole:
-    """Return what ``torch.stack`` makes of equally shaped parts."""
+    """Return the stack of equally shaped parts (``torch.stack``)."""
     _check_alike(parts, None)
     dim = dim % (len(parts[0].shape) + 1)
     blocks = tuple(
@@ -76,7 +77,7 @@ def stack(parts: Sequence[Whole], dim: int) -> Whole:
 
 
 def concatenate(parts: Sequence[Whole], dim: int) -> Whole:
-    """Return what ``torch.cat`` makes of the parts."""
+    """Return the concatenation of the parts (``torch.cat``)."""
     dim = dim % len(parts[0].shape)
     _check_alike(parts, dim)
     pieces, offset = [], 0
@@ -88,7 +89,7 @@ def concatenate(parts: Sequence[Whole], dim: int) -> Whole:
 
 
 def split(whole: Whole, sizes: Sequence[int], dim: int) -> list[Whole]:
-    """Return what ``torch.split`` makes of a Whole."""
+    """Return the parts of a Whole (``torch.split``)."""
     dim = dim % len(whole.shape)
     if sum(sizes) != whole.shape[dim]:
         raise CannotFollow(f"a tensor of shape {list(whole.shape)} is split into {list(sizes)} along dimension {dim}")
@@ -102,7 +103,7 @@ def split(whole: Whole, sizes: Sequence[int], dim: int) -> list[Whole]:
 
 
 def take(whole: Whole, order: Sequence[int], dim: int) -> Whole:
-    """Return what ``torch.index_select`` makes of a Whole: at least one block for each run of consecutive rows."""
+    """Return selected rows of a Whole (``torch.index_select``): at least one block for each run of consecutive rows."""
     starts = [at for at, row in enumerate(order) if not at or row != order[at - 1] + 1]
     rows, parts = whole.shape[dim], []
     for start, end in itertools.pairwise([*starts, len(order)]):
@@ -112,7 +113,7 @@ def take(whole: Whole, order: Sequence[int], dim: int) -> Whole:
 
 
 def transpose(whole: Whole, one: int, other: int) -> Whole:
-    """Return what ``torch.transpose`` makes of a Whole."""
+    """Return a Whole with two dimensions exchanged (``torch.transpose``)."""
     order = list(range(len(whole.shape)))
     order[one], order[other] = order[other], order[one]
 
@@ -121,6 +122,45 @@ def transpose(whole: Whole, one: int, other: int) -> Whole:
 
     pieces = tuple(p._replace(at=turned(p.at), dims=turned(p.dims)) for p in whole.pieces)
     return Whole(turned(whole.shape), pieces)
+
+
+def in_terms_of(tensor: str, shape: tuple[int, ...], parameters: Iterable[tuple[Whole, Whole]]) -> Whole | None:
+    """Return a disk tensor as a Whole of the tensors of another checkpoint; None if that does not have all of it.
+
+    ``parameters`` are those that the tensor is a part of, each as this checkpoint and as the other one holds it.
+    """
+    pieces: dict[tuple[tuple[int, ...], tuple[int, ...]], list[DiskBlock]] = {}  # by their place in the tensor
+    for here, there in parameters:
+        same_place = {block.at: block for block in there.pieces}  # experts by the thousand lie alike in both
+        for own in here.pieces:
+            place = own.begin, own.size
+            if own.tensor != tensor or place in pieces:  # a tied parameter has several names
+                continue
+            twin = same_place.get(own.at)
+            alike = twin is not None and all(own.extent(d) == twin.extent(d) for d in range(len(own.at)))
+            others = (twin,) if twin is not None and alike else there.pieces
+            pieces[place] = [cut for other in others if (cut := _seen_from(own, other)) is not None]
+    blocks = tuple(block for found in pieces.values() for block in found)
+    covered = sum(math.prod(block.size) for block in blocks)
+    return Whole(shape, blocks) if covered == math.prod(shape) else None
+
+
+def _seen_from(own: DiskBlock, other: DiskBlock) -> DiskBlock | None:
+    """Return the part of another checkpoint's block that lies in a block of a disk tensor, placed in that tensor."""
+    at, dims = [*own.begin], [-1] * len(own.begin)
+    begin, size = [*other.begin], [*other.size]
+    for dim, (here, there) in enumerate(zip(own.dims, other.dims, strict=True)):
+        low = max(own.at[dim], other.at[dim])
+        high = min(own.at[dim] + own.extent(dim), other.at[dim] + other.extent(dim))
+        if low >= high:
+            return None
+        if here >= 0:
+            at[here] += low - own.at[dim]
+            dims[here] = there
+        if there >= 0:
+            begin[there] += low - other.at[dim]
+            size[there] = high - low
+    return DiskBlock(other.tensor, tuple(at), tuple(dims), tuple(begin), tuple(size))
 
 
 def _cut(block: DiskBlock, dim: int, start: int, stop: int) -> DiskBlock | None:

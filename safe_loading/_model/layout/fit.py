@@ -20,7 +20,7 @@ _NUMBERED = re.compile(r"(.+)\.(\d+)\.")
 
 
 class ShapeAndDtype(HasShape, Protocol):
-    """What a model expects under a name: a tensor, or a record of its shape and dtype."""
+    """The tensor that a model expects under a name, or a record of its shape and dtype."""
 
     @property
     def dtype(self) -> torch.dtype: ...

@@ -63,6 +63,7 @@ class CheckpointLayout:
     moved: Mapping[str, Moved] = dataclasses.field(default_factory=dict)
     # The tensors on disk of those that several stand for, of which the loader would take one.
     repeated: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    rules: Sequence[loader.WeightTransform] = ()  # transformers' own, which know whether they were used here
 
 
 def read_layout(
@@ -121,7 +122,7 @@ def read_layout(
         del of[key]
     moved = {key: result for key, result in moved.items() if key in state and result.shape == tuple(state[key].shape)}
     repeated = {key: names for key, names in plain.items() if len(names) > 1}
-    return CheckpointLayout(of, opaque, tuple(unknown), tuple(conversions), mismatched, key_of, moved, repeated)
+    return CheckpointLayout(of, opaque, tuple(unknown), tuple(conversions), mismatched, key_of, moved, repeated, rules)
 
 
 def _in_loading_order(names: Iterable[str]) -> list[str]:
@@ -168,7 +169,7 @@ def _renamer(
 def _follow(
     key: str, rule: loader.WeightConverter, sources: _Wholes, state: State, config: PreTrainedConfig | None
 ) -> tuple[dict[str, Moved], str | None]:
-    """Return what a converter makes, and None; or the reason why it cannot be told from blocks of the disk alone."""
+    """Return a converter's results, and None or the reason why they do not follow from blocks of the disk alone."""
     try:
         results = _convert(key, rule, sources, state, config)
     except CannotFollow as reason:

@@ -17,6 +17,7 @@ from safe_loading._checkpoint.strict_json import try_json_object
 from safe_loading._checkpoint.tensor_hash import new_hash, recorded_hash
 from safe_loading._core.report import Finding, MiB
 from safe_loading._model.dtypes import DTYPES
+from safe_loading._model.formats.packed_on_disk import described_weights
 from safe_loading._model.tensor_values import as_buffer, value_range, widened
 from safe_loading.errors import CheckpointError
 
@@ -26,7 +27,9 @@ _BLOCK_BYTES = 4 * MiB
 
 
 def check_contents(folder: Path, headers: Mapping[str, Header]) -> Iterator[Finding]:
-    """Read every tensor once, in blocks, and yield what is wrong with it, also by the folder's record of a merge."""
+    """Read every tensor once, in blocks, and yield its faults, also by the folder's record of a merge."""
+    # codes in 4 bits, which may be stored in a floating-point dtype: no bits of theirs are a NaN
+    codes = described_weights(name for header in headers.values() for name in header.tensors)
     hashes = _recorded_hashes(folder)
     if isinstance(hashes, Finding):
         yield hashes
@@ -36,7 +39,8 @@ def check_contents(folder: Path, headers: Mapping[str, Header]) -> Iterator[Find
         try:
             with open_regular(header.path) as file:
                 for info in header.tensors.values():
-                    yield from _check_tensor(file.fileno(), header.path, info, hashes.get(info.name), buffer)
+                    dtype = None if info.name in codes else DTYPES.get(info.dtype)
+                    yield from _check_tensor(file.fileno(), header.path, info, dtype, hashes.get(info.name), buffer)
         except OSError as error:
             yield unreadable(header.path, error)
         except CheckpointError as error:
@@ -58,10 +62,9 @@ def _recorded_hashes(folder: Path) -> dict[str, str] | Finding:
 
 
 def _check_tensor(
-    descriptor: int, path: Path, info: TensorInfo, recorded: str | None, buffer: torch.Tensor
+    descriptor: int, path: Path, info: TensorInfo, dtype: torch.dtype | None, recorded: str | None, buffer: torch.Tensor
 ) -> Iterator[Finding]:
-    digest, kinds = new_hash(recorded), set[str]()
-    dtype = DTYPES.get(info.dtype)
+    digest, kinds = new_hash(), set[str]()
     memory = as_buffer(buffer)
     for at in range(0, info.nbytes, len(memory)):
         count = min(len(memory), info.nbytes - at)

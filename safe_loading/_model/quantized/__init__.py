@@ -1,1 +1,1 @@
-"""Quantized layers: how they are recognized, and which values their codes stand for."""
+"""Questions about quantized layers and configs that are asked of every format: recognized, sized, decoded, traced."""

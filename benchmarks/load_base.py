@@ -1,0 +1,394 @@
+"""How a base gets to where it is used: load_peft_on_rank beside from_pretrained, and beside reading the bytes alone.
+
+Five checkpoints: dense weights in the dtype that they are used in, the same with a cast, a mixture of experts that
+transformers fuses, the same in very many small tensors, and a small base for the first load of a process. Each
+measurement is a fork of a process that has loaded a tiny model by every method. ``preadv`` reads all bytes into one
+block of fresh memory; ``into place`` is a loop that reads each tensor where it is used, which is the floor for a cast
+and for fused experts. ``load_file`` and ``from_pretrained`` map files: ``touch`` is the time of the first pass over the
+weights afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import importlib
+import itertools
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from _common import (
+    ENVIRONMENT,
+    MIB,
+    PeakSampler,
+    anonymous_bytes,
+    headline,
+    mib,
+    options,
+    promise,
+    ratio,
+    table,
+    write_json,
+)
+
+Facts = dict[str, float]
+ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 2048, "dtype": "bfloat16"}
+DENSE = {**ATTENTION, "hidden_size": 1024, "intermediate_size": 4096, "tie_word_embeddings": False}
+EXPERTS = {**ATTENTION, "num_experts": 64, "num_experts_per_tok": 4, "mlp_only_layers": [], "decoder_sparse_step": 1}
+MIXTURE = {**EXPERTS, "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 256, "head_dim": 64}
+SMALL: dict[str, Any] = {**MIXTURE, "hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 256, "head_dim": 8}
+TITLES = {
+    "dense": "Dense weights, bfloat16",
+    "cast": "Dense weights, float32 on disk and bfloat16 in use",
+    "mixture": "A mixture of experts, bfloat16",
+    "many": "Many small tensors of experts, bfloat16",
+}
+CPU_OF_FLOOR, PRIVATE, CPU_OF_ONE_READ, FIRST = 1.15, 16 * MIB, 1.3, 1.1
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the sizes and counts of this run."""
+    parser = options(__doc__, "tiny sizes, one repeat", 5)
+    parser.add_argument("--mib", type=int, default=400, help="of each large checkpoint")
+    parser.add_argument("--tensors", type=int, default=20000, help="how many the fourth checkpoint has")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="how many processes load at once")
+    args = parser.parse_args(given)
+    if args.quick:
+        args.mib, args.tensors, args.ranks, args.repeats = 32, 1500, [2], 1
+    return args
+
+
+def make(folder: Path, mebibytes: int, tensors: int) -> Facts:
+    """Make the checkpoints, each with an adapter on its attention."""
+    import torch
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    layers = {"dense": max(1, mebibytes // 32), "mixture": max(1, mebibytes // 49)}
+    layers |= {"cast": layers["dense"] // 2 or 1, "many": max(1, round(tensors / 3 / SMALL["num_experts"]))}
+    sizes = {
+        "dense": ("Llama", DENSE),
+        "cast": ("Llama", {**DENSE, "dtype": "float32"}),
+        "mixture": ("Qwen3Moe", MIXTURE),
+        "many": ("Qwen3Moe", SMALL),
+    }
+    made: dict[str, tuple[str, dict[str, Any]]] = {
+        kind: (name, {**fields, "num_hidden_layers": layers[kind]}) for kind, (name, fields) in sizes.items()
+    }
+    made["tiny"] = ("Qwen3Moe", {**SMALL, "num_hidden_layers": 1, "num_experts": 4})
+    made["small"] = ("Llama", {**DENSE, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4})
+    for kind, (name, fields) in made.items():
+        config = getattr(transformers, f"{name}Config")(**fields)
+        with torch.device("meta"):
+            auto: Any = transformers.AutoModelForCausalLM
+            model = auto.from_config(config, dtype=getattr(torch, fields["dtype"]))
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+        model.save_pretrained(folder / kind, max_shard_size="200MB")
+        model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+        model.save_pretrained(str(folder / kind / "adapter"))
+    os.sync()  # pages that are not written yet cannot be dropped from the page cache
+    return {}
+
+
+def tensors_of(folder: Path) -> Iterator[tuple[Path, str, dict[str, Any], int]]:
+    """Yield each tensor on disk, in the order of the files: its file, name, entry in the header, and first byte."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            yield path, name, entry, 8 + size + entry["data_offsets"][0]
+
+
+def preadv(folder: Path) -> Any:
+    """Read the bytes of all tensors, file by file, into one block of memory."""
+    import torch
+
+    paths = sorted(folder.glob("*.safetensors"))
+    block = torch.empty(sum(path.stat().st_size for path in paths), dtype=torch.uint8)
+    room: memoryview = block.numpy().data
+    for path in paths:
+        with path.open("rb") as file:
+            while done := os.preadv(file.fileno(), [room[: 1 << 30]], file.tell()):
+                file.seek(done, os.SEEK_CUR)
+                room = room[done:]
+    return [block]
+
+
+def into_place(folder: Path) -> Any:
+    """Read each tensor where it is used: an expert into its slice of the fused parameter, a cast through a buffer."""
+    import torch
+
+    config = json.loads((folder / "config.json").read_text())
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    cast = folder.name == "cast"
+    places, buffer = dict[object, Any](), torch.empty(1 << 22, dtype=torch.uint8)
+    for path, tensors in itertools.groupby(tensors_of(folder), key=lambda found: found[0]):
+        with path.open("rb") as file:
+            for _, name, entry, begin in tensors:
+                flat, step = _place(places, name, entry["shape"], experts).view(-1), len(buffer) // 4
+                if not cast:
+                    os.preadv(file.fileno(), [flat.view(torch.uint8).numpy().data], begin)
+                    continue
+                for start in range(0, len(flat), step):
+                    part = flat[start : start + step]
+                    room = buffer[: 4 * len(part)]
+                    os.preadv(file.fileno(), [room.numpy().data], begin + 4 * start)
+                    part.copy_(room.view(torch.float32))
+    return list(places.values())
+
+
+def _place(places: dict[object, Any], name: str, shape: list[int], count: int) -> Any:
+    import torch
+
+    before, of_expert, after = name.partition(".experts.")
+    if not of_expert:
+        return places.setdefault(name, torch.empty(shape, dtype=torch.bfloat16))
+    number, kind, _ = after.split(".")
+    rows = 1 if kind == "down_proj" else 2
+    key = before, rows
+    if key not in places:
+        places[key] = torch.empty(count, rows * shape[0], shape[1], dtype=torch.bfloat16)
+    whole = places[key][int(number)]
+    return whole[shape[0] :] if kind == "up_proj" else whole[: shape[0]]
+
+
+def load_file(folder: Path) -> Any:
+    """Load by safetensors alone, which maps the files."""
+    from safetensors.torch import load_file
+
+    return [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in load_file(path).values()]
+
+
+def from_pretrained(folder: Path) -> Any:
+    """Load the base by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def plain_calls(folder: Path) -> Any:
+    """Load the base by transformers, and the adapter by peft."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(from_pretrained(folder), folder / "adapter")
+
+
+def ours(folder: Path) -> Any:
+    """Load both by load_peft_on_rank."""
+    import torch
+
+    from safe_loading import load_peft_on_rank
+
+    return load_peft_on_rank(folder / "adapter", folder, device="cpu", dtype=torch.bfloat16)
+
+
+METHODS: dict[str, Callable[[Path], Any]] = {
+    "preadv": preadv,
+    "into place": into_place,
+    "load_file": load_file,
+    "from_pretrained": from_pretrained,
+    "and PeftModel": plain_calls,
+    "safe_loading": ours,
+}
+
+
+def in_forks(works: Sequence[Callable[[], Facts]]) -> list[Facts]:
+    """Return the results of functions that run at once, each in a fork of this process."""
+    running = []
+    for work in works:
+        read, write = os.pipe()
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                os.write(write, json.dumps(work()).encode())
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(write)
+        running.append((pid, read))
+    found = []
+    for pid, read in running:
+        with os.fdopen(read) as pipe:
+            text = pipe.read()
+        if os.waitpid(pid, 0)[1]:
+            raise SystemExit("a measurement failed")
+        found.append(json.loads(text))
+    return found
+
+
+def timed(folder: Path, method: str, *, cold: bool = False) -> Facts:
+    """Return what a load takes: seconds, CPU seconds, bytes read, and seconds of a first pass over the weights."""
+    import torch
+
+    if cold:
+        for path in folder.glob("*.safetensors"):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    io, start, spent = _io(), time.perf_counter(), time.process_time()
+    held = METHODS[method](folder)
+    facts = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - spent}
+    start = time.perf_counter()
+    for tensor in held if isinstance(held, list) else held.parameters():
+        tensor.detach().view(-1).view(torch.uint8)[::4096].sum()
+    facts["touch"] = time.perf_counter() - start
+    return facts | {key: value - io[key] for key, value in _io().items()}
+
+
+def sampled(folder: Path, method: str) -> Facts:
+    """Return the private memory that a load takes at most, and the size of what it makes.
+
+    A run of its own, because the samples take time of the load.
+    """
+    before = anonymous_bytes()
+    with PeakSampler(lambda: 0, memory=anonymous_bytes) as sampler:
+        held = METHODS[method](folder)
+    tensors = held if isinstance(held, list) else [*held.parameters(), *held.buffers()]
+    return {"peak": sampler.peak - before, "model": sum(tensor.nbytes for tensor in tensors)}
+
+
+def _io() -> Facts:
+    """Return the bytes that this process asked files for, and those that came from a disk, so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    counts = {key: float(count) for key, _, count in (line.partition(": ") for line in lines)}
+    return {key: counts[key] for key in ("rchar", "read_bytes")}
+
+
+def least(folder: Path, methods: Sequence[str], repeats: int) -> dict[str, Facts]:
+    """Return for each method the least of each figure of several runs, for which the methods take turns."""
+    found: dict[str, list[Facts]] = {method: [] for method in methods}
+    for _ in range(repeats):
+        for method, runs in found.items():
+            runs += in_forks([functools.partial(timed, folder, method)])
+    return {method: {key: min(one[key] for one in runs) for key in runs[0]} for method, runs in found.items()}
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run every part and return all figures."""
+    import torch
+
+    importlib.import_module("transformers")
+    importlib.import_module("peft")
+    torch.set_num_threads(1)
+    say("checkpoints")
+    in_forks([functools.partial(make, folder, args.mib, args.tensors)])
+    say("the first load of a process")
+    found: dict[str, Any] = {"first": least(folder / "small", ("and PeftModel", "safe_loading"), args.repeats)}
+    for load in METHODS.values():
+        load(folder / "tiny")
+    gc.collect()
+    found |= {key: {} for key in ("warm", "cold", "sizes", "ranks")}
+    for kind in TITLES:
+        say(kind)
+        tensors = [*tensors_of(folder / kind)]
+        files = {path: path.stat().st_size for path, *_ in tensors}
+        found["sizes"][kind] = {"bytes": sum(files.values()), "files": len(files), "tensors": len(tensors)}
+        warm = least(folder / kind, list(METHODS), args.repeats)
+        for method, facts in warm.items():
+            facts |= in_forks([functools.partial(sampled, folder / kind, method)])[0]
+        found["warm"][kind] = warm
+        found["cold"][kind] = {
+            method: in_forks([functools.partial(timed, folder / kind, method, cold=True)])[0] for method in METHODS
+        }
+    for count in args.ranks:
+        say(f"{count} ranks")
+        work = functools.partial(timed, folder / "mixture", "safe_loading")
+        ranks = in_forks([functools.partial(work, cold=not number) for number in range(count)])
+        peaks = in_forks([functools.partial(sampled, folder / "mixture", "safe_loading")] * count)
+        found["ranks"][count] = [facts | peak for facts, peak in zip(ranks, peaks, strict=True)]
+    return found
+
+
+def say(text: str) -> None:
+    """Tell what is going on, away from the tables."""
+    print(f"... {text}", file=sys.stderr, flush=True)
+
+
+def kind_table(found: dict[str, Any], kind: str, *, quick: bool) -> str:
+    """Tell what each method costs on one checkpoint."""
+    rows = []
+    warm, size = found["warm"][kind], found["sizes"][kind]
+    floor = warm["into place"]
+    for name, facts in warm.items():
+        cold = found["cold"][kind][name]
+        rows.append(
+            (
+                name,
+                *(f"{facts[key]:.3f}" for key in ("seconds", "cpu", "touch")),
+                ratio(facts["cpu"], floor["cpu"]),
+                mib(facts["peak"]),
+                mib(facts["peak"] - facts["model"]),
+                mib(facts["rchar"]),
+                f"{cold['seconds']:.3f}",
+                mib(cold["read_bytes"]),
+            )
+        )
+    header = ("method", "seconds", "CPU s", "touch s", "CPU", "private MiB", "over model", "read MiB")
+    title = f"{TITLES[kind]}: {size['tensors']} tensors, {size['bytes'] / MIB:.0f} MiB in {size['files']} files"
+    notes = []
+    cpu, over = warm["safe_loading"]["cpu"], warm["safe_loading"]["peak"] - warm["safe_loading"]["model"]
+    if kind in ("cast", "mixture"):
+        notes.append(goal("CPU of `into place`", cpu / floor["cpu"], CPU_OF_FLOOR, "x", quick=quick))
+    if kind == "many":
+        notes.append(goal("CPU of `preadv`", cpu / warm["preadv"]["cpu"], CPU_OF_ONE_READ, "x", quick=quick))
+    notes.append(goal("private peak beyond the model", over / MIB, PRIVATE / MIB, " MiB", quick=quick))
+    return table(title, (*header, "cold: seconds", "from disk MiB"), rows, notes)
+
+
+def ranks_table(found: dict[str, Any], *, quick: bool) -> str:
+    """Tell what several processes read that load one mixture at once, the first of them with a cold cache."""
+    size, rows = found["sizes"]["mixture"]["bytes"], []
+    for count, ranks in found["ranks"].items():
+        asked, disk = max(rank["rchar"] for rank in ranks), sum(rank["read_bytes"] for rank in ranks)
+        over = max(rank["peak"] - rank["model"] for rank in ranks)
+        rows.append((f"{count} ranks", ratio(asked, size), ratio(disk, size), mib(over)))
+    header = ("safe_loading", "read by a rank", "read from disk by all", "private over model, MiB")
+    most = max(sum(rank["read_bytes"] for rank in ranks) for ranks in found["ranks"].values()) / size
+    notes = [goal("bytes from disk, of the checkpoint's", math.floor(most * 100) / 100, 1.0, "x", quick=quick)]
+    return table("Ranks of one host that load the mixture, each all of it", header, rows, notes)
+
+
+def goal(what: str, value: float, most: float, unit: str, *, quick: bool) -> str:
+    """Return one line that says whether a goal was reached."""
+    return f"goal for safe_loading: {what} <= {most:g}{unit}; {value:.2f}{unit}: {promise(value <= most, quick=quick)}"
+
+
+def main() -> None:
+    """Measure and print."""
+    args = arguments()
+    os.environ.update(ENVIRONMENT | {"OMP_NUM_THREADS": "1"})
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory(prefix="load-base-") as folder:
+        found = measure(args, Path(folder))
+    print(headline())
+    for kind in TITLES:
+        print(kind_table(found, kind, quick=args.quick))
+    print(ranks_table(found, quick=args.quick))
+    first = found["first"]
+    header = ("method", "seconds", "CPU s", "CPU")
+    unit = first["and PeftModel"]["cpu"]
+    rows = [
+        (name, f"{one['seconds']:.3f}", f"{one['cpu']:.3f}", ratio(one["cpu"], unit)) for name, one in first.items()
+    ]
+    note = goal("CPU of the plain calls", first["safe_loading"]["cpu"] / unit, FIRST, "x", quick=args.quick)
+    print(table("The first load of a process, of a small base", header, rows, [note]))
+    write_json(args.json, found)
+
+
+if __name__ == "__main__":
+    main()

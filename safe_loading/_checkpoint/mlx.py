@@ -1,0 +1,65 @@
+"""Adapters of MLX (``mlx_lm.lora``), told and turned into the config of a LoRA of peft. Imports no torch.
+
+Its ``adapters.safetensors`` holds ``lora_a`` (columns, rank) and ``lora_b`` (rank, rows) of each layer, which add
+``scale * (lora_a @ lora_b).T`` to the weight: peft's factors, transposed, with ``lora_alpha = scale * rank``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from safe_loading._core.protocols import JsonObject
+
+MLX_WEIGHTS = "adapters.safetensors"
+MLX_FACTOR = re.compile(r"(?P<path>.+)\.lora_(?P<factor>[ab])")
+_FUSE = "fuse it with mlx_lm.fuse, and pass the folder that this writes as the model"
+
+
+def is_mlx(config: Mapping[str, object]) -> bool:
+    """Return whether an adapter_config.json is MLX's."""
+    return "peft_type" not in config and isinstance(config.get("lora_parameters"), Mapping)
+
+
+def mlx_problems(config: Mapping[str, object], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return the problems of an adapter of MLX that is to be read as a LoRA of peft, each with a way around it."""
+    kind = config.get("fine_tune_type", "dora" if config.get("use_dora") else "lora")
+    if kind != "lora":
+        return [f"it is an adapter of MLX, with fine_tune_type {kind!r:.80}; {_FUSE}"]
+    found = config.get("lora_parameters")
+    parameters: Mapping[str, object] = found if isinstance(found, Mapping) else {}
+    numbers = [parameters.get(name) for name in ("rank", "scale")]
+    if not all(type(number) in (int, float) for number in numbers) or type(numbers[0]) is not int or numbers[0] < 1:
+        return [f"it is an adapter of MLX, with the rank and scale {numbers}, which must be numbers; {_FUSE}"]
+    rank, scale, alpha = *numbers, parameters.get("alpha")
+    problems = []
+    # Until 2024, the scale was multiplied by alpha / rank; "fine_tune_type" came later.
+    if "fine_tune_type" not in config and alpha is not None and alpha != rank:
+        problems.append(
+            f"it is an adapter of MLX whose lora_parameters have both a scale ({scale}) and an alpha ({alpha}), which "
+            f"releases of mlx_lm read differently; write the scale that it was trained with, {scale} or "
+            f"{scale} * {alpha} / {rank}, and remove alpha"
+        )
+    wrong = [name for name, shape in shapes.items() if not MLX_FACTOR.fullmatch(name) or len(shape) != 2]
+    if wrong:
+        problems.append(
+            f"it is an adapter of MLX with {len(wrong)} tensors that are no factors of a linear layer, such as "
+            f"{wrong[0]!r:.200}; {_FUSE}"
+        )
+    return problems
+
+
+def peft_config_of(config: JsonObject, shapes: Mapping[str, Sequence[int]]) -> JsonObject:
+    """Return the config of the LoRA of peft that an adapter of MLX without problems is."""
+    parameters = config["lora_parameters"]
+    rank, scale = parameters["rank"], parameters["scale"]
+    paths = dict.fromkeys(match["path"] for name in shapes if (match := MLX_FACTOR.fullmatch(name)))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.get("model"),
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "lora_dropout": parameters.get("dropout") or 0.0,
+        "target_modules": list(paths),
+    }

@@ -1,0 +1,98 @@
+"""Things that people pass in the place of a folder with a checkpoint, by their names. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from .mlx import MLX_WEIGHTS
+from .trainer_folder import checkpoints_of, last_whole
+
+_ADDRESS = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+(?:/[\w.-]+)?)(?:/(?:tree|blob|resolve)/([^/?#]+)[^?#]*)?"
+    r"/?(?:[?#].*)?"
+)
+_WEIGHTS = (".safetensors", ".bin")
+_GGUF = ".gguf"
+_OF_GGUF = "pass a folder that transformers saved, of the model that they were made from"
+_OF_DIFFUSERS = "pytorch_lora_weights.safetensors"
+_OWN = ("config.json", "adapter_config.json")
+
+
+class OtherThing(NamedTuple):
+    """The name of a thing that is no folder with a checkpoint, and the right thing in its place."""
+
+    message: str
+    fix: str
+    download: str = ""  # the command that brings the right thing to this machine
+
+
+def other_thing(path: Path, *, gguf: bool = False) -> OtherThing | None:
+    """Return the name of the thing at a path, unless it may be a folder with a checkpoint.
+
+    With ``gguf`` a folder of GGUF files is one: transformers reads the file that ``gguf_file`` names.
+    """
+    if path.is_file():
+        return _one_file(path)
+    names = _names_in(path)
+    if _OF_DIFFUSERS in names and not {*_OWN} & {*names}:
+        message = f"holds a LoRA that diffusers wrote for a whole pipeline ({_OF_DIFFUSERS})"
+        return OtherThing(message, "load it there, with load_lora_weights of the pipeline")
+    if any(name in _OWN for name in names):
+        return None
+    if MLX_WEIGHTS in names:
+        message = f"holds the weights of an adapter of MLX ({MLX_WEIGHTS}) without their {_OWN[1]}"
+        return OtherThing(message, f"copy the {_OWN[1]} there that mlx_lm.lora wrote beside them")
+    if any(name.endswith(_WEIGHTS) for name in names):
+        return None
+    if any(name.endswith(_GGUF) for name in names):
+        return None if gguf else OtherThing("holds GGUF files, which llama.cpp reads", _OF_GGUF)
+    inside = checkpoints_of(path)
+    if not inside:
+        return None
+    chosen = last_whole(path) or inside[-1]
+    return OtherThing(
+        f"holds no checkpoint itself, but {len(inside)} of a Trainer in folders of their own",
+        f"pass {str(chosen)!r}, the latest{'' if chosen == inside[-1] else ' whole one'} of them",
+    )
+
+
+def is_adapter_alone(path: Path) -> bool:
+    """Return whether a folder is that of an adapter, and of no model."""
+    names = _names_in(path)
+    return _OWN[1] in names and _OWN[0] not in names
+
+
+def not_a_model(path: Path) -> str:
+    """Return the sentence that names the right folder in the place of one without config.json."""
+    if is_adapter_alone(path):
+        return "It is the folder of an adapter. Pass that of its base, which its base_model_name_or_path names."
+    return "Pass the folder of a model, or save it there again."
+
+
+def address(text: str) -> OtherThing | None:
+    """Return the hub id in the address of a web page of the hub; None if a text is none."""
+    found = _ADDRESS.fullmatch(text.strip())
+    if found is None:
+        return None
+    name, revision = found[1], found[2] if found[2] not in (None, "main") else None
+    fix, download = f"pass its id, {name!r}", f"hf download {name}"
+    if revision is not None:
+        fix, download = f"{fix}, and {revision!r} as its revision", f"{download} --revision {revision}"
+    return OtherThing("is the address of a repository of the hub", fix, download)
+
+
+def _names_in(path: Path) -> list[str]:
+    try:
+        return [entry.name for entry in path.iterdir()]
+    except (OSError, ValueError):  # it is not there, or may not be read
+        return []
+
+
+def _one_file(path: Path) -> OtherThing | None:
+    if path.suffix == _GGUF:
+        return OtherThing("is a GGUF file, which llama.cpp reads", _OF_GGUF.replace("they were", "it was"))
+    if path.suffix not in (".json", *_WEIGHTS):
+        return None
+    return OtherThing("is one file of a checkpoint", f"pass its folder, {str(path.parent)!r}")

@@ -1,0 +1,131 @@
+"""The files of a folder against the hashes that they were published with. Imports no torch.
+
+A file of a Hugging Face cache lies in a blob that is named by its hash: git's SHA-1 for a small file, SHA-256 for one
+that LFS or Xet stores. The manifest of a model signing (`signing_manifest.py`) lists hashes beside the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from safe_loading._core.report import Finding
+
+from .faults import fault, listed, note
+from .files import is_blob, try_open
+from .signing_manifest import MANIFEST, Manifest, read_manifest
+
+GIT = "git-sha1"
+_BLOB_NAMES = {40: GIT, 64: "sha256"}
+_HEX = re.compile("[0-9a-f]+")
+_CHUNK = 1 << 20
+_AGAIN = "download the file again (`hf download` with --force-download), or copy it from where it is whole"
+
+
+class Published(NamedTuple):
+    """A hash that a file should have, and who says so."""
+
+    algorithm: str
+    digest: str
+    by: str
+
+
+class Comparison(NamedTuple):
+    """How many files have been compared with their hashes, and the findings about them."""
+
+    files: int
+    findings: list[Finding]
+
+
+def compare_hashes(folder: Path, names: Iterable[str] | None = None) -> Comparison:
+    """Read the files of a folder (all of them, or those that are named), and compare each with its published hashes.
+
+    Without any hash there is nothing to compare with, which is an error, because it was asked for.
+    """
+    manifest = read_manifest(folder)
+    findings = [] if isinstance(manifest, Manifest) else [manifest] if manifest is not None else []
+    listing = manifest.digests if isinstance(manifest, Manifest) else {}
+    every = sorted(_files_in(folder)) if names is None else [*names]
+    if names is None and isinstance(manifest, Manifest):
+        findings += [*manifest.findings, *_gone(folder, listing, every)]
+    compared, unknown = 0, list[str]()
+    for name in every:
+        expected = [*_by_its_blob(folder / name), *_by_manifest(listing.get(name))]
+        if not expected:
+            unknown.append(name)
+            continue
+        findings += compare_file(folder / name, expected)
+        compared += 1
+    return Comparison(compared, [*findings, *_unknown(folder, unknown, compared)])
+
+
+def compare_file(path: Path, expected: Iterable[Published]) -> Iterator[Finding]:
+    """Yield an error for each hash that a file does not have; the file is read once."""
+    file = try_open(path)
+    if isinstance(file, Finding):
+        yield file
+        return
+    wanted = [*expected]
+    with file:
+        found = digests_of(file, {each.algorithm for each in wanted})
+    for algorithm, digest, by in wanted:
+        if found[algorithm] != digest:
+            message = f"its bytes have the {algorithm} {found[algorithm]}, and {by} says {digest}: damaged, or changed"
+            yield fault("hash-differs", path, message, _AGAIN)
+
+
+def digests_of(file: BinaryIO, algorithms: Iterable[str]) -> dict[str, str]:
+    """Return the hashes of a file in hexadecimal digits, by the algorithm's name; the file is read once."""
+    size = os.fstat(file.fileno()).st_size
+    hashes: dict[str, Any] = {}
+    for algorithm in algorithms:
+        if algorithm == GIT:  # what git hashes is the kind and the size, and then the bytes
+            hashes[algorithm] = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        else:
+            hashes[algorithm] = hashlib.new(algorithm)
+    chunk = memoryview(bytearray(_CHUNK))
+    while count := file.readinto(chunk):  # type: ignore[attr-defined]  # a file opened by os.fdopen has it
+        for each in hashes.values():
+            each.update(chunk[:count])
+    return {algorithm: each.hexdigest() for algorithm, each in hashes.items()}
+
+
+def _by_its_blob(path: Path) -> Iterator[Published]:
+    real = path.resolve()
+    algorithm = _BLOB_NAMES.get(len(real.name))
+    if algorithm is not None and is_blob(real) and _HEX.fullmatch(real.name):
+        yield Published(algorithm, real.name, "the name of its blob in the cache")
+
+
+def _by_manifest(entry: tuple[str, str] | None) -> Iterator[Published]:
+    if entry is not None:
+        yield Published(*entry, MANIFEST)
+
+
+def _files_in(folder: Path) -> Iterator[str]:
+    """Yield the names of the files in a folder and the folders in it, without hidden folders and the manifest."""
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        inside = Path(root).relative_to(folder)
+        yield from ((inside / name).as_posix() for name in files if name != MANIFEST)
+
+
+def _gone(folder: Path, listing: Mapping[str, object], names: Iterable[str]) -> Iterator[Finding]:
+    if gone := sorted(set(listing).difference(names)):
+        yield fault("not-found", folder, f"{MANIFEST} lists files that are not there: {listed(gone)}", _AGAIN)
+
+
+def _unknown(folder: Path, names: list[str], compared: int) -> Iterator[Finding]:
+    if not compared:
+        message = (
+            f"no file has a published hash to be compared with: it is in no Hugging Face cache and has no {MANIFEST}"
+        )
+        fix = "check the snapshot in the cache (the folder that `hf download` prints), or leave hashes=True out"
+        yield fault("hash-unknown", folder, message, fix)
+    elif names:
+        message = f"files without a published hash, which were not compared: {listed(names)}"
+        yield note("warning", "hash-unknown", folder, message, "look at them, or remove what is not yours")

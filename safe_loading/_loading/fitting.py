@@ -1,0 +1,68 @@
+"""The key mapping with which an adapter fits whose tensors lead nowhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from peft import PeftConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+
+from safe_loading._core.names import PEFT_PREFIX, without_peft_prefix
+from safe_loading._model.peft_layers import without_peft_levels
+
+
+def what_would_fit(tensors: Mapping[str, torch.Tensor], base: torch.nn.Module, config: PeftConfig) -> str | None:
+    """Return the key mapping with which all these tensors lead to modules, as a call has it; None if there is none.
+
+    ``tensors`` are those that lead nowhere, by their keys with peft's prefix.
+    """
+    paths = {without_peft_prefix(key).split(".lora_")[0] for key in tensors if ".lora_" in key}
+    if not paths:
+        return None
+    mapping = _mapping(paths, tensors, base, config)
+    return None if mapping is None else f"key_mapping={mapping!r}"
+
+
+def _mapping(
+    paths: Iterable[str], tensors: Mapping[str, torch.Tensor], base: torch.nn.Module, config: PeftConfig
+) -> dict[str, str] | None:
+    """Return the replacement of one beginning of names by which all paths are modules of the base that it adapts."""
+    modules = {without_peft_levels(name): module for name, module in base.named_modules()}
+    first, *others = sorted(paths)
+    beginnings = _beginnings(first, modules)
+    if beginnings is None or getattr(config, "target_modules", None) is None:
+        return None
+    old, new = beginnings
+    for path in (first, *others):
+        name = new + path.removeprefix(old)
+        selected = config.target_modules == "all-linear" or check_target_module_exists(config, name)  # type: ignore[attr-defined]
+        if not path.startswith(old) or name not in modules or not selected:
+            return None
+        if not _has_shape(modules[name], tensors, path):
+            return None
+    return {f"^{re.escape(old)}": new}
+
+
+def _beginnings(path: str, modules: Iterable[str]) -> tuple[str, str] | None:
+    """Return how the name of a path begins and how that of the one module does that ends alike, its layer included."""
+    parts = path.split(".")
+    for start in range(len(parts)):
+        rest = ".".join(parts[start:])
+        found = [name for name in modules if f".{name}".endswith(f".{rest}")]
+        if len(found) > 1 or not any(part.isdigit() for part in parts[start:]):
+            return None
+        if found:
+            return path.removesuffix(rest), found[0].removesuffix(rest)
+    return None
+
+
+def _has_shape(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], path: str) -> bool:
+    """Return whether the factors for a path have the sizes of a module, which only a linear layer tells."""
+    while isinstance(inner := getattr(module, "base_layer", None), torch.nn.Module):
+        module = inner
+    a, b = (tensors.get(f"{PEFT_PREFIX}{path}.lora_{factor}.weight") for factor in "AB")
+    if not isinstance(module, torch.nn.Linear) or a is None or b is None:
+        return True
+    return (b.shape[0], a.shape[-1]) == (module.out_features, module.in_features)

@@ -1,0 +1,126 @@
+"""Adapters trained when the modules of their base had other names, placed by transformers' table for checkpoints.
+
+A tensor of an adapter names a weight of the base as it lies on disk, and so do the patterns of its config. Releases of
+transformers give modules new names and leave the files as they are (Qwen2-VL, LLaVA, PaliGemma, Mllama and Gemma 3 in
+4.52), with a table by which each tensor on disk finds its place. peft asks that table for tensors alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
+from copy import deepcopy
+
+import torch
+from peft import PeftConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+
+from safe_loading._core.names import PEFT_PREFIX, ancestors, without_peft_prefix
+from safe_loading._model.layout.disk_names import renamer
+from safe_loading._model.peft_layers import outermost_tuner_layers, without_peft_levels
+
+from .fused_parameters import fused_parameters, parameter_of_leaves
+from .peft_config import of_pattern
+
+
+class OldNames:
+    """The places in a base of the keys that an adapter's file has, where its modules have other names now."""
+
+    def __init__(self, base: torch.nn.Module, known: Container[str] = ()) -> None:
+        self._base, self._known = base, known
+        self._modules: frozenset[str] | None = None
+        self._rename: Callable[[str], str] = str
+        self._fused: frozenset[str] = frozenset()
+        self.of: dict[str, str] = {}  # the old name of each module that was found under one, by its name in the base
+
+    def place(self, key: str) -> str:
+        """Return a key of peft's as the base has it now; one that leads nowhere as it is."""
+        if key in self._known:
+            return key
+        if self._modules is None:
+            self._modules = frozenset(without_peft_levels(name) for name, _ in self._base.named_modules())
+        path = without_peft_prefix(key)
+        if path.partition(".lora_")[0] in self._modules:
+            return key
+        for module in ancestors(path.rpartition(".")[0]):
+            if module in self._modules:
+                break
+            found = self._renamed(module)
+            if found in self._modules:
+                if found in self._fused:
+                    break  # experts and routers have a conversion of their own
+                self.of[found] = module
+                return f"{PEFT_PREFIX}{found}{path.removeprefix(module)}"
+        return key
+
+    def _renamed(self, module: str) -> str:
+        if self._rename is str:  # only now, because most adapters need no table
+            self._rename = renamer(self._base)
+            parameters = fused_parameters(self._base, parameter_of_leaves(self._base))
+            self._fused = frozenset(parameter.owner for parameter in parameters)
+        return self._rename(f"{module}.weight").removesuffix(".weight")
+
+    def old_name(self, module: str) -> str:
+        """Return the name that a module of the base had, by those that were found; its own where none tells."""
+        if module in self.of:
+            return self.of[module]
+        for beginning, old in self._beginnings:
+            if f"{module}.".startswith(f"{beginning}." if beginning else ""):
+                name = f"{old}.{module.removeprefix(beginning).lstrip('.')}".strip(".")
+                if self._renamed(name) == module:
+                    return name
+        return module
+
+    @functools.cached_property
+    def _beginnings(self) -> list[tuple[str, str]]:
+        """The rest of each pair of names, new and old, without the parts in which they end alike; longest first."""
+        pairs = set()
+        for new, old in self.of.items():
+            now, before = new.split("."), old.split(".")
+            while now and before and now[-1] == before[-1]:
+                now, before = now[:-1], before[:-1]
+            pairs.add((".".join(now), ".".join(before)))
+        return sorted(pairs, key=lambda pair: len(pair[0]), reverse=True)
+
+
+def with_new_names(config: PeftConfig, old: OldNames | None, base: torch.nn.Module) -> PeftConfig:
+    """Return a config whose names and patterns mean the same modules of the base by the names that they have now.
+
+    The config itself where it does already.
+    """
+    if old is None or not old.of:
+        return config
+    result = deepcopy(config)
+    settings = vars(result)
+    new_of = {name: new for new, name in old.of.items()}
+    for field in ("modules_to_save", "trainable_token_indices"):
+        if settings.get(field):
+            settings[field] = _renamed(settings[field], new_of)
+    targets = settings.get("target_modules")
+    if targets is not None and targets != "all-linear":
+        layers = tuple(f"{path}." for path, _ in outermost_tuner_layers(base))
+        modules = [name for name, _ in base.named_modules() if name and not name.startswith(layers)]
+        by_old = {name for name in modules if check_target_module_exists(config, old.old_name(name))}
+        if by_old != {name for name in modules if check_target_module_exists(result, name)}:
+            settings["target_modules"] = by_old
+            settings |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
+        for field, otherwise in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+            if settings.get(field):
+                settings[field] = _of_modules(settings[field], settings[otherwise], by_old, old)
+    return result if settings != vars(config) else config
+
+
+def _renamed(names: Iterable[str], new_of: Mapping[str, str]) -> object:
+    if isinstance(names, Mapping):
+        return {new_of.get(name, name): value for name, value in names.items()}
+    return names if isinstance(names, str) else [new_of.get(name, name) for name in names]
+
+
+def _of_modules(
+    patterns: Mapping[str, float], otherwise: float, modules: Iterable[str], old: OldNames
+) -> dict[str, float]:
+    """Return patterns by which each module has the value that they give to its old name; the first that fits counts."""
+    values = {name: of_pattern(patterns, old.old_name(name), otherwise) for name in modules}
+    own = {re.escape(name): value for name, value in values.items() if of_pattern(patterns, name, otherwise) != value}
+    return {**own, **patterns}

@@ -1,0 +1,120 @@
+"""The largest error of the sum that another merge rounds last: derived from its arithmetic, and not fitted.
+
+Let ``b`` be a weight of the base, ``u = s * sum_k l_k r_k`` its update, and ``D`` the product of the norms of the
+row of the left factor and of the column of the right one, times ``|s|``: by Cauchy and Schwarz,
+``D >= s * sum_k |l_k r_k| >= |u|``. With ``e`` the unit roundoff of the dtype that is stored (2**-8 for bfloat16,
+2**-11 for float16) and ``f`` that of float32 (2**-24):
+
+- a product of two float32 factors of rank r is off by no more than ``(r + 1) f D``, scaled by ``(r + 2) f D``;
+- a merge in 16 bits rounds both factors, their product and the scaled product to 16 bits: ``((1 + e)**4 - 1) D``;
+- a sum that is taken in float32 before it is stored in 16 bits is off by ``f |b + u|``;
+- a base of codes is decoded to bfloat16 before it is added to: ``e |b|``, and so is what is encoded again;
+- each adapter but the last rounds the sum to the stored dtype once more: ``e (|b| + D)``.
+
+The bound is their sum. What is stored is then some number within it of ``b + u``, rounded to nearest once: as rounding
+keeps the order of numbers, it lies between the rounded ends of that interval. DoRA multiplies the sum by a magnitude
+over a norm, whose own roundings (norm, quotient, product) are relative to the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from safe_loading._merging.weights.update import Update
+
+from .changes import ChangedRows
+
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+_SINGLE = 2.0**-24
+_ROWS = 4096  # of which a copy in float64 is made
+_SMALLEST_HALF = 2.0**-24  # the least subnormal of float16: below it, nothing is relative any more
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bound:
+    """The bound of another merge's sum in a section; without an update, nothing is rounded but the value."""
+
+    dtype: torch.dtype
+    update: Update | None = None
+    first: int = 0  # the row of the update that the section's first row is
+    start: int = 0  # the section's first row in the tensor
+    by_method: bool = False  # another method, or an init that changes the base: bounded relative to the values
+    left: torch.Tensor | None = None  # |s| times the norm of each row of the left factors, one column for each term
+    right: torch.Tensor | None = None
+    decoded: bool = False  # the values are those of codes, and are decoded to ``dtype`` and rounded to codes
+
+    @classmethod
+    def of(cls, section: ChangedRows | None, dtype: torch.dtype, *, decoded: bool = False) -> Bound:
+        """Return the bound of a section."""
+        if section is None or section.value is not None:
+            return cls(dtype, decoded=decoded)
+        update = section.update
+        by_method = section.by_peft is not None or bool(section.inits)
+        if update is None:
+            return cls(dtype, by_method=by_method)
+        left = torch.stack([abs(term.scaling) * _row_norms(term.left) for term in update.terms], 1)
+        right = torch.stack([_row_norms(term.right.T) for term in update.terms])
+        return cls(dtype, update, section.first, section.start, by_method, left, right, decoded)
+
+    @property
+    def factor(self) -> float:
+        """The relative error of the update as a whole."""
+        unit = UNIT[self.dtype]
+        ranks = 0 if self.update is None else max(term.left.shape[1] for term in self.update.terms)
+        single = (ranks + 2) * _SINGLE
+        return single if self.dtype.itemsize > 2 else (1 + unit) ** 4 - 1 + single
+
+    def sizes(self, row: int, count: int) -> torch.Tensor | None:
+        """Return ``D`` of some rows of the tensor."""
+        if self.left is None or self.right is None:
+            return None
+        at = row - self.start + self.first
+        return self.left[at : at + count] @ self.right
+
+    def error(self, row: int, base: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+        """Return the bound of each element of some whole rows."""
+        unit = UNIT[self.dtype]
+        error = torch.zeros_like(exact)
+        if self.dtype.itemsize == 2 and (self.update is not None or self.by_method):
+            error += _SINGLE * exact.abs()
+        if self.dtype is torch.float16 and self.update is not None:
+            error += _SMALLEST_HALF
+        sizes = self.sizes(row, len(exact))
+        if sizes is not None and self.update is not None:
+            error.add_(sizes, alpha=self.factor)
+            if len(self.update.terms) > 1:
+                error.add_(base.abs().add_(sizes), alpha=(len(self.update.terms) - 1) * unit)
+            if self.update.has_magnitude:
+                error.add_(exact.abs().add_(sizes), alpha=self.factor + 2 * unit)
+        if self.decoded:
+            error += unit * (base.abs() + exact.abs())
+        if self.by_method:
+            error += 8 * max(unit, _SINGLE) * (exact.abs() + base.abs())
+        return error
+
+    def transposed_sizes(self, row: int, count: int) -> torch.Tensor:
+        """Return ``D`` of rows of the transposed update."""
+        if self.left is None or self.right is None:
+            raise ValueError("there is no update")
+        at = row - self.start + self.first
+        return self.right.T[at : at + count] @ self.left.T
+
+    def transposed_rows(self, row: int, count: int) -> torch.Tensor | None:
+        """Return rows of the transposed update of a square weight; None where it has none."""
+        update = self.update
+        if update is None or update.has_magnitude or update.shape[0] != update.shape[1]:
+            return None
+        at = row - self.start + self.first
+        rows = slice(at, at + count)
+        total = torch.zeros(count, update.shape[1], dtype=torch.float64)
+        for term in update.terms:
+            total += (term.right[:, rows].double().T @ term.left.double().T) * term.scaling
+        return total
+
+
+def _row_norms(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the norms of rows in float64, of which only some are copied at once."""
+    starts = range(0, len(matrix), _ROWS)
+    return torch.cat([matrix[start : start + _ROWS].double().norm(dim=1) for start in starts])

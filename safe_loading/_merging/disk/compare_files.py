@@ -1,0 +1,114 @@
+"""The stream of bytes of two folders, the base and the merged one, into verdicts; each is read once."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from safe_loading._checkpoint.files import open_regular
+from safe_loading._checkpoint.header import TensorInfo
+
+from .compare_codes import CodesComparer, rows_of_codes, shape_of_codes
+from .compare_layouts import Gathered
+from .compare_report import CheckedTensor
+from .compare_swaps import Judged, with_swaps
+from .compare_tensors import TensorComparer
+from .compare_verdicts import judge
+from .output_plan import TensorPlan
+from .thread_buffers import Buffers
+from .write_files import one_torch_thread
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A tensor of the merged folder, and the plan of its content, with that tensor as its target."""
+
+    plan: TensorPlan
+    file: Path
+    scales: tuple[Path, TensorInfo] | None = None  # of the folder, where the tensor is codes that change
+    gathered: Gathered | None = None  # where the folder holds it in parts, or as a part of another tensor
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that are read for it."""
+        source = () if self.plan.path is None else (self.plan.path,)
+        return (self.file, *source, *(() if self.gathered is None else self.gathered.paths))
+
+
+def compare_files(
+    pairs: Sequence[Pair], folder: Path, threads: int, advance: Callable[[int], None]
+) -> list[CheckedTensor]:
+    """Compare tensors, the largest first; ``advance`` is called with a number of compared bytes, in any thread."""
+    memory, stop = threading.local(), threading.Event()
+    paths = {path for pair in pairs for path in pair.files}
+    with contextlib.ExitStack() as opened:
+        files = {path: opened.enter_context(open_regular(path)).fileno() for path in sorted(paths)}
+
+        def compare(pair: Pair) -> list[Judged]:
+            if not hasattr(memory, "buffers"):
+                memory.buffers = Buffers()
+            return _compare(pair, files, folder, memory.buffers, stop, advance)
+
+        order = sorted(pairs, key=lambda pair: -pair.plan.target.nbytes)
+        with (
+            one_torch_thread(),
+            concurrent.futures.ThreadPoolExecutor(threads, "verify", torch.set_num_threads, (1,)) as pool,
+        ):
+            tasks = [pool.submit(compare, pair) for pair in order]
+            try:
+                results = [task.result() for task in tasks]
+            except BaseException:
+                stop.set()
+                for task in tasks:
+                    task.cancel()
+                raise
+    return with_swaps([judged for result in results for judged in result])
+
+
+def _compare(
+    pair: Pair,
+    files: Mapping[Path, int],
+    folder: Path,
+    buffers: Buffers,
+    stop: threading.Event,
+    advance: Callable[[int], None],
+) -> list[Judged]:
+    """Compare one tensor, or codes and their scales; nothing is returned when something failed in another thread."""
+    plan, codes = pair.plan, pair.plan.codes
+    source, target = -1 if plan.path is None else files[plan.path], files[pair.file]
+    comparer: TensorComparer | CodesComparer
+    if codes is not None and pair.scales is not None:
+        comparer = CodesComparer(codes, source, plan.target, target, pair.scales)
+        plan = dataclasses.replace(plan, rows=rows_of_codes(codes))
+    else:
+        comparer = TensorComparer(plan, source, target, buffers, pair.gathered, files)
+    for count in comparer.compare():
+        advance(count)
+        if stop.is_set():
+            return []
+    result = comparer.result
+    samples = [sample for _, sums in result.sections for sample in sums.samples]
+    shape = plan.target.shape if codes is None else shape_of_codes(codes)
+    tensor = judge(plan, pair.file.relative_to(folder).as_posix(), result, shape)
+    if pair.gathered is not None:
+        tensor = dataclasses.replace(tensor, within=tuple(dict.fromkeys(info.name for info in pair.gathered.infos)))
+    judged = [Judged(tensor, samples)]
+    if pair.scales is not None and isinstance(comparer, CodesComparer):
+        judged.append(Judged(_scales_of(tensor, pair.scales, folder, differ=comparer.scales_differ)))
+    return judged
+
+
+def _scales_of(codes: CheckedTensor, scales: tuple[Path, TensorInfo], folder: Path, *, differ: bool) -> CheckedTensor:
+    """Return the verdict on scales: they are right where the codes under them are."""
+    path, info = scales
+    verdict = codes.verdict if differ else "exact"
+    verdict = "rounding" if verdict == "exact" and differ else verdict
+    file = path.relative_to(folder).as_posix()
+    action = "copied" if codes.expected == "copied" else "rescaled"
+    return CheckedTensor(info.name, file, verdict, action, info.dtype, info.nbytes, scale=codes.scale)

@@ -1,0 +1,92 @@
+"""The files beside the weights of a merged folder: its config, and files of the base and adapters that it lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from safe_loading._checkpoint.files import try_open
+from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG, ModelFolder
+from safe_loading._core.report import Finding
+
+from .output_model import new_config
+from .sources import MergeSources, is_tokenizer
+
+# Entries of config.json that a merge must have as the base has them, unless it changes them.
+_SAID_ALIKE = ("vocab_size", "model_type")
+
+
+def small_file_findings(
+    sources: MergeSources, changed: Mapping[str, object], expected: Mapping[str, bytes], merged: ModelFolder
+) -> list[Finding]:
+    """Return the findings about the files beside the weights.
+
+    ``changed`` is what the merge changes in config.json, ``expected`` holds the files that it would write by name.
+    """
+    return [
+        *_config_findings(sources, changed, merged),
+        *_lost_files(expected, merged.path),
+        *_tokenizer_findings(sources, expected, merged.path),
+    ]
+
+
+def _config_findings(sources: MergeSources, changed: Mapping[str, object], merged: ModelFolder) -> Iterator[Finding]:
+    config, path = merged.config, merged.path / CONFIG
+    if config is None:
+        return
+    base = sources.base.config
+    right = new_config(base, changed)
+    # An entry that is absent has the default of its class, which nothing here can tell.
+    wrong = [
+        f"{key} is {config[key]!r:.60} and should be {right[key]!r:.60}"
+        for key in sorted(right.keys() & config.keys() & {*changed, *_SAID_ALIKE} - {"dtype"})
+        if config[key] != right[key] and {str(key): value for key, value in _items(config[key])} != right[key]
+    ]
+    if wrong:
+        fix = "write the entries so; or merge again with merge_lora_checkpoint, which does"
+        yield Finding("merged-config", "error", str(path), "; ".join(wrong) + ".", f"{fix}.")
+
+
+def _items(entry: object) -> Iterable[tuple[object, object]]:
+    return entry.items() if isinstance(entry, dict) else ()
+
+
+def _lost_files(expected: Mapping[str, bytes], folder: Path) -> Iterator[Finding]:
+    """Yield the files that the merge would carry along and the folder lacks."""
+    kinds = {
+        "generation": [GENERATION_CONFIG],
+        "processor": ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"],
+        "code": sorted(name for name in expected if name.endswith(".py")),
+    }
+    lost = [name for names in kinds.values() for name in names if name in expected and not (folder / name).exists()]
+    tokenizer = [name for name in expected if is_tokenizer(name)]
+    if tokenizer and not any((folder / name).exists() for name in tokenizer):
+        lost += sorted(tokenizer)
+    if lost:
+        fix = f"copy {'it' if len(lost) == 1 else 'them'} from the base or the adapter"
+        message = f"{', '.join(lost)} of the base or the adapter {'is' if len(lost) == 1 else 'are'} not there."
+        yield Finding("merged-files-lost", "warning", str(folder), message, f"{fix}.")
+
+
+def _content(path: Path) -> bytes | None:
+    file = try_open(path)
+    if isinstance(file, Finding):
+        return None
+    with file:
+        return file.read()
+
+
+def _tokenizer_findings(sources: MergeSources, expected: Mapping[str, bytes], folder: Path) -> Iterator[Finding]:
+    """Yield the files of a tokenizer that are the base's where the merge takes the adapter's."""
+    stale = [
+        name
+        for name, path in sources.carried.items()
+        if is_tokenizer(name)
+        and (own := _content(folder / name)) is not None
+        and own == _content(path)
+        and own != expected.get(name, own)
+    ]
+    if stale:
+        message = f"{', '.join(sorted(stale))} are the base's, and the adapter was trained with its own."
+        fix = "copy the adapter's; or none, with tokenizer='base'"
+        yield Finding("merged-tokenizer-of-base", "warning", str(folder), message, f"{fix}.")

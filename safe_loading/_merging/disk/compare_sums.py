@@ -1,0 +1,213 @@
+"""The sums over the elements of blocks that differ, from which the verdict on a tensor is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+
+from safe_loading._merging.weights.rounding import round_into
+
+from .compare_bounds import UNIT, Bound
+
+_KEPT = 16  # numbers of rows that are named
+_SAMPLES, _SAMPLE = 4, 64  # of wrong rows in each half, and elements of each, that are held against other rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Codes:
+    """Codes of a folder under its scales, one for each element of a block."""
+
+    found: torch.Tensor  # what the folder holds
+    own: torch.Tensor  # the scale of each
+    limited: torch.Tensor  # no larger than a right merge has reason to choose
+    nearest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # values to the nearest codes under scales
+    values: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # the same to what those stand for
+    gaps: torch.Tensor  # the distances of the numbers around each code
+    most: torch.Tensor  # beyond it, a value was clipped, and not rounded
+    sign: int  # the bit of a code that is its sign
+
+    def off(self, exact: torch.Tensor) -> torch.Tensor:
+        """Return by how many codes each element is off the nearest one."""
+        return (self._ranks(self.found) - self._ranks(self.nearest(exact, self.own))).abs()
+
+    def _ranks(self, codes: torch.Tensor) -> torch.Tensor:
+        number = codes.view(torch.uint8).int()
+        size = number & (self.sign - 1)
+        return torch.where(number >= self.sign, -size, size)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Block:
+    """Elements of a tensor in their order, in float64."""
+
+    first: int  # the number of the first element in the tensor
+    nearest: torch.Tensor  # what the merge writes
+    merged: torch.Tensor  # what the folder holds
+    exact: torch.Tensor  # the sum before it is rounded
+    base: torch.Tensor | None  # what the base holds there
+    dtype: torch.dtype  # that is stored; of codes, the dtype in which other programs add
+    codes: Codes | None = None  # where the folder holds codes
+
+    def rounded(self, values: torch.Tensor, *, limited: bool = False) -> torch.Tensor:
+        """Return values as the folder could hold them, each rounded to nearest."""
+        if self.codes is None:
+            return _rounded(values, self.dtype)
+        return self.codes.values(values, self.codes.limited if limited else self.codes.own)
+
+    def outside(self, exact: torch.Tensor, error: torch.Tensor, *, limited: bool = False) -> torch.Tensor:
+        """Return which of the folder's values are no number within ``error`` of the exact one, rounded to nearest."""
+        low, high = (self.rounded(end, limited=limited) for end in (exact - error, exact + error))
+        outside = ~((self.merged >= low) & (self.merged <= high))
+        return outside if self.codes is None else outside | (exact.abs() - error > self.codes.most)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sample:
+    """The first elements of a row that is wrong."""
+
+    row: int
+    right: torch.Tensor
+    merged: torch.Tensor
+
+
+@dataclasses.dataclass
+class Sums:
+    """Sums over the blocks of a section that differ from the merge's; of elements, unless said otherwise."""
+
+    middle: int = 0  # a row; wrong rows before and behind it are sampled apart, as a fused tensor may hold two weights
+    elements: int = 0
+    wrong: int = 0  # other values than the nearest
+    outside: int = 0  # of them, beyond what rounding explains
+    not_base: int = 0  # other values than the base's
+    not_twice: int = 0  # beyond rounding of the base and twice its update; so the following
+    not_negated: int = 0
+    not_transposed: int = 0
+    not_finite: int = 0
+    has_base: bool = True
+    not_narrow: dict[torch.dtype, int] = dataclasses.field(default_factory=dict)  # beyond rounding through a dtype
+    distance: float = 0.0  # the largest from the exact value
+    squares: float = 0.0  # of the distances
+    update: float = 0.0  # <u, u>
+    change: float = 0.0  # <m - b, m - b>
+    along: float = 0.0  # <m - b, u>
+    nearest_along: float = 0.0  # <n - b, u>
+    noise: float = 0.0  # <(m - n) u, (m - n) u>
+    rounding: float = 0.0  # the squares of half the gaps between stored numbers
+    bound: float = 0.0  # the squares of the bounds
+    factor: float = 0.0  # the relative error of the update as a whole
+    rows: list[int] = dataclasses.field(default_factory=list)  # the first rows with a value beyond rounding
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+    wrong_rows: int = 0
+    codes_off: int = 0  # the most codes that a value beyond rounding is off the nearest
+    first: int = -1  # the first element beyond rounding
+    one: tuple[float, float] = (0.0, 0.0)  # its nearest value, and that of the folder
+
+    def add_codes(self, differ: torch.Tensor, at: int) -> None:
+        """Add a block that is not of floats; ``differ`` says which bytes do."""
+        self.elements += differ.numel()
+        self.wrong += int(differ.sum())
+        self.outside += int(differ.sum())
+        self.not_base += int(differ.sum())
+        if self.first < 0:
+            self.first = at + int(differ.nonzero()[0])
+
+    def add(self, block: Block, bound: Bound, columns: int) -> None:
+        """Add a block that differs; ``columns`` are those of the matrix that the tensor is seen as."""
+        nearest, merged, exact = block.nearest, block.merged, block.exact
+        wrong = nearest.ne(merged)  # NaN is unequal to all
+        self.elements += len(merged)
+        count = int(wrong.sum())
+        if not count:  # zeros of another sign
+            return
+        self.wrong += count
+        finite = merged.isfinite()
+        self.not_finite += int((~finite).sum())
+        base = torch.zeros_like(exact) if block.base is None else block.base
+        self.has_base = self.has_base and block.base is not None
+        self.not_base += int(block.rounded(base).ne(merged).sum())
+        self.factor = max(self.factor, bound.factor)
+        self._add_products(block, base, merged.where(finite, nearest), bound)
+        width = columns if columns and not len(merged) % columns and not block.first % columns else len(merged)
+        error = bound.error(block.first // width, base.view(-1, width), exact.view(-1, width)).view(-1)
+        self.bound += float(error.square().sum())
+        outside = block.outside(exact, error, limited=True)
+        beyond = int(outside.sum())
+        self.outside += beyond
+        if beyond:
+            self._note(block, outside, columns)
+            self._add_candidates(block, base, error, bound, width)
+            if block.codes is None:
+                self._add_narrow(block, base, bound, width)
+            else:
+                self.codes_off = max(self.codes_off, int(block.codes.off(exact)[outside].max()))
+
+    def _add_products(self, block: Block, base: torch.Tensor, merged: torch.Tensor, bound: Bound) -> None:
+        update, change, off = block.exact - base, merged - base, merged - block.exact
+        self.distance = max(self.distance, float(off.abs().max()))
+        self.squares += float(off.square().sum())
+        self.update += float(update.square().sum())
+        self.change += float(change.square().sum())
+        self.along += float((change * update).sum())
+        self.nearest_along += float(((block.nearest - base) * update).sum())
+        self.noise += float(((merged - block.nearest) * update).square().sum())
+        half_gaps = UNIT[block.dtype] * merged if block.codes is None else block.codes.gaps / 2
+        self.rounding += float(half_gaps.square().sum())
+
+    def _add_candidates(self, block: Block, base: torch.Tensor, error: torch.Tensor, bound: Bound, width: int) -> None:
+        update, count = block.exact - base, len(block.merged)
+        self.not_twice += int(block.outside(base + 2 * update, 2 * error).sum())
+        self.not_negated += int(block.outside(base - update, error).sum())
+        if bound.update is None:
+            self.not_transposed += count
+            return
+        turned = bound.transposed_rows(block.first // width, count // width)
+        if turned is None:
+            self.not_transposed += count
+        else:
+            sizes = bound.transposed_sizes(block.first // width, count // width)
+            off = bound.factor * sizes.reshape(-1) + error
+            self.not_transposed += int(block.outside(base + turned.reshape(-1), off).sum())
+
+    def _add_narrow(self, block: Block, base: torch.Tensor, bound: Bound, width: int) -> None:
+        """Count the values that no merge in another 16-bit dtype, stored in this one, would give."""
+        exact, merged = block.exact, block.merged
+        for dtype in (torch.float16, torch.bfloat16):
+            if dtype is not block.dtype:
+                narrow = dataclasses.replace(bound, dtype=dtype)
+                error = narrow.error(block.first // width, base.view(-1, width), exact.view(-1, width)).view(-1)
+                low, high = (_rounded(_rounded(ends, dtype), block.dtype) for ends in (exact - error, exact + error))
+                wrong = ~((merged >= low) & (merged <= high)) | _rounded(merged, dtype).ne(merged)
+                self.not_narrow[dtype] = self.not_narrow.get(dtype, 0) + int(wrong.sum())
+
+    def _note(self, block: Block, outside: torch.Tensor, columns: int) -> None:
+        """Keep the place of the first element, and the numbers of the first rows."""
+        places = outside.nonzero()[:, 0]
+        if self.first < 0:
+            at = int(places[0])
+            self.first, self.one = block.first + at, (float(block.nearest[at]), float(block.merged[at]))
+        columns = max(columns, 1)
+        rows = ((places + block.first) // columns).unique()  # type: ignore[no-untyped-call]
+        self.wrong_rows += len(rows)
+        self.rows += rows[: _KEPT - len(self.rows)].tolist()
+        for is_behind in (False, True):
+            own = rows[(rows >= self.middle) == is_behind]
+            taken = sum((sample.row >= self.middle) == is_behind for sample in self.samples)
+            for row in own[: _SAMPLES - taken].tolist():
+                start = row * columns - block.first
+                if 0 <= start < len(block.merged):
+                    part = slice(start, start + min(columns, _SAMPLE))
+                    self.samples.append(Sample(row, block.nearest[part].clone(), block.merged[part].clone()))
+
+    @property
+    def scale(self) -> float:
+        """The factor of the update by least squares, as a share of the nearest values' factor; NaN without one."""
+        return self.along / self.nearest_along if self.nearest_along > 0 else math.nan
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(values.shape, dtype=dtype)
+    round_into(values, out)
+    return out.double()

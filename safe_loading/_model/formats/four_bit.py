@@ -1,0 +1,296 @@
+"""4 bits of bitsandbytes (NF4 and FP4): the packed weight, its statistics, and a layer that allocates as its own.
+
+bitsandbytes packs a weight while it is copied to a GPU, so a model made from a config has no packed weights, and its
+kernels cannot run on tensors without content. The layer stands in for its own: the same class for ``peft`` and
+``transformers`` to see, packed weights and statistics of the same shapes, and a forward and backward pass that allocate
+the weight in 16 bits for the time of a product, as 0.45 to 0.50 do (``dequantize_4bit`` and ``F.linear``).
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._core.protocols import JsonObject
+from safe_loading._core.report import Finding, counted
+
+from .packed_linear import StandIn, frozen, frozen_bias
+from .packed_on_disk import FOUR_BITS, NESTED_BLOCK, STATES
+from .stored import QuantizedTensor, Rows, Stored, StoredCodes, Tables, packed_tensor
+
+FOUR_BIT_LAYER = "Linear4bit"
+# A frozen base in 4 bits as QLoRA has it: the config as config.json has it, and as an argument in Python.
+QLORA = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_compute_dtype": "bfloat16",
+}
+QLORA_WRITTEN = (
+    'quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", '
+    "bnb_4bit_compute_dtype=torch.bfloat16)"
+)
+_FOUR_BIT = "Params4bit"
+# The config whose codes lie in a floating dtype, which FSDP flattens.
+FLOAT_STORAGE = "BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16)"
+FEW_TOKENS = 64  # up to here the 4-bit kernels multiply without unpacking the weight (bitsandbytes 0.50)
+BLOCK = 64  # elements that share an absmax, bitsandbytes' default on CUDA
+_NF4_TABLE = 16 * 4  # bitsandbytes: each weight has the 16 float32 values that its codes stand for
+_ABSMAX_TABLE = 256 * 4  # and with double quantization the 256 values of its 8-bit absmax codes
+
+
+class Params4bit(nn.Parameter):
+    """The packed weight of a 4-bit stand-in, under the class name by which transformers and peft recognize one."""
+
+
+@dataclass(frozen=True)
+class FourBitOptions:
+    """The storage of a layer in 4 bits, and the dtype in which it computes."""
+
+    compute_dtype: torch.dtype
+    storage: torch.dtype  # the dtype in which the packed weight is stored
+    nested: bool  # whether the statistics are themselves quantized (double quantization)
+    quant_type: str  # "nf4" or "fp4"
+    block: int = BLOCK  # elements that share an absmax
+
+
+def is_four_bit(tensor: object) -> bool:
+    """Return whether a tensor is a 4-bit weight of bitsandbytes."""
+    return type(tensor).__name__ == _FOUR_BIT
+
+
+@cache
+def four_bit_class() -> Callable[[nn.Linear, FourBitOptions], StandIn]:
+    """Return the class that stands in for ``bitsandbytes.nn.Linear4bit``, derived from it where it is installed."""
+    installed = importlib.util.find_spec("bitsandbytes") is not None
+    engine: Any = importlib.import_module("bitsandbytes").nn.Linear4bit if installed else nn.Linear
+
+    class Linear4bit(engine, StandIn):  # type: ignore[misc]  # optional, and untyped
+        """The layer ``bitsandbytes.nn.Linear4bit`` once its weight is packed."""
+
+        def __init__(self, linear: nn.Linear, options: FourBitOptions) -> None:
+            # Not bitsandbytes' own __init__, which makes a weight that is not packed, on the default device.
+            nn.Module.__init__(self)
+            self.in_features, self.out_features = linear.in_features, linear.out_features
+            self.compute_dtype, self.quant_state = options.compute_dtype, None
+            self.compute_type_is_set = True
+            self.original_dtype = linear.weight.dtype
+            count = linear.weight.numel()
+            packed = -(-count // (2 * options.storage.itemsize))
+            self.weight = frozen((packed, 1), options.storage, Params4bit)
+            # what peft reads of bitsandbytes' parameter
+            vars(self.weight).update(compress_statistics=options.nested, quant_type=options.quant_type)
+            self.bias = frozen_bias(linear)
+            blocks = math.ceil(count / options.block)
+            self._add_buffer("absmax", (blocks,), torch.uint8 if options.nested else torch.float32)
+            self._add_buffer("code", (16,), torch.float32)
+            if options.nested:
+                self._add_buffer("nested_absmax", (math.ceil(blocks / NESTED_BLOCK),), torch.float32)
+                self._add_buffer("nested_code", (256,), torch.float32)
+                self._add_buffer("offset", (), torch.float32)
+
+        def _add_buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+            self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Compute in the compute dtype, and return the input's."""
+            input_dtype, bias = x.dtype, self.bias
+            x = x.to(self.compute_dtype)
+            if bias is not None and bias.dtype != x.dtype:
+                bias.data = bias.data.to(x.dtype)  # as bitsandbytes does, for good
+            product = _product_4bit(x, self.weight, self.absmax, bias, self.out_features, self.original_dtype)
+            return product.to(input_dtype)
+
+    return Linear4bit
+
+
+def bytes_of_four_bit(tensor: torch.Tensor) -> int:
+    """Return the bytes of a weight of bitsandbytes in 4 bits: two in a byte, and its statistics."""
+    state = getattr(tensor, "quant_state", None)
+    if state is not None:
+        tensors: list[torch.Tensor] = [tensor, state.absmax, state.code]
+        if state.nested:
+            tensors += [state.offset, state.state2.absmax, state.state2.code]
+        return sum(int(stored.nbytes) for stored in tensors)
+    count = tensor.numel()
+    blocks = math.ceil(count / (getattr(tensor, "blocksize", None) or BLOCK))
+    size = math.ceil(count / 2) + _NF4_TABLE
+    if not getattr(tensor, "compress_statistics", True):
+        return size + 4 * blocks
+    # double quantization: a byte for each block, a float32 for 256 of them, one offset and the table
+    return size + blocks + 4 * math.ceil(blocks / NESTED_BLOCK) + 4 + _ABSMAX_TABLE
+
+
+def decode_four_bit_layer(module: nn.Module) -> torch.Tensor:
+    """Return the values of a 4-bit weight as a matrix, in float32."""
+    weight: Any = module.weight
+    codes, state = weight.data, weight.quant_state
+    if _is_packed(state):
+        codes, state = _unpacked_for_cpu(codes, state)
+    packed = codes.view(torch.uint8).view(-1)
+    scales = state.absmax
+    if state.nested:
+        outer = state.state2
+        scales = decode_nested_scales(scales, outer.code, outer.absmax, outer.blocksize, state.offset)
+    return decode_four_bits(packed, state.code, scales, state.blocksize, 0, state.shape.numel()).view(state.shape)
+
+
+def decode_four_bits(
+    packed: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, blocksize: int, start: int, stop: int
+) -> torch.Tensor:
+    """Return the values of 4-bit codes of bitsandbytes in float32: the product of code and scale.
+
+    bitsandbytes' own ``dequantize_4bit`` is wrong on the CPU where a row is shorter than a block (0.50.2), and rounds
+    to the dtype of the checkpoint. Each byte of ``packed`` has two codes, the first in the high half, beginning with
+    that of element ``start``; the blocks of ``blocksize`` elements are counted through the whole weight.
+    """
+    # An odd element is the second code of its byte, so the first code is cut off.
+    codes = torch.stack([packed >> 4, packed & 15], 1).view(-1)[start % 2 :][: stop - start]
+    blocks = torch.arange(start, stop, device=packed.device) // blocksize
+    return table.float()[codes.long()] * scales.float().view(-1)[blocks]
+
+
+def decode_nested_scales(
+    codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, blocksize: int, offset: torch.Tensor | float
+) -> torch.Tensor:
+    """Return scales that are themselves stored as codes of 8 bits (bitsandbytes' double quantization)."""
+    outer = scales.float().view(-1).repeat_interleave(blocksize)[: codes.numel()]
+    return table.float()[codes.view(-1).long()] * outer + offset
+
+
+def undo_cpu_packing(module: torch.nn.Module) -> None:
+    """Undo the order into which bitsandbytes puts 4-bit weights at the first forward on a CPU with AVX-512.
+
+    Neither its own ``dequantize_4bit`` nor peft's merge know of that order: what they make of such codes is noise. The
+    weight gets a new ``quant_state``; the one that it had stays as it was, for whoever puts it back.
+    """
+    weight: Any = getattr(module, "weight", None)
+    if getattr(weight, "quant_state", None) is not None and _is_packed(weight.quant_state):
+        weight.data, weight.quant_state = _unpacked_for_cpu(weight.data, weight.quant_state)
+
+
+def reordering_findings(model: nn.Module) -> list[Finding]:
+    """Return the finding of codes that the first forward on this CPU puts into an order that their engine misreads."""
+    paths = [
+        path
+        for path, module in model.named_modules()
+        if getattr(module, "support_avx512bf16_for_cpu", False)
+        and is_four_bit(module._parameters.get("weight"))
+        and module.get_parameter("weight").device.type == "cpu"
+    ]
+    if not paths:
+        return []
+    message = (
+        f"the first forward on this CPU (AVX-512) puts the codes of {counted(len(paths), 'layer')} into an order that "
+        f"bitsandbytes reads wrongly itself: what save_pretrained, merge_and_unload, unmerge_adapter and a DoRA read "
+        f"afterwards is something else."
+    )
+    fix = "merge with merge_lora_inplace, which reads that order, and save right after it, before a forward."
+    return [Finding("codes-reordered", "warning", paths[0], message, fix)]
+
+
+def _is_packed(state: Any) -> bool:
+    """Return whether codes or scales are in the order for CPUs; bitsandbytes makes scales a matrix nowhere else."""
+    return getattr(state, "packing_format_for_cpu", False) or (not state.nested and state.absmax.dim() == 2)
+
+
+def _unpacked_for_cpu(codes: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+    """Return codes and their state in the usual order; the scales stay as the packing rounded them, in bfloat16.
+
+    bitsandbytes' own inverse (0.50.2) forgets to transpose plain scales, and rounds nested ones a second time. It runs
+    when a state dict is taken, so that scales may be in the order for CPUs where the codes no longer are.
+    """
+    state = copy.copy(state)
+    scales = state.absmax.T.reshape(-1).float()
+    if getattr(state, "packing_format_for_cpu", False):
+        from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
+
+        state.original_nested = False
+        codes, state = _convert_weight_packed_for_cpu_inverse(codes, state)
+    state.absmax = scales
+    return codes, state
+
+
+class _FourBitProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        absmax: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: int,
+        original: torch.dtype,
+    ) -> torch.Tensor:
+        ctx.packed, ctx.absmax, ctx.rows, ctx.width, ctx.original = weight, absmax, rows, x.shape[-1], original
+        if x.numel() // x.shape[-1] <= FEW_TOKENS:
+            return x.new_empty((*x.shape[:-1], rows))
+        return nn.functional.linear(x, _unpacked(ctx, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 6
+        # into the dtype that was packed, and from there into the gradient's
+        return grads[0] @ _unpacked(ctx, ctx.original).to(grads[0].dtype), *(None,) * 5
+
+
+def _unpacked(ctx: Any, dtype: torch.dtype) -> torch.Tensor:
+    if ctx.absmax.dtype == torch.uint8:  # double quantization: the statistics are unpacked first, then an offset added
+        plain = torch.empty_like(ctx.absmax, dtype=torch.float32)
+        plain = plain + 0.0
+    weight: torch.Tensor = ctx.packed.new_empty((ctx.rows, ctx.width), dtype=dtype)
+    return weight
+
+
+_product_4bit: Callable[..., torch.Tensor] = _FourBitProduct.apply
+
+
+def find_four_bits(name: str, checkpoint: Checkpoint, settings: JsonObject) -> QuantizedTensor | None:
+    """Return the weight whose 4-bit codes a tensor holds; None for any other tensor."""
+    return packed_tensor(FOUR_BITS, name, checkpoint)
+
+
+def _with_plain_scales(weight: QuantizedTensor, tables: Tables) -> Tables:
+    if "nested_absmax" not in tables:
+        return tables
+    absmax = decode_nested_scales(  # the scales are codes themselves
+        tables["absmax"],
+        tables["nested_quant_map"],
+        tables["nested_absmax"],
+        int(weight.facts["nested_blocksize"]),
+        float(weight.facts["nested_offset"]),
+    )
+    return {**tables, "absmax": absmax}
+
+
+def _four_bit_rows(weight: QuantizedTensor, tables: Tables, stored: Stored) -> Rows:
+    columns = weight.shape[-1]
+
+    def rows(start: int, stop: int) -> torch.Tensor:
+        first, last = start * columns, stop * columns
+        # A byte holds two codes; where the number of columns is odd, a row may begin within a byte.
+        packed, size = stored(first // 2, -(-last // 2)), int(weight.facts["blocksize"])
+        values = decode_four_bits(packed, tables["quant_map"], tables["absmax"], size, first, last)
+        return values.double().view(-1, columns)
+
+    return rows
+
+
+STORED_FOUR_BITS = StoredCodes(
+    FOUR_BITS,
+    find_four_bits,
+    _four_bit_rows,
+    tables=_with_plain_scales,
+    described_by=tuple(STATES),
+)

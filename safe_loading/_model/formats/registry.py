@@ -1,0 +1,44 @@
+"""Every format by transformers' name of its method; a new one is its file, and its row here and in docs/planning.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .auto_round import AUTO_ROUND
+from .awq import AWQ
+from .bitsandbytes import BITSANDBYTES
+from .compressed_tensors import COMPRESSED_TENSORS
+from .eight_bit import STORED_EIGHT_BITS
+from .fbgemm import FBGEMM
+from .format import Format
+from .four_bit import STORED_FOUR_BITS
+from .fp8 import FP8_BLOCKS, MXFP8, STORED_FP8
+from .gptq import GPTQ
+from .hqq import HQQ
+from .mxfp4 import MXFP4, STORED_MXFP4
+from .stored import StoredCodes
+from .torchao import TORCHAO
+
+_IN_ORDER = (
+    BITSANDBYTES,
+    FP8_BLOCKS,
+    MXFP8,
+    FBGEMM,
+    MXFP4,
+    COMPRESSED_TENSORS,
+    GPTQ,
+    AUTO_ROUND,
+    AWQ,
+    TORCHAO,
+    HQQ,
+)
+FORMATS: Mapping[str, Format] = {each.method: each for each in _IN_ORDER}
+STORED: Mapping[str, StoredCodes] = {
+    each.kind: each for each in (STORED_FP8, STORED_EIGHT_BITS, STORED_MXFP4, STORED_FOUR_BITS)
+}
+KNOWN_ON_DISK = "bitsandbytes in 4 and 8 bits, fp8 with weight_scale_inv or scales of rows, and MXFP4"
+
+
+def method_of_dtype(dtype: str) -> str:
+    """Return the method that saves codes of this dtype of safetensors, for advice about a tensor that says no more."""
+    return FP8_BLOCKS.method if dtype.startswith("F8") else BITSANDBYTES.method

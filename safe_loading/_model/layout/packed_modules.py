@@ -1,0 +1,90 @@
+"""The modules that a packed folder holds as codes, by its headers: a config may name them as an older release did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from safe_loading._checkpoint.faults import listed, note
+from safe_loading._checkpoint.index import Checkpoint
+from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
+from safe_loading._core.report import Finding, counted
+from safe_loading._model.formats.registry import FORMATS
+from safe_loading._model.quantized.request import read_request
+from safe_loading.errors import CheckpointError
+
+from .layout import CheckpointLayout, read_layout
+
+
+class ModulesByHeaders(NamedTuple):
+    """The names of modules that stay plain, where the config names others, and the finding that says so."""
+
+    skips: list[str]
+    finding: Finding
+
+
+def modules_in_folder(model: nn.Module, folder: ModelFolder, settings: object) -> ModulesByHeaders | None:
+    """Return the modules of a model on meta that the folder's weights keep plain; None where its config names them."""
+    checkpoint, findings = folder.inspect_checkpoint(kind="model")
+    if checkpoint is None or any(finding.severity == "error" for finding in findings):
+        return None
+    return modules_by_headers(model, checkpoint, settings)
+
+
+def modules_by_headers(
+    model: nn.Module, checkpoint: Checkpoint, settings: object, layout: CheckpointLayout | None = None
+) -> ModulesByHeaders | None:
+    """Return the same of headers that were read; ``settings`` are the config's own ``quantization_config``.
+
+    Codes that the model holds as parts of one tensor are refused: transformers cannot put them together.
+    """
+    request = read_request(settings)
+    known = None if request is None else FORMATS.get(request.method)
+    if request is None or known is None or known.packed_names is None:
+        return None
+    codes = known.codes_on_disk(checkpoint.tensors)
+    if not codes:
+        return None
+    layout = layout or read_layout(model, checkpoint.tensors)
+    linear = {
+        f"{name}.weight": name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))
+    }
+    _refuse_parts(model, checkpoint, layout, codes, linear)
+    held = {linear[key] for name in codes if (key := layout.key_of.get(name, "")) in linear}
+    on_disk = {linear[key] for key in layout.key_of.values() if key in linear}
+    asked = known.packed_names(model, request)
+    wrong = sorted((asked & on_disk) ^ held)
+    if not wrong:
+        return None
+    skips = sorted(name for name in linear.values() if name not in held and (name in on_disk or name not in asked))
+    plain = [name for name in wrong if name not in held]
+    message = (
+        f"names the modules that are not packed as an older release did (llm_int8_skip_modules), and the headers say "
+        f"otherwise of {counted(len(wrong), 'module')}, {len(plain)} of them plain: {listed(wrong)}. The headers were "
+        f"taken; transformers alone would make layers for codes that are not there, and their first forward fails"
+    )
+    fix = "write the names that the modules have into llm_int8_skip_modules, for a load without this package"
+    return ModulesByHeaders(skips, note("warning", "skips-differ", checkpoint.folder / CONFIG, message, fix))
+
+
+def _refuse_parts(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    layout: CheckpointLayout,
+    codes: frozenset[str],
+    linear: Mapping[str, str],
+) -> None:
+    parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+    parts = sorted(name for name in codes if (key := layout.key_of.get(name)) in parameters and key not in linear)
+    if parts:
+        held = sorted({layout.key_of[name] for name in parts})
+        raise CheckpointError(
+            f"{checkpoint.folder} holds codes one by one, such as {parts[0]}, and {type(model).__name__} holds them in "
+            f"one tensor, {held[0]}, which transformers cannot put together from codes: "
+            f"{counted(len(parts), 'tensor')}. merge_lora_checkpoint(..., dequantize=True) reads them and writes a "
+            f"plain base; or load the base that it was made from, with quantization_config."
+        )

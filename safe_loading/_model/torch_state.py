@@ -1,0 +1,57 @@
+"""Torch's own state in this thread: modes, grad mode, default dtype and device, and where asked for the generator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.utils import _device
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from safe_loading._core.interrupts import undone_on_error
+
+from .snapshot import Snapshot
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class TorchState:
+    """The state as it is now, to be restored.
+
+    The blocks that change it restore it themselves, but their ends are Python, which Ctrl-C may interrupt. With
+    ``generator``, the CPU's is part of it, for a verb that draws from it; other threads draw from it, too.
+    """
+
+    def __init__(self, *, generator: bool = False) -> None:
+        self._grad, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+        self._device, self._random = _device.CURRENT_DEVICE, torch.get_rng_state() if generator else None
+        self._modes = len(_get_current_dispatch_mode_stack()), torch._C._len_torch_function_stack()
+
+    def restore(self) -> None:
+        """Leave the modes that were entered since, and put the rest back."""
+        dispatch, functions = self._modes
+        while len(modes := _get_current_dispatch_mode_stack()) > dispatch:
+            modes[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        while torch._C._len_torch_function_stack() > functions:
+            torch._C._pop_torch_function_stack()
+        _device.CURRENT_DEVICE = self._device
+        torch.set_grad_enabled(self._grad)
+        torch.set_default_dtype(self._dtype)
+        if self._random is not None:
+            torch.set_rng_state(self._random)
+
+
+def undone_when_raised(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return a verb that leaves its arguments' modules, and torch, as they were when it raises, by Ctrl-C as well."""
+
+    @functools.wraps(verb)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        modules = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.nn.Module)]
+        found: list[TorchState | Snapshot] = [TorchState(), *map(Snapshot, modules)]
+        with undone_on_error(lambda: [state.restore() for state in found]):
+            return verb(*args, **kwargs)
+
+    return call

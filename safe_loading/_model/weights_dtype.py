@@ -1,0 +1,132 @@
+"""The dtype of a model's weights: one order of truth, for plans, forecasts, models on meta, loads and merges.
+
+What the caller asks for; else what the config says at its top, which ``from_pretrained`` takes before it looks at a
+weight; else the headers of the weights, which it takes then. Where the weights are not here: what the configs inside
+say (``text_config``), if they agree; else 16 bits, if the config names a quantization that computes in them; else
+torch's default dtype, which is an assumption, and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
+from safe_loading._core.report import Finding
+from safe_loading.errors import ArgumentError, CheckpointError
+
+from .dtypes import DTYPES, dtype_named
+from .formats.registry import FORMATS
+
+
+class WeightsDtype(NamedTuple):
+    """The dtype of the weights, and the finding where nothing says which it is."""
+
+    dtype: torch.dtype
+    assumed: Finding | None = None
+
+
+def find_weights_dtype(
+    asked: torch.dtype | str | None, config: PreTrainedConfig, folder: ModelFolder | None = None
+) -> WeightsDtype:
+    """Return the dtype of the weights, by the order of truth.
+
+    None and ``"auto"`` ask for none. The folder is the one of the config, where its weights may lie; without one it is
+    the folder that the config was read from, if it is still there. What is no floating-point dtype is refused.
+    """
+    if asked is not None and asked != "auto":
+        named = _floating(asked)
+        if named is None:
+            raise ArgumentError(
+                f"dtype={asked!r}; pass a floating-point torch.dtype such as torch.bfloat16, its name, or 'auto'."
+            )
+        return WeightsDtype(named)
+    if config.dtype is not None:
+        return WeightsDtype(_of_config(config, folder))
+    source = str(config.name_or_path or "")
+    if folder is None and source and Path(source).is_dir():
+        folder = ModelFolder(Path(source))
+    known = dtype_on_disk(folder) or _of_parts(config) or _of_quantization(config)
+    if known is not None:
+        return WeightsDtype(known)
+    default = torch.get_default_dtype()
+    if folder is None and not source:
+        return WeightsDtype(default)  # made by hand: there are no weights but those that from_config() makes
+    return WeightsDtype(default, _assumed(default, str(folder.path / CONFIG if folder is not None else source)))
+
+
+def weights_dtype(asked: torch.dtype | str | None, config: PreTrainedConfig, folder: ModelFolder | None) -> torch.dtype:
+    """Return the dtype of the weights, as :func:`find_weights_dtype`, for whoever reads the weights anyway."""
+    return find_weights_dtype(asked, config, folder).dtype
+
+
+def dtype_on_disk(folder: ModelFolder | None) -> torch.dtype | None:
+    """Return the dtype of a checkpoint's first floating-point tensor, which transformers takes for "auto".
+
+    Codes are passed over, as transformers does: no model computes in 8 bits.
+    """
+    checkpoint = folder.inspect_checkpoint(kind="model")[0] if folder is not None else None
+    for info in checkpoint.tensors.values() if checkpoint is not None else ():
+        dtype = DTYPES.get(info.dtype)
+        if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
+            return dtype
+    return None
+
+
+def _floating(value: object) -> torch.dtype | None:
+    named = dtype_named(value)
+    return named if named is not None and named.is_floating_point else None
+
+
+def _of_config(config: PreTrainedConfig, folder: ModelFolder | None) -> torch.dtype:
+    named = _floating(config.dtype)
+    if named is not None:
+        return named
+    if folder is not None:
+        raise CheckpointError(
+            f"{folder.path / CONFIG}: dtype is {config.dtype!r:.80}, which is no floating-point dtype of torch. Set it "
+            f'to the dtype of the weights, such as "bfloat16", or pass dtype=.'
+        )
+    raise ArgumentError(
+        f"dtype of this {type(config).__name__} is {config.dtype!r:.80}; pass a floating-point torch.dtype such as "
+        f"torch.bfloat16 as dtype=, or its name."
+    )
+
+
+def _of_parts(config: PreTrainedConfig) -> torch.dtype | None:
+    """Return the one dtype that the configs inside name; None if they name none, or two."""
+    named = {_floating(part.dtype) for part in _parts(config) if part.dtype is not None}
+    return named.pop() if len(named) == 1 else None
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    for value in list(vars(config).values()):
+        if isinstance(value, PreTrainedConfig):
+            yield value
+            yield from _parts(value)
+
+
+def _of_quantization(config: PreTrainedConfig) -> torch.dtype | None:
+    """Return the dtype that a config's own quantization computes in, be it at its top or in a config inside."""
+    for part in (config, *_parts(config)):
+        quantized = vars(part).get("quantization_config")
+        if quantized is None:
+            continue
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized.quant_method
+        known = FORMATS.get(str(getattr(method, "value", method)))
+        return None if known is None else known.computes_in
+    return None
+
+
+def _assumed(dtype: torch.dtype, where: str) -> Finding:
+    name = str(dtype).removeprefix("torch.")
+    message = (
+        f"neither the config nor a weight on this machine says in which dtype the weights are: {name} is assumed "
+        f"(dtype= names another), with {dtype.itemsize} bytes for each parameter."
+    )
+    fix = 'pass dtype=, such as "bfloat16", or pass the folder with its weights.'
+    return Finding("dtype-assumed", "warning", where, message, fix)

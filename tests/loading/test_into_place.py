@@ -1,0 +1,206 @@
+"""A base whose fused weights are read into place is the one that ``from_pretrained`` loads, in everything it has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny_models import causal_lm_classes, image_text_classes, saved, skip_unless_buildable
+from transformers import core_model_loading, modeling_utils
+
+from safe_loading import CheckpointError, load_peft_on_rank
+from safe_loading._checkpoint.model_folder import ModelFolder
+from safe_loading._loading.base_model import base_on_meta
+from safe_loading._loading.into_place import IntoPlace, plan_into_place, read_into_place
+from safe_loading._loading.report import FROM_PRETRAINED, INTO_PLACE
+from safe_loading._model.layout.layout import read_layout
+from safe_loading._ranks.rank_devices import RankDevices
+
+EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
+FUSED = ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM", "GptOssForCausalLM"]
+OTHERS = sorted(set(EVERY) - set(FUSED))
+SAMPLE = [*FUSED, *random.Random(36).sample(OTHERS, 3)]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS if name not in SAMPLE]
+CPU = RankDevices(torch.device("cpu"))
+
+
+def planned(folder: Path, kind: Any, dtype: torch.dtype | str = "auto") -> Any:
+    """Return what a load plans for a folder."""
+    opened = ModelFolder(folder)
+    checkpoint = opened.read_checkpoint()
+    model = base_on_meta(kind, opened, dtype, {})
+    assert model is not None
+    return plan_into_place(opened, checkpoint, read_layout(model, checkpoint.tensors), model, CPU, {})
+
+
+def both(folder: Path, kind: Any, dtype: torch.dtype | str = "auto") -> tuple[str, list[tuple[Any, Any]]]:
+    """Load a folder with a plan and without; return the method of the first, and each model with its loading info."""
+    with read_into_place(planned(folder, kind, dtype)) as told:
+        ours = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    return told[-1].name, [ours, kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)]
+
+
+def facts(model: Any, info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model has besides the values of its tensors."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        names.setdefault(id(tensor), []).append(name)
+    generation = getattr(model, "generation_config", None)
+    return {
+        "ties": [*names.values()],
+        "trained": [(name, each.requires_grad, type(each)) for name, each in model.named_parameters()],
+        "flags": [(name, getattr(each, "_is_hf_initialized", None)) for name, each in model.named_parameters()],
+        "flags of modules": [(name, vars(each).get("_is_hf_initialized")) for name, each in model.named_modules()],
+        "training": [each.training for each in model.modules()],
+        "attributes": [(name, sorted(vars(each))) for name, each in model.named_modules()],
+        "hooks": [(len(each._forward_hooks), len(each._forward_pre_hooks)) for each in model.modules()],
+        "config": model.config.to_dict(),
+        "generation": generation and generation.to_dict(),
+        "devices": getattr(model, "hf_device_map", None),
+        "rules": [(type(rule), rule.source_patterns) for rule in model._weight_conversions],
+        "info": {key: sorted(map(str, value)) for key, value in info.items()},
+    }
+
+
+def assert_equal(pair: list[tuple[Any, Any]]) -> None:
+    (ours, of_ours), (plain, of_plain) = pair
+    assert facts(ours, of_ours) == facts(plain, of_plain)
+    for one, other in zip(ours.state_dict().items(), plain.state_dict().items(), strict=True):
+        assert one[0] == other[0]
+        assert one[1].dtype == other[1].dtype
+        assert torch.equal(one[1], other[1]), one[0]
+    for (name, one), (_, other) in zip(ours.named_buffers(), plain.named_buffers(), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other), name
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixtral")
+    saved("MixtralForCausalLM", folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", [*SAMPLE, *SLOW])
+def test_it_is_the_model_of_from_pretrained_in_every_class(name: str, tmp_path: Path) -> None:
+    skip_unless_buildable(name)
+    saved(name, tmp_path)
+    kind = getattr(transformers, name)
+    for dtype in ("auto", torch.bfloat16):
+        _, pair = both(tmp_path, kind, dtype)
+        assert_equal(pair)
+
+
+def test_experts_are_read_into_place_and_dense_weights_are_mapped(mixtral: Path, tmp_path: Path) -> None:
+    plan = planned(mixtral, transformers.MixtralForCausalLM)
+    assert isinstance(plan, IntoPlace)
+    assert all(".experts." in name for name in plan.source.slots)
+    assert both(mixtral, transformers.MixtralForCausalLM)[0] == INTO_PLACE
+    saved("LlamaForCausalLM", tmp_path)
+    assert planned(tmp_path, transformers.LlamaForCausalLM).name == FROM_PRETRAINED
+
+
+def test_the_report_says_which_method_was_taken_and_why(mixtral: Path, tmp_path: Path) -> None:
+    base = transformers.MixtralForCausalLM.from_pretrained(mixtral)
+    adapted: Any = get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapted.save_pretrained(tmp_path)
+    model = load_peft_on_rank(tmp_path, mixtral, device="cpu")
+    of_base, of_adapter = model.load_report.parts
+    assert (of_base.method, of_adapter.method) == (INTO_PLACE, "")
+    assert f"base: into place; {of_base.method_reason}" in str(model.load_report)
+    loaded = load_peft_on_rank(tmp_path, transformers.MixtralForCausalLM.from_pretrained(mixtral), device="cpu")
+    assert [part.method for part in loaded.load_report.parts] == ["", ""]
+    for one, other in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def of_mixtral(mixtral: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Write the model into one file of another folder, and return its tensors."""
+    tensors = {name: each for file in mixtral.glob("*.safetensors") for name, each in load_file(file).items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    shutil.copy(mixtral / "config.json", folder)
+    return tensors
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected", "an expert is missing", "another shape"])
+def test_what_is_missing_or_unexpected_is_told_as_by_from_pretrained(
+    mixtral: Path, tmp_path: Path, change: str
+) -> None:
+    tensors = of_mixtral(mixtral, tmp_path)
+    expert = next(name for name in tensors if ".experts.1." in name)
+    if change == "missing":
+        del tensors["model.norm.weight"]
+    elif change == "unexpected":
+        tensors["model.of_another_task.weight"] = torch.ones(3)
+    elif change == "an expert is missing":
+        del tensors[expert]
+    else:
+        tensors["model.norm.weight"] = torch.ones(3)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    kind, dtype = transformers.MixtralForCausalLM, torch.float32
+    ours: Any = contextlib.ExitStack()
+    outcomes = []
+    for plan in (planned(tmp_path, kind), None):
+        with ours if plan is None else read_into_place(plan):
+            try:
+                torch.manual_seed(0)
+                outcomes.append(kind.from_pretrained(tmp_path, dtype=dtype, output_loading_info=True))
+            except Exception as error:
+                outcomes.append(str(error))
+    if isinstance(outcomes[1], str):
+        assert outcomes[0] == outcomes[1]
+    else:
+        assert_equal(outcomes)
+
+
+def test_what_it_makes_is_saved_as_it_came(mixtral: Path, tmp_path: Path) -> None:
+    _, ((ours, _), (plain, _)) = both(mixtral, transformers.MixtralForCausalLM)
+    for name, model in (("ours", ours), ("plain", plain)):
+        model.save_pretrained(tmp_path / name)
+    assert (tmp_path / "ours/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
+
+
+@contextlib.contextmanager
+def during_the_reads(act: Any) -> Iterator[None]:
+    """Do something in the place of the first read of a weight."""
+    read = os.preadv
+
+    def acting(*arguments: Any) -> int:
+        act()
+        return read(*arguments)
+
+    with mock.patch.object(os, "preadv", acting):
+        yield
+
+
+def test_a_file_that_shrinks_is_an_error_and_ctrl_c_ends_the_load(mixtral: Path, tmp_path: Path) -> None:
+    of_mixtral(mixtral, tmp_path)
+    kind: Any = transformers.MixtralForCausalLM
+    plan, opened = planned(tmp_path, kind), open_files()
+    stopped = mock.Mock(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt), read_into_place(plan), during_the_reads(stopped):
+        kind.from_pretrained(tmp_path)
+    loader = "convert_and_load_state_dict_in_model"
+    assert getattr(modeling_utils, loader) is getattr(core_model_loading, loader)
+    assert open_files() == opened
+    shrinks = during_the_reads(lambda: os.truncate(tmp_path / "model.safetensors", 4096))
+    shorter = r"model\.safetensors became shorter while it was read"
+    with pytest.raises(CheckpointError, match=shorter), read_into_place(plan), shrinks:
+        kind.from_pretrained(tmp_path)
+
+
+def open_files() -> list[str]:
+    """Return the files in the folder of the test that this process has open."""
+    links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.exists()]
+    return [str(link) for link in links if link.suffix == ".safetensors"]

@@ -1,0 +1,75 @@
+"""A quantization_config over plain weights, as merges by unsloth leave it: one judgement in every verb."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import save_adapter, save_llama
+
+from safe_loading import (
+    CheckpointError,
+    Workload,
+    check_checkpoint,
+    load_peft_on_rank,
+    merge_lora_checkpoint,
+    meta_model,
+    plan_device_map,
+    predict_memory,
+    smallest_limits,
+)
+
+# As merges leave them behind: the quantization of the base that was trained on.
+LEFT_BEHIND: dict[str, dict[str, Any]] = {
+    "unsloth": {
+        "_load_in_4bit": True,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "quant_method": "bitsandbytes",
+    },
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("kind", LEFT_BEHIND)
+def test_every_verb_refuses_it_and_takes_the_weights_once_it_is_deleted(tmp_path: Path, kind: str) -> None:
+    base = save_llama(tmp_path / "base", torch.bfloat16)
+    adapter = save_adapter(tmp_path / "adapter", base, dtype=torch.bfloat16)
+    plain = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**plain, "quantization_config": LEFT_BEHIND[kind]}))
+    verbs: dict[str, Callable[[], Any]] = {
+        "load": lambda: load_peft_on_rank(base, adapter),
+        "load in 4 bits": lambda: load_peft_on_rank(base, adapter, base_kwargs={"load_in_4bit": True}),
+        "merge": lambda: merge_lora_checkpoint(base, adapter, tmp_path / "out"),
+        "dequantize": lambda: merge_lora_checkpoint(base, adapter, tmp_path / "out", dequantize=True),
+        "plan": lambda: plan_device_map(base, {"cpu": "1GB"}),
+        "smallest_limits": lambda: smallest_limits(base, 1),
+        "predict": lambda: predict_memory(base, Workload.generate(1, 8)),
+        "meta_model": lambda: meta_model(base),
+    }
+    report = check_checkpoint(base)
+    assert [finding.code for finding in report.findings] == ["quantization-left-over"]
+    assert not report.ok
+    for verb, call in verbs.items():
+        with pytest.raises(CheckpointError, match=r"delete quantization_config from config\.json") as refused:
+            call()
+        assert str(base / "config.json") in str(refused.value), verb
+    assert not (tmp_path / "out").exists()
+    (base / "config.json").write_text(json.dumps(plain))
+    del verbs["load in 4 bits"]
+    results = {verb: call() for verb, call in verbs.items() if verb != "dequantize"}
+    assert check_checkpoint(base).ok
+    stored = check_checkpoint(base).bytes
+    assert sum(use.weights for use in results["plan"].devices) == stored
+    assert results["smallest_limits"][0] >= stored
+    assert check_checkpoint(tmp_path / "out").ok

@@ -1,0 +1,127 @@
+"""Adapters of other writers than peft, each named by its writer with the one road, which is taken."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import adapters as faults
+from loaded_models import logits
+from peft import LoraConfig, get_peft_model
+
+from safe_loading import (
+    AdapterError,
+    ArgumentError,
+    CheckpointNotFound,
+    check_checkpoint,
+    load_adapter_on_rank,
+    load_peft_on_rank,
+    merge_lora_checkpoint,
+    meta_model,
+)
+
+
+def rewritten(adapter: Path, folder: Path, config: dict[str, Any]) -> Path:
+    shutil.copytree(adapter, folder)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_an_adapter_of_adapterhub_is_named(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    inner = {"mh_adapter": False, "output_adapter": True, "reduction_factor": 16}
+    config = {"config": inner, "model_class": "BertAdapterModel", "model_name": "bert-base-uncased", "name": "a"}
+    adapter = rewritten(tiny_adapter, tmp_path / "adapter", config)
+    with pytest.raises(AdapterError, match=r"AdapterHub.*load it with the library adapters"):
+        load_peft_on_rank(adapter, tiny_llama)
+    assert "AdapterHub" in check_checkpoint(adapter).findings[0].message
+
+
+def test_a_lora_of_diffusers_is_named(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    (tmp_path / "lora").mkdir()
+    shutil.copy(tiny_adapter / faults.WEIGHTS, tmp_path / "lora" / "pytorch_lora_weights.safetensors")
+    with pytest.raises(CheckpointNotFound, match="load it there, with load_lora_weights of the pipeline"):
+        load_peft_on_rank(tmp_path / "lora", tiny_llama)
+    assert "load_lora_weights" in check_checkpoint(tmp_path / "lora").findings[0].fix
+
+
+class Net(torch.nn.Module):
+    """A model of another library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.to_q(x)
+        return answer
+
+
+def test_a_model_of_another_library_is_passed(tmp_path: Path, tiny_llama: Path) -> None:
+    torch.manual_seed(0)
+    base = Net()
+    trained = get_peft_model(base, LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))  # type: ignore[arg-type]
+    expected = trained(torch.ones(4))
+    trained.save_pretrained(tmp_path / "adapter")
+    mapping = {"base_model_class": "PI0Policy", "parent_library": "lerobot.policies.pi0.modeling_pi0"}
+    change = {"auto_mapping": mapping, "base_model_name_or_path": None}
+    adapter = faults.edited(tmp_path / "adapter", tmp_path / "of lerobot", config=lambda c: c.update(change))
+    for refused in (
+        lambda: load_peft_on_rank(adapter, tiny_llama),
+        lambda: merge_lora_checkpoint(tiny_llama, adapter, tmp_path / "merged"),
+    ):
+        with pytest.raises(AdapterError, match=r"a PI0Policy of lerobot.* Load that model with lerobot, and pass it"):
+            refused()
+    plain = Net()
+    plain.load_state_dict({"to_q.weight": base.to_q.base_layer.weight, "to_q.bias": base.to_q.base_layer.bias})  # type: ignore[union-attr,dict-item]
+    loaded = load_peft_on_rank(adapter, plain)  # type: ignore[arg-type]  # of transformers alone, by its annotation
+    assert torch.equal(loaded(torch.ones(4)), expected)
+
+
+def test_a_revision_that_is_not_of_the_base_is_told(tmp_path: Path, tiny_llama: Path, tiny_adapter: Path) -> None:
+    cache = tmp_path / "cache" / "models--owner--base"
+    shutil.copytree(tiny_llama, cache / "snapshots" / ("a" * 40))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("a" * 40)
+    change = {"base_model_name_or_path": "owner/base", "revision": "unsloth"}
+    adapter = faults.edited(tiny_adapter, tmp_path / "adapter", config=lambda c: c.update(change))
+    hub = {"cache_dir": tmp_path / "cache", "local_files_only": True}
+    with pytest.raises(CheckpointNotFound, match=r"at the revision 'unsloth';.* or base_revision='main' if"):
+        load_peft_on_rank(adapter, base_kwargs=hub)
+    model = load_peft_on_rank(adapter, base_kwargs=hub, base_revision="main")
+    assert torch.equal(logits(model), logits(load_peft_on_rank(tiny_adapter, tiny_llama)))
+
+
+def test_what_is_no_model_is_named_where_one_is_planned(tmp_path: Path, tiny_adapter: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match=r"folder of an adapter\. Pass that of its base"):
+        meta_model(tiny_adapter)
+    base = json.loads((tiny_adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    meta_model(base)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointNotFound, match=r"GGUF files.* pass a folder that transformers saved"):
+        meta_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("passed", "said", "instead"),
+    [
+        ({"revision": "v2"}, "use adapter_revision=", {"adapter_revision": None}),
+        ({"subfolder": "x"}, "use adapter_subfolder=", {"adapter_subfolder": None}),
+        ({"device_map": "auto"}, "leave it out: an adapter goes where its model is", {}),
+        ({"torch_dtype": "float32"}, "use adapter_dtype=", {"adapter_dtype": "float32"}),
+        ({"low_cpu_mem_usage": True}, "leave it out: it is always on", {}),
+        ({"ephemeral_gpu_offload": True}, "no argument of that name", {}),
+    ],
+    ids=str,
+)
+def test_names_of_peft_have_an_answer(
+    tiny_llama: Path, tiny_adapter: Path, passed: Any, said: str, instead: Any
+) -> None:
+    model = load_peft_on_rank(tiny_adapter, tiny_llama)
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        load_adapter_on_rank(model, tiny_adapter, "later", **passed)
+    load_adapter_on_rank(model, tiny_adapter, "later", torch_device="cpu", local_files_only=True, **instead)

@@ -1,0 +1,127 @@
+"""Which modules of a packed folder are packed is in its headers: skips under older names, and experts one by one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import save_adapter
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from safe_loading import (
+    CheckpointError,
+    check_checkpoint,
+    load_peft_on_rank,
+    merge_lora_checkpoint,
+    plan_device_map,
+)
+from safe_loading._model.quantized.sizes import bytes_of
+
+bitsandbytes: Any = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+from packed import edit_config, load, packing  # noqa: E402 - needs the engine
+
+TOKENS = torch.arange(12).view(1, 12)
+
+
+def size(model: Any) -> int:
+    return sum(map(bytes_of, [*model.parameters(), *model.buffers()]))
+
+
+def planned(folder: Path) -> tuple[int, list[str]]:
+    plan = plan_device_map(folder, {"cpu": "1GB"})
+    (use,) = plan.devices
+    return use.weights + use.buffers, [finding.code for finding in plan.findings]
+
+
+@pytest.fixture(scope="module", params=[128, 256])
+def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A packed Qwen2-VL of which attention and image encoder stayed plain, and an adapter."""
+    root, width = tmp_path_factory.mktemp("images"), request.param
+    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}
+    heads = {"num_attention_heads": width // 32, "num_key_value_heads": 2}
+    text = {"hidden_size": width, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 320, **heads}
+    vision = {"embed_dim": 64, "hidden_size": width, "depth": 2, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}
+    config: Any = Qwen2VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision)
+    torch.manual_seed(0)
+    Qwen2VLForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(root / "plain")
+    kept = ["lm_head", "model.visual", "model.language_model.layers.0.self_attn"]
+    options: Any = {**packing("nf4").to_dict(), "llm_int8_skip_modules": kept}
+    made: Any = AutoModelForImageTextToText.from_pretrained(
+        root / "plain",
+        quantization_config=BitsAndBytesConfig.from_dict(options),  # type: ignore[no-untyped-call]
+        device_map="cpu",
+        dtype=torch.bfloat16,
+    )
+    made.save_pretrained(root / "packed")
+    adapter = save_adapter(
+        root / "adapter",
+        root / "plain",
+        target_modules=r".*language_model.*q_proj",
+        task_type=None,
+        auto_class=AutoModelForImageTextToText,
+    )
+    return root / "packed", adapter
+
+
+def test_skips_under_older_names_are_those_of_the_headers(images: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = images
+    options: dict[str, Any] = {"auto_class": AutoModelForImageTextToText}
+    expected: Any = load_peft_on_rank(adapter, base, **options)
+    newer = json.loads((base / "config.json").read_text())["quantization_config"]["llm_int8_skip_modules"]
+    bytes_in_memory, none = planned(base)
+    assert none == []
+    edit_config(base, llm_int8_skip_modules=["lm_head", "visual", "model.layers.0.self_attn"])
+    loaded: Any = load_peft_on_rank(adapter, base, **options)
+    assert planned(base) == (bytes_in_memory, ["skips-differ"])
+    assert "skips-differ" in {finding.code for finding in loaded.load_report.findings}
+    assert size(loaded) == size(expected)
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, expected(TOKENS).logits)
+    # the advice: the names that the modules have
+    edit_config(base, llm_int8_skip_modules=newer)
+    auto: Any = AutoModelForImageTextToText
+    with torch.no_grad():
+        assert torch.isfinite(auto.from_pretrained(base)(TOKENS).logits).all()
+    assert planned(base) == (bytes_in_memory, [])
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_experts_that_are_packed_one_by_one_are_refused_and_made_plain(tmp_path: Path, width: int) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    sizes = {"hidden_size": width, "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 2}
+    config: Any = Qwen3MoeConfig(**sizes, **heads, vocab_size=320, num_experts=4, num_experts_per_tok=2)
+    model: Any = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "plain", target_modules=["q_proj"])
+    load(tmp_path / "plain", "nf4").save_pretrained(tmp_path / "base")
+    tensors = {}
+    for name, tensor in load_file(tmp_path / "base" / "model.safetensors").items():
+        tensors[name] = tensor
+        if ".experts." in name:
+            weight = bitsandbytes.nn.Params4bit(tensor, quant_type="nf4", compress_statistics=False).to("cpu")
+            tensors[name] = weight.data
+            tensors |= {f"{name}.{key}": value for key, value in weight.quant_state.as_dict(packed=True).items()}
+    save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    road = r"experts\.0\.down_proj.*merge_lora_checkpoint\(\.\.\., dequant"
+    [found] = check_checkpoint(tmp_path / "base").findings
+    assert re.search(road, f"{found.message} {found.fix}")
+    for call in (lambda: load_peft_on_rank(adapter, tmp_path / "base"), lambda: planned(tmp_path / "base")):
+        with pytest.raises(CheckpointError, match=road):
+            call()
+    merge_lora_checkpoint(tmp_path / "base", adapter, tmp_path / "out", dequantize=True)
+    with torch.no_grad():
+        assert (load(tmp_path / "out")(TOKENS).logits - model(TOKENS).logits).abs().max() < 1
+    assert planned(tmp_path / "out")[0] >= check_checkpoint(tmp_path / "out").bytes

@@ -1,0 +1,71 @@
+"""LoRAs of gpt-oss's experts, which hold their columns first, gate and up by turns, against updates added by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import needs
+from faults import adapters as faults
+from models import save_adapter
+from safetensors.torch import load_file
+from test_expert_layouts import COMMON, Adapter, logits, off, weights_in
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from safe_loading import load_adapter_on_rank, load_peft_on_rank, merge_lora_checkpoint, merge_lora_inplace
+
+pytestmark = [needs("peft", "0.20"), needs("transformers", "5.10")]
+
+EXPERTS, RANK, ALPHA = 3, 2, 5
+LAYOUTS = ("fused", "fused by peft 0.17", "grouped")
+
+
+def save_base(folder: Path, **sizes: Any) -> Path:
+    torch.manual_seed(0)
+    own = {"num_local_experts": EXPERTS, "layer_types": ["sliding_attention", "full_attention"], **sizes}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **{**COMMON, **own})).save_pretrained(folder)
+    return folder
+
+
+def save_expert_adapter(folder: Path, base: Path, layout: str) -> Adapter:
+    truth, tensors = load_file(base / "model.safetensors"), {}
+    torch.manual_seed(1)
+    for name in [name for name in truth if name.endswith(("gate_up_proj", "down_proj"))]:
+        columns, rows = truth[name].shape[1:]
+        a, b = torch.randn(EXPERTS, columns, RANK) / 8, torch.randn(EXPERTS, RANK, rows) / 8
+        truth[name] = (truth[name].double() + ALPHA / RANK * (a.double() @ b.double())).float()
+        owner, _, own = name.rpartition(".")
+        key = f"base_model.model.{owner}"
+        if layout == "grouped":
+            grouped = "lora_gate_and_up" if own == "gate_up_proj" else "lora_down"
+            tensors |= {f"{key}.{grouped}_A": a, f"{key}.{grouped}_B": b}
+            continue
+        key += ".base_layer" if own == "gate_up_proj" else ""
+        tensors[f"{key}.lora_A.weight"] = a.transpose(1, 2).reshape(-1, columns).contiguous()
+        tensors[f"{key}.lora_B.weight"] = b.permute(2, 1, 0).reshape(rows, -1).contiguous()
+    config: dict[str, Any] = {"target_modules": [], "r": RANK, "lora_alpha": ALPHA, "peft_version": "0.19.1"}
+    if layout == "grouped":
+        config["target_modules"] = ["experts"]
+    else:
+        config["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+    config |= {"peft_version": "0.17.1"} if layout == "fused by peft 0.17" else {}
+    plain = save_adapter(folder / "plain", base, target_modules=["q_proj"], r=RANK)
+    edited = faults.edited(plain, folder / "adapter", tensors=lambda _: tensors, config=lambda c: c.update(config))
+    return Adapter(edited, truth)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 32}, {"intermediate_size": 16}], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_way_adds_to_the_right_columns(tmp_path: Path, layout: str, sizes: dict[str, Any]) -> None:
+    base = save_base(tmp_path / "base", **sizes)
+    adapter = save_expert_adapter(tmp_path, base, layout)
+    merge_lora_checkpoint(base, adapter.folder, tmp_path / "merged")
+    assert off(weights_in(tmp_path / "merged"), adapter) < 1e-6
+    model = load_peft_on_rank(adapter.folder, base)
+    wanted = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    assert torch.allclose(logits(model), wanted, atol=1e-5)
+    load_adapter_on_rank(model, adapter.folder, "later")
+    merge_lora_inplace(model, adapter_names=["later"]).save_pretrained(tmp_path / "in memory")
+    assert off(weights_in(tmp_path / "in memory"), adapter) < 1e-6

@@ -1,0 +1,332 @@
+"""Modules that people write around a model: nothing is found on those that train well, and each mistake once."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import SIZES
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_audit_model import Wrapper, adapted, base, codes
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+
+from safe_loading import Transparent, Workload, attach_head, audit_model, wrap_transparent
+
+STEP = Workload.train(2, 16)
+LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+
+
+def named(*names: str) -> Any:
+    """Return a PeftModel with adapters of these names, the first of which is active."""
+    model = get_peft_model(base(), LoraConfig(**LORA), adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, LoraConfig(**LORA))
+    return model.train()
+
+
+@pytest.mark.parametrize("names", [("q",), ("policy", "reference")])
+def test_adapters_of_any_name_are_looked_at(names: tuple[str, ...]) -> None:
+    model = named(*names)
+    assert audit_model(model, STEP, forecast=False).findings == ()
+    model.base_model.set_adapter(list(names))
+    assert {"SL104", "SL105"}.isdisjoint(codes(model))  # each adapter saves its own
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    found = codes(model, optimizer=sgd(model))["SL105"]
+    assert "parameters are saved with the adapter, but not trained" in found.message
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Siamese(Wrapper):
+    """An encoder that runs twice in one forward pass."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        first = super().forward(input_ids, attention_mask, labels)
+        other = super().forward(input_ids.flip(1), attention_mask, labels)
+        first.loss = first.loss + other.loss
+        return first
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_encoder_that_runs_twice_is_not_taken_for_a_recomputed_one(reentrant: bool) -> None:
+    workload = STEP.replace(gradient_checkpointing=True)
+    assert "only 0 of" in codes(Siamese(adapted()), workload)["SL120"].message
+    switched_on = adapted()
+    switched_on.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    switched_on.enable_input_require_grads()
+    assert "SL120" not in codes(Siamese(switched_on), workload)
+
+
+class BackboneFirst(Wrapper):
+    """The base under a name of its own beside the adapted model."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.backbone = base()
+        self.model = get_peft_model(self.backbone, LoraConfig(**LORA))
+
+
+def test_the_base_beside_its_adapter_is_not_the_inner_model() -> None:
+    model = BackboneFirst().train()
+    found = codes(model, STEP)
+    assert f"with the {PeftModel.__name__} inside it ('model')" in found["SL101"].message
+    assert "start from the PeftModel" in found["SL101"].fix
+    assert "attach_head" not in found["SL101"].fix
+    assert {"SL104", "SL113", "SL114"}.isdisjoint(found)
+
+
+class WithParts(Wrapper):
+    """A wrapper with a head that is trained and a teacher whose outputs are a target."""
+
+    def __init__(self, teacher: Any = None) -> None:
+        super().__init__(adapted())
+        self.connector = nn.ModuleList([nn.Linear(SIZES["vocab_size"], 1)])
+        self.teacher = teacher
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        out = super().forward(input_ids, attention_mask, labels)
+        out.loss = out.loss + self.connector[0](out.logits).mean()
+        if self.teacher is not None:
+            out.loss = out.loss + (out.logits - self.teacher(input_ids).logits.detach()).square().mean()
+        return out
+
+
+def test_a_teacher_is_what_builds_a_graph_that_no_gradient_goes_through() -> None:
+    assert "SL114" not in codes(WithParts())
+    assert "SL114" not in codes(WithParts(), STEP)
+    model = WithParts(base())
+    found = [f for f in audit_model(model, STEP, forecast=False).findings if f.code == "SL114"]
+    assert [f.where for f in found] == ["model.teacher"]
+    assert found[0].bytes == sum(p.nbytes for p in model.teacher.parameters())
+    model.teacher.requires_grad_(False).eval()
+    assert "SL114" not in codes(model, STEP)
+
+
+class HandsOn(Wrapper):
+    """A wrapper that hands on the switches of a step, and nothing else."""
+
+    def gradient_checkpointing_enable(self, *args: Any, **options: Any) -> None:
+        self.model.gradient_checkpointing_enable(*args, **options)
+
+    def enable_input_require_grads(self) -> None:
+        self.model.enable_input_require_grads()
+
+
+def test_a_wrapper_that_hands_the_switches_on_is_a_warning_without_bytes() -> None:
+    model = HandsOn(adapted())
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    found = codes(model, STEP.replace(gradient_checkpointing=True))
+    assert "SL120" not in found
+    assert (found["SL101"].severity, found["SL101"].bytes) == ("warning", 0)
+    assert "save_pretrained from Trainer._save" in found["SL101"].message
+    assert codes(Wrapper(adapted()), STEP)["SL101"].severity == "error"
+
+
+class Weighted(Wrapper):
+    """A wrapper that weighs the tokens, by a tensor that it makes on `device`; None is where torch puts it."""
+
+    device: Any = None
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        out = super().forward(input_ids, attention_mask, labels)
+        weights = torch.arange(input_ids.shape[1], device=self.device and input_ids.device)
+        out.loss = out.loss + (out.logits.mean(-1) * weights).mean()
+        return out
+
+
+def test_a_tensor_made_on_the_host() -> None:
+    model = Weighted(adapted())
+    found = codes(model, STEP)["SL126"]
+    assert "(out.logits.mean(-1) * weights)" in found.message
+    assert "device=input_ids.device" in found.fix
+    assert "device=input_ids.device" not in found.message
+    model.device = "the inputs'"
+    assert "SL126" not in codes(model, STEP)
+
+
+class Tied(LlamaForCausalLM):
+    """A model with a second head on the embeddings, which its class does not say."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.second = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.second.weight = self.model.embed_tokens.weight
+
+
+def test_a_tie_that_no_checkpoint_knows(tmp_path: Path) -> None:
+    model: Any = Tied(LlamaConfig(**SIZES)).train()
+    found = codes(model, STEP)["SL133"]
+    assert found.where == "model.embed_tokens.weight"
+    with pytest.raises(RuntimeError, match="shared tensors"):
+        model.save_pretrained(tmp_path)
+    assert "_tied_weights_keys = {'head.weight': 'embed.weight'}" in found.fix
+    model._tied_weights_keys = {"second.weight": "model.embed_tokens.weight"}
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys()
+    assert "SL133" not in codes(model, STEP)
+    model.save_pretrained(tmp_path)
+
+
+def test_a_tied_model_in_a_wrapper_is_saved_once_the_wrapper_is_gone(tmp_path: Path) -> None:
+    model: Any = Wrapper(base(tie_word_embeddings=True))
+    trainer = trainer_of(model, tmp_path)
+    found = codes(model, STEP, trainer=trainer)["SL133"]
+    assert (found.severity, found.where) == ("error", "model.lm_head.weight")
+    with pytest.raises(RuntimeError, match="share memory"):
+        trainer.save_model()
+    right = wrap_transparent(model.model, Through)
+    trainer = trainer_of(right, tmp_path)
+    assert "SL133" not in codes(right, STEP, trainer=trainer)
+    trainer.save_model()
+
+
+def trainer_of(model: Any, folder: Path) -> Trainer:
+    options: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    return Trainer(model=model, args=TrainingArguments(output_dir=str(folder), **options))
+
+
+class Through(Transparent):
+    """Code in its right place."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return super().__call__(*args, **options)
+
+
+class WithValueHead(Wrapper):
+    """A base with a head of its own, which is handed to peft."""
+
+    def __init__(self) -> None:
+        super().__init__(base())
+        self.value = nn.Linear(SIZES["vocab_size"], 1)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **_: Any) -> Any:
+        out = super().forward(input_ids, attention_mask, labels)
+        out.loss = out.loss + self.value(out.logits).square().mean()
+        return out
+
+
+def test_a_head_that_peft_froze_in_its_wrapper() -> None:
+    model: Any = get_peft_model(WithValueHead(), LoraConfig(**LORA))  # type: ignore[arg-type]  # a plain module
+    found = codes(model, STEP)["SL135"]
+    assert found.where == "base_model.model.value"
+    exec(found.fix.partition(", or call ")[2].rstrip("."), {"model": model})
+    assert model.base_model.model.value.weight.requires_grad
+    assert "SL135" not in codes(model, STEP)
+    trained: Any = get_peft_model(WithValueHead(), LoraConfig(**LORA))  # type: ignore[arg-type]  # as above
+    with torch.no_grad():
+        trained.base_model.model.value.weight.mul_(3.0)  # as of a training that was over
+    assert "SL135" not in codes(trained, STEP)
+
+
+class HeldInEval(Wrapper):
+    """An adapted encoder that stays in eval mode."""
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.model.eval()
+        return self
+
+
+def test_an_encoder_that_is_held_in_eval_mode_is_told_with_its_cause(tmp_path: Path) -> None:
+    model = HeldInEval(adapted())
+    assert "SL134" not in codes(model, STEP)  # without dropout and checkpoints its mode does not matter
+    model.model.gradient_checkpointing_enable()
+    for trainer in (None, trainer_of(model, tmp_path)):
+        found = codes(model.train(), STEP.replace(gradient_checkpointing=True), trainer=trainer)
+        assert found["SL134"].where == "model"
+        assert "HeldInEval.train() keeps it in eval mode" in found["SL134"].message
+        assert "The likely cause: HeldInEval.train() keeps it in eval mode" in found["SL120"].message
+    model.model.requires_grad_(requires_grad=False)
+    assert "SL134" not in codes(model, optimizer=sgd(model))
+
+
+def test_a_trainer_that_sees_several_gpus_puts_data_parallel_around_a_model() -> None:
+    arguments = types.SimpleNamespace(n_gpu=4, parallel_mode=types.SimpleNamespace(name="NOT_DISTRIBUTED"))
+    trainer = types.SimpleNamespace(args=arguments)
+    model = adapted()
+    found = codes(model, trainer=trainer)["SL136"]
+    assert (found.severity, found.bytes) == ("warning", 3 * sum(p.nbytes for p in model.parameters()))
+    arguments.n_gpu = 1  # as with CUDA_VISIBLE_DEVICES=0
+    assert "SL136" not in codes(model, trainer=trainer)
+
+
+def test_an_adapter_of_transformers_own_is_looked_at() -> None:
+    model = base()
+    model.add_adapter(LoraConfig(**LORA))
+    assert codes(model) == {}
+    model.lm_head.requires_grad_(True)
+    assert codes(model)["SL104"].where == "lm_head.weight"
+    right = base()
+    right.add_adapter(LoraConfig(**LORA, modules_to_save=["lm_head"]))
+    assert codes(right) == {}
+
+
+class Contrastive(Wrapper):
+    """A wrapper with a projection and a temperature, whose names peft matches with the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__(adapted())
+        self.proj = nn.Linear(SIZES["vocab_size"], 8)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def test_the_fix_of_a_wrapper_takes_heads_of_any_name_and_bare_parameters() -> None:
+    wrapper = Contrastive()
+    found = codes(wrapper, STEP)["SL101"]
+    lines = [line.strip() for line in found.fix.splitlines() if line.startswith("    ")]
+    scope: dict[str, Any] = {"wrapper": wrapper, "attach_head": attach_head, "wrap_transparent": wrap_transparent}
+    exec("\n".join(lines), {**scope, "Mixin": Through}, scope)
+    assert scope["model"].proj_head.modules_to_save["default"] is wrapper.proj
+    assert scope["model"].scale.value is wrapper.scale
+    assert {"SL101", "SL102", "SL104"}.isdisjoint(codes(scope["model"]))
+
+
+class Towers(nn.Module):
+    """Two models of different classes, whose outputs are compared."""
+
+    def __init__(self, text: Any, other: Any) -> None:
+        super().__init__()
+        self.text, self.other = text, other
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        out = self.text(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+        out.loss = out.loss + self.other(input_ids=input_ids).last_hidden_state.square().mean()
+        return out
+
+
+class OneModel(PreTrainedModel):
+    """The same, as the fix says."""
+
+    supports_gradient_checkpointing = _supports_sdpa = True
+    forward: Any = Towers.forward
+
+    def __init__(self, text: Any, other: Any) -> None:
+        super().__init__(text.config)
+        self.text, self.other = text, other
+
+
+def test_two_models_of_different_classes_become_one() -> None:
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")}
+    text, other = base(), BertModel(BertConfig(**sizes, num_hidden_layers=2))
+    found = codes(Towers(text, other), STEP)["SL101"]
+    assert "derive Towers from PreTrainedModel" in found.fix
+    config = LoraConfig(r=2, target_modules=["q_proj", "query"])
+    model: Any = get_peft_model(OneModel(text, other), config)
+    assert {"SL101", "SL102", "SL103", "SL104", "SL120", "SL121"}.isdisjoint(codes(model.train(), STEP))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert "SL120" not in codes(model, STEP.replace(gradient_checkpointing=True))

@@ -1,0 +1,98 @@
+"""``MemoryForecast.suggestions``: changes that take less, each forecast as its own call is, listed by their cost."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+from safe_loading import ArgumentError, MemoryForecast, Spread, Workload, predict_memory
+from safe_loading._memory.forecast.report import Suggestion
+from safe_loading._memory.forecast.suggestions import suggestions_table
+
+CONFIG = LlamaConfig(
+    vocab_size=128,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    dtype="bfloat16",
+)
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+STEP = Workload.train(4, 256, adapter=LORA)
+_FIELDS = tuple(vars(Workload.weights_only()))
+
+
+def changed(forecast: MemoryForecast, suggestion: Suggestion) -> MemoryForecast:
+    """Return the forecast of a call in which the arguments are written as the suggestion says."""
+    names: dict[str, Any] = {"Spread": Spread, "BitsAndBytesConfig": BitsAndBytesConfig, "torch": torch}
+    arguments: Mapping[str, Any] = eval(f"dict({suggestion.change})", names)
+    step = {name: value for name, value in arguments.items() if name in _FIELDS}
+    step |= {"sequence_length": arguments["context_length"]} if "context_length" in arguments else {}
+    options = {name: value for name, value in arguments.items() if name not in {*_FIELDS, "context_length"}}
+    return predict_memory(CONFIG, forecast.workload.replace(**step), **options)
+
+
+def names_of(suggestions: tuple[Suggestion, ...]) -> list[str]:
+    return [suggestion.change.partition("=")[0] for suggestion in suggestions]
+
+
+def test_every_change_takes_less_and_is_forecast_as_it_is_written() -> None:
+    forecast = predict_memory(CONFIG, STEP)
+    found = forecast.suggestions(forecast.total_bytes - 1)
+    assert names_of(found) == [
+        "gradient_checkpointing",
+        "batch_size",
+        "optimizer",
+        "activation_offload",
+        "quantization_config",
+        "sequence_length",
+    ]
+    for suggestion in found:
+        assert suggestion.forecast.total_bytes < forecast.total_bytes
+        assert suggestion.forecast == changed(forecast, suggestion)
+        assert suggestion.fits is suggestion.forecast.fits(forecast.total_bytes - 1)
+    assert found[1].change == "batch_size=2, gradient_accumulation_steps=2"
+    assert "fits" in suggestions_table(found, "h100")
+
+
+def test_changes_that_are_not_enough_alone_are_tried_together() -> None:
+    forecast = predict_memory(CONFIG, STEP)
+    alone = forecast.suggestions(forecast.context_bytes + 1)
+    assert not any(suggestion.fits for suggestion in alone)
+    least = min(suggestion.forecast.total_bytes for suggestion in alone)
+    together = forecast.suggestions(least - 1)[-1]
+    assert together.fits
+    assert together.change.startswith("gradient_checkpointing=True, batch_size=1, gradient_accumulation_steps=4")
+    assert together.forecast == changed(forecast, together)
+
+
+def test_only_changes_that_apply_are_listed() -> None:
+    full = predict_memory(CONFIG, Workload.train(1, 64), attn_implementation="eager")
+    names = set(names_of(full.suggestions(full.context_bytes + 1)))
+    assert {"optimizer", "spread"} <= names
+    assert not {"quantization_config", "batch_size"} & names, "nf4 is not trained"
+    generation = predict_memory(CONFIG, Workload.generate(64, 512))
+    assert generation.suggestions(1) == (), "the context alone takes more"
+    assert names_of(generation.suggestions(generation.total_bytes - 1))[:2] == ["batch_size", "quantization_config"]
+
+
+def test_a_forecast_keeps_no_model_alive() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(CONFIG)
+    forecast = predict_memory(model, STEP)
+    assert "quantization_config" not in names_of(forecast.suggestions(forecast.total_bytes - 1)), (
+        "the model is built already"
+    )
+    del model
+    gc.collect()
+    for lost in (forecast, pickle.loads(pickle.dumps(forecast))):
+        assert lost == forecast
+        with pytest.raises(ArgumentError, match="does not know its model any more"):
+            lost.suggestions(1)

@@ -1,0 +1,186 @@
+"""The dtype of weights is what the load will have, and one that nothing names is said to be assumed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from models import QUANTIZABLE, SIZES, save_llama
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from safe_loading import Workload, meta_model, plan_device_map, predict_memory, smallest_limits
+from safe_loading._checkpoint.model_folder import ModelFolder
+from safe_loading._model.weights_dtype import dtype_on_disk, find_weights_dtype
+
+# What decides in the published config.json of each model: Qwen3-VL names the dtype in text_config alone, and gpt-oss
+# none at all.
+QWEN3_VL: dict[str, Any] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "text_config": {
+        **SIZES,
+        "dtype": "bfloat16",
+        "head_dim": 8,
+        "model_type": "qwen3_vl_text",
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_type": "default"},
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "deepstack_visual_indexes": [0],
+        "model_type": "qwen3_vl",
+    },
+}
+GPT_OSS: dict[str, Any] = {
+    **QUANTIZABLE,
+    "architectures": ["GptOssForCausalLM"],
+    "head_dim": 64,
+    "model_type": "gpt_oss",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+}
+LLAMA: dict[str, Any] = {**SIZES, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+CARD: dict[Any, Any] = {0: "1GB"}
+STEP = Workload.generate(1, 8)
+
+
+def folder_of(tmp_path: Path, config: dict[str, Any]) -> Path:
+    folder = tmp_path / "published"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def without_dtype(folder: Path) -> Path:
+    """Take the dtype out of a saved config."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def sizes(source: Any, **options: Any) -> list[int]:
+    """Return the bytes of the weights as a plan, a search and a model on meta count them."""
+    plan = plan_device_map(source, CARD, verify=False, **options)
+    limits = smallest_limits(source, [0], verify=False, **options)
+    on_meta = meta_model(source, **options)
+    return [plan.devices[0].used, int(limits[0]), sum(parameter.nbytes for parameter in on_meta.parameters())]
+
+
+def codes(source: Any, **options: Any) -> set[str]:
+    return {finding.code for finding in plan_device_map(source, CARD, verify=False, **options).findings}
+
+
+def test_a_dtype_in_the_text_config_alone_is_that_of_the_weights(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, QWEN3_VL)
+    halved, whole = meta_model(folder, dtype="bfloat16"), meta_model(folder, dtype="float32")
+    assert sum(p.nbytes for p in halved.parameters()) * 2 == sum(p.nbytes for p in whole.parameters())
+    assert sizes(folder) == sizes(folder, dtype="bfloat16")
+    assert sizes(folder) == sizes(folder, dtype="auto")
+    assert "dtype-assumed" not in codes(folder)
+    asked, found = (predict_memory(folder, STEP, **kind) for kind in ({"dtype": "bfloat16"}, {}))
+    assert found.allocated_peak_bytes == asked.allocated_peak_bytes
+    assert not any("assumed" in note for note in found.notes)
+
+
+def test_parts_that_differ_decide_nothing(tmp_path: Path) -> None:
+    vision = {**QWEN3_VL["vision_config"], "dtype": "float16"}
+    folder = folder_of(tmp_path, {**QWEN3_VL, "vision_config": vision})
+    assert "dtype-assumed" in codes(folder)
+    assert sizes(folder) == sizes(folder, dtype="float32")
+
+
+def test_a_quantization_that_computes_in_16_bits_says_what_the_rest_is_in(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, GPT_OSS)
+    found, asked = (plan_device_map(folder, CARD, verify=False, dtype=dtype) for dtype in (None, "bfloat16"))
+    assert found.devices[0].used == asked.devices[0].used
+    assert "dtype-assumed" not in codes(folder)
+    forecasts = [predict_memory(folder, STEP, capability=(9, 0), dtype=dtype) for dtype in (None, "bfloat16")]
+    assert forecasts[0].allocated_peak_bytes == forecasts[1].allocated_peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["folder", "hub id", "config of the folder"])
+def test_weights_that_are_here_say_their_dtype(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = without_dtype(save_llama(tmp_path / "saved", torch.bfloat16))
+    source: Any = saved
+    if kind == "hub id":
+        source = cached(saved, tmp_path / "cache", monkeypatch)
+    elif kind == "config of the folder":
+        source = AutoConfig.from_pretrained(saved)
+    loaded = AutoModelForCausalLM.from_pretrained(saved)
+    assert loaded.dtype == torch.bfloat16
+    parameters, buffers = (sum(t.nbytes for t in tensors()) for tensors in (loaded.parameters, loaded.buffers))
+    assert sizes(source) == [parameters + buffers, parameters + buffers, parameters]
+    assert "dtype-assumed" not in codes(source)
+    asked, found = (predict_memory(source, STEP, **kind) for kind in ({"dtype": "bfloat16"}, {}))
+    assert found.allocated_peak_bytes == asked.allocated_peak_bytes
+
+
+def cached(saved: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Lay a folder into a cache as huggingface_hub does, links to blobs included, and return its id."""
+    root = cache / "models--org--tiny"
+    snapshot, blobs = root / "snapshots" / ("a" * 40), root / "blobs"
+    for folder in (snapshot, blobs, root / "refs"):
+        folder.mkdir(parents=True)
+    (root / "refs" / "main").write_text(snapshot.name)
+    for path in saved.iterdir():
+        path.rename(blobs / path.name)
+        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", path.name))
+        path.write_bytes((blobs / path.name).read_bytes())
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return "org/tiny"
+
+
+def test_the_config_goes_before_the_headers_as_in_the_load(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "saved", torch.bfloat16)
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "float16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.float16
+    assert meta_model(folder).dtype == torch.float16
+
+
+def test_codes_in_8_bits_are_no_dtype_of_a_model(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(4, dtype=torch.float8_e4m3fn), "b": torch.zeros(4, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert dtype_on_disk(ModelFolder(tmp_path)) == torch.bfloat16
+
+
+def test_a_dtype_that_nothing_names_is_said_to_be_assumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = folder_of(tmp_path, LLAMA)
+    (found,) = (f for f in plan_device_map(folder, CARD, verify=False).findings if f.code == "dtype-assumed")
+    assert "float32 is assumed" in found.message
+    assert found.severity == "warning"
+    assert any("float32 is assumed" in note for note in predict_memory(folder, STEP).notes)
+    assert "dtype-assumed" in codes(AutoConfig.from_pretrained(folder))
+    with caplog.at_level(logging.WARNING, logger="safe_loading"):
+        assert meta_model(folder).dtype == torch.float32
+    assert "float32 is assumed" in caplog.text
+
+
+def test_the_advice_of_an_assumed_dtype_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = folder_of(tmp_path, LLAMA)
+    (found,) = (f for f in plan_device_map(folder, CARD, verify=False).findings if f.code == "dtype-assumed")
+    assert found.fix == 'pass dtype=, such as "bfloat16", or pass the folder with its weights.'
+    assert "dtype-assumed" not in codes(folder, dtype="bfloat16")
+    assert "dtype-assumed" not in codes(without_dtype(save_llama(tmp_path / "saved", torch.bfloat16)))
+    with caplog.at_level(logging.WARNING, logger="safe_loading"):
+        assert meta_model(folder, dtype="bfloat16").dtype == torch.bfloat16
+    assert "assumed" not in caplog.text
+
+
+def test_a_config_made_by_hand_has_the_dtype_that_from_config_gives_it() -> None:
+    config = LlamaConfig(**SIZES)
+    assert find_weights_dtype(None, config) == (torch.float32, None)
+    assert AutoModelForCausalLM.from_config(config).dtype == torch.float32

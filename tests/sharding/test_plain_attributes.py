@@ -1,0 +1,116 @@
+"""Plain attributes on meta are found before the wrap, wherever a module keeps them, and nothing else is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from fsdp_cases import whole
+from tiny_models import causal_lm_classes, image_text_classes, tiny_config
+from torch import nn
+
+from safe_loading import SafeLoadingError, meta_model, wrap_fsdp_meta_safe
+from safe_loading._sharding.plain_attributes import refuse_attributes_on_meta
+
+EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
+SAMPLE = random.Random(34).sample(EVERY, 6)
+
+
+def table() -> torch.Tensor:
+    """As Llama's first public code has it."""
+    angles = torch.outer(torch.arange(6.0), 1 / 10000 ** (torch.arange(0, 8, 2) / 8))
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+        self.tables = {"long": [table(), (table(),)], "short": None}
+
+
+class Rotary(nn.Module):
+    def __init__(self, *, as_buffer: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        if as_buffer:
+            self.register_buffer("freqs", table(), persistent=False)
+        else:
+            self.freqs = table()
+
+    def reset_buffers(self) -> None:
+        self.freqs = table()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.view_as_real(torch.view_as_complex(layer(x).view(6, 4, 2)) * self.freqs).flatten(1)
+        return x
+
+
+def on_meta(make: Callable[[], Any]) -> Any:
+    with torch.device("meta"):
+        return make()
+
+
+def test_each_one_is_named(one_rank: None) -> None:
+    model = on_meta(lambda: nn.ModuleDict({"first": Rotary(), "blocks": nn.ModuleList([Block()])}))
+    with pytest.raises(SafeLoadingError) as refused:
+        wrap_fsdp_meta_safe(model, {})
+    named = [line.strip(" -") for line in str(refused.value).splitlines() if " of " in line]
+    assert named == [
+        "first.freqs: complex64[6, 4] of Rotary",
+        "blocks.0.tables['long'][0]: complex64[6, 4] of Block",
+        "blocks.0.tables['long'][1][0]: complex64[6, 4] of Block",
+    ]
+
+
+def assigned() -> Any:
+    model = on_meta(Rotary)
+    model.freqs = table()
+    return model
+
+
+@pytest.mark.parametrize("make", [assigned, lambda: on_meta(lambda: Rotary(as_buffer=True))])
+def test_the_model_computes_once_the_advice_is_taken(one_rank: None, make: Callable[[], Any]) -> None:
+    one = Rotary()
+    with pytest.raises(SafeLoadingError, match=r"Assign their values on every rank before the call; or make them buf"):
+        wrap_fsdp_meta_safe(on_meta(Rotary), one.state_dict())
+    model = wrap_fsdp_meta_safe(make(), one.state_dict())
+    x = torch.linspace(-1, 1, 48).view(6, 8)
+    assert torch.equal(whole(model(x)), one(x))
+
+
+def scaled() -> Any:
+    return nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 4)))
+
+
+def recurrent() -> Any:
+    return nn.Sequential(nn.LSTM(4, 4), nn.utils.weight_norm(nn.LSTM(4, 4), "weight_hh_l0"))
+
+
+def pruned() -> Any:
+    from torch.nn.utils import prune
+
+    layer = nn.Linear(4, 4)
+    prune.identity(layer, "weight")  # type: ignore[no-untyped-call]  # torch annotates nothing here
+    return layer
+
+
+@pytest.mark.parametrize("make", [scaled, recurrent, pruned])
+def test_what_torch_computes_before_each_forward_is_not_refused(make: Callable[[], Any]) -> None:
+    refuse_attributes_on_meta(on_meta(make))
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_no_class_of_transformers_is_refused(name: str) -> None:
+    refuse_attributes_on_meta(meta_model(tiny_config(name), getattr(transformers, name), torch.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*EVERY} - {*SAMPLE}))
+def test_none_of_all_classes_is_refused(name: str) -> None:
+    test_no_class_of_transformers_is_refused(name)

@@ -1,0 +1,28 @@
+"""Every cell of the table on packed bases, at two widths: rows of two blocks, and of four."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+import packed_table
+from packed import PACKINGS
+
+if not packed_table.PAGE.is_file():
+    pytest.skip("the tests run without the project's docs", allow_module_level=True)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("width", [128, 256])
+@pytest.mark.parametrize("kind", PACKINGS)
+def test_the_row_of_a_packing_is_that_of_the_page(tmp_path: Path, kind: str, width: int) -> None:
+    assert packed_table.row(tmp_path, kind, width) == packed_table.in_page()[kind], (
+        "run PYTHONPATH=tests python -m tests.packed_table --write"
+    )
+
+
+def test_the_page_has_no_other_rows() -> None:
+    assert packed_table.in_page().keys() == PACKINGS.keys()
