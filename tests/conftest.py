@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 from rank_server import MODULES, RankServer
 from torchrun import SHARED
 
@@ -55,6 +56,11 @@ LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_", "PALS_", "SL
 for _name in list(os.environ):
     if _name in LAUNCHER_NAMES or _name.startswith(LAUNCHER_PREFIXES):
         del os.environ[_name]
+
+
+# The same examples in each run, so that none fails by chance. `--hypothesis-profile default` looks for others.
+settings.register_profile("same-examples", derandomize=True, database=None)
+settings.load_profile("same-examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:

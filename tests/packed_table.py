@@ -90,15 +90,17 @@ def _merge_after_a_forward(bench: PackedBench) -> str:
 def _merged(bench: PackedBench, *, forward: bool) -> str:
     """Merge with ``dequantize=True``: the exact sum of the decoded weight and the update, rounded once."""
     model: Any = load_peft_on_rank(bench.adapter, bench.base)
-    if forward:
-        _logits(model)
-    layers = dict(model.base_model.model.named_modules())
     path = "model.layers.1.mlp.down_proj"
-    layer = layers[path]
+    layer = dict(model.base_model.model.named_modules())[path]
     update = (
         layer.scaling["default"] * layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
     )
-    values = _decoded(layers[path].base_layer)
+    values = _decoded(layer.base_layer)
+    if forward:
+        _logits(model)
+        if getattr(getattr(layer.base_layer.weight, "quant_state", None), "packing_format_for_cpu", False):
+            # a CPU with AVX-512: the codes are in another order now, and the scales in bfloat16
+            values = _decoded(dict(load(bench.base).named_modules())[path], torch.bfloat16)
     merged: Any = merge_lora_inplace(model, dequantize=True)
     weight = dict(merged.named_modules())[path].weight
     step = torch.finfo(weight.dtype).eps * (values + update).abs()
@@ -108,7 +110,7 @@ def _merged(bench: PackedBench, *, forward: bool) -> str:
     return "exact"
 
 
-def _decoded(layer: Any) -> torch.Tensor:
+def _decoded(layer: Any, scales_dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Decode a weight by the definition of its format, one element at a time, in float64."""
     if type(layer.weight).__name__ == "Int8Params":
         scales = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB  # moved there by a forward
@@ -119,6 +121,7 @@ def _decoded(layer: Any) -> torch.Tensor:
     if state.nested:
         outer = state.state2.absmax.double().repeat_interleave(state.state2.blocksize)[: scales.numel()]
         scales = state.state2.code.double()[state.absmax.long()] * outer + state.offset.double()
+    scales = scales.to(scales_dtype).double()
     values = state.code.double()[torch.stack([codes >> 4, codes & 15], 1).view(-1).long()]
     return (values * scales.repeat_interleave(state.blocksize)).view(state.shape)
 

@@ -67,7 +67,8 @@ def test_a_whole_folder_works_in_every_verb(folders: Any, tmp_path: Path, kind: 
     with torch.no_grad():
         assert torch.equal(ours(TOKENS).logits, plain.eval()(TOKENS).logits)
     merge_lora_checkpoint(base, adapter, tmp_path / "out", dequantize=True)
-    expected = merge_lora_inplace(ours, dequantize=True).state_dict()
+    # of another load: bitsandbytes' first forward rounds the scales to bfloat16 on CPUs with AVX-512
+    expected = merge_lora_inplace(load_peft_on_rank(adapter, base), dequantize=True).state_dict()
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == expected.keys() - ({"lm_head.weight"} - written.keys())
     for name, tensor in written.items():

@@ -130,7 +130,7 @@ def test_requantized_by_peft_with_what_that_rounds_away(kind: str) -> None:
         error = (stands_for(layer) - value - delta).norm() / delta.norm()
         assert 0 < error < 0.35, error
     findings = {finding.code: finding for finding in merged.merge_report.findings}
-    assert set(findings) == {"merged-by-peft", "requantized"}
+    assert set(findings) - {"codes-reordered"} == {"merged-by-peft", "requantized"}  # that one on CPUs with AVX-512
     assert "% of what the adapters add" in findings["requantized"].message
 
 

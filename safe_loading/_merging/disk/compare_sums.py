@@ -59,9 +59,9 @@ class Block:
 
     def outside(self, exact: torch.Tensor, error: torch.Tensor, *, limited: bool = False) -> torch.Tensor:
         """Return which of the folder's values are no number within ``error`` of the exact one, rounded to nearest."""
-        low, high = (self.rounded(end, limited=limited) for end in (exact - error, exact + error))
-        outside = ~((self.merged >= low) & (self.merged <= high))
-        return outside if self.codes is None else outside | (exact.abs() - error > self.codes.most)
+        inside = self.merged >= self.rounded(exact - error, limited=limited)
+        inside &= self.merged <= self.rounded(exact + error, limited=limited)
+        return ~inside if self.codes is None else ~inside | (exact.abs() - error > self.codes.most)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,9 +178,10 @@ class Sums:
             if dtype is not block.dtype:
                 narrow = dataclasses.replace(bound, dtype=dtype)
                 error = narrow.error(block.first // width, base.view(-1, width), exact.view(-1, width)).view(-1)
-                low, high = (_rounded(_rounded(ends, dtype), block.dtype) for ends in (exact - error, exact + error))
-                wrong = ~((merged >= low) & (merged <= high)) | _rounded(merged, dtype).ne(merged)
-                self.not_narrow[dtype] = self.not_narrow.get(dtype, 0) + int(wrong.sum())
+                inside = merged >= _rounded(_rounded(exact - error, dtype), block.dtype)
+                inside &= merged <= _rounded(_rounded(exact + error, dtype), block.dtype)
+                inside &= _rounded(merged, dtype).eq(merged)
+                self.not_narrow[dtype] = self.not_narrow.get(dtype, 0) + int((~inside).sum())
 
     def _note(self, block: Block, outside: torch.Tensor, columns: int) -> None:
         """Keep the place of the first element, and the numbers of the first rows."""

@@ -24,7 +24,7 @@ from .output_plan import TensorPlan
 from .thread_buffers import BLOCK_BYTES, Buffers
 from .write_tensors import Change, TensorWriter
 
-_ELEMENTS = 1 << 16  # that are compared at once where they differ
+_ELEMENTS = 1 << 15  # that are compared at once where they differ
 
 
 @dataclasses.dataclass(frozen=True)
