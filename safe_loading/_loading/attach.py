@@ -316,7 +316,7 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
     """Let peft build the adapter's modules, and pair the file's tensors with them."""
     base = base_of(model)
     # Taken before the injection, which may replace these modules by an adapter's copies of them.
-    embeddings = [weight for weight in embeddings_and_head_of(base).weights if weight is not None]
+    embeddings = [weight for weight in embeddings_and_head_of(base).own_weights if weight is not None]
     config = adapter.config
     refuse_costly_patterns(config, base, adapter.facts.config_file)
     prompts = config.is_prompt_learning

@@ -20,6 +20,11 @@ class EmbeddingsAndHead(NamedTuple):
         """Their weights; of a tuner's layer, the weight of the layer that it wraps."""
         return _weight(self.embeddings), _weight(self.head)
 
+    @property
+    def own_weights(self) -> tuple[torch.Tensor | None, ...]:
+        """The base's own weights: of a module of which adapters have copies, that of the module itself."""
+        return tuple(_weight(getattr(module, "original_module", module)) for module in self)
+
 
 def embeddings_and_head_of(model: object) -> EmbeddingsAndHead:
     """Return the embeddings and the head of a transformers model, and None twice for any other object."""

@@ -38,13 +38,13 @@ def resized(base: Path, rows: int, **options: Any) -> Any:
     return model
 
 
-def save_resized(folder: Path, base: Path, rows: int, layout: str, *, tied: bool) -> Path:
+def save_resized(folder: Path, base: Path, rows: int, layout: str, *, tied: bool, alpha: int = 8) -> Path:
     larger = SimpleNamespace(from_pretrained=lambda path, **options: resized(path, rows, **options))
     config = dict(LAYOUTS[layout])
     if tied and "modules_to_save" in config:
         config |= {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
     options: Any = {"auto_class": larger, **config}
-    return save_adapter(folder, base, **options)
+    return save_adapter(folder, base, lora_alpha=alpha, **options)
 
 
 @pytest.mark.parametrize("rows", [110, 90])
@@ -108,3 +108,41 @@ def test_a_tokenizer_with_words_beyond_the_rows_is_told(tmp_path: Path, name: st
     assert "tokenizer-ids" not in {finding.code for finding in check_checkpoint(saved).findings}
     (saved / name).write_text(json.dumps(files[name]))
     assert "tokenizer-ids" in {finding.code for finding in check_checkpoint(saved).findings}
+
+
+@pytest.mark.parametrize("rows", [110, 90])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_later_adapter_of_another_vocabulary_is_refused_with_a_road(
+    tmp_path: Path, layout: str, tied: bool, rows: int
+) -> None:
+    """The base has the vocabulary of the adapter that is there, which a later one cannot change."""
+    base = save_llama(tmp_path / "base", tie_word_embeddings=tied)
+    first = save_adapter(tmp_path / "first", base, seed=1)
+    later = save_resized(tmp_path / "later", base, rows, layout, tied=tied)
+    model: Any = load_peft_on_rank(first, base)
+    before = logits(model)
+    with pytest.raises(AdapterError, match=rf"call base\.resize_token_embeddings\({rows}\)"):
+        load_adapter_on_rank(model, later, "later")
+    assert torch.equal(logits(model), before)
+    # the road, with the new rows of its own file
+    expected = logits(PeftModel.from_pretrained(resized(base, rows), str(later)))
+    model = load_peft_on_rank(first, resized(base, rows))
+    load_adapter_on_rank(model, later, "later")
+    model.set_adapter("later")
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_later_adapter_of_the_first_ones_vocabulary_is_loaded(tmp_path: Path, layout: str) -> None:
+    tied = layout == "a LoRA of the embeddings"  # whose file lacks the new rows of a head of its own
+    base = save_llama(tmp_path / "base", tie_word_embeddings=tied)
+    first = save_resized(tmp_path / "first", base, 110, layout, tied=tied)
+    later = save_resized(tmp_path / "later", base, 110, layout, tied=tied, alpha=32)
+    expected = [logits(PeftModel.from_pretrained(resized(base, 110), str(adapter))) for adapter in (first, later)]
+    assert not torch.equal(*expected)
+    model: Any = load_peft_on_rank(first, base)
+    load_adapter_on_rank(model, later, "later")
+    assert torch.equal(logits(model), expected[0])
+    model.set_adapter("later")
+    assert torch.equal(logits(model), expected[1])
