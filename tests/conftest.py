@@ -58,6 +58,10 @@ for _name in list(os.environ):
         del os.environ[_name]
 
 
+# A job in the background of a shell ignores Ctrl-C, which the tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # The same examples in each run, so that none fails by chance. `--hypothesis-profile default` looks for others.
 settings.register_profile("same-examples", derandomize=True, database=None)
 settings.load_profile("same-examples")
