@@ -192,8 +192,8 @@ def reordering_findings(model: nn.Module) -> list[Finding]:
         return []
     message = (
         f"the first forward on this CPU (AVX-512) puts the codes of {counted(len(paths), 'layer')} into an order that "
-        f"bitsandbytes reads wrongly itself: what save_pretrained, merge_and_unload, unmerge_adapter and a DoRA read "
-        f"afterwards is something else."
+        f"bitsandbytes reads wrongly itself, and rounds their scales to bfloat16: what save_pretrained, "
+        f"merge_and_unload, unmerge_adapter and a DoRA read afterwards is something else."
     )
     fix = "merge with merge_lora_inplace, which reads that order, and save right after it, before a forward."
     return [Finding("codes-reordered", "warning", paths[0], message, fix)]
