@@ -1,18 +1,20 @@
 """Adapters of MLX (``mlx_lm.lora``), told and turned into the config of a LoRA of peft. Imports no torch.
 
 Its ``adapters.safetensors`` holds ``lora_a`` (columns, rank) and ``lora_b`` (rank, rows) of each layer, which add
-``scale * (lora_a @ lora_b).T`` to the weight: peft's factors, transposed, with ``lora_alpha = scale * rank``.
+``scale * (lora_a @ lora_b).T`` to the weight: peft's factors, transposed, with ``lora_alpha = scale * rank``. A DoRA
+has the magnitudes ``m`` (rows) as well, by which it multiplies the rows of the sum, over their norms, as peft does.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from safe_loading._core.protocols import JsonObject
 
 MLX_WEIGHTS = "adapters.safetensors"
 MLX_FACTOR = re.compile(r"(?P<path>.+)\.lora_(?P<factor>[ab])")
+MLX_MAGNITUDE = re.compile(r"(?P<path>.+)\.m")
 _FUSE = "fuse it with mlx_lm.fuse, and pass the folder that this writes as the model"
 
 
@@ -23,8 +25,8 @@ def is_mlx(config: Mapping[str, object]) -> bool:
 
 def mlx_problems(config: Mapping[str, object], shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Return the problems of an adapter of MLX that is to be read as a LoRA of peft, each with a way around it."""
-    kind = config.get("fine_tune_type", "dora" if config.get("use_dora") else "lora")
-    if kind != "lora":
+    kind = _kind_of(config)
+    if kind not in ("lora", "dora"):
         return [f"it is an adapter of MLX, with fine_tune_type {kind!r:.80}; {_FUSE}"]
     found = config.get("lora_parameters")
     parameters: Mapping[str, object] = found if isinstance(found, Mapping) else {}
@@ -40,11 +42,19 @@ def mlx_problems(config: Mapping[str, object], shapes: Mapping[str, Sequence[int
             f"releases of mlx_lm read differently; write the scale that it was trained with, {scale} or "
             f"{scale} * {alpha} / {rank}, and remove alpha"
         )
-    wrong = [name for name, shape in shapes.items() if not MLX_FACTOR.fullmatch(name) or len(shape) != 2]
+    factors = {name for name, shape in shapes.items() if MLX_FACTOR.fullmatch(name) and len(shape) == 2}
+    known = factors | (_magnitudes(shapes) if kind == "dora" else set())
+    wrong = [name for name in shapes if name not in known]
     if wrong:
         problems.append(
             f"it is an adapter of MLX with {len(wrong)} tensors that are no factors of a linear layer, such as "
             f"{wrong[0]!r:.200}; {_FUSE}"
+        )
+    without = [path for path in _paths(shapes) if kind == "dora" and f"{path}.m" not in shapes]
+    if without:
+        problems.append(
+            f"it is a DoRA of MLX, and lacks the magnitudes (m) of {len(without)} layers, such as {without[0]!r:.200}; "
+            f"copy adapters.safetensors again, or {_FUSE}"
         )
     return problems
 
@@ -53,7 +63,6 @@ def peft_config_of(config: JsonObject, shapes: Mapping[str, Sequence[int]]) -> J
     """Return the config of the LoRA of peft that an adapter of MLX without problems is."""
     parameters = config["lora_parameters"]
     rank, scale = parameters["rank"], parameters["scale"]
-    paths = dict.fromkeys(match["path"] for name in shapes if (match := MLX_FACTOR.fullmatch(name)))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -61,5 +70,19 @@ def peft_config_of(config: JsonObject, shapes: Mapping[str, Sequence[int]]) -> J
         "r": rank,
         "lora_alpha": scale * rank,
         "lora_dropout": parameters.get("dropout") or 0.0,
-        "target_modules": list(paths),
+        "target_modules": _paths(shapes),
+        "use_dora": _kind_of(config) == "dora",
     }
+
+
+def _kind_of(config: Mapping[str, object]) -> object:
+    return config.get("fine_tune_type", "dora" if config.get("use_dora") else "lora")
+
+
+def _paths(names: Iterable[str]) -> list[str]:
+    """Return the paths of the layers that have factors, each once."""
+    return list(dict.fromkeys(match["path"] for name in names if (match := MLX_FACTOR.fullmatch(name))))
+
+
+def _magnitudes(shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    return {name for path in _paths(shapes) if len(shapes.get(name := f"{path}.m", ())) == 1}

@@ -14,7 +14,7 @@ from safe_loading._checkpoint.copy_bytes import read_into
 from safe_loading._checkpoint.faults import fault, note
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.header import Header, TensorInfo
-from safe_loading._checkpoint.mlx import MLX_FACTOR
+from safe_loading._checkpoint.mlx import MLX_FACTOR, MLX_MAGNITUDE
 from safe_loading._core.report import Finding
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.tensor_values import as_buffer, value_range
@@ -61,13 +61,14 @@ def digest_of(facts: AdapterFolder, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _of_mlx(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the factors of MLX as peft has them: transposed."""
-    matches = {name: MLX_FACTOR.fullmatch(name) for name in tensors}
-    return {
-        f"{match['path']}.lora_{match['factor'].upper()}.weight": tensors[name].t().contiguous()
-        for name, match in matches.items()
-        if match is not None
-    }
+    """Return the factors of MLX as peft has them, transposed, and the magnitudes of a DoRA."""
+    found = {}
+    for name, tensor in tensors.items():
+        if match := MLX_FACTOR.fullmatch(name):
+            found[f"{match['path']}.lora_{match['factor'].upper()}.weight"] = tensor.t().contiguous()
+        elif match := MLX_MAGNITUDE.fullmatch(name):
+            found[f"{match['path']}.lora_magnitude_vector"] = tensor
+    return found
 
 
 def _read(header: Header) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_checkpoint/mlx.py": {
         "write the scale that it was trained": "loading/test_mlx.py::"
         "test_a_scale_of_an_unknown_release_is_written_as_it_was",
+        "copy adapters.safetensors again": "loading/test_mlx.py::test_a_dora_without_magnitudes_is_named",
     },
     "_checkpoint/adapter_folder.py": {
         "pass adapter_subfolder=": "loading/test_load_advice.py::test_an_adapter_in_a_subfolder_is_named",

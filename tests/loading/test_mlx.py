@@ -35,8 +35,11 @@ def save_mlx(folder: Path, base: Path, **changes: Any) -> tuple[Path, Tensors]:
         rows, columns = truth[f"{path}.weight"].shape
         a, b = torch.randn(columns, RANK) / 8, torch.randn(RANK, rows) / 8
         tensors |= {f"{path}.lora_a": a, f"{path}.lora_b": b}
-        delta = (SCALE * b.double().T) @ a.double().T
-        truth[f"{path}.weight"] = (truth[f"{path}.weight"].double() + delta).float()
+        merged = truth[f"{path}.weight"].double() + (SCALE * b.double().T) @ a.double().T
+        if changes.get("fine_tune_type") == "dora":
+            magnitudes = tensors[f"{path}.m"] = torch.rand(rows) + 0.5
+            merged *= (magnitudes.double() / merged.norm(dim=1))[:, None]
+        truth[f"{path}.weight"] = merged.float()
     folder.mkdir()
     save_file(tensors, folder / "adapters.safetensors", metadata={"format": "mlx"})
     config = {"fine_tune_type": "lora", "model": str(base), "num_layers": 2, "train": True}
@@ -51,9 +54,10 @@ def assert_is(folder: Path, truth: Tensors) -> None:
     assert max(float((found[name] - value).abs().max()) for name, value in truth.items()) < 1e-6
 
 
-def test_an_adapter_of_mlx_is_checked_loaded_and_merged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_adapter_of_mlx_is_checked_loaded_and_merged(tmp_path: Path, kind: str) -> None:
     base = save_llama(tmp_path / "base")
-    adapter, truth = save_mlx(tmp_path / "adapter", base)
+    adapter, truth = save_mlx(tmp_path / "adapter", base, fine_tune_type=kind)
     assert check_checkpoint(adapter).ok
     merge_lora_checkpoint(base, adapter, tmp_path / "merged")
     assert_is(tmp_path / "merged", truth)
@@ -71,8 +75,7 @@ def test_an_adapter_of_mlx_is_checked_loaded_and_merged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"fine_tune_type": "dora"}, r"MLX, with fine_tune_type 'dora'; fuse it with mlx_lm\.fuse"),
-        ({"fine_tune_type": "full"}, r"fuse it with mlx_lm\.fuse"),
+        ({"fine_tune_type": "full"}, r"MLX, with fine_tune_type 'full'; fuse it with mlx_lm\.fuse"),
         ({"lora_parameters": {"rank": "8"}}, r"which must be numbers; fuse it with mlx_lm\.fuse"),
     ],
     ids=str,
@@ -82,6 +85,20 @@ def test_what_is_no_plain_lora_of_mlx_is_named(tmp_path: Path, tiny_llama: Path,
     with pytest.raises(AdapterError, match=said):
         load_peft_on_rank(adapter, tiny_llama)
     assert [finding.code for finding in check_checkpoint(adapter).findings] == ["adapter-config"]
+
+
+def test_a_dora_without_magnitudes_is_named(tmp_path: Path, tiny_llama: Path) -> None:
+    adapter, _ = save_mlx(tmp_path / "adapter", tiny_llama, fine_tune_type="dora")
+    tensors = load_file(adapter / "adapters.safetensors")
+    del tensors["model.layers.2.mlp.down_proj.m"]
+    save_file(tensors, adapter / "adapters.safetensors")
+    with pytest.raises(
+        AdapterError, match=r"lacks the magnitudes \(m\) of 1 layers, such as 'model\.layers\.2\.mlp\.d"
+    ):
+        load_peft_on_rank(adapter, tiny_llama)
+    save_mlx(tmp_path / "again", tiny_llama, fine_tune_type="dora")
+    (tmp_path / "again" / "adapters.safetensors").replace(adapter / "adapters.safetensors")  # the advice
+    load_peft_on_rank(adapter, tiny_llama)
 
 
 def test_tensors_that_are_no_factors_are_named(tmp_path: Path, tiny_llama: Path) -> None:
