@@ -57,6 +57,7 @@ def plan(row: Row, cards: int) -> DeviceMapPlan:
         "attn_implementation": row.attention,
         "auto_class": getattr(transformers, model.kind),
         "quantization_config": quantization(row),
+        "prepare_for_kbit": "peft",  # as `load` does
     }
     request = plan_request(config, dict.fromkeys(range(cards), UNLIMITED // 2), **options)
     search = LimitSearch(request, list(range(cards)))
