@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -241,8 +241,8 @@ def class_assumed(config: PreTrainedConfig, built: torch.nn.Module, *, trust_rem
     if trust_remote_code or not names or any(_can_build(getattr(transformers, name, None)) for name in names):
         return None
     message = (
-        f"transformers has no {' or '.join(names)}, which the config names; {type(built).__name__} is taken, as the "
-        f"auto classes take it for the model type {config.model_type!r}."
+        f"transformers has no {' or '.join(names)}, which the config names; {type(built).__name__} is taken, "
+        f"which is of the model type {config.model_type!r}: where the two differ, so do their sizes."
     )
     fix = (
         "pass auto_class= for another class, or trust_remote_code=True for the repository's own once you have read it."
@@ -265,9 +265,26 @@ def class_in_config(config: PreTrainedConfig, *, trust_remote_code: bool) -> Mod
         if known and isinstance(reference, str) and reference.rpartition(".")[2] in names:
             of_code = getattr(transformers, auto_class)
             break
+    if trust_remote_code:
+        return of_code or own
     # Untrusted code does not run, and the auto class that it was written for may not know the class of transformers
     # that took its place, or know it without its head.
-    return (of_code or own) if trust_remote_code else (own or of_code)
+    return own or _of_the_same_head(config, names) or of_code
+
+
+def _of_the_same_head(config: PreTrainedConfig, names: Iterable[str]) -> ModelClass | None:
+    """Return the class for the config's type whose name ends as the named ones do, in ForCausalLM for example.
+
+    Code of a repository may spell its classes otherwise than transformers (KimiK25ForConditionalGeneration).
+    """
+    heads = {name[name.rindex("For") :] for name in names if "For" in name}
+    for auto_class in (*_WITH_ENCODER, *_AUTO_CLASSES):
+        mapping = getattr(getattr(transformers, auto_class, None), "_model_mapping", {})
+        found = mapping.get(type(config), ())
+        for kind in found if isinstance(found, tuple) else (found,):
+            if any(kind.__name__.endswith(head) for head in heads):
+                return kind
+    return None
 
 
 def _can_build(model_class: object) -> TypeGuard[ModelClass]:

@@ -7,7 +7,8 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from safe_loading._checkpoint.base_config import base_config_faults, quantization_findings
 from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG
@@ -15,6 +16,8 @@ from safe_loading._checkpoint.other_things import not_a_model
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._core.protocols import JsonObject
 from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound, SafeLoadingError
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def read_config(
@@ -45,12 +48,15 @@ def read_config(
             raise ArgumentError(
                 f"{path} names code of its repository, which runs only with trust_remote_code=True. Read it first."
             ) from error
-        if isinstance(error, ValueError) and "model_type" in str(error) and "model_type" not in document:
-            raise CheckpointError(
-                f"{path} has no model_type, so transformers cannot tell which model this is. Set it to the "
-                f'architecture, such as "llama".'
-            ) from error
+        if isinstance(error, ValueError) and (unknown := _unknown_type(document, str(error))):
+            raise CheckpointError(f"{path}{unknown}") from error
         raise CheckpointError(f"{path}: transformers refuses this config: {_one_line(error)}") from error
+    if ignored := _ignored_sizes(document, config):
+        raise CheckpointError(
+            f"{path}: transformers ignores {', '.join(ignored)}: {type(config).__name__} reads the sizes of its text "
+            f"model in {_text_part(config)!r}, which the file lacks. Take the checkpoint that was converted for "
+            f"transformers, or write these sizes there."
+        )
     return config
 
 
@@ -104,6 +110,45 @@ def building(config: PreTrainedConfig, what: object, folder: Path | None) -> Ite
             f"{where}: {getattr(what, '__name__', what)} cannot be built on meta from it: {_one_line(error)}. "
             f"Correct the config, or pass the class that it is for (auto_class=)."
         ) from error
+
+
+def _unknown_type(document: JsonObject, error: str) -> str | None:
+    """Return the sentence about a config that has no model type, or one of no class; None for another error."""
+    kind = document.get("model_type")
+    if kind is None and "model_type" in error:
+        if "architectures" in document or any(size in document for size in _SIZES):
+            what_to_do = 'Set it to the architecture, such as "llama".'
+        else:
+            what_to_do = (
+                "It has none of the fields of a model of transformers: it is another engine's (CTranslate2, for "
+                "example). Pass the folder that it was converted from."
+            )
+        return f" has no model_type, so transformers cannot tell which model this is. {what_to_do}"
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+        return (
+            f": transformers refuses this config: {transformers.__version__} does not know the model type "
+            f"{kind!r:.80}. Upgrade transformers if a newer one does; some models are known to other engines alone."
+        )
+    return None
+
+
+def _text_part(config: PreTrainedConfig) -> str | None:
+    """Return the name of the sub-config of a composite config's text model."""
+    parts = {name: getattr(config, name, None) for name in type(config).sub_configs}
+    return next((name for name in ("text_config", "llm_config") if parts.get(name) is not None), None)
+
+
+def _ignored_sizes(document: JsonObject, config: PreTrainedConfig) -> list[str]:
+    """Return the sizes at the top of a file that its class looks for in a sub-config, and so takes its defaults for."""
+    part = _text_part(config)
+    if part is None or part in document:
+        return []
+    taken = {name: getattr(getattr(config, part), name, None) for name in _SIZES}
+    return [
+        f"{name}={document[name]} (it takes {size})"
+        for name, size in taken.items()
+        if type(document.get(name)) is int and type(size) is int and document[name] != size
+    ]
 
 
 def _one_line(error: Exception) -> str:

@@ -16,9 +16,17 @@ import transformers
 from fake_hub import serve
 from models import save_llama
 from tiny_models import causal_lm_classes, image_text_classes, skip_unless_buildable, tiny_config
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedConfig,
+)
 
-from safe_loading import ArgumentError, CheckpointNotFound, meta_model, plan_device_map
+from safe_loading import ArgumentError, CheckpointError, CheckpointNotFound, meta_model, plan_device_map
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._loading.base_model import base_on_meta
 from safe_loading._model.meta_model import build_on_meta, class_in_config, class_to_build
@@ -231,6 +239,47 @@ def test_architectures_that_transformers_lacks_leave_the_type_of_the_model_to_de
     assert type(meta_model(config, "AutoModelForCausalLM")) is LlamaForCausalLM
     config.auto_map = {"AutoModel": "code.Inner"}
     assert type(meta_model(config)) is LlamaForCausalLM
+
+
+def test_a_class_that_a_repository_spells_otherwise_has_the_head_that_its_name_says() -> None:
+    """Kimi-K2.5: its auto_map names AutoModel first, whose class has no head."""
+    config = LlavaConfig(architectures=["LLaVA15ForConditionalGeneration"])
+    config.auto_map = {"AutoModel": "code.LLaVA15ForConditionalGeneration"}
+    assert class_to_build(config, None, trust_remote_code=False) is LlavaForConditionalGeneration
+    assert class_to_build(config, None, trust_remote_code=True) is transformers.AutoModel
+
+
+def test_sizes_that_a_class_would_ignore_are_refused_until_they_are_where_it_reads_them(tmp_path: Path) -> None:
+    """The original config of llava-v1.5-13b: transformers takes the sizes of the 7B model, without a word."""
+    document = {"architectures": ["LlavaLlamaForCausalLM"], "model_type": "llava", "torch_dtype": "float16"}
+    sizes = {"hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "vocab_size": 32000}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(document | sizes))
+    said = r"ignores hidden_size=5120 \(it takes 4096\), num_hidden_layers=40 .* in 'text_config', which the file lacks"
+    with pytest.raises(CheckpointError, match=said):
+        meta_model(tmp_path)
+    path.write_text(json.dumps(document | {"text_config": {"model_type": "llama", **sizes}}))  # the advice
+    assert meta_model(tmp_path).config.text_config.hidden_size == 5120
+    path.write_text(json.dumps(document | {"hidden_size": 4096, "num_hidden_layers": 32}))
+    meta_model(tmp_path)  # the original 7B: the defaults are its sizes
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"model_type": "janus_x", "hidden_size": 8}, "does not know the model type 'janus_x'. Upgrade"),
+        (
+            {"alignment_heads": [[1, 2]], "suppress_ids": [1]},
+            "another engine's .*Pass the folder that it was converted",
+        ),
+        ({"hidden_size": 8}, 'has no model_type.* Set it to the architecture, such as "llama"'),
+    ],
+    ids=["unknown", "CTranslate2", "none"],
+)
+def test_a_config_without_a_known_type_is_named(tmp_path: Path, document: dict[str, Any], said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=said):
+        meta_model(tmp_path)
 
 
 def test_a_class_taken_by_the_type_of_the_model_is_a_finding_that_its_name_ends() -> None:
