@@ -36,7 +36,7 @@ from .key_names import check_key_mapping
 from .match import Match, match_tensors
 from .move_modules import move_modules
 from .old_names import with_new_names
-from .peft_config import as_trained, build_config, refuse_costly_patterns
+from .peft_config import as_trained, build_config, refuse_costly_patterns, without_targets
 from .slots import AdapterSlot, RoutedTensors, new_slots, own_tensor, route
 from .starts import (
     BaseWatch,
@@ -157,13 +157,15 @@ def check_on_meta(
         if find_alike(model, adapter.facts, adapter.tensors, adapter.key_mapping):
             problems += errors_in(adapter.findings)
             continue
-        if not builds_on_meta(adapter.config):
-            continue  # needs the base's values; checked when it is attached
+        if not builds_on_meta(adapter.config):  # needs the base's values; its tensors are matched as it is attached
+            problems += [*errors_in(adapter.findings), *without_targets(adapter.config, base_of(meta_model))]
+            continue
         before = Snapshot(model)
         try:
             injection = _inject_and_match(model, _with_own_config(adapter), on_meta=True)
         except _NeedsValues:
             before.restore()
+            problems += errors_in(adapter.findings)
             continue
         except AdapterError as error:
             problems += error.problems or [str(error)]

@@ -14,6 +14,7 @@ from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._checkpoint.tokenizer_ids import rows_of, tokenizer_findings, words_in
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.log import quiet
+from safe_loading._core.names import method_name
 from safe_loading._core.protocols import ModelClass
 from safe_loading._core.report import Finding
 from safe_loading._model.layout.ties import untied_finding
@@ -21,10 +22,11 @@ from safe_loading._model.meta_model import class_to_build
 from safe_loading._ranks.rank_devices import rank_devices
 from safe_loading.errors import CheckpointError, CheckpointNotFound, SafeLoadingError
 
-from .attach import prepare
+from .attach import Adapter, prepare
 from .base_model import base_config
 from .load import BaseOnDisk, LoadOptions, check_before_load
 from .sources import BaseRequest, resolve_base
+from .starts import builds_on_meta
 
 _SAVE_AGAIN = "save it again with `save_pretrained`, copy or download the whole folder again, or correct its config"
 
@@ -54,19 +56,27 @@ def check_adapter(opened: ModelFolder, base_model: str | os.PathLike[str] | None
     The adapter is read, and attached to the base on meta. Nothing is downloaded.
     """
     config = opened.files.try_read(opened.path / ADAPTER_CONFIG)
-    if base_model is None and not isinstance(config, Finding) and not config.get("base_model_name_or_path"):
-        return LoadCheck("headers alone: it names no base; pass base_model=", [])
+    names_no_base = base_model is None and not isinstance(config, Finding) and not config.get("base_model_name_or_path")
+
+    def errors_of(adapter: Adapter) -> list[Finding]:
+        return [finding for finding in adapter.findings if finding.severity == "error"]
 
     def check() -> LoadCheck:
         facts = read_adapter(Resolved(str(opened.path), opened.path, None), folder=opened)
+        adapter = prepare("default", facts, is_trainable=False)
+        if names_no_base:
+            return LoadCheck("headers alone: it names no base; pass base_model=", errors_of(adapter))
         try:
             base = resolve_base(BaseRequest(base_model), facts, base_files({}), {"local_files_only": True})
         except CheckpointNotFound:
             if base_model is not None:
                 raise
-            return LoadCheck("headers alone: the base that it names is not on this machine; pass base_model=", [])
-        adapter = prepare("default", facts, is_trainable=False)
+            why = "headers alone: the base that it names is not on this machine; pass base_model="
+            return LoadCheck(why, errors_of(adapter))
         answer = _answer(checked := check_before_load(base, [adapter], _options(None)))
+        if checked.built_as is not None and not builds_on_meta(adapter.config):
+            method = method_name(adapter.config.peft_type)
+            answer = answer._replace(by=f"{answer.by}, which {method} needs the values of to be attached")
         own = {} if facts.header is None else facts.header.tensors
         rows = max(rows_of(own), rows_of(checked.opened.read_checkpoint().tensors))
         return answer._replace(

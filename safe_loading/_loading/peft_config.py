@@ -69,6 +69,24 @@ def refuse_costly_patterns(config: PeftConfig, model: torch.nn.Module, where: ob
         raise AdapterError(f"{where} holds patterns that peft cannot match with {type(base).__name__}:", problems)
 
 
+def without_targets(config: PeftConfig, base: torch.nn.Module) -> list[str]:
+    """Return the problem of an adapter of any method that lists target modules of which the base has none."""
+    targets = getattr(config, "target_modules", None)
+    if not targets or isinstance(targets, str):  # a pattern, or all linear layers
+        return []
+    # by their last words alone: the paths may be those of older transformers
+    if {_last_word(path) for path, _ in base.named_modules()} & set(map(_last_word, targets)):
+        return []
+    return [
+        f"{type(base).__name__} has none of the target_modules {sorted(targets)!r:.200} of the adapter's config. Pass "
+        f"the base that it was trained on."
+    ]
+
+
+def _last_word(path: str) -> str:
+    return next((part for part in reversed(path.split(".")) if not part.isdigit()), "")
+
+
 @contextlib.contextmanager
 def as_trained(config: PeftConfig) -> Iterator[None]:
     """While peft builds an adapter of this config, keep it from opening the tokenizer or file its training began with.

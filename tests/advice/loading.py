@@ -149,7 +149,12 @@ TAKEN: dict[str, dict[str, str]] = {
         "load the base, call attach_head": "wrapping/test_attach_head.py::"
         "test_a_head_of_several_layers_that_was_loaded_without_is_told",
     },
-    "_loading/peft_config.py": {"upgrade peft": _MENDED, "Upgrade peft": OUTSIDE},
+    "_loading/peft_config.py": {
+        "upgrade peft": _MENDED,
+        "Upgrade peft": OUTSIDE,
+        "Pass the base that it was trained on": "loading/test_check_as_load.py::"
+        "test_targets_of_another_base_are_named_before_it_is_read",
+    },
     "_loading/sources.py": {
         "look for the folders": LABEL,
         "read the adapter": LABEL,

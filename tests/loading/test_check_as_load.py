@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,18 @@ import torch
 import transformers
 from faults.folders import tensors
 from models import save_adapter, save_llama
+from peft import IA3Config, OFTConfig, PeftConfig, VeraConfig, get_peft_model
 from tiny_models import causal_lm_classes, image_text_classes, tiny_config
+from transformers import AutoModelForCausalLM
 
-from safe_loading import ArgumentError, CheckpointNotFound, EngineError, check_checkpoint
+from safe_loading import (
+    AdapterError,
+    ArgumentError,
+    CheckpointNotFound,
+    EngineError,
+    check_checkpoint,
+    load_peft_on_rank,
+)
 from safe_loading.__main__ import main
 from safe_loading._core import engines
 from safe_loading._model.meta_model import build_on_meta
@@ -197,3 +207,53 @@ def test_a_tokenizer_of_an_adapter_is_held_against_the_rows_of_its_base(tmp_path
     larger = save_adapter(tmp_path / "of larger", base, modules_to_save=["embed_tokens", "lm_head"])
     (larger / "added_tokens.json").write_text(json.dumps({"<tool>": rows}))
     assert check_checkpoint(larger).findings == ()
+
+
+def edited_config(adapter: Path, **fields: Any) -> Path:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return adapter
+
+
+@pytest.mark.parametrize("kind", [IA3Config, VeraConfig, OFTConfig])
+@pytest.mark.parametrize("base_is_there", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"some_future_field": True}, "field 'some_future_field' = True does not exist"),
+        ({"peft_type": "FINEGATES"}, "which peft .* does not know"),
+        ({"target_modules": ["to_out.0"]}, r"has none of the target_modules \['to_out.0'\]"),
+    ],
+    ids=["field", "method", "targets"],
+)
+def test_an_adapter_of_any_method_is_ok_only_if_it_loads(
+    tmp_path: Path, kind: type[PeftConfig], base_is_there: bool, fields: dict[str, Any], words: str
+) -> None:
+    base = two_layers(tmp_path / "base")
+    options: dict[str, Any] = {"oft_block_size": 8} if kind is OFTConfig else {"target_modules": ["q_proj"]}
+    options |= {"feedforward_modules": []} if kind is IA3Config else {"target_modules": ["q_proj"]}
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), kind(task_type="CAUSAL_LM", **options))
+    model.save_pretrained(tmp_path / "adapter")
+    adapter = tmp_path / "adapter"
+    edited_config(adapter, base_model_name_or_path=str(base) if base_is_there else "org/not-here")
+    assert check_checkpoint(adapter).ok
+    load_peft_on_rank(adapter, base)
+    edited_config(adapter, **fields)
+    with pytest.raises(AdapterError, match=words):
+        load_peft_on_rank(adapter, base)
+    if base_is_there or "target_modules" not in fields:  # only the base says which modules it has
+        (found,) = [finding for finding in check_checkpoint(adapter).findings if finding.severity == "error"]
+        assert re.search(words, found.message)
+    assert not check_checkpoint(adapter, base_model=base).ok
+
+
+def test_targets_of_another_base_are_named_before_it_is_read(tmp_path: Path) -> None:
+    base = two_layers(tmp_path / "base")
+    config = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "adapter")
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 101, "n_positions": 64}
+    other = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(AdapterError, match=r"GPT2LMHeadModel has none of the target_modules \['k_proj'\]"):
+        load_peft_on_rank(tmp_path / "adapter", tmp_path / "other")
+    load_peft_on_rank(tmp_path / "adapter", base)  # the advice

@@ -71,6 +71,9 @@ def main():
 SCRIPT = """
 if __name__ == "__main__":
     main()
+    if dist.is_initialized():  # torch may abort a rank at its exit that still has its group
+        dist.barrier()
+        dist.destroy_process_group()
 """
 NOTEBOOK = """
 if __name__ == "__main__":
