@@ -51,6 +51,9 @@ MERGERS: dict[str, Callable[[PeftModel], Any]] = {
     "a float32 sum, rounded once": lambda model: by_sums(model, wide=True),
 }
 
+# peft merges the head's LoRA into the embeddings that are tied to it, too.
+TRAINS_THE_TIE = ("BlipForConditionalGeneration",)
+
 
 @pytest.mark.parametrize(
     ("name", "dora"),
@@ -82,10 +85,17 @@ def test_right_merges_raise_no_alarm(tmp_path: Path, name: str, dora: bool) -> N
                 continue
             loaded = kind.from_pretrained(base, dtype=torch.bfloat16)
             cast = merge is not by_peft_in_16_bits
-            merge(PeftModel.from_pretrained(loaded, adapter, autocast_adapter_dtype=cast)).save_pretrained(
-                tmp_path / str(number)
-            )
+            model = PeftModel.from_pretrained(loaded, adapter, autocast_adapter_dtype=cast)
+            # peft's conversion of keys loses those of some classes without a word
+            is_whole = all(p.any() for key, p in model.named_parameters() if ".lora_B." in key)
+            merge(model).save_pretrained(tmp_path / str(number))
             check = verify_merge(base, adapter, tmp_path / str(number))
+            if not is_whole:
+                assert codes(check) in ({"update-absent"}, {"values-differ"}), (manner, str(check))
+                continue
+            if name in TRAINS_THE_TIE:
+                assert not check.ok, (manner, str(check))
+                continue
             assert check.ok, (manner, str(check))
             assert not codes(check), (manner, str(check))
             assert verdicts(check) <= {"exact", "rounding", "left out"}, (manner, str(check))
