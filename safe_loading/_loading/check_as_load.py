@@ -76,7 +76,7 @@ def check_adapter(opened: ModelFolder, base_model: str | os.PathLike[str] | None
         answer = _answer(checked := check_before_load(base, [adapter], _options(None)))
         if checked.built_as is not None and not builds_on_meta(adapter.config):
             method = method_name(adapter.config.peft_type)
-            answer = answer._replace(by=f"{answer.by}, which {method} needs the values of to be attached")
+            answer = answer._replace(by=f"{answer.by}, where {method} cannot be attached")
         own = {} if facts.header is None else facts.header.tensors
         rows = max(rows_of(own), rows_of(checked.opened.read_checkpoint().tensors))
         return answer._replace(

@@ -124,7 +124,7 @@ def _unknown_type(document: JsonObject, error: str) -> str | None:
                 "example). Pass the folder that it was converted from."
             )
         return f" has no model_type, so transformers cannot tell which model this is. {what_to_do}"
-    if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING and "auto_map" not in document:
         return (
             f": transformers refuses this config: {transformers.__version__} does not know the model type "
             f"{kind!r:.80}. Upgrade transformers if a newer one does; some models are known to other engines alone."

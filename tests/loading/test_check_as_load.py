@@ -236,7 +236,9 @@ def test_an_adapter_of_any_method_is_ok_only_if_it_loads(
     model.save_pretrained(tmp_path / "adapter")
     adapter = tmp_path / "adapter"
     edited_config(adapter, base_model_name_or_path=str(base) if base_is_there else "org/not-here")
-    assert check_checkpoint(adapter).ok
+    report = check_checkpoint(adapter)
+    assert report.ok
+    assert "where" in report.checked_on if base_is_there else "headers alone" in report.checked_on
     load_peft_on_rank(adapter, base)
     edited_config(adapter, **fields)
     with pytest.raises(AdapterError, match=words):
