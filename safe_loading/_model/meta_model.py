@@ -281,7 +281,8 @@ def _of_the_same_head(config: PreTrainedConfig, names: Iterable[str]) -> ModelCl
     for auto_class in (*_WITH_ENCODER, *_AUTO_CLASSES):
         mapping = getattr(getattr(transformers, auto_class, None), "_model_mapping", {})
         found = mapping.get(type(config), ())
-        for kind in found if isinstance(found, tuple) else (found,):
+        kinds: tuple[ModelClass, ...] = found if isinstance(found, tuple) else (found,)
+        for kind in kinds:
             if any(kind.__name__.endswith(head) for head in heads):
                 return kind
     return None

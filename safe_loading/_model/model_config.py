@@ -134,8 +134,8 @@ def _unknown_type(document: JsonObject, error: str) -> str | None:
 
 def _text_part(config: PreTrainedConfig) -> str | None:
     """Return the name of the sub-config of a composite config's text model."""
-    parts = {name: getattr(config, name, None) for name in type(config).sub_configs}
-    return next((name for name in ("text_config", "llm_config") if parts.get(name) is not None), None)
+    names = ("text_config", "llm_config")
+    return next((name for name in names if isinstance(getattr(config, name, None), PreTrainedConfig)), None)
 
 
 def _ignored_sizes(document: JsonObject, config: PreTrainedConfig) -> list[str]:
