@@ -8,6 +8,7 @@ row of the left factor and of the column of the right one, times ``|s|``: by Cau
 - a product of two float32 factors of rank r is off by no more than ``(r + 1) f D``, scaled by ``(r + 2) f D``;
 - a merge in 16 bits rounds both factors, their product and the scaled product to 16 bits: ``((1 + e)**4 - 1) D``;
 - a sum that is taken in float32 before it is stored in 16 bits is off by ``f |b + u|``;
+- a base that is stored in another dtype is loaded in 16 bits before it is added to: ``e |b|``;
 - a base of codes is decoded to bfloat16 before it is added to: ``e |b|``, and so is what is encoded again;
 - each adapter but the last rounds the sum to the stored dtype once more: ``e (|b| + D)``.
 
@@ -44,19 +45,20 @@ class Bound:
     left: torch.Tensor | None = None  # |s| times the norm of each row of the left factors, one column for each term
     right: torch.Tensor | None = None
     decoded: bool = False  # the values are those of codes, and are decoded to ``dtype`` and rounded to codes
+    cast: bool = False  # the base's values are no numbers of ``dtype``, in which other programs load them first
 
     @classmethod
-    def of(cls, section: ChangedRows | None, dtype: torch.dtype, *, decoded: bool = False) -> Bound:
+    def of(cls, section: ChangedRows | None, dtype: torch.dtype, *, decoded: bool = False, cast: bool = False) -> Bound:
         """Return the bound of a section."""
         if section is None or section.value is not None:
             return cls(dtype, decoded=decoded)
         update = section.update
         by_method = section.by_peft is not None or bool(section.inits)
         if update is None:
-            return cls(dtype, by_method=by_method)
+            return cls(dtype, by_method=by_method, cast=cast)
         left = torch.stack([abs(term.scaling) * _row_norms(term.left) for term in update.terms], 1)
         right = torch.stack([_row_norms(term.right.T) for term in update.terms])
-        return cls(dtype, update, section.first, section.start, by_method, left, right, decoded)
+        return cls(dtype, update, section.first, section.start, by_method, left, right, decoded, cast)
 
     @property
     def factor(self) -> float:
@@ -88,6 +90,10 @@ class Bound:
                 error.add_(base.abs().add_(sizes), alpha=(len(self.update.terms) - 1) * unit)
             if self.update.has_magnitude:
                 error.add_(exact.abs().add_(sizes), alpha=self.factor + 2 * unit)
+        if self.cast:
+            error.add_(base.abs(), alpha=unit)
+            if self.update is not None and self.update.has_magnitude:  # which a quotient of norms multiplies
+                error.add_(exact.abs(), alpha=2 * unit)
         if self.decoded:
             error += unit * (base.abs() + exact.abs())
         if self.by_method:

@@ -13,6 +13,7 @@ import torch
 
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.header import TensorInfo
+from safe_loading._core.interrupts import signals_held
 
 from .compare_codes import CodesComparer, rows_of_codes, shape_of_codes
 from .compare_layouts import Gathered
@@ -60,8 +61,10 @@ def compare_files(
             one_torch_thread(),
             concurrent.futures.ThreadPoolExecutor(threads, "verify", torch.set_num_threads, (1,)) as pool,
         ):
-            tasks = [pool.submit(compare, pair) for pair in order]
+            tasks: list[concurrent.futures.Future[list[Judged]]] = []
             try:
+                with signals_held():  # a thread that is interrupted as it starts is not waited for
+                    tasks += [pool.submit(compare, pair) for pair in order]
                 results = [task.result() for task in tasks]
             except BaseException:
                 stop.set()

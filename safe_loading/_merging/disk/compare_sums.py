@@ -176,7 +176,7 @@ class Sums:
         exact, merged = block.exact, block.merged
         for dtype in (torch.float16, torch.bfloat16):
             if dtype is not block.dtype:
-                narrow = dataclasses.replace(bound, dtype=dtype)
+                narrow = dataclasses.replace(bound, dtype=dtype, cast=not torch.equal(_rounded(base, dtype), base))
                 error = narrow.error(block.first // width, base.view(-1, width), exact.view(-1, width)).view(-1)
                 inside = merged >= _rounded(_rounded(exact - error, dtype), block.dtype)
                 inside &= merged <= _rounded(_rounded(exact + error, dtype), block.dtype)

@@ -151,8 +151,16 @@ class TensorComparer(TensorWriter):
     def _bound(self, section: ChangedRows | None) -> Bound:
         """Return the bound on the rounding of other merges in a section."""
         if id(section) not in self._bounds:
-            self._bounds[id(section)] = Bound.of(section, DTYPES[self._plan.target.dtype])
+            dtype = DTYPES[self._plan.target.dtype]
+            self._bounds[id(section)] = Bound.of(section, dtype, cast=self._is_cast_to(dtype))
         return self._bounds[id(section)]
+
+    def _is_cast_to(self, dtype: torch.dtype) -> bool:
+        """Return whether a base in this dtype of 16 bits has other values than the one that is stored."""
+        source = self._plan.source
+        stored = None if source is None else DTYPES.get(source.dtype)
+        is_held = stored is not None and torch.promote_types(stored, dtype) == dtype
+        return dtype.itemsize == 2 and source is not None and (self._decoder is not None or not is_held)
 
     def _base(self, first: int, count: int) -> torch.Tensor | None:
         """Return the base's own values of some elements, as one row; None where it has no such tensor."""

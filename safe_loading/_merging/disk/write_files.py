@@ -25,6 +25,7 @@ import torch
 
 from safe_loading._checkpoint.copy_bytes import clone, start_writing_back, write_from
 from safe_loading._checkpoint.files import open_regular
+from safe_loading._core.interrupts import signals_held
 from safe_loading._core.protocols import JsonObject
 from safe_loading._merging.weights.rounding_loss import RoundingLoss
 from safe_loading._output.stage import Stage
@@ -102,8 +103,10 @@ def write_files(plans: Sequence[FilePlan], job: WriteJob, advance: Callable[[int
         concurrent.futures.ThreadPoolExecutor(job.threads, "merge", torch.set_num_threads, (1,)) as pool,
     ):
         files = [_OutputFile(plan, job, advance, inputs, disk) for plan in plans]
-        tasks = [pool.submit(task, memory) for task in _tasks(files, job.threads)]
+        tasks: list[concurrent.futures.Future[None]] = []
         try:
+            with signals_held():  # a thread that is interrupted as it starts is not waited for
+                tasks += [pool.submit(task, memory) for task in _tasks(files, job.threads)]
             for task in concurrent.futures.as_completed(tasks):
                 task.result()
             disk.finish()
