@@ -19,6 +19,7 @@ _EMBEDDINGS = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|embed_in|
 # What a processor puts in the place of images and sounds, which no embedding is looked up for (Gemma 3 1B has one).
 _PLACEHOLDER = re.compile(r"image|video|audio|vision|speech", re.IGNORECASE)
 _ADDED = ("added_tokens.json", "tokenizer_config.json", "tokenizer.json")  # the first that names any has all
+_MOST_DIGITS = 20
 _MOST_BYTES = 1 << 27  # several times the largest published tokenizer.json
 
 
@@ -38,13 +39,16 @@ def words_of(content: bytes | None) -> Iterator[tuple[str, int]]:
     model, decoder = document.get("model"), document.get("added_tokens_decoder")
     plain = document if all(type(number) is int for number in document.values()) else {}
     vocabulary = model.get("vocab") if isinstance(model, dict) else plain
+    every: list[tuple[object, object]]
     if isinstance(vocabulary, list):  # of Unigram, in the order of the ids
-        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
+        every = [(entry[0], number) for number, entry in enumerate(vocabulary) if isinstance(entry, list) and entry]
+    else:
+        every = [*vocabulary.items()] if isinstance(vocabulary, dict) else []
     added = document.get("added_tokens")
     entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
-    every = [*(vocabulary or {}).items(), *((entry.get("content"), entry.get("id")) for entry in entries)]
+    every += [(entry.get("content"), entry.get("id")) for entry in entries]
     for number, entry in decoder.items() if isinstance(decoder, dict) else ():
-        if str(number).isdecimal() and isinstance(entry, dict):
+        if len(number) < _MOST_DIGITS and number.isdecimal() and isinstance(entry, dict):
             every.append((entry.get("content"), int(number)))
     yield from ((word, number) for word, number in every if isinstance(word, str) and type(number) is int)
 

@@ -84,7 +84,7 @@ def check_key_mapping(key_mapping: object) -> None:
     for pattern, replacement in key_mapping.items():
         try:
             re.sub(pattern, replacement, "")
-        except (re.error, TypeError) as error:
+        except (re.error, TypeError, IndexError) as error:  # IndexError: a group without a name
             raise ArgumentError(
                 f"key_mapping has {pattern!r}: {replacement!r}, which is no regular expression with a replacement: "
                 f"{error}. Correct it, or leave it out."

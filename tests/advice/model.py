@@ -95,7 +95,11 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_model/formats/fbgemm.py": {"Pass capability=(9, 0)": _PLANNED},
     "_model/formats/format.py": {"load it with from_pretrained": _DEQUANTIZED},
-    "_model/formats/fp8.py": {"Name an accelerator in max_memory": _PLANNED},
+    "_model/formats/fp8.py": {
+        "Name an accelerator in max_memory": _PLANNED,
+        "Take config.json from where": "merging/test_merge_lora_checkpoint_quantized.py::"
+        "test_a_block_of_another_form_is_named",
+    },
     "_model/formats/mxfp4.py": {
         "Plan and load it dequantized": _PLANNED,
         "Leave quantization_config out": _PLANNED,

@@ -172,3 +172,9 @@ def test_a_manifest_of_another_kind_is_an_error(tmp_path: Path, changes: dict[st
     assert "manifest" in [finding.code for finding in errors(folder)]
     write_manifest(folder)
     assert not errors(folder)
+
+
+def test_links_in_a_circle_have_no_hash(tmp_path: Path) -> None:
+    snapshot = write_cache(tmp_path)
+    (snapshot / "circle.bin").symlink_to("circle.bin")
+    assert compare_hashes(snapshot, ["circle.bin", "config.json"]).files == 1

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from safe_loading._loading.key_names import canonical_key, layer_indices, renames, summarize
+from safe_loading import ArgumentError
+from safe_loading._loading.key_names import canonical_key, check_key_mapping, layer_indices, renames, summarize
 
 Q = "base_model.model.model.layers.0.q_proj.lora_A.weight"
 
@@ -73,3 +74,10 @@ def test_summary_counts_and_shows_one() -> None:
 def test_layer_indices() -> None:
     expert = "base_model.model.model.layers.2.mlp.experts.60.w1.lora_A.weight"
     assert layer_indices([Q, "base_model.model.h.11.c_attn.lora_A.weight", "lm_head.weight", expert]) == {0, 2, 11}
+
+
+@pytest.mark.parametrize("replacement", [r"\g<name>", r"\1", "\\", None], ids=str)
+def test_a_replacement_that_is_none_is_named(replacement: object) -> None:
+    with pytest.raises(ArgumentError, match=r"no regular expression with a replacement.*Correct it"):
+        check_key_mapping({"^visual": replacement})  # type: ignore[dict-item]  # as a caller without types may write it
+    check_key_mapping({"^visual": "model.visual"})

@@ -146,3 +146,22 @@ def test_a_later_adapter_of_the_first_ones_vocabulary_is_loaded(tmp_path: Path, 
     assert torch.equal(logits(model), expected[0])
     model.set_adapter("later")
     assert torch.equal(logits(model), expected[1])
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"model": {"type": "BPE", "vocab": "vocab.txt"}},
+        {"model": {"vocab": 7}},
+        {"model": {"type": "Unigram", "vocab": [[["a"], 0.0]]}},
+        {"added_tokens_decoder": {"9" * 5000: {"content": "x"}}},
+    ],
+    ids=["a path", "a number", "a list for a word", "a huge id"],
+)
+def test_a_tokenizer_of_another_form_has_no_words(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, document: dict[str, Any]
+) -> None:
+    adapter = faults.edited(tiny_adapter, tmp_path / "adapter")
+    (adapter / "tokenizer.json").write_text(json.dumps(document))
+    assert check_checkpoint(adapter, base_model=tiny_llama).ok
+    load_peft_on_rank(adapter, tiny_llama)

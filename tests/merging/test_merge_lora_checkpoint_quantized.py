@@ -103,6 +103,20 @@ def test_bitsandbytes_becomes_what_the_merge_in_memory_makes(tmp_path: Path, kin
     assert {tensor.dtype for tensor in on_disk(tmp_path / "wide").values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("size", [16, [16], ["16", 16], [0, 16]], ids=str)
+def test_a_block_of_another_form_is_named(tmp_path: Path, size: object) -> None:
+    base, adapter = fp8(tmp_path), adapter_of(tmp_path)
+    path = base / "config.json"
+    whole = path.read_text()
+    config = json.loads(whole)
+    config["quantization_config"]["weight_block_size"] = size
+    path.write_text(json.dumps(config))
+    with pytest.raises(MergeError, match="must be the rows and the columns of a block"):
+        merge_lora_checkpoint(base, adapter, tmp_path / "out", dequantize=True)
+    path.write_text(whole)  # the advice
+    merge_lora_checkpoint(base, adapter, tmp_path / "out", dequantize=True)
+
+
 def test_fp8_with_block_scales_becomes_the_exact_sum(tmp_path: Path) -> None:
     base, adapter = fp8(tmp_path), adapter_of(tmp_path)
     merge_lora_checkpoint(base, adapter, tmp_path / "out", dequantize=True)

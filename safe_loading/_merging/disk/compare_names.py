@@ -148,8 +148,8 @@ class _Matching:
 
     def _has_twin(self, plan: TensorPlan) -> bool:
         """Return whether another name of a tied weight stands for a tensor."""
-        name, there = plan.target.name, {*self._merged.tensors, *self._elsewhere}
-        twins = [self._planned.get(other) for other in self._changes.ties.get(name, ()) if other in there]
+        ties, there = self._changes.ties.get(plan.target.name, ()), (self._merged.tensors, self._elsewhere)
+        twins = [self._planned.get(other) for other in ties if any(other in names for names in there)]
         return any(twin is not None and twin is not plan and _same_change(plan, twin) for twin in twins)
 
 

@@ -161,7 +161,13 @@ def find_fp8(name: str, checkpoint: Checkpoint, settings: JsonObject) -> Quantiz
 def _blocks(info: TensorInfo, scales: TensorInfo, settings: JsonObject) -> JsonObject:
     """Return the block of each scale of a weight in fp8, and whether the scales are powers of two."""
     rows, columns = info.shape
-    block = tuple(settings.get("weight_block_size") or (rows, columns))
+    given = settings.get("weight_block_size") or (rows, columns)
+    block = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        raise MergeError(
+            f"the config's weight_block_size is {given!r:.80}, and must be the rows and the columns of a block. Take "
+            f"config.json from where the checkpoint is whole."
+        )
     grid = (1, 1) if math.prod(scales.shape) == 1 else tuple(scales.shape)
     if grid != (-(-rows // block[0]), -(-columns // block[1])):
         raise MergeError(
