@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from safe_loading._checkpoint.index import require_unchanged
 from safe_loading._model.dtypes import DTYPES
@@ -25,7 +25,7 @@ from safe_loading.errors import ArgumentError
 _FROM = "_from_folder_of_safe_loading"
 # Of parameters that were read: not with them, where pickle would find it.
 _READ: MutableMapping[torch.Tensor, FolderTensor] = WeakIdKeyDictionary()
-_OWNER = "_owner_of_safe_loading"  # the parameter whose memory an alias (.data, .detach()) shares
+_SHARING = "_sharing_of_safe_loading"  # the tensors that share a memory (.data, .detach()), this one among them
 _ALIASES = ("data", "detach")
 _CASTS = ("to", "cpu", "cuda", "float", "half", "bfloat16", "double")
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # attributes that are tensors
@@ -87,7 +87,7 @@ class WeightlessParameter(nn.Parameter):
         """Return a parameter without memory too: a plain copy would have memory for the whole."""
         if id(self) not in memo:
             made = memo[id(self)] = weightless(self)
-            vars(made).update(copy.deepcopy({**vars(self), _OWNER: None}, memo))
+            vars(made).update(copy.deepcopy(vars(made), memo))
         return cast(WeightlessParameter, memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -122,8 +122,13 @@ def weightless(like: torch.Tensor, dtype: torch.dtype | None = None) -> Weightle
     with torch._C.DisableTorchFunctionSubclass():
         kind = _FourBitParameter if is_four_bit(like) else WeightlessParameter
         made: torch.Tensor = torch.Tensor._make_subclass(kind, _nothing(like, dtype or like.dtype), like.requires_grad)
-    vars(made).update(vars(like))
+    copy_notes(like, made)
     return cast(WeightlessParameter, made)
+
+
+def copy_notes(tensor: torch.Tensor, target: torch.Tensor) -> None:
+    """Give a tensor of a memory of its own what is noted with another one."""
+    vars(target).update({name: value for name, value in vars(tensor).items() if name != _SHARING})
 
 
 def note_origin(tensor: torch.Tensor, origin: FolderTensor) -> None:
@@ -138,20 +143,40 @@ def origin_of(tensor: torch.Tensor) -> FolderTensor | None:
 
 
 def make_real(parameter: WeightlessParameter) -> None:
-    """Read the values of a parameter, which is a plain one from here on."""
+    """Read the values of a parameter and of what shares its memory; all are plain from here on.
+
+    So a weightless one has the values of the folder: nothing was written to it, nor to another one of its memory.
+    """
     with torch._C.DisableTorchFunctionSubclass():
-        owner = vars(parameter).get(_OWNER)
-        if owner is not None and owner.dtype == parameter.dtype:
-            if isinstance(owner, WeightlessParameter):
-                make_real(owner)
-            parameter.data = owner.data
-        elif (origin := origin_of(parameter)) is not None:
-            parameter.data = origin.read(parameter)
-        else:
+        origin = origin_of(parameter)
+        if origin is None:
             return  # from_pretrained is not done with it
-        _READ[parameter] = vars(parameter).pop(_FROM)
-        vars(parameter).pop(_OWNER, None)
-        _make_plain(parameter)
+        values = origin.read(parameter)
+        for each in [parameter, *_others(parameter)]:
+            each.data = values
+            _READ[each] = vars(each).pop(_FROM)
+            vars(each).pop(_SHARING, None)
+            _make_plain(each)
+
+
+def _others(parameter: torch.Tensor) -> list[WeightlessParameter]:
+    """Return what else has the memory of a parameter, as far as it is still there."""
+    found = (reference() for reference in vars(parameter).get(_SHARING, ()))
+    return [each for each in found if each is not None and each is not parameter]
+
+
+def _share(parameter: WeightlessParameter, memory: WeightlessParameter) -> None:
+    """Let a parameter have the memory of another one; the one that it had is left to whatever else has it."""
+    _leave(parameter)
+    members = vars(memory).setdefault(_SHARING, [TensorWeakRef(memory)])
+    members[:] = [reference for reference in members if reference() is not None]
+    members.append(TensorWeakRef(parameter))
+    vars(parameter)[_SHARING] = members
+
+
+def _leave(parameter: WeightlessParameter) -> None:
+    members = vars(parameter).pop(_SHARING, [])
+    members[:] = [reference for reference in members if reference() is not parameter]
 
 
 def _make_plain(parameter: torch.Tensor) -> None:
@@ -173,7 +198,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
         if attribute not in ("data", *_VIEWS):
             return func(*args, **kwargs)
         name = attribute
-    if name in _FACTS and not (name in _MEMORY and first is not None and vars(first).get(_OWNER) is not None):
+    if name in _FACTS and not (name in _MEMORY and first is not None and _is_alias(first)):
         return func(*args, **kwargs)
     if first is not None and not is_four_bit(first) and origin_of(first) is not None:
         if name in _ALIASES:
@@ -185,17 +210,21 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     return func(*args, **kwargs)
 
 
+def _is_alias(parameter: WeightlessParameter) -> bool:
+    members: list[TensorWeakRef] = vars(parameter).get(_SHARING, [])
+    return bool(members) and members[0]() is not parameter
+
+
 def _alias(parameter: WeightlessParameter) -> WeightlessParameter:
     made = weightless(parameter)
     made.requires_grad_(False)
-    vars(made)[_OWNER] = parameter
+    _share(made, parameter)
     return made
 
 
 def _cast_copy(parameter: WeightlessParameter, dtype: torch.dtype) -> WeightlessParameter:
     made = weightless(parameter, dtype)
     made.requires_grad_(False)
-    vars(made).pop(_OWNER, None)
     return made
 
 
@@ -218,18 +247,21 @@ def _dtype_after(name: str, args: Any, kwargs: Mapping[str, Any], first: Weightl
 
 
 def _set_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    if isinstance(value, WeightlessParameter) and isinstance(parameter, WeightlessParameter):
-        if vars(value).get(_OWNER) is not parameter:
-            parameter.data = _nothing(value, value.dtype)
-            note_origin(parameter, cast(FolderTensor, origin_of(value)))
-            vars(parameter).pop(_OWNER, None)
-        return
     if isinstance(value, WeightlessParameter):
+        origin = origin_of(value)
+        if isinstance(parameter, WeightlessParameter) and origin is not None:
+            if all(each is not value for each in [parameter, *_others(parameter)]):
+                parameter.data = _nothing(value, value.dtype)
+                note_origin(parameter, origin)
+                _share(parameter, value)
+            return
         make_real(value)
+    if isinstance(parameter, WeightlessParameter) and _others(parameter):
+        make_real(parameter)  # what shares its memory keeps the values
     parameter.data = value.data
     if isinstance(parameter, WeightlessParameter):
         vars(parameter).pop(_FROM, None)
-        vars(parameter).pop(_OWNER, None)
+        _leave(parameter)
         _make_plain(parameter)
 
 

@@ -30,7 +30,7 @@ from safe_loading._model.tensors import walk_modules
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
 from .buffers import compute_buffers
-from .later_values import FolderTensor, WeightlessParameter, note_origin, origin_of, weightless
+from .later_values import FolderTensor, WeightlessParameter, copy_notes, note_origin, origin_of, weightless
 from .open_source import open_source
 from .parameters import buffers_of, parameters_of
 
@@ -122,7 +122,7 @@ def move_to_meta(model: nn.Module, inner: nn.Module, later: LaterWeights, *, tra
             each.put(weight_on_meta(tensor))
         elif isinstance(tensor, WeightlessParameter):
             empty = nn.Parameter(torch.empty(tensor.shape, dtype=dtype, device="meta"), tensor.requires_grad)
-            vars(empty).update(vars(tensor))
+            copy_notes(tensor, empty)
             if tensor.dtype != dtype and (origin := origin_of(tensor)) is not None:
                 note_origin(empty, origin.rounded_to(tensor.dtype))
             each.put(empty)

@@ -27,6 +27,28 @@ def scaled(m):
         for each in m.model.layers[0].parameters(): each.mul_(1.01)
 def data_set(m): m.lm_head.weight.data = torch.full((251, 60), 0.5)
 def data_of_other(m): m.lm_head.weight.data = m.model.embed_tokens.weight.data
+def data_of_other_and_written(m):
+    m.lm_head.weight.data = m.model.embed_tokens.weight.data
+    with torch.no_grad(): m.model.embed_tokens.weight.mul_(2)
+def data_exchanged(m):
+    p, q = m.lm_head.weight, m.model.embed_tokens.weight
+    kept = p.data; p.data = q.data; q.data = kept
+def data_put_back(m):
+    kept = m.lm_head.weight.data
+    m.lm_head.weight.data = torch.zeros(251, 60); m.lm_head.weight.data = kept; m.model.norm.weight.data *= 2
+def all_put_back(m):
+    kept = {name: each.data for name, each in m.named_parameters()}
+    for each in m.parameters(): each.data = each.data * 0.5
+    for name, each in m.named_parameters(): each.data = kept[name]
+    m.model.norm.weight.data *= 2
+def kept_and_written(m):
+    kept = m.lm_head.weight.data
+    with torch.no_grad(): m.lm_head.weight.fill_(1.0)
+    m.model.embed_tokens.weight.data = kept
+def copy_of_written(m):
+    kept = m.lm_head.weight.data
+    with torch.no_grad(): m.lm_head.weight.fill_(1.0)
+    m.model.embed_tokens.weight.data = copy.deepcopy(kept)
 def replaced(m): m.lm_head.weight = nn.Parameter(torch.full((251, 60), 0.5))
 def fresh(m):
     torch.manual_seed(5); m.lm_head = nn.Linear(60, 251, bias=False)
