@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -37,9 +38,11 @@ class TorchState:
             modes[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         while torch._C._len_torch_function_stack() > functions:
             torch._C._pop_torch_function_stack()
-        _device.CURRENT_DEVICE = self._device
         torch.set_grad_enabled(self._grad)
-        torch.set_default_dtype(self._dtype)
+        # An error has unwound the blocks that set these for the whole process: what is there is another thread's.
+        if not isinstance(sys.exc_info()[1], Exception):
+            _device.CURRENT_DEVICE = self._device
+            torch.set_default_dtype(self._dtype)
         if self._random is not None:
             torch.set_rng_state(self._random)
 

@@ -127,7 +127,7 @@ def weightless(like: torch.Tensor, dtype: torch.dtype | None = None) -> Weightle
 
 
 def copy_notes(tensor: torch.Tensor, target: torch.Tensor) -> None:
-    """Give a tensor of a memory of its own what is noted with another one."""
+    """Copy the notes with a tensor to another one, which has a memory of its own."""
     vars(target).update({name: value for name, value in vars(tensor).items() if name != _SHARING})
 
 
@@ -143,7 +143,7 @@ def origin_of(tensor: torch.Tensor) -> FolderTensor | None:
 
 
 def make_real(parameter: WeightlessParameter) -> None:
-    """Read the values of a parameter and of what shares its memory; all are plain from here on.
+    """Read the values of a parameter and its aliases, which are plain tensors from here on.
 
     So a weightless one has the values of the folder: nothing was written to it, nor to another one of its memory.
     """
@@ -160,13 +160,13 @@ def make_real(parameter: WeightlessParameter) -> None:
 
 
 def _others(parameter: torch.Tensor) -> list[WeightlessParameter]:
-    """Return what else has the memory of a parameter, as far as it is still there."""
+    """Return the other tensors of a parameter's memory that are still there."""
     found = (reference() for reference in vars(parameter).get(_SHARING, ()))
     return [each for each in found if each is not None and each is not parameter]
 
 
 def _share(parameter: WeightlessParameter, memory: WeightlessParameter) -> None:
-    """Let a parameter have the memory of another one; the one that it had is left to whatever else has it."""
+    """Let a parameter have the memory of another one; its own is left to its aliases."""
     _leave(parameter)
     members = vars(memory).setdefault(_SHARING, [TensorWeakRef(memory)])
     members[:] = [reference for reference in members if reference() is not None]

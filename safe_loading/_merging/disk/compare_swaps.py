@@ -35,7 +35,7 @@ def with_swaps(judged: Sequence[Judged]) -> list[CheckedTensor]:
 
 
 class _RightRows:
-    """What wrong rows should hold, to be found by what another row holds."""
+    """The right values of wrong rows, among which those of another row are looked for."""
 
     def __init__(self, places: Sequence[tuple[Judged, Sample]]) -> None:
         self._places: dict[int, list[tuple[Judged, Sample]]] = {}
@@ -46,7 +46,7 @@ class _RightRows:
         self._rows = {size: torch.stack([sample.right for _, sample in own]) for size, own in self._places.items()}
 
     def home_of(self, sample: Sample) -> tuple[Judged, Sample] | None:
-        """Return the first other row that should hold what a row holds; None where there is none."""
+        """Return the first other row to which the values of a row belong; None where there is none."""
         rows = self._rows.get(len(sample.merged))
         if rows is None:
             return None

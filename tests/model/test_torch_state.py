@@ -1,0 +1,36 @@
+"""What is restored of torch's state when a verb raises: not what other threads set for the process meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from safe_loading._model.torch_state import undone_when_raised
+
+
+@pytest.fixture(autouse=True)
+def default_dtype() -> Iterator[None]:
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("error", "left"), [(ValueError, torch.bfloat16), (KeyboardInterrupt, torch.float32)], ids=["error", "Ctrl-C"]
+)
+def test_an_error_leaves_the_default_dtype_that_another_thread_set(
+    error: type[BaseException], left: torch.dtype
+) -> None:
+    """Of an engine's block that Ctrl-C left half-way, nothing else restores it."""
+
+    @undone_when_raised
+    def verb() -> None:
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_grad_enabled(False)
+        raise error
+
+    with pytest.raises(error):
+        verb()
+    assert torch.get_default_dtype() is left
+    assert torch.is_grad_enabled()
