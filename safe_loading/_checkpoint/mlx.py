@@ -14,7 +14,7 @@ from safe_loading._core.protocols import JsonObject
 
 MLX_WEIGHTS = "adapters.safetensors"
 MLX_FACTOR = re.compile(r"(?P<path>.+)\.lora_(?P<factor>[ab])")
-MLX_MAGNITUDE = re.compile(r"(?P<path>.+)\.m")
+MLX_MAGNITUDE = ".m"  # the end of a name
 _FUSE = "fuse it with mlx_lm.fuse, and pass the folder that this writes as the model"
 
 
@@ -42,15 +42,15 @@ def mlx_problems(config: Mapping[str, object], shapes: Mapping[str, Sequence[int
             f"releases of mlx_lm read differently; write the scale that it was trained with, {scale} or "
             f"{scale} * {alpha} / {rank}, and remove alpha"
         )
-    factors = {name for name, shape in shapes.items() if MLX_FACTOR.fullmatch(name) and len(shape) == 2}
-    known = factors | (_magnitudes(shapes) if kind == "dora" else set())
-    wrong = [name for name in shapes if name not in known]
+    magnitudes = [f"{path}{MLX_MAGNITUDE}" for path in _paths(shapes)] if kind == "dora" else []
+    dims = dict.fromkeys(magnitudes, 1) | {name: 2 for name in shapes if MLX_FACTOR.fullmatch(name)}
+    wrong = [name for name, shape in shapes.items() if len(shape) != dims.get(name)]
     if wrong:
         problems.append(
             f"it is an adapter of MLX with {len(wrong)} tensors that are no factors of a linear layer, such as "
             f"{wrong[0]!r:.200}; {_FUSE}"
         )
-    without = [path for path in _paths(shapes) if kind == "dora" and f"{path}.m" not in shapes]
+    without = [name.removesuffix(MLX_MAGNITUDE) for name in magnitudes if name not in shapes]
     if without:
         problems.append(
             f"it is a DoRA of MLX, and lacks the magnitudes (m) of {len(without)} layers, such as {without[0]!r:.200}; "
@@ -82,7 +82,3 @@ def _kind_of(config: Mapping[str, object]) -> object:
 def _paths(names: Iterable[str]) -> list[str]:
     """Return the paths of the layers that have factors, each once."""
     return list(dict.fromkeys(match["path"] for name in names if (match := MLX_FACTOR.fullmatch(name))))
-
-
-def _magnitudes(shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    return {name for path in _paths(shapes) if len(shapes.get(name := f"{path}.m", ())) == 1}

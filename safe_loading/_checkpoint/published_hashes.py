@@ -97,7 +97,7 @@ def digests_of(file: BinaryIO, algorithms: Iterable[str]) -> dict[str, str]:
 def _by_its_blob(path: Path) -> Iterator[Published]:
     try:
         real = path.resolve()
-    except (OSError, RuntimeError):  # links that lead in a circle; it is told when the file is opened
+    except (OSError, RuntimeError):  # links that lead in a circle, to no blob
         return
     algorithm = _BLOB_NAMES.get(len(real.name))
     if algorithm is not None and is_blob(real) and _HEX.fullmatch(real.name):

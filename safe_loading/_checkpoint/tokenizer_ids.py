@@ -19,7 +19,7 @@ _EMBEDDINGS = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|embed_in|
 # What a processor puts in the place of images and sounds, which no embedding is looked up for (Gemma 3 1B has one).
 _PLACEHOLDER = re.compile(r"image|video|audio|vision|speech", re.IGNORECASE)
 _ADDED = ("added_tokens.json", "tokenizer_config.json", "tokenizer.json")  # the first that names any has all
-_MOST_DIGITS = 20
+_MOST_DIGITS = 20  # of an id; Python refuses to read thousands of them
 _MOST_BYTES = 1 << 27  # several times the largest published tokenizer.json
 
 

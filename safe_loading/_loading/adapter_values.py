@@ -66,8 +66,8 @@ def _of_mlx(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
         if match := MLX_FACTOR.fullmatch(name):
             found[f"{match['path']}.lora_{match['factor'].upper()}.weight"] = tensor.t().contiguous()
-        elif match := MLX_MAGNITUDE.fullmatch(name):
-            found[f"{match['path']}.lora_magnitude_vector"] = tensor
+        else:
+            found[f"{name.removesuffix(MLX_MAGNITUDE)}.lora_magnitude_vector"] = tensor
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._model.dtypes import dtype_named
+from safe_loading._model.meta_model import classes_of
 from safe_loading.errors import ArgumentError
 
 # Arguments of from_pretrained that the verbs set themselves, and what to use instead.
@@ -125,11 +126,7 @@ def for_constructor(unused: EngineKwargs) -> dict[str, object]:
 
 def refuse_unknown(names: Iterable[str], config: PreTrainedConfig, model_class: ModelClass) -> None:
     """Refuse arguments that neither the config, nor ``from_pretrained``, nor the model's constructor knows."""
-    built: object = model_class
-    mapping: Mapping[type, object] = getattr(model_class, "_model_mapping", {})
-    if type(config) in mapping:
-        classes = mapping[type(config)]
-        built = classes[0] if isinstance(classes, (tuple, list)) else classes
+    built, *_ = *classes_of(model_class, config), model_class
     if not isinstance(built, type) or not issubclass(built, PreTrainedModel):
         return  # code of a repository: its constructor says so itself
     parameters = inspect.signature(built.__init__).parameters

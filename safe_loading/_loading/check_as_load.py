@@ -22,7 +22,7 @@ from safe_loading._model.meta_model import class_to_build
 from safe_loading._ranks.rank_devices import rank_devices
 from safe_loading.errors import CheckpointError, CheckpointNotFound, SafeLoadingError
 
-from .attach import Adapter, prepare
+from .attach import prepare
 from .base_model import base_config
 from .load import BaseOnDisk, LoadOptions, check_before_load
 from .sources import BaseRequest, resolve_base
@@ -58,21 +58,18 @@ def check_adapter(opened: ModelFolder, base_model: str | os.PathLike[str] | None
     config = opened.files.try_read(opened.path / ADAPTER_CONFIG)
     names_no_base = base_model is None and not isinstance(config, Finding) and not config.get("base_model_name_or_path")
 
-    def errors_of(adapter: Adapter) -> list[Finding]:
-        return [finding for finding in adapter.findings if finding.severity == "error"]
-
     def check() -> LoadCheck:
         facts = read_adapter(Resolved(str(opened.path), opened.path, None), folder=opened)
         adapter = prepare("default", facts, is_trainable=False)
+        errors = [finding for finding in adapter.findings if finding.severity == "error"]
         if names_no_base:
-            return LoadCheck("headers alone: it names no base; pass base_model=", errors_of(adapter))
+            return LoadCheck("headers alone: it names no base; pass base_model=", errors)
         try:
             base = resolve_base(BaseRequest(base_model), facts, base_files({}), {"local_files_only": True})
         except CheckpointNotFound:
             if base_model is not None:
                 raise
-            why = "headers alone: the base that it names is not on this machine; pass base_model="
-            return LoadCheck(why, errors_of(adapter))
+            return LoadCheck("headers alone: the base that it names is not on this machine; pass base_model=", errors)
         answer = _answer(checked := check_before_load(base, [adapter], _options(None)))
         if checked.built_as is not None and not builds_on_meta(adapter.config):
             method = method_name(adapter.config.peft_type)

@@ -13,7 +13,7 @@ from safe_loading._checkpoint.faults import note
 from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.protocols import EngineKwargs, ModelClass
 from safe_loading._core.report import Finding
-from safe_loading._model.meta_model import class_in_config
+from safe_loading._model.meta_model import class_in_config, classes_of
 from safe_loading.errors import AdapterError
 
 from .adapter_values import rename_keys
@@ -149,11 +149,10 @@ def _of_task(adapter: Adapter, config: PreTrainedConfig) -> ModelClass | None:
     auto_class: ModelClass = getattr(transformers, name)
     # Adapters of image-text models have CAUSAL_LM too, and that auto class may not know such models.
     remote_code = getattr(config, "auto_map", None) or {}
-    return auto_class if type(config) in getattr(auto_class, "_model_mapping", {}) or name in remote_code else None
+    return auto_class if classes_of(auto_class, config) or name in remote_code else None
 
 
 def _built(auto_class: ModelClass, config: PreTrainedConfig) -> str:
     """Return the name of the class that an auto class builds for a config; a class's own name."""
-    mapping: Mapping[type, object] = getattr(auto_class, "_model_mapping", {})
-    built = mapping.get(type(config), auto_class)
-    return getattr(built[0] if isinstance(built, (tuple, list)) else built, "__name__", "a class")
+    built, *_ = *classes_of(auto_class, config), auto_class
+    return getattr(built, "__name__", "a class")

@@ -221,7 +221,7 @@ def class_to_build(config: PreTrainedConfig, auto_class: object, *, trust_remote
         first = _WITH_ENCODER if getattr(config, "is_encoder_decoder", False) else ()
         for name in (*first, *_AUTO_CLASSES):
             candidate: ModelClass | None = getattr(transformers, name, None)  # not every version has each
-            if candidate is not None and type(config) in getattr(candidate, "_model_mapping", ()):
+            if candidate is not None and classes_of(candidate, config):
                 return candidate
     if config.__dict__.get("auto_map"):
         raise ArgumentError(
@@ -272,6 +272,13 @@ def class_in_config(config: PreTrainedConfig, *, trust_remote_code: bool) -> Mod
     return own or _of_the_same_head(config, names) or of_code
 
 
+def classes_of(auto_class: object, config: PreTrainedConfig) -> tuple[ModelClass, ...]:
+    """Return the classes that an auto class has for a config, the one that it builds first; none for other classes."""
+    mapping: Mapping[type, Any] = getattr(auto_class, "_model_mapping", {})
+    found = mapping.get(type(config), ())
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
 def _of_the_same_head(config: PreTrainedConfig, names: Iterable[str]) -> ModelClass | None:
     """Return the class for the config's type whose name ends as the named ones do, in ForCausalLM for example.
 
@@ -279,10 +286,7 @@ def _of_the_same_head(config: PreTrainedConfig, names: Iterable[str]) -> ModelCl
     """
     heads = {name[name.rindex("For") :] for name in names if "For" in name}
     for auto_class in (*_WITH_ENCODER, *_AUTO_CLASSES):
-        mapping = getattr(getattr(transformers, auto_class, None), "_model_mapping", {})
-        found = mapping.get(type(config), ())
-        kinds: tuple[ModelClass, ...] = found if isinstance(found, tuple) else (found,)
-        for kind in kinds:
+        for kind in classes_of(getattr(transformers, auto_class, None), config):
             if any(kind.__name__.endswith(head) for head in heads):
                 return kind
     return None

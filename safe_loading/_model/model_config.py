@@ -51,12 +51,7 @@ def read_config(
         if isinstance(error, ValueError) and (unknown := _unknown_type(document, str(error))):
             raise CheckpointError(f"{path}{unknown}") from error
         raise CheckpointError(f"{path}: transformers refuses this config: {_one_line(error)}") from error
-    if ignored := _ignored_sizes(document, config):
-        raise CheckpointError(
-            f"{path}: transformers ignores {', '.join(ignored)}: {type(config).__name__} reads the sizes of its text "
-            f"model in {_text_part(config)!r}, which the file lacks. Take the checkpoint that was converted for "
-            f"transformers, or write these sizes there."
-        )
+    _refuse_ignored_sizes(path, document, config)
     return config
 
 
@@ -132,23 +127,24 @@ def _unknown_type(document: JsonObject, error: str) -> str | None:
     return None
 
 
-def _text_part(config: PreTrainedConfig) -> str | None:
-    """Return the name of the sub-config of a composite config's text model."""
-    names = ("text_config", "llm_config")
-    return next((name for name in names if isinstance(getattr(config, name, None), PreTrainedConfig)), None)
-
-
-def _ignored_sizes(document: JsonObject, config: PreTrainedConfig) -> list[str]:
-    """Return the sizes at the top of a file that its class looks for in a sub-config, and so takes its defaults for."""
-    part = _text_part(config)
-    if part is None or part in document:
-        return []
-    taken = {name: getattr(getattr(config, part), name, None) for name in _SIZES}
-    return [
+def _refuse_ignored_sizes(path: Path, document: JsonObject, config: PreTrainedConfig) -> None:
+    """Refuse sizes at the top of a file that its class looks for in a sub-config, and so takes its defaults for."""
+    parts = {name: getattr(config, name, None) for name in ("text_config", "llm_config")}
+    part, text = next(((name, part) for name, part in parts.items() if isinstance(part, PreTrainedConfig)), ("", None))
+    if text is None or part in document:
+        return
+    taken = {name: getattr(text, name, None) for name in _SIZES}
+    ignored = [
         f"{name}={document[name]} (it takes {size})"
         for name, size in taken.items()
         if type(document.get(name)) is int and type(size) is int and document[name] != size
     ]
+    if ignored:
+        raise CheckpointError(
+            f"{path}: transformers ignores {', '.join(ignored)}: {type(config).__name__} reads the sizes of its text "
+            f"model in {part!r}, which the file lacks. Take the checkpoint that was converted for transformers, or "
+            f"write these sizes there."
+        )
 
 
 def _one_line(error: Exception) -> str:

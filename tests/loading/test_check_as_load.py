@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from faults import adapters as faults
 from faults.folders import tensors
 from models import save_adapter, save_llama
 from peft import IA3Config, OFTConfig, PeftConfig, VeraConfig, get_peft_model
@@ -209,13 +210,11 @@ def test_a_tokenizer_of_an_adapter_is_held_against_the_rows_of_its_base(tmp_path
     assert check_checkpoint(larger).findings == ()
 
 
-def edited_config(adapter: Path, **fields: Any) -> Path:
-    path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    return adapter
-
-
-@pytest.mark.parametrize("kind", [IA3Config, VeraConfig, OFTConfig])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(IA3Config, {"feedforward_modules": []}), (VeraConfig, {}), (OFTConfig, {"oft_block_size": 8})],
+    ids=["IA3", "VeRA", "OFT"],
+)
 @pytest.mark.parametrize("base_is_there", [True, False])
 @pytest.mark.parametrize(
     ("fields", "words"),
@@ -227,20 +226,23 @@ def edited_config(adapter: Path, **fields: Any) -> Path:
     ids=["field", "method", "targets"],
 )
 def test_an_adapter_of_any_method_is_ok_only_if_it_loads(
-    tmp_path: Path, kind: type[PeftConfig], base_is_there: bool, fields: dict[str, Any], words: str
+    tmp_path: Path,
+    kind: type[PeftConfig],
+    options: dict[str, Any],
+    base_is_there: bool,
+    fields: dict[str, Any],
+    words: str,
 ) -> None:
     base = two_layers(tmp_path / "base")
-    options: dict[str, Any] = {"oft_block_size": 8} if kind is OFTConfig else {"target_modules": ["q_proj"]}
-    options |= {"feedforward_modules": []} if kind is IA3Config else {"target_modules": ["q_proj"]}
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), kind(task_type="CAUSAL_LM", **options))
-    model.save_pretrained(tmp_path / "adapter")
-    adapter = tmp_path / "adapter"
-    edited_config(adapter, base_model_name_or_path=str(base) if base_is_there else "org/not-here")
+    config = kind(task_type="CAUSAL_LM", target_modules=["q_proj"], **options)  # type: ignore[call-arg]  # of each kind
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "saved")
+    named = {"base_model_name_or_path": str(base) if base_is_there else "org/not-here"}
+    adapter = faults.edited(tmp_path / "saved", tmp_path / "adapter", config=lambda c: c.update(named))
     report = check_checkpoint(adapter)
     assert report.ok
     assert "where" in report.checked_on if base_is_there else "headers alone" in report.checked_on
     load_peft_on_rank(adapter, base)
-    edited_config(adapter, **fields)
+    adapter = faults.edited(adapter, tmp_path / "changed", config=lambda c: c.update(fields))
     with pytest.raises(AdapterError, match=words):
         load_peft_on_rank(adapter, base)
     if base_is_there or "target_modules" not in fields:  # only the base says which modules it has

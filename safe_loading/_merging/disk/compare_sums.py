@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -59,8 +60,7 @@ class Block:
 
     def outside(self, exact: torch.Tensor, error: torch.Tensor, *, limited: bool = False) -> torch.Tensor:
         """Return which of the folder's values are no number within ``error`` of the exact one, rounded to nearest."""
-        inside = self.merged >= self.rounded(exact - error, limited=limited)
-        inside &= self.merged <= self.rounded(exact + error, limited=limited)
+        inside = _inside(self.merged, exact, error, lambda end: self.rounded(end, limited=limited))
         return ~inside if self.codes is None else ~inside | (exact.abs() - error > self.codes.most)
 
 
@@ -178,9 +178,8 @@ class Sums:
             if dtype is not block.dtype:
                 narrow = dataclasses.replace(bound, dtype=dtype, cast=not torch.equal(_rounded(base, dtype), base))
                 error = narrow.error(block.first // width, base.view(-1, width), exact.view(-1, width)).view(-1)
-                inside = merged >= _rounded(_rounded(exact - error, dtype), block.dtype)
-                inside &= merged <= _rounded(_rounded(exact + error, dtype), block.dtype)
-                inside &= _rounded(merged, dtype).eq(merged)
+                stored = functools.partial(_rounded_twice, first=dtype, then=block.dtype)
+                inside = _inside(merged, exact, error, stored) & _rounded(merged, dtype).eq(merged)
                 self.not_narrow[dtype] = self.not_narrow.get(dtype, 0) + int((~inside).sum())
 
     def _note(self, block: Block, outside: torch.Tensor, columns: int) -> None:
@@ -206,6 +205,19 @@ class Sums:
     def scale(self) -> float:
         """The factor of the update by least squares, as a share of the nearest values' factor; NaN without one."""
         return self.along / self.nearest_along if self.nearest_along > 0 else math.nan
+
+
+def _inside(
+    values: torch.Tensor, exact: torch.Tensor, error: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return which values lie between the rounded ends of an interval; one end is in memory at a time."""
+    inside = values >= rounded(exact - error)
+    inside &= values <= rounded(exact + error)
+    return inside
+
+
+def _rounded_twice(values: torch.Tensor, first: torch.dtype, then: torch.dtype) -> torch.Tensor:
+    return _rounded(_rounded(values, first), then)
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
