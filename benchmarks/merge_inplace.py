@@ -2,12 +2,14 @@
 
 Extra bytes, CPU seconds and wrongly rounded elements, in three dtypes, for LoRA and DoRA. The methods take turns; each
 figure is the median. A wrongly rounded element is one that differs from the float64 sum of weight and delta, rounded
-once. Extra bytes are what the allocator held at most beyond the model and its adapter, from torch's own profiler.
+once. Extra bytes are what the allocator held at most beyond the model and its adapter, from torch's own profiler. Then
+the same of layers that bitsandbytes packed, which stay packed, or become plain ones (``dequantize=True``).
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import os
 import time
@@ -25,9 +27,10 @@ os.environ.update(ENVIRONMENT)
 PROMISED = {"bfloat16": 3.5, "float16": 3.5, "float32": 2.0, "dora": 6.0}
 CASES = {"lora16": (16, False), "lora64": (64, False), "dora16": (16, True), "dora64": (64, True)}
 METHODS = ("merge_and_unload", "safe_merge=True", "merge_lora_inplace")
+PACKED = ("nf4", "int8")
 
 
-def make(dtype: torch.dtype, rank: int, *, dora: bool, width: int, layers: int) -> Any:
+def make(dtype: torch.dtype, rank: int, *, dora: bool, width: int, layers: int, packing: str = "") -> Any:
     """Return a PeftModel of a Llama's linear layers, with random adapters."""
     from peft import LoraConfig, get_peft_model
 
@@ -47,8 +50,12 @@ def make(dtype: torch.dtype, rank: int, *, dora: bool, width: int, layers: int) 
                 parameter.copy_(
                     pool.repeat(parameter.numel() // pool.numel() + 1)[: parameter.numel()].view_as(parameter)
                 )
+    if packing:
+        modules = {name: pack(linear, packing) for name, linear in modules.items()}
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, use_dora=dora)
-    model: Any = get_peft_model(torch.nn.ModuleDict(modules), config, autocast_adapter_dtype=False)
+    base: Any = torch.nn.ModuleDict(modules)
+    base.is_loaded_in_8bit, base.is_loaded_in_4bit = packing == "int8", packing == "nf4"
+    model: Any = get_peft_model(base, config, autocast_adapter_dtype=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -56,12 +63,27 @@ def make(dtype: torch.dtype, rank: int, *, dora: bool, width: int, layers: int) 
     return model
 
 
+def pack(linear: Any, kind: str) -> torch.nn.Module:
+    """Return a layer of bitsandbytes with the weight of a plain one in its codes."""
+    layers: Any = importlib.import_module("bitsandbytes").nn  # untyped
+    sizes = {"input_features": linear.in_features, "output_features": linear.out_features, "bias": False}
+    layer: Any
+    if kind == "int8":
+        layer = layers.Linear8bitLt(**sizes, has_fp16_weights=False, device="meta")
+        layer.weight = layers.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
+    else:
+        layer = layers.Linear4bit(**sizes, quant_type=kind, compute_dtype=linear.weight.dtype, device="meta")
+        layer.weight = layers.Params4bit(linear.weight.data, requires_grad=False, quant_type=kind, module=layer)
+    packed: torch.nn.Module = layer.to("cpu")
+    return packed
+
+
 def merge(method: str, model: Any) -> torch.nn.Module:
     """Merge by one of the methods."""
-    if method == "merge_lora_inplace":
+    if not method.startswith(("merge_and", "safe")):
         from safe_loading import merge_lora_inplace
 
-        return merge_lora_inplace(model)
+        return merge_lora_inplace(model, dequantize=method == "dequantize=True")
     merged: torch.nn.Module = model.merge_and_unload(safe_merge=method != "merge_and_unload")
     return merged
 
@@ -135,12 +157,40 @@ def measure(dtype: torch.dtype, rank: int, *, dora: bool, width: int, layers: in
     return facts
 
 
+def measure_packed(packing: str, *, width: int, layers: int, repeats: int) -> dict[str, Any]:
+    """Return CPU seconds and extra bytes of each method on packed layers, and the bytes of the codes and scales."""
+    make_one = functools.partial(make, torch.bfloat16, 16, dora=False, width=width, layers=layers, packing=packing)
+    facts: dict[str, Any] = {
+        "codes": sum(layer.base_layer.weight.nbytes for layer in make_one().base_model.model.values())
+    }
+    for method in (*METHODS, "dequantize=True"):
+        seconds = []
+        for _ in range(repeats):
+            model = make_one()
+            started = time.process_time()
+            merge(method, model)
+            seconds.append(time.process_time() - started)
+        extra = max(held for _, held in held_bytes(make_one, functools.partial(merge, method)))
+        facts[method] = {"seconds": median(seconds), "extra": extra}
+    return facts
+
+
+def print_packed(facts: dict[str, Any], title: str) -> None:
+    """Print a table of packed layers."""
+    ours, rows = facts["merge_lora_inplace"]["seconds"], []
+    for method in (*METHODS, "dequantize=True"):
+        seen = facts[method]
+        rows.append((method, f"{seen['seconds']:.3f}", ratio(seen["seconds"], ours), mib(seen["extra"])))
+    note = f"the codes of all layers: {mib(facts['codes'])} MiB; dequantize=True makes plain layers, which stay"
+    print(table(title, ("method", "CPU s", "of ours", "extra MiB"), rows, [note]))
+
+
 def main() -> None:
     """Measure and print."""
     parser = options(__doc__, "small sizes, one repeat", 5)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     args = parser.parse_args()
     if args.quick:
         args.width, args.layers, args.repeats = 512, 1, 1
@@ -166,6 +216,10 @@ def main() -> None:
         title = f"{'DoRA' if dora else 'LoRA'}, r={rank}, width {args.width}, {args.layers} x 4 linear layers"
         header = ("method", "CPU s", "of ours", "extra MiB", "of largest", "wrongly rounded")
         print(table(title, header, rows, notes))
+    for packing in PACKED:
+        facts = measure_packed(packing, width=args.width, layers=args.layers, repeats=args.repeats)
+        every[packing] = facts
+        print_packed(facts, f"{packing}, LoRA, r=16, width {args.width}, {args.layers} x 4 linear layers")
     write_json(args.json, every)
 
 

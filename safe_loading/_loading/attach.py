@@ -44,6 +44,7 @@ from .starts import (
     builds_on_meta,
     holds_finished_prompt,
     may_change_base,
+    refuse_start_without_card,
     resized_by_file,
     skip_deferred_start,
     start_findings,
@@ -360,6 +361,7 @@ def _in_the_model(model: PeftModel, name: str) -> Iterator[None]:
 
 def _inject(model: torch.nn.Module, config: PeftConfig, adapter: Adapter, *, on_meta: bool) -> PeftModel:
     name = adapter.name
+    refuse_start_without_card(config, adapter.facts.config_file)
     # autocast_adapter_dtype would cast 16-bit factors to float32; here each keeps the dtype that it has on disk.
     try:
         if has_adapters(model):

@@ -74,6 +74,18 @@ def _unknown_fields(config: PeftConfig) -> list[str]:
     ]
 
 
+def refuse_start_without_card(config: PeftConfig, where: object) -> None:
+    """Refuse LoftQ's start where peft has no card to compute it on; ``where`` names the adapter's file."""
+    if str(getattr(config, "init_lora_weights", "")).lower() != "loftq":
+        return
+    if not torch.cuda.is_available() and not torch.xpu.is_available():
+        raise AdapterError(
+            f"{where}: init_lora_weights='loftq' changes the base before training, and peft computes that again at "
+            f"each load, on CUDA or XPU alone; this machine has neither. Load it where there is one, and there "
+            f"{_CONVERT}."
+        )
+
+
 def holds_finished_prompt(config: PeftConfig) -> bool:
     """Return whether the method trains an encoder of the prompt, while its file holds the encoder's output alone."""
     return config.peft_type == PeftType.P_TUNING or bool(getattr(config, "prefix_projection", False))

@@ -173,6 +173,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "load it onto a base of its own": f"{_STARTS}"
         "test_a_start_that_would_change_the_base_again_is_refused_and_undone",
         "Load it onto a base of its own": f"{_STARTS}test_another_replication_of_layers_is_refused",
+        "Load it where there is one, and there": f"{_STARTS}test_the_conversion_that_the_error_names_works",
         ", or pass strict=False": f"{_STARTS}test_a_start_that_cannot_be_repeated_is_an_error",
         "load the base again where its own": OUTSIDE,
     },

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from safe_loading import AdapterError, load_adapter_on_rank, load_peft_on_rank
 from safe_loading._loading import starts
+from safe_loading._loading.starts import refuse_start_without_card
 
 # Methods that broke once, and a few of the others.
 SAMPLE = {"LoRA, PiSSA", "KaSA", "VeLoRA", "Adaption prompt", "FRoD", "OSF", "Prefix tuning", "LoRA, replicated layers"}
@@ -164,6 +165,14 @@ def test_an_adapter_of_lora_ga_is_an_error(bench: Bench, tmp_path: Path) -> None
     adapter = faults.edited(bench.adapter("LoRA"), tmp_path / "adapter", config=as_lora_ga)
     with pytest.raises(AdapterError, match="another base than it was trained on"):
         load_peft_on_rank(bench.base, adapter)
+
+
+def test_a_start_of_loftq_needs_a_card_and_the_error_says_so() -> None:
+    config = peft.LoraConfig()
+    config.init_lora_weights = "loftq"  # as an argument it needs scipy
+    message = r"^adapter_config.json: init_lora_weights='loftq' .* on CUDA or XPU alone.*path_initial_model_for_weight"
+    with pytest.raises(AdapterError, match=message):
+        refuse_start_without_card(config, "adapter_config.json")
 
 
 @pytest.mark.parametrize("method", ["P-tuning", "Prefix tuning, projected"])

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from allocator_truth import above_start, peak_above_start, tokens
+from allocator import peak_above_start
+from allocator_truth import above_start, tokens
 from peft import LoraConfig, get_peft_model
 from tiny_models import causal_lm_classes, image_text_classes, skip_unless_buildable, tiny_config
 

@@ -11,7 +11,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from allocator_truth import NEVER, above_start, peak_above_start, tokens
+from allocator import peak_above_start
+from allocator_truth import NEVER, above_start, tokens
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from test_trace_truth import COLUMNS, ROWS
 from test_trace_truth import SIZES as LLAMA_SIZES

@@ -28,7 +28,7 @@ STEP = """
     import warnings
     import torch
     import torch.distributed as dist
-    from allocator_truth import peak_above_start
+    from allocator import peak_above_start
     from peft import LoraConfig, get_peft_model
     from torch.distributed.fsdp import MixedPrecision
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -28,7 +28,7 @@ STEP = """
     import warnings
     import torch
     import torch.distributed as dist
-    from allocator_truth import peak_above_start
+    from allocator import peak_above_start
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -96,7 +96,7 @@ REPLICATED_STEP = """
     import warnings
     import torch
     import torch.distributed as dist
-    from allocator_truth import peak_above_start
+    from allocator import peak_above_start
     from torch.nn.parallel import DistributedDataParallel
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from allocator_truth import above_start, peak_above_start
+from allocator import peak_above_start
+from allocator_truth import above_start
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from allocator_truth import above_start, generation, peak_above_start
+from allocator import peak_above_start
+from allocator_truth import above_start, generation
 from image_batches import ROWS, image_batch
 from tiny_models import image_text_classes, skip_unless_buildable, tiny_config
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from allocator_truth import above_start, peak_above_start
+from allocator import peak_above_start
+from allocator_truth import above_start
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import Workload, predict_memory

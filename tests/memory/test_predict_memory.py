@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from allocator_truth import bytes_kept_by
+from allocator import bytes_kept_by
 from engines import needs
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch.nn import functional

@@ -10,7 +10,8 @@ import peft
 import pytest
 import torch
 import transformers
-from allocator_truth import above_start, generation, peak_above_start, tokens, training
+from allocator import peak_above_start
+from allocator_truth import above_start, generation, tokens, training
 
 from safe_loading import TraceError, Workload
 from safe_loading._memory.trace.trace_step import trace_step

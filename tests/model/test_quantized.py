@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
 
 from safe_loading._model.formats.bitsandbytes import is_bitsandbytes_linear
 from safe_loading._model.formats.eight_bit import is_eight_bit
-from safe_loading._model.formats.four_bit import is_four_bit
+from safe_loading._model.formats.four_bit import decode_four_bits, is_four_bit
 from safe_loading._model.formats.fp8 import decode_fp8, fp8_matrix_of, fp8_scales_name
 from safe_loading._model.quantized.decode import decoded_weight
 from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
@@ -71,3 +73,20 @@ def test_rows_are_decoded_as_the_whole_matrix_is(dtype: torch.dtype) -> None:
         assert torch.equal(decode_fp8(codes[start:], scales, (8, 16), start), exact[start:])
     single = torch.tensor(0.3)
     assert torch.equal(decode_fp8(codes, single, (20, 40)), codes.double() * single.double())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_codes_of_4_bits_are_decoded_one_by_one_or_by_blocks_to_the_same_bits(seed: int) -> None:
+    """By the definition: the code's value times the scale of its block; rows may begin within a byte or a block."""
+    draw = random.Random(seed)
+    count, size = draw.randint(1, 900), draw.choice([1, 3, 32, 64, 256])
+    start = draw.randrange(count)
+    stop = draw.randint(start, count)
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (count + count % 2,), generator=generator, dtype=torch.uint8)
+    table = torch.randn(16, generator=generator)
+    scales = torch.randn(-(-count // size), generator=generator)
+    expected = [table[int(codes[at])] * scales[at // size] for at in range(start, stop)]
+    packed = (codes[::2] << 4 | codes[1::2])[start // 2 : -(-stop // 2)]
+    decoded = decode_four_bits(packed, table, scales, size, start, stop)
+    assert torch.equal(decoded, torch.stack(expected) if expected else torch.empty(0))

@@ -147,6 +147,13 @@ def terms_of(layer: LoraModule, names: Sequence[str]) -> list[Term]:
 def merged_weight(values: torch.Tensor, terms: Sequence[Term], dtype: torch.dtype, scratch_bytes: int) -> torch.Tensor:
     """Add terms to decoded values and round the sums, block by block."""
     weight = torch.empty(values.shape, dtype=dtype, device=values.device)
+    for start, block in merged_rows(values, terms, scratch_bytes):
+        round_into(block, weight[start : start + len(block)])
+    return weight
+
+
+def merged_rows(values: torch.Tensor, terms: Sequence[Term], scratch_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the sums of decoded values and terms in float64, each block with its first row."""
     rows, columns = values.shape
     # In float64, rounded afterwards: a merger of the result's dtype would read rows that were rounded to it already.
     merger = RowMerger(Update((rows, columns), tuple(terms)), torch.float64, values.device, scratch_bytes=scratch_bytes)
@@ -154,8 +161,7 @@ def merged_weight(values: torch.Tensor, terms: Sequence[Term], dtype: torch.dtyp
     for start in range(0, rows, step):
         block = values[start : start + step].double()
         merger.merge(block, start)
-        round_into(block, weight[start : start + step])
-    return weight
+        yield start, block
 
 
 def _merged_bias(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ from safe_loading._model.quantized.recognize import is_quantized
 from safe_loading._model.snapshot import Snapshot
 from safe_loading.errors import MergeError
 
-from .dequantize import merged_weight, terms_of
+from .dequantize import merged_rows, terms_of
 from .layer_merge import LayerMerge
 from .offloaded import OffloadedWeights
 from .other_tuners import KNOWN, is_plain, merge_in_float64
@@ -49,13 +51,15 @@ def merge_all_by_peft(
             path = job.path
             backup.keep(job.layer)
             undo_cpu_packing(job.layer.get_base_layer())
-            exact = _exact_values(job)
+            before = _as_it_is(job)
             if job in in_float64:
                 merge_in_float64(job.layer, job.names, check_finite=check_finite)
                 continue
             job.layer.merge(safe_merge=check_finite, adapter_names=list(job.names))
-            if exact is not None:
-                errors[path] = _relative_error(job, *exact)
+            lost = None if before is None else _relative_error(job, before)
+            if lost is not None:
+                errors[path] = lost
+            backup.spare_replaced()
     except BaseException as error:  # Ctrl-C as well: a layer may be half merged
         finish(backup.restore)
         if not isinstance(error, Exception):
@@ -70,31 +74,41 @@ def merge_all_by_peft(
     whole = len(in_float64) == len(jobs)
     how = "in float64, and rounded once" if whole else "which rounds more than once"
     why = (
-        f"{kinds} were merged by peft's own code, {how}; the copies for undoing it took {format_bytes(backup.bytes)} "
-        f"meanwhile."
+        f"{kinds} were merged by peft's own code, {how}; the weights of before, kept for undoing it, took "
+        f"{format_bytes(backup.bytes)} meanwhile."
     )
     fix = "none needed" + ("." if whole else "; for quantized weights, merging before the base is quantized is best.")
     found = Finding("merged-by-peft", "info" if whole else "warning", where, why, fix, backup.bytes)
     return [found, *_requantized(errors)]
 
 
-def _exact_values(job: LayerMerge) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the exact merged values of a quantized layer and the update of its adapters; None where unknown."""
-    layer = job.layer
-    if not is_lora_layer(layer) or not is_quantized(layer.get_base_layer()):
+def _as_it_is(job: LayerMerge) -> torch.nn.Module | None:
+    """Return a quantized layer with its weight of now, which peft's merge replaces; None where no LoRA is merged."""
+    base = job.layer.get_base_layer()
+    if not is_lora_layer(job.layer) or not is_quantized(base):
+        return None
+    before = copy.copy(base)
+    for shared in ("_parameters", "_buffers", "state"):  # engines keep scales in ``state`` after a forward
+        if shared in vars(base):
+            vars(before)[shared] = copy.copy(vars(base)[shared])
+    return before
+
+
+def _relative_error(job: LayerMerge, before: torch.nn.Module) -> float | None:
+    """Return the rounding error of a requantized layer, relative to its adapters' delta; None where unknown."""
+    if not is_lora_layer(job.layer):
         return None
     try:
-        values = decoded_weight(layer.get_base_layer())
-        merged = merged_weight(values, terms_of(layer, job.names), torch.float32, _SCRATCH_BYTES)
+        terms = terms_of(job.layer, job.names)
+        values, now = decoded_weight(before), decoded_weight(job.layer.get_base_layer())
     except (NotImplementedError, CannotMergeError):
         return None
-    return merged, merged - values.float()
-
-
-def _relative_error(job: LayerMerge, exact: torch.Tensor, delta: torch.Tensor) -> float:
-    """Return the rounding error of a requantized layer, relative to its adapters' delta."""
-    error = torch.linalg.vector_norm(decoded_weight(job.layer.get_base_layer()).float() - exact)
-    return float(error / torch.linalg.vector_norm(delta).clamp_min(1e-30))  # adapters may add nothing
+    error, added = 0.0, 0.0
+    for start, exact in merged_rows(values, terms, _SCRATCH_BYTES):
+        rows = slice(start, start + len(exact))
+        added += float((exact - values[rows]).square_().sum())
+        error += float(exact.sub_(now[rows]).square_().sum())
+    return math.sqrt(error / max(added, 1e-60))  # adapters may add nothing
 
 
 def _requantized(errors: dict[str, float]) -> list[Finding]:
@@ -128,7 +142,8 @@ class _Backup:
     def __init__(self) -> None:
         self._layers: list[Snapshot] = []
         self._tensors: list[_SavedTensor] = []
-        self.bytes = 0  # of the copies
+        self._spared = 0  # of the tensors, from the first: those whose copies were looked at
+        self.bytes = 0  # of the weights of before, kept as copies or as they are
 
     def keep(self, layer: TunerModule) -> None:
         """Copy the weights and attributes that merging ``layer`` changes."""
@@ -140,9 +155,17 @@ class _Backup:
             for tensors in dicts:
                 for name, tensor in tensors.items():
                     if tensor is not None and not tensor.is_meta:
-                        copy, attributes = tensor.detach().clone(), dict(vars(tensor))
-                        self._tensors.append(_SavedTensor(tensors, name, tensor, tensor.data, copy, attributes))
-                        self.bytes += copy.nbytes
+                        values, attributes = tensor.detach().clone(), dict(vars(tensor))
+                        self._tensors.append(_SavedTensor(tensors, name, tensor, tensor.data, values, attributes))
+                        self.bytes += values.nbytes
+
+    def spare_replaced(self) -> None:
+        """Free the copies of tensors that were replaced as a whole, and whose values are in them still."""
+        for index in range(self._spared, len(self._tensors)):
+            saved = self._tensors[index]
+            if saved.tensors.get(saved.name) is not saved.tensor and torch.equal(saved.data, saved.copy):
+                self._tensors[index] = dataclasses.replace(saved, copy=saved.data)
+        self._spared = len(self._tensors)
 
     def restore(self) -> None:
         """Put every weight back, in its own storage, and every module back into its earlier state."""

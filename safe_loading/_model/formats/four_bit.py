@@ -154,10 +154,20 @@ def decode_four_bits(
     to the dtype of the checkpoint. Each byte of ``packed`` has two codes, the first in the high half, beginning with
     that of element ``start``; the blocks of ``blocksize`` elements are counted through the whole weight.
     """
-    # An odd element is the second code of its byte, so the first code is cut off.
-    codes = torch.stack([packed >> 4, packed & 15], 1).view(-1)[start % 2 :][: stop - start]
-    blocks = torch.arange(start, stop, device=packed.device) // blocksize
-    return table.float()[codes.long()] * scales.float().view(-1)[blocks]
+    # A byte is looked up with both of its values at once: half the indices, and they are the largest temporary. An odd
+    # element is the second code of its byte, so the first one is cut off.
+    codes = torch.arange(256, device=packed.device)
+    pairs = table.float()[torch.stack([codes >> 4, codes & 15], 1)]
+    values = pairs.index_select(0, packed.int()).view(-1)[start % 2 :][: stop - start]
+    scales = scales.float().view(-1)
+    # Whole blocks are multiplied as rows of a matrix, and what is left of one at either end by its own scale.
+    first = min(-(-start // blocksize) * blocksize, stop)
+    last = max(first, stop // blocksize * blocksize)
+    for low, high in ((start, first), (last, stop)):
+        values[low - start : high - start].mul_(scales[low // blocksize : low // blocksize + 1])
+    whole = values[first - start : last - start].view(-1, blocksize)
+    whole.mul_(scales[first // blocksize : last // blocksize, None])
+    return values
 
 
 def decode_nested_scales(
