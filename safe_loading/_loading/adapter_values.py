@@ -14,7 +14,7 @@ from safe_loading._checkpoint.copy_bytes import read_into
 from safe_loading._checkpoint.faults import fault, note
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.header import Header, TensorInfo
-from safe_loading._checkpoint.mlx import MLX_FACTOR, MLX_MAGNITUDE
+from safe_loading._checkpoint.mlx import is_of_experts, peft_keys
 from safe_loading._core.report import Finding
 from safe_loading._model.dtypes import DTYPES
 from safe_loading._model.tensor_values import as_buffer, value_range
@@ -61,13 +61,14 @@ def digest_of(facts: AdapterFolder, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _of_mlx(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the factors of MLX as peft has them, transposed, and the magnitudes of a DoRA."""
-    found = {}
+    """Return the factors of MLX as peft has them: transposed, those of experts apart; and a DoRA's magnitudes."""
+    found, shapes = dict[str, torch.Tensor](), {name: tensor.shape for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
-        if match := MLX_FACTOR.fullmatch(name):
-            found[f"{match['path']}.lora_{match['factor'].upper()}.weight"] = tensor.t().contiguous()
+        keys = peft_keys(name, shapes)
+        if is_of_experts(name):
+            found.update(zip(keys, tensor.view(len(keys), -1, tensor.shape[-1]), strict=True))
         else:
-            found[f"{name.removesuffix(MLX_MAGNITUDE)}.lora_magnitude_vector"] = tensor
+            found[keys[0]] = tensor if tensor.dim() == 1 else tensor.t().contiguous()
     return found
 
 

@@ -12,7 +12,6 @@ from safe_loading._checkpoint.faults import fault
 from safe_loading._checkpoint.hub import Resolved, base_files
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._checkpoint.tokenizer_ids import rows_of, tokenizer_findings, words_in
-from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.log import quiet
 from safe_loading._core.names import method_name
 from safe_loading._core.protocols import ModelClass
@@ -55,14 +54,11 @@ def check_adapter(opened: ModelFolder, base_model: str | os.PathLike[str] | None
 
     The adapter is read, and attached to the base on meta. Nothing is downloaded.
     """
-    config = opened.files.try_read(opened.path / ADAPTER_CONFIG)
-    names_no_base = base_model is None and not isinstance(config, Finding) and not config.get("base_model_name_or_path")
-
     def check() -> LoadCheck:
         facts = read_adapter(Resolved(str(opened.path), opened.path, None), folder=opened)
         adapter = prepare("default", facts, is_trainable=False)
         errors = [finding for finding in adapter.findings if finding.severity == "error"]
-        if names_no_base:
+        if base_model is None and not facts.config.get("base_model_name_or_path"):
             return LoadCheck("headers alone: it names no base; pass base_model=", errors)
         try:
             base = resolve_base(BaseRequest(base_model), facts, base_files({}), {"local_files_only": True})

@@ -11,6 +11,7 @@ import torch
 from loaded_models import logits
 from models import save_llama
 from safetensors.torch import load_file, save_file
+from test_expert_layouts import EXPERTS, leaves_of, save_base
 from transformers import AutoModelForCausalLM
 
 from safe_loading import (
@@ -24,14 +25,17 @@ from safe_loading import (
 
 RANK, SCALE = 3, 2.5
 NAMES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+MLX_LEAVES = ("gate_proj", "up_proj", "down_proj")
 Tensors = dict[str, torch.Tensor]
 
 
-def save_mlx(folder: Path, base: Path, **changes: Any) -> tuple[Path, Tensors]:
-    """An adapter of the last two layers, and the base's weights with what it adds."""
+def save_mlx(
+    folder: Path, base: Path, layers: tuple[int, ...] = (1, 2), names: tuple[str, ...] = NAMES, **changes: Any
+) -> tuple[Path, Tensors]:
+    """An adapter of some layers, and the base's weights with what it adds."""
     truth, tensors = {k: v for path in base.glob("*.safetensors") for k, v in load_file(path).items()}, {}
     torch.manual_seed(1)
-    for path in [f"model.layers.{layer}.{name}" for layer in (1, 2) for name in NAMES]:
+    for path in [f"model.layers.{layer}.{name}" for layer in layers for name in names]:
         rows, columns = truth[f"{path}.weight"].shape
         a, b = torch.randn(columns, RANK) / 8, torch.randn(RANK, rows) / 8
         tensors |= {f"{path}.lora_a": a, f"{path}.lora_b": b}
@@ -58,18 +62,59 @@ def assert_is(folder: Path, truth: Tensors) -> None:
 def test_an_adapter_of_mlx_is_checked_loaded_and_merged(tmp_path: Path, kind: str) -> None:
     base = save_llama(tmp_path / "base")
     adapter, truth = save_mlx(tmp_path / "adapter", base, fine_tune_type=kind)
-    assert check_checkpoint(adapter).ok
-    merge_lora_checkpoint(base, adapter, tmp_path / "merged")
-    assert_is(tmp_path / "merged", truth)
+    assert_arrives(base, adapter, truth, tmp_path)
     model = load_peft_on_rank(adapter)
-    wanted = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
-    assert torch.allclose(logits(model), wanted, atol=1e-5)
     load_adapter_on_rank(model, adapter, "later")
     model.save_pretrained(tmp_path / "as peft")
     merge_lora_inplace(model, adapter_names=["later"]).save_pretrained(tmp_path / "in memory")
     assert_is(tmp_path / "in memory", truth)
     merge_lora_checkpoint(base, tmp_path / "as peft", tmp_path / "merged again")
     assert_is(tmp_path / "merged again", truth)
+
+
+def test_factors_of_embeddings_are_added_as_they_are(tmp_path: Path) -> None:
+    """MLX adds ``lora_a @ lora_b`` to an embedding, and the transposed product to a linear layer."""
+    base = save_llama(tmp_path / "base")
+    adapter, truth = save_mlx(tmp_path / "adapter", base)
+    name = "model.embed_tokens"
+    rows, columns = truth[f"{name}.weight"].shape
+    a, b = torch.randn(rows, RANK) / 8, torch.randn(RANK, columns) / 8
+    truth[f"{name}.weight"] = (truth[f"{name}.weight"].double() + SCALE * a.double() @ b.double()).float()
+    file = adapter / "adapters.safetensors"
+    save_file({**load_file(file), f"{name}.lora_a": a, f"{name}.lora_b": b}, file)
+    assert_arrives(base, adapter, truth, tmp_path)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["experts apart", "older releases"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "minimax_m2"])
+def test_experts_of_mlx_are_one_layer(tmp_path: Path, family: str, flat: bool) -> None:
+    base = save_base(tmp_path / "base", family)
+    adapter, truth = save_mlx(tmp_path / "adapter", base, layers=(1,), names=("self_attn.q_proj",))
+    names, tensors = dict(zip(MLX_LEAVES, leaves_of(truth), strict=True)), {}
+    block = "model.layers.1.block_sparse_moe" if "w1" in names.values() else "model.layers.1.mlp"
+    for leaf, own in names.items():
+        weights = [f"{block}.experts.{n}.{own}.weight" for n in range(EXPERTS)]
+        rows, columns = truth[weights[0]].shape
+        a, b = torch.randn(EXPERTS, RANK, columns) / 8, torch.randn(EXPERTS, rows, RANK) / 8
+        tensors |= {f"{block}.switch_mlp.{leaf}.lora_a": a.flatten(0, 1) if flat else a}
+        tensors |= {f"{block}.switch_mlp.{leaf}.lora_b": b}
+        for n, weight in enumerate(weights):
+            truth[weight] = (truth[weight].double() + SCALE * b[n].double() @ a[n].double()).float()
+    file = adapter / "adapters.safetensors"
+    save_file({**load_file(file), **tensors}, file)
+    assert_arrives(base, adapter, truth, tmp_path)
+    save_file({**tensors, f"{block}.switch_mlp.{MLX_LEAVES[0]}.lora_a": torch.ones(7, 3)}, file)
+    with pytest.raises(AdapterError, match=r"no factors of a layer, such as .*switch_mlp.gate_proj.lora_a'; fuse"):
+        load_peft_on_rank(adapter, base)
+
+
+def assert_arrives(base: Path, adapter: Path, truth: Tensors, root: Path) -> None:
+    """The adapter is sound, merged as worked out by hand, and loaded as it is merged."""
+    assert check_checkpoint(adapter).ok
+    merge_lora_checkpoint(base, adapter, root / "merged")
+    assert_is(root / "merged", truth)
+    wanted = logits(AutoModelForCausalLM.from_pretrained(root / "merged"))
+    assert torch.allclose(logits(load_peft_on_rank(adapter)), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +150,7 @@ def test_tensors_that_are_no_factors_are_named(tmp_path: Path, tiny_llama: Path)
     adapter, _ = save_mlx(tmp_path / "adapter", tiny_llama)
     tensors = load_file(adapter / "adapters.safetensors")
     save_file({**tensors, "model.layers.0.mlp.m": torch.ones(4)}, adapter / "adapters.safetensors")
-    with pytest.raises(AdapterError, match=r"no factors of a linear layer, such as 'model\.layers\.0\.mlp\.m'; fuse"):
+    with pytest.raises(AdapterError, match=r"no factors of a layer, such as 'model\.layers\.0\.mlp\.m'; fuse"):
         load_peft_on_rank(adapter, tiny_llama)
 
 
