@@ -32,6 +32,10 @@ MADE_BY_TESTS = {
     "checkpoints.md": {
         "hash-unknown": "checkpoint/test_published_hashes.py::test_files_that_nobody_published_are_named",
         "manifest": "checkpoint/test_published_hashes.py::test_a_manifest_of_another_kind_is_an_error",
+        "not-signed": "checkpoint/test_signer.py::"
+        "test_files_that_nobody_signed_are_errors_until_they_are_removed_or_signed",
+        "signature-differs": "checkpoint/test_signer.py::test_another_key_is_an_error_and_the_publishers_own_is_passed",
+        "signature-verified": "checkpoint/test_signer.py::test_the_key_that_signed_is_said",
         "signature-not-verified": "checkpoint/test_published_hashes.py::"
         "test_a_manifest_is_compared_and_said_to_be_unverified",
         "tokenizer-beyond-rows": "loading/test_vocabularies.py::test_a_tokenizer_with_words_beyond_the_rows_is_told",

@@ -21,6 +21,7 @@ OF_THE_PROCESS = {
     "fork_rng",
     "init_process_group",
     "manual_seed",
+    "redirect_stdout",
     "manual_seed_all",
     "seed",
     "set_default_device",
@@ -39,6 +40,7 @@ OF_THE_PROCESS = {
     "use_deterministic_algorithms",
 }
 REASONS = {
+    "_checkpoint/signer.py: redirect_stdout": "model-signing prints into JSON; other prints go to stderr too",
     "_commands/answer.py: setLevel": "a command is a process of its own",
     "_core/interrupts.py: signal": "Ctrl-C waits for what is undone; the main thread's alone",
     "_core/log.py: setLevel": "the package's own logger, once",

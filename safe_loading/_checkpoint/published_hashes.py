@@ -17,6 +17,7 @@ from safe_loading._core.report import Finding
 
 from .faults import fault, listed, note
 from .files import is_blob, try_open
+from .signer import Signer, signature_findings
 from .signing_manifest import MANIFEST, Manifest, read_manifest
 
 GIT = "git-sha1"
@@ -41,17 +42,20 @@ class Comparison(NamedTuple):
     findings: list[Finding]
 
 
-def compare_hashes(folder: Path, names: Iterable[str] | None = None) -> Comparison:
+def compare_hashes(folder: Path, names: Iterable[str] | None = None, signer: Signer | None = None) -> Comparison:
     """Read the files of a folder (all of them, or those that are named), and compare each with its published hashes.
 
-    Without any hash there is nothing to compare with, which is an error, because it was asked for.
+    Without any hash there is nothing to compare with, which is an error, because it was asked for. A signer that is
+    named must have signed them.
     """
     manifest = read_manifest(folder)
-    findings = [] if isinstance(manifest, Manifest) else [manifest] if manifest is not None else []
-    listing = manifest.digests if isinstance(manifest, Manifest) else {}
     every = sorted(_files_in(folder)) if names is None else [*names]
+    listing = manifest.digests if isinstance(manifest, Manifest) else {}
+    findings = [manifest] if isinstance(manifest, Finding) else []
+    if signer is not None and not isinstance(manifest, Finding):
+        findings += signature_findings(folder, every, manifest, signer)
     if names is None and isinstance(manifest, Manifest):
-        findings += [*manifest.findings, *_gone(folder, listing, every)]
+        findings += [*_gone(folder, listing, every), *([] if signer is not None else [_not_verified(folder)])]
     compared, unknown = 0, list[str]()
     for name in every:
         expected = [*_by_its_blob(folder / name), *_by_manifest(listing.get(name))]
@@ -120,6 +124,14 @@ def _files_in(folder: Path) -> Iterator[str]:
 def _gone(folder: Path, listing: Mapping[str, object], names: Iterable[str]) -> Iterator[Finding]:
     if gone := sorted(set(listing).difference(names)):
         yield fault("not-found", folder, f"{MANIFEST} lists files that are not there: {listed(gone)}", _AGAIN)
+
+
+def _not_verified(folder: Path) -> Finding:
+    message = f"the hashes in {MANIFEST} were compared, and its signature was not: it may be by anybody"
+    fix = (
+        "pass the public key or the certificates of who should have signed it: `signed_by=`, or `check --signed-by KEY`"
+    )
+    return note("info", "signature-not-verified", folder / MANIFEST, message, fix)
 
 
 def _unknown(folder: Path, names: list[str], compared: int) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """The manifest of an OpenSSF model signing (``model.sig``): the hashes of a model's files. Imports no torch.
 
 It is a sigstore bundle: a DSSE envelope around an in-toto statement, whose predicate lists the files with their hashes,
-as the package model-signing 1.0 writes it. The signature itself is not verified here.
+as the package model-signing 1.0 writes it. `signer.py` verifies the signature.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 
-from .faults import fault, note
+from .faults import fault
 from .files import not_contained
 from .strict_json import try_json_object, try_parse
 
@@ -28,10 +28,14 @@ _SIGN_AGAIN = f"sign the model again, or remove {MANIFEST}"
 
 
 class Manifest(NamedTuple):
-    """The algorithm and the hash of each file that a manifest lists, by its name in the folder."""
+    """The algorithm and the hash of each file that a manifest lists, by its name in the folder.
+
+    ``ignored`` are the files and folders that its signer left out, and ``bundle`` is all that the file holds.
+    """
 
     digests: Mapping[str, tuple[str, str]]
-    findings: tuple[Finding, ...]
+    ignored: frozenset[str]
+    bundle: JsonObject
 
 
 def read_manifest(folder: Path) -> Manifest | Finding | None:
@@ -48,12 +52,11 @@ def read_manifest(folder: Path) -> Manifest | Finding | None:
         if isinstance(statement, Finding):
             return statement
         digests = dict(_resources(folder, statement))
+        ignored = frozenset(map(str, statement["predicate"]["serialization"].get("ignore_paths", ())))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         message = f"is no manifest of model-signing 1.0: {type(error).__name__}: {error}"
         return fault("manifest", path, message, _SIGN_AGAIN)
-    message = f"the hashes in {MANIFEST} were compared, and its signature was not: it may be by anybody"
-    fix = "verify it with `model_signing verify` of the package model-signing"
-    return Manifest(digests, (note("info", "signature-not-verified", path, message, fix),))
+    return Manifest(digests, ignored, bundle)
 
 
 def _resources(folder: Path, statement: JsonObject) -> Iterator[tuple[str, tuple[str, str]]]:

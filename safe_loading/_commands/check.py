@@ -20,6 +20,11 @@ def add(commands: Commands) -> None:
     parser.add_argument("--base", metavar="BASE", help="of an adapter: the folder or hub id of its base")
     parser.add_argument("--values", action="store_true", help="read every tensor: NaN, infinity, hashes of a merge")
     parser.add_argument("--hashes", action="store_true", help="read every file: the hash that it was published with")
+    parser.add_argument(
+        "--signed-by",
+        metavar="KEY",
+        help="as --hashes, and verify who signed: a file with a public key or certificates (needs the extra signing)",
+    )
     add_verbosity(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=_run)
@@ -33,6 +38,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
         values=arguments.values,
         headers=arguments.headers,
         hashes=arguments.hashes,
+        signed_by=arguments.signed_by,
         base_model=arguments.base,
     )
     return Answer([report.to_json() if arguments.json else str(report)], OK if report.ok else NOT_OK)

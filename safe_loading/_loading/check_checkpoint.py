@@ -16,6 +16,7 @@ from safe_loading._checkpoint.hub import is_hub_id
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._checkpoint.other_things import address, other_thing
 from safe_loading._checkpoint.published_hashes import compare_hashes
+from safe_loading._checkpoint.signer import Signer, signer_of
 from safe_loading._checkpoint.tokenizer_ids import rows_of, tokenizer_findings
 from safe_loading._checkpoint.trainer_folder import checkpoints_of, half_checkpoint
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES, conversion_command, names_in
@@ -97,6 +98,7 @@ def check_checkpoint(
     values: bool = False,
     headers: bool = False,
     hashes: bool = False,
+    signed_by: str | os.PathLike[str] | None = None,
     base_model: str | os.PathLike[str] | None = None,
 ) -> CheckpointReport:
     """Check that a checkpoint is whole and safe to load, by its headers and as a load does.
@@ -115,8 +117,11 @@ def check_checkpoint(
         headers: Whether headers and configs are all that is checked: no engine is imported, so that a folder of any
             size takes a fraction of a second in a new process.
         hashes: Whether every file is also read and compared with the hash that it was published with: the name of its
-            blob in a Hugging Face cache (git's SHA-1, or SHA-256), and the manifest of a model signing (``model.sig``),
-            whose signature is not verified. Where no file has one, that is an error.
+            blob in a Hugging Face cache (git's SHA-1, or SHA-256), and the manifest of a model signing (``model.sig``).
+            Where no file has one, that is an error.
+        signed_by: Who must have signed the folder: the path of a public key, or of certificates of which one must have
+            issued the signer's, in PEM. The signature of ``model.sig`` is verified by model-signing (the extra
+            ``signing``), offline; a file that it does not cover is an error. Implies ``hashes``.
         base_model: For an adapter, the folder or hub id of its base. None takes the one that its config names.
 
     Returns:
@@ -125,11 +130,13 @@ def check_checkpoint(
 
     Raises:
         CheckpointNotFound: There is nothing at ``path``.
-        ArgumentError: ``path`` or ``base_model`` is not a path.
+        ArgumentError: ``path`` or ``base_model`` is not a path, or ``signed_by`` is not one of such a file.
+        EngineError: ``signed_by`` is given, and model-signing is not installed.
     """
     if base_model is not None:
         path_text(base_model, "base_model")
     checked = Path(path_text(path, "path")).expanduser()
+    signer = signer_of(signed_by) if signed_by is not None else None
     try:
         checked.stat()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -144,12 +151,13 @@ def check_checkpoint(
         return _report(checked, "file", {}, findings)
     is_folder = checked.is_dir()
     report = _check_folder(checked, values, headers, base_model) if is_folder else _check_file(checked, values)
-    return _with_hashes(report, checked) if hashes else report
+    return _with_hashes(report, checked, signer) if hashes or signer is not None else report
 
 
-def _with_hashes(report: CheckpointReport, path: Path) -> CheckpointReport:
+def _with_hashes(report: CheckpointReport, path: Path, signer: Signer | None) -> CheckpointReport:
     """Return the report with the findings about every file and its published hash."""
-    compared = compare_hashes(path) if path.is_dir() else compare_hashes(path.parent, [path.name])
+    folder, names = (path, None) if path.is_dir() else (path.parent, [path.name])
+    compared = compare_hashes(folder, names, signer)
     findings = worst_first([*report.findings, *compared.findings])
     return replace(report, findings=findings, hashed=compared.files)
 

@@ -7,6 +7,7 @@ from .reasons import OUTSIDE
 _ADVISED = "checkpoint/test_check_advice.py::"
 _MENDED = f"{_ADVISED}test_a_folder_is_sound_once_the_finding_is_mended"
 _HASHES = "checkpoint/test_published_hashes.py::"
+_SIGNER = "checkpoint/test_signer.py::"
 _INDEX = "checkpoint/test_checkpoint_index.py::"
 _OTHER = "checkpoint/test_other_things.py::"
 _TRAINER = "checkpoint/test_trainer_folder.py::"
@@ -53,7 +54,15 @@ TAKEN: dict[str, dict[str, str]] = {
     "_checkpoint/published_hashes.py": {
         "download the file again": f"{_HASHES}test_check_says_how_many_files_were_compared",
         "check the snapshot in the cache": f"{_HASHES}test_check_says_how_many_files_were_compared",
+        "pass the public key": f"{_SIGNER}test_the_key_that_signed_is_said",
         "look at them, or remove": f"{_HASHES}test_files_that_nobody_published_are_named",
+    },
+    "_checkpoint/signer.py": {
+        "Pass the path of {}": f"{_SIGNER}test_what_is_no_key_is_refused_before_anything_is_read",
+        "Run: pip install 'safe-loading[signing]'": OUTSIDE,
+        "remove them, or have the model signed again": f"{_SIGNER}"
+        "test_files_that_nobody_signed_are_errors_until_they_are_removed_or_signed",
+        "download the folder with its {}": f"{_SIGNER}test_a_changed_payload_is_an_error_though_its_hashes_fit",
     },
     "_checkpoint/signing_manifest.py": {
         ", or remove {}": f"{_HASHES}test_a_manifest_of_another_kind_is_an_error",

@@ -20,6 +20,7 @@ THE_RULE = {"_checkpoint/files.py": 1, "_loading/adapter_values.py": 1}  # torch
 # {file: (calls, what they open)}
 OTHER_FILES = {
     "__main__.py": (1, "/dev/null, in the place of a pipe that was closed"),
+    "_checkpoint/signer.py": (1, "a key that the user names, which may be anywhere"),
     "_checkpoint/hub.py": (2, "references of the hub's cache, which huggingface_hub wrote"),
     "_commands/explain.py": (1, "the explanations, which this package ships"),
     "_demo/torchrun.py": (1, "what the demo's own ranks wrote"),
