@@ -97,6 +97,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_model/formats/format.py": {"load it with from_pretrained": _DEQUANTIZED},
     "_model/formats/fp8.py": {
         "Name an accelerator in max_memory": _PLANNED,
+        "Plan and load it dequantized": _PLANNED,
         "Take config.json from where": "merging/test_merge_lora_checkpoint_quantized.py::"
         "test_a_block_of_another_form_is_named",
     },

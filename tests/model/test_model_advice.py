@@ -41,6 +41,7 @@ from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading._model.quantized_meta_model import quantized_meta_model
 
 LLAMA = LlamaConfig(**QUANTIZABLE)
+MOE = Qwen3MoeConfig(**{**QUANTIZABLE, "moe_intermediate_size": 128, "num_experts": 4, "head_dim": 64})
 FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True)
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 FP8_GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
@@ -77,6 +78,14 @@ PLANS: dict[str, Plan] = {
         TRAINS,
         r"quantization_config=Mxfp4Config\(dequantize=True\)",
         {"quant_method": "mxfp4", "dequantize": True},
+        TRAINS,
+    ),
+    "training experts in FP4": Plan(
+        MOE,
+        {**FP8, "expert_dtype": "fp4"},
+        TRAINS,
+        r"no backward pass for it\. .* quantization_config=FineGrainedFP8Config\(dequantize=True\)",
+        {**FP8, "expert_dtype": "fp4", "dequantize": True},
         TRAINS,
     ),
     "MXFP4 of no gpt-oss": Plan(
@@ -220,9 +229,8 @@ def test_each_finding_of_a_quantization_ends_by_its_fix() -> None:
     unknown = codes(LLAMA, FP8)["kernels-needed"]
     assert "pass capability= to plan for another one)" in unknown
     assert "capability" not in codes(LLAMA, FP8, card=TargetCard((9, 0)))["kernels-needed"]
-    moe = Qwen3MoeConfig(**{**QUANTIZABLE, "moe_intermediate_size": 128, "num_experts": 4, "head_dim": 64})
-    assert "take a checkpoint in fp8" in codes(moe, FOUR_BITS)["experts-not-quantized"]
-    assert "experts-not-quantized" not in codes(moe, FP8)
+    assert "take a checkpoint in fp8" in codes(MOE, FOUR_BITS)["experts-not-quantized"]
+    assert "experts-not-quantized" not in codes(MOE, FP8)
     loading = codes(LLAMA, INT8)
     assert "or load a checkpoint that is quantized already" in loading["load-not-counted"]
     assert "load-not-counted" not in codes(LlamaConfig(**{**QUANTIZABLE, "quantization_config": INT8}), None)

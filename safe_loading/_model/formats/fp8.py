@@ -48,6 +48,11 @@ def build_fp8(model: nn.Module, request: QuantizationRequest, card: TargetCard) 
     _put_layers_in(model, quantizer)
     if not stays:
         return [] if asked else [with_bytes(dequantized(request, card, "8.9"), plain)]
+    if card.trains and any(parameter.dtype == torch.int8 for parameter in model.parameters()):
+        raise ArgumentError(
+            "transformers does not train on experts in FP4 (expert_dtype): its products have no backward pass for it. "
+            "Plan and load it dequantized: quantization_config=FineGrainedFP8Config(dequantize=True)."
+        )
     freeze_codes(model)
     message = f"computes with kernels of the hub, which need the package kernels{at_least(card, '8.9')}."
     return [Finding("kernels-needed", "info", "", message, KERNELS_FIX)]
