@@ -60,7 +60,8 @@ class _Block:
 class _Pool:
     """The free blocks of one kind, and the unmapped address space that expandable segments may grow into.
 
-    Free blocks are sorted by size, then by segment and address (``BlockComparatorSizeCounterAddress``).
+    Free blocks are sorted by size, then by segment and address (``BlockComparatorSizeCounterAddress``). No two have one
+    address, so no comparison reaches the block, and a search takes the beginning of an entry in place of a key function.
     """
 
     small: bool
@@ -69,19 +70,15 @@ class _Pool:
 
     def add(self, block: _Block) -> None:
         if block.mapped:
-            bisect.insort(self.free, (*_order(block), block), key=lambda entry: entry[:3])
+            bisect.insort(self.free, (block.size, block.segment, block.address, block))
         else:
-            bisect.insort(self.unmapped, (block.address, block), key=lambda entry: entry[0])
+            bisect.insort(self.unmapped, (block.address, block))
 
     def remove(self, block: _Block) -> None:
         if block.mapped:
-            del self.free[bisect.bisect_left(self.free, _order(block), key=lambda entry: entry[:3])]
+            del self.free[bisect.bisect_left(self.free, (block.size, block.segment, block.address))]
         else:
-            del self.unmapped[bisect.bisect_left(self.unmapped, block.address, key=lambda entry: entry[0])]
-
-
-def _order(block: _Block) -> tuple[int, int, int]:
-    return block.size, block.segment, block.address
+            del self.unmapped[bisect.bisect_left(self.unmapped, (block.address,))]
 
 
 def round_size(size: int) -> int:
@@ -187,7 +184,7 @@ class CachingAllocator:
     def _take_cached(self, pool: _Pool, size: int) -> _Block | None:
         """Take the smallest free block that fits out of the pool (``get_free_block``)."""
         # best fit: lower_bound of the size
-        at = bisect.bisect_left(pool.free, size, key=lambda entry: entry[0])
+        at = bisect.bisect_left(pool.free, (size,))
         if at == len(pool.free):
             return None
         if self._expandable:

@@ -17,7 +17,7 @@ from .cuda_scratch import ADDS_IN_PLACE, SCRATCH_FIRST, outputs_of, scratch_of
 from .known_values import GUESSES, KnownValues, UnknownValue
 from .ledger import Ledger, device_key
 from .operation import OperationCall, tensors_in
-from .operation_cache import NEW, OperationCache
+from .operation_cache import NEW, OperationCache, changes_a_list
 from .records import Crossing, Problem
 
 aten = torch.ops.aten
@@ -117,6 +117,8 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         return self.ledger.take(scratch, made[0].device, str(call.func))
 
     def _run(self, call: OperationCall) -> object:
+        if changes_a_list(call.func):
+            return None
         key = self._cache.key(call)
         out = NEW if key is None else self._cache.recall(key, call)
         if out is not NEW:

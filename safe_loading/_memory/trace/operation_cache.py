@@ -51,13 +51,12 @@ class OperationKey(NamedTuple):
     devices: list[torch.device]
 
 
-CachedOutputs = dict[tuple[object, ...], _Outputs | None]
+CachedOutputs = dict[tuple[object, ...], _Outputs]
 
 
 class OperationCache:
-    """Remembers the outputs of operations that write to none of their arguments, and which lists of tensors change.
+    """Remembers the outputs of operations that write to none of their arguments.
 
-    Optimizers change lists of all parameters: that gives nothing, takes long, and is the same in each trace of a model.
     `outputs` is what earlier traces of the same model remembered; it grows.
     """
 
@@ -67,7 +66,7 @@ class OperationCache:
 
     def key(self, call: OperationCall) -> OperationKey | None:
         """Return the key of a call, or None where the outputs may depend on more than a key holds."""
-        if not (_has_only_outputs(call.func) or _changes_a_list(call.func)):
+        if not _has_only_outputs(call.func):
             return None
         # the default dtype, because it is that of the quotient of two integer tensors, for example
         parts: list[object] = [call.func, torch.get_default_dtype(), *call.kwargs]
@@ -76,10 +75,10 @@ class OperationCache:
         return OperationKey(tuple(parts), devices) if described else None
 
     def recall(self, key: OperationKey, call: OperationCall) -> object:
-        """Return fresh outputs for a key, or `NEW`; None for an operation that gives nothing."""
-        known = self._outputs.get(key.parts, NEW)
-        if not isinstance(known, _Outputs):
-            return known
+        """Return fresh outputs for a key, or `NEW`."""
+        known = self._outputs.get(key.parts)
+        if known is None:
+            return NEW
         made = tuple(self._new(output, call, key.devices) for output in known.tensors)
         return made if known.is_tuple else made[0]
 
@@ -97,9 +96,6 @@ class OperationCache:
 
     def remember(self, key: OperationKey, call: OperationCall, out: object) -> None:
         """Keep an operation's outputs, when they can be made again from their description."""
-        if out is None:
-            self._outputs[key.parts] = None
-            return
         accelerators = len(key.devices)
         several = isinstance(out, (tuple, list))
         described = []
@@ -131,8 +127,11 @@ def _has_only_outputs(func: OpOverload[..., object]) -> bool:
 
 
 @cache
-def _changes_a_list(func: OpOverload[..., object]) -> bool:
-    """Whether an operation changes the values of tensors in lists, and nothing else of them, and gives nothing."""
+def changes_a_list(func: OpOverload[..., object]) -> bool:
+    """Whether an operation changes the values of tensors in lists, and nothing else of them, and gives nothing.
+
+    Those of optimizers go through all parameters, which takes long, and fake tensors have no values to be changed.
+    """
     schema = getattr(func, "_schema", None)
     return schema is not None and schema.name.startswith(_OF_LISTS) and not schema.returns
 
