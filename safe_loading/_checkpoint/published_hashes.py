@@ -1,7 +1,8 @@
 """The files of a folder against the hashes that they were published with. Imports no torch.
 
 A file of a Hugging Face cache lies in a blob that is named by its hash: git's SHA-1 for a small file, SHA-256 for one
-that LFS or Xet stores. The manifest of a model signing (`signing_manifest.py`) lists hashes beside the weights.
+that LFS or Xet stores. The manifest of a model signing (`signing_manifest.py`) lists hashes beside the weights, and so
+does a list of `sha256sum` (`sha256sums.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 from safe_loading._core.report import Finding
 
 from .faults import fault, listed, note
-from .files import is_blob, try_open
+from .files import is_blob, open_regular, try_open
+from .sha256sums import SUMS, read_sums, sums_text
 from .signer import Signer, signature_findings
 from .signing_manifest import MANIFEST, Manifest, read_manifest
 
@@ -51,14 +53,19 @@ def compare_hashes(folder: Path, names: Iterable[str] | None = None, signer: Sig
     manifest = read_manifest(folder)
     every = sorted(_files_in(folder)) if names is None else [*names]
     listing = manifest.digests if isinstance(manifest, Manifest) else {}
-    findings = [manifest] if isinstance(manifest, Finding) else []
+    listed_sums = read_sums(folder)
+    sums = {} if isinstance(listed_sums, Finding) else listed_sums
+    findings = [each for each in (manifest, listed_sums) if isinstance(each, Finding)]
     if signer is not None and not isinstance(manifest, Finding):
         findings += signature_findings(folder, every, manifest, signer)
-    if names is None and isinstance(manifest, Manifest):
-        findings += [*_gone(folder, listing, every), *([] if signer is not None else [_not_verified(folder)])]
+    if names is None:
+        findings += [*_gone(folder, MANIFEST, listing, every), *_gone(folder, SUMS, sums, every)]
+    if names is None and isinstance(manifest, Manifest) and signer is None:
+        findings.append(_not_verified(folder))
     compared, unknown = 0, list[str]()
     for name in every:
         expected = [*_by_its_blob(folder / name), *_by_manifest(listing.get(name))]
+        expected += [Published("sha256", sums[name], SUMS)] if name in sums else []
         if not expected:
             unknown.append(name)
             continue
@@ -80,6 +87,15 @@ def compare_file(path: Path, expected: Iterable[Published]) -> Iterator[Finding]
         if found[algorithm] != digest:
             message = f"its bytes have the {algorithm} {found[algorithm]}, and {by} says {digest}: damaged, or changed"
             yield fault("hash-differs", path, message, _AGAIN)
+
+
+def sums_of(folder: Path) -> str:
+    """Return the list of the SHA-256 of all files of a folder, for its ``SHA256SUMS``; each file is read once."""
+    digests = dict[str, str]()
+    for name in _files_in(folder):
+        with open_regular(folder / name) as file:
+            digests |= {name: digests_of(file, ["sha256"])["sha256"]}
+    return sums_text(digests)
 
 
 def digests_of(file: BinaryIO, algorithms: Iterable[str]) -> dict[str, str]:
@@ -114,16 +130,16 @@ def _by_manifest(entry: tuple[str, str] | None) -> Iterator[Published]:
 
 
 def _files_in(folder: Path) -> Iterator[str]:
-    """Yield the names of the files in a folder and the folders in it, without hidden folders and the manifest."""
+    """Yield the names of the files in a folder and those in it, without hidden folders and the lists of hashes."""
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         inside = Path(root).relative_to(folder)
-        yield from ((inside / name).as_posix() for name in files if name != MANIFEST)
+        yield from ((inside / name).as_posix() for name in files if name not in (MANIFEST, SUMS))
 
 
-def _gone(folder: Path, listing: Mapping[str, object], names: Iterable[str]) -> Iterator[Finding]:
-    if gone := sorted(set(listing).difference(names)):
-        yield fault("not-found", folder, f"{MANIFEST} lists files that are not there: {listed(gone)}", _AGAIN)
+def _gone(folder: Path, by: str, listing: Mapping[str, object], names: Iterable[str]) -> Iterator[Finding]:
+    if gone := sorted(set(listing).difference(names, (MANIFEST, SUMS))):
+        yield fault("not-found", folder, f"{by} lists files that are not there: {listed(gone)}", _AGAIN)
 
 
 def _not_verified(folder: Path) -> Finding:
@@ -137,7 +153,8 @@ def _not_verified(folder: Path) -> Finding:
 def _unknown(folder: Path, names: list[str], compared: int) -> Iterator[Finding]:
     if not compared:
         message = (
-            f"no file has a published hash to be compared with: it is in no Hugging Face cache and has no {MANIFEST}"
+            f"no file has a published hash to be compared with: it is in no Hugging Face cache, and has no {MANIFEST} "
+            f"and no {SUMS}"
         )
         fix = "check the snapshot in the cache (the folder that `hf download` prints), or leave hashes=True out"
         yield fault("hash-unknown", folder, message, fix)

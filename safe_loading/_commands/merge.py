@@ -29,6 +29,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing folder as a whole")
     parser.add_argument("--no-resume", action="store_true", help="do not continue what an interrupted call left")
     parser.add_argument("--no-verify", action="store_true", help="compute no hashes: faster, but no resuming")
+    sums = "write a SHA256SUMS with the hash of every file, which check --hashes and sha256sum -c read"
+    parser.add_argument("--manifest", action="store_true", help=sums)
     parser.add_argument("--threads", type=int, help="default: one for each core, at most four")
     for what in ("base", "adapter"):
         parser.add_argument(f"--{what}-revision", metavar="REV", help=f"branch, tag or commit of the {what} on the hub")
@@ -62,6 +64,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
         overwrite=arguments.overwrite,
         resume=not arguments.no_resume,
         verify=not arguments.no_verify,
+        manifest=arguments.manifest,
         dequantize=arguments.dequantize,
         threads=arguments.threads,
         progress=False if arguments.quiet else None,

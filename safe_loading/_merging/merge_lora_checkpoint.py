@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from safe_loading._checkpoint.published_hashes import sums_of
+from safe_loading._checkpoint.sha256sums import SUMS
 from safe_loading._core import progress as _progress
 from safe_loading._core.arguments import whole_number
 from safe_loading._core.engine_names import MERGE, MergeNames
@@ -55,6 +57,7 @@ def merge_lora_checkpoint(
     overwrite: bool = False,
     resume: bool = True,
     verify: bool = True,
+    manifest: bool = False,
     threads: int | None = None,
     progress: bool | None = None,
     adapter_revision: str | None = None,
@@ -87,6 +90,9 @@ def merge_lora_checkpoint(
         resume: Whether to go on with what an interrupted call (``kill -9``, a power cut, Ctrl-C, SIGTERM) left.
         verify: Whether to hash every tensor on the way (XXH3-128). The hashes go to ``merge_report.json``. Without
             them a second call writes again what an interrupted call left.
+        manifest: Whether the output gets a ``SHA256SUMS`` with the SHA-256 of every file, read once more from the page
+            cache: the one form that every system can check (``sha256sum -c``) and every signer can sign. ``check
+            --hashes`` compares with it.
         threads: How many threads read, compute and write; by default one for each core, four at the most.
         progress: Whether to show a bar; by default in a terminal.
         adapter_revision: Branch, tag or commit of adapters on the hub; never used for the base.
@@ -145,7 +151,7 @@ def merge_lora_checkpoint(
     refuse_ids_without_rows(sources, small, plans)
     options = {"verify": verify, "dtype": str(output_dtype), "max_shard_size": shard_bytes, "device": own.type}
     options["class"] = None if model_class is None else model_class.__name__
-    options["key_mapping"] = str(key_mapping or None)
+    options |= {"key_mapping": str(key_mapping or None), "manifest": bool(manifest)}
     # merge_report.json, which is not written yet, takes less than 512 bytes for each tensor.
     needed = sum(plan.nbytes for plan in plans) + sum(map(len, small.values())) + 512 * len(base.template.tensors)
     records = Records(is_readable, [plan.name for plan in plans])
@@ -156,8 +162,7 @@ def merge_lora_checkpoint(
             written, resumed = _write_weights(plans, job, progress)
             # A base that another process wrote meanwhile would be merged half old and half new.
             base.opened.require_unchanged()
-            for name, data in {**small, REPORT: report_file(sources, plans, written)}.items():
-                stage.write(name, data)
+            _write_small({**small, REPORT: report_file(sources, plans, written)}, stage, manifest=manifest)
             stage.commit()
         else:  # an interrupted call was killed after the last rename: the output is complete
             written = {name: from_journal(facts["tensors"]) for name, facts in stage.finished.items()}
@@ -190,6 +195,14 @@ def _float_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
             f"the base's."
         )
     return named
+
+
+def _write_small(files: Mapping[str, bytes], stage: Stage, *, manifest: bool) -> None:
+    """Write the small files, and at last the hashes of all."""
+    for name, data in files.items():
+        stage.write(name, data)
+    if manifest:
+        stage.write(SUMS, sums_of(stage.files).encode())
 
 
 def _write_weights(

@@ -57,6 +57,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass the public key": f"{_SIGNER}test_the_key_that_signed_is_said",
         "look at them, or remove": f"{_HASHES}test_files_that_nobody_published_are_named",
     },
+    "_checkpoint/sha256sums.py": {
+        "write it again with `sha256sum`": "checkpoint/test_sha256sums.py::"
+        "test_a_list_of_another_form_is_an_error_until_it_is_written_again",
+    },
     "_checkpoint/signer.py": {
         "Pass the path of {}": f"{_SIGNER}test_what_is_no_key_is_refused_before_anything_is_read",
         "Run: pip install 'safe-loading[signing]'": OUTSIDE,

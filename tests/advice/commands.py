@@ -22,6 +22,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "merge LoRA adapters into their base": HELP,
         "merge meta-llama/Llama-3-8B": HELP,
         "write a quantized base as a plain one": HELP,
+        "write a SHA256SUMS": HELP,
         "read adapters that were saved as .bin": HELP,
         "make the repository of --push-to-hub": HELP,
         "rename the adapters' keys": HELP,

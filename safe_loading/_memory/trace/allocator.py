@@ -61,7 +61,7 @@ class _Pool:
     """The free blocks of one kind, and the unmapped address space that expandable segments may grow into.
 
     Free blocks are sorted by size, then by segment and address (``BlockComparatorSizeCounterAddress``). No two have one
-    address, so no comparison reaches the block, and a search takes the beginning of an entry in place of a key function.
+    address, so no comparison reaches the block, and a search needs only the beginning of an entry, and no key function.
     """
 
     small: bool

@@ -15,6 +15,8 @@ from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.hub import adapter_files, base_files
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._checkpoint.model_folder import CONFIG
+from safe_loading._checkpoint.sha256sums import SUMS
+from safe_loading._checkpoint.signing_manifest import MANIFEST
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG, PICKLE_SUFFIXES
 from safe_loading._core.paths import path_text
 from safe_loading._core.protocols import EngineKwargs
@@ -34,10 +36,10 @@ _TEMPLATES = frozenset({"chat_template.jinja", "chat_template.json"})
 _VOCABULARIES = {"vocab.json", "vocab.txt", "merges.txt", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model"}
 _TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"}
 
-# Other formats of the same weights, what training left, and what describes an adapter or an earlier merge.
+# Other formats of the same weights, what training left, and what describes an adapter, other bytes or an earlier merge.
 _WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ot", *PICKLE_SUFFIXES)
 _LEFT_OUT = frozenset(
-    {REPORT, "adapter_config.json", "trainer_state.json", "trainer_log.jsonl", "training_args.json"}
+    {REPORT, MANIFEST, SUMS, "adapter_config.json", "trainer_state.json", "trainer_log.jsonl", "training_args.json"}
     | {"training_args.yaml", "training_loss.png", "training_eval_loss.png", "zero_to_fp32.py", "latest"}
 )
 _OF_TRAINING = ("_results.json", ".distcp", ".pt")
