@@ -45,6 +45,7 @@ _AUTO_CLASSES = (
     *_WITH_ENCODER,
     "AutoModel",
 )
+_DRAFTS = frozenset({"draft_vocab_size", "eagle_config", "dflash_config"})  # of EAGLE-3, EAGLE and DFlash; no class's
 
 
 def meta_model(
@@ -217,6 +218,12 @@ def class_to_build(config: PreTrainedConfig, auto_class: object, *, trust_remote
     named = class_in_config(config, trust_remote_code=trust_remote_code)
     if named is not None:
         return named
+    if drafts := _DRAFTS.intersection(vars(config)):
+        raise ArgumentError(
+            f"The config is that of a draft for speculative decoding ({', '.join(sorted(drafts))}): transformers lacks "
+            f"{' or '.join(config.architectures or [])}, which shares embeddings with its target, and the class of the "
+            f"model type {config.model_type!r} is another model. Pass auto_class= to take that class all the same."
+        )
     if not (trust_remote_code and config.__dict__.get("auto_map")):  # else the auto classes would run that code
         first = _WITH_ENCODER if getattr(config, "is_encoder_decoder", False) else ()
         for name in (*first, *_AUTO_CLASSES):

@@ -26,7 +26,14 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from safe_loading import ArgumentError, CheckpointError, CheckpointNotFound, meta_model, plan_device_map
+from safe_loading import (
+    ArgumentError,
+    CheckpointError,
+    CheckpointNotFound,
+    check_checkpoint,
+    meta_model,
+    plan_device_map,
+)
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._loading.base_model import base_on_meta
 from safe_loading._model.meta_model import build_on_meta, class_in_config, class_to_build
@@ -247,6 +254,30 @@ def test_a_class_that_a_repository_spells_otherwise_has_the_head_that_its_name_s
     config.auto_map = {"AutoModel": "code.LLaVA15ForConditionalGeneration"}
     assert class_to_build(config, None, trust_remote_code=False) is LlavaForConditionalGeneration
     assert class_to_build(config, None, trust_remote_code=True) is transformers.AutoModel
+
+
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("LlamaForCausalLMEagle3", {"draft_vocab_size": 32}),
+        ("DFlashDraftModel", {"dflash_config": {"block_size": 16, "target_layer_ids": [1]}}),
+    ],
+)
+def test_a_draft_model_is_no_model_of_its_type(tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
+    """EAGLE-3 and DFlash: their embeddings are those of the target, and the class of their type is larger."""
+    LlamaConfig(**TINY, architectures=[name], **fields).save_pretrained(tmp_path)
+    said = rf"draft .*{next(iter(fields))}.* {name}.* Pass auto_class="
+    for refused in (meta_model, lambda folder: plan_device_map(folder, {0: "1GB"}, verify=False)):
+        with pytest.raises(ArgumentError, match=said):
+            refused(tmp_path)
+    assert type(meta_model(tmp_path, auto_class=AutoModelForCausalLM)) is LlamaForCausalLM
+    assert not check_checkpoint(tmp_path).ok
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    LlamaConfig(**TINY, architectures=[name], **fields).save_pretrained(tmp_path)
+    assert not check_checkpoint(tmp_path).ok
 
 
 def test_sizes_that_a_class_would_ignore_are_refused_until_they_are_where_it_reads_them(tmp_path: Path) -> None:
