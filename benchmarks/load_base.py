@@ -2,10 +2,11 @@
 
 Five checkpoints: dense weights in the dtype that they are used in, the same with a cast, a mixture of experts that
 transformers fuses, the same in very many small tensors, and a small base for the first load of a process. Each
-measurement is a fork of a process that has loaded a tiny model by every method. ``preadv`` reads all bytes into one
+measurement is a fork of a process that has loaded a tiny model by every method. The fork does so once more before, or
+the pages that a fork copies when it writes to them would be counted as the load's. ``preadv`` reads all bytes into one
 block of fresh memory; ``into place`` is a loop that reads each tensor where it is used, which is the floor for a cast
 and for fused experts. ``load_file`` and ``from_pretrained`` map files: ``touch`` is the time of the first pass over the
-weights afterwards.
+weights afterwards. At a first load the package has its bytecode, as where pip installed it.
 """
 
 from __future__ import annotations
@@ -232,10 +233,13 @@ def in_forks(works: Sequence[Callable[[], Facts]]) -> list[Facts]:
     return found
 
 
-def timed(folder: Path, method: str, *, cold: bool = False) -> Facts:
+def timed(folder: Path, method: str, *, cold: bool = False, first: bool = False) -> Facts:
     """Return what a load takes: seconds, CPU seconds, bytes read, and seconds of a first pass over the weights."""
     import torch
 
+    if not first:
+        METHODS[method](folder.parent / "tiny")
+        gc.collect()
     if cold:
         for path in folder.glob("*.safetensors"):
             with path.open("rb") as file:
@@ -269,12 +273,12 @@ def _io() -> Facts:
     return {key: counts[key] for key in ("rchar", "read_bytes")}
 
 
-def least(folder: Path, methods: Sequence[str], repeats: int) -> dict[str, Facts]:
+def least(folder: Path, methods: Sequence[str], repeats: int, *, first: bool = False) -> dict[str, Facts]:
     """Return for each method the least of each figure of several runs, for which the methods take turns."""
     found: dict[str, list[Facts]] = {method: [] for method in methods}
     for _ in range(repeats):
         for method, runs in found.items():
-            runs += in_forks([functools.partial(timed, folder, method)])
+            runs += in_forks([functools.partial(timed, folder, method, first=first)])
     return {method: {key: min(one[key] for one in runs) for key in runs[0]} for method, runs in found.items()}
 
 
@@ -288,10 +292,15 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     say("checkpoints")
     in_forks([functools.partial(make, folder, args.mib, args.tensors)])
     say("the first load of a process")
-    found: dict[str, Any] = {"first": least(folder / "small", ("and PeftModel", "safe_loading"), args.repeats)}
+    # A checkout has no bytecode where Python is told to write none.
+    sys.pycache_prefix, sys.dont_write_bytecode = str(folder / "bytecode"), False
+    in_forks([functools.partial(timed, folder / "small", "safe_loading", first=True)])
+    loads = ("from_pretrained", "and PeftModel", "safe_loading")
+    found: dict[str, Any] = {"first": least(folder / "small", loads, args.repeats, first=True)}
     for load in METHODS.values():
         load(folder / "tiny")
     gc.collect()
+    found["second"] = least(folder / "small", loads, args.repeats)
     found |= {key: {} for key in ("warm", "cold", "sizes", "ranks")}
     for kind in TITLES:
         say(kind)
@@ -363,6 +372,19 @@ def ranks_table(found: dict[str, Any], *, quick: bool) -> str:
     return table("Ranks of one host that load the mixture, each all of it", header, rows, notes)
 
 
+def first_table(found: dict[str, Any], *, quick: bool) -> str:
+    """Tell what the first load of a process costs, and one in a process that has loaded another model."""
+    first, second = found["first"], found["second"]
+    units = [loads["and PeftModel"]["cpu"] for loads in (first, second)]
+    header = ("method", "seconds", "CPU s", "CPU", "later: seconds", "CPU s", "CPU")
+    rows = []
+    for name in first:
+        cells = [(one["seconds"], one["cpu"], unit) for one, unit in zip((first[name], second[name]), units, strict=True)]
+        rows.append((name, *(cell for s, cpu, unit in cells for cell in (f"{s:.3f}", f"{cpu:.3f}", ratio(cpu, unit)))))
+    note = goal("CPU of the plain calls", first["safe_loading"]["cpu"] / units[0], FIRST, "x", quick=quick)
+    return table("The first load of a process, of a small base, and a later one", header, rows, [note])
+
+
 def goal(what: str, value: float, most: float, unit: str, *, quick: bool) -> str:
     """Return one line that says whether a goal was reached."""
     return f"goal for safe_loading: {what} <= {most:g}{unit}; {value:.2f}{unit}: {promise(value <= most, quick=quick)}"
@@ -379,14 +401,7 @@ def main() -> None:
     for kind in TITLES:
         print(kind_table(found, kind, quick=args.quick))
     print(ranks_table(found, quick=args.quick))
-    first = found["first"]
-    header = ("method", "seconds", "CPU s", "CPU")
-    unit = first["and PeftModel"]["cpu"]
-    rows = [
-        (name, f"{one['seconds']:.3f}", f"{one['cpu']:.3f}", ratio(one["cpu"], unit)) for name, one in first.items()
-    ]
-    note = goal("CPU of the plain calls", first["safe_loading"]["cpu"] / unit, FIRST, "x", quick=args.quick)
-    print(table("The first load of a process, of a small base", header, rows, [note]))
+    print(first_table(found, quick=args.quick))
     write_json(args.json, found)
 
 
