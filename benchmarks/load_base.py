@@ -379,8 +379,9 @@ def first_table(found: dict[str, Any], *, quick: bool) -> str:
     header = ("method", "seconds", "CPU s", "CPU", "later: seconds", "CPU s", "CPU")
     rows = []
     for name in first:
-        cells = [(one["seconds"], one["cpu"], unit) for one, unit in zip((first[name], second[name]), units, strict=True)]
-        rows.append((name, *(cell for s, cpu, unit in cells for cell in (f"{s:.3f}", f"{cpu:.3f}", ratio(cpu, unit)))))
+        both = zip((first[name], second[name]), units, strict=True)
+        cells = [(f"{one['seconds']:.3f}", f"{one['cpu']:.3f}", ratio(one["cpu"], unit)) for one, unit in both]
+        rows.append((name, *itertools.chain(*cells)))
     note = goal("CPU of the plain calls", first["safe_loading"]["cpu"] / units[0], FIRST, "x", quick=quick)
     return table("The first load of a process, of a small base, and a later one", header, rows, [note])
 
