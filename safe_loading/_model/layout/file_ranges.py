@@ -143,7 +143,7 @@ def _intersections(
 
 
 def _all_of(piece: DiskBlock, info: TensorInfo, itemsize: int, _: Box, strides: tuple[int, ...], to: int) -> FileBlock:
-    """Return what ``_intersection`` returns for a box that is the whole parameter, in a fraction of the time."""
+    """Return the overlap of a piece with a box that is the whole parameter, in a fraction of the time."""
     on_disk, dims = _strided(piece.size, _in_memory(piece.dims, strides, len(piece.size)), info.shape)
     begin = info.start + itemsize * sum(map(operator.mul, piece.begin, on_disk))
     return FileBlock(info, begin, to + sum(map(operator.mul, piece.at, strides)), dims, itemsize)
@@ -163,6 +163,8 @@ def _intersection(
     piece: DiskBlock, info: TensorInfo, itemsize: int, box: Box, strides: tuple[int, ...], to: int
 ) -> FileBlock | None:
     """Return the overlap of a piece with a box that begins at ``to`` and has these strides; None if there is none."""
+    if box.size and not piece.at[0] - box.size[0] < box.offset[0] < piece.at[0] + piece.extent(0):
+        return None  # said first, because most experts lie outside of a part of a layer
     # per dimension on disk: the first element, how many, and their distance in memory
     first, count, in_memory = [*piece.begin], [*piece.size], [0] * len(piece.size)
     for dim, disk_dim in enumerate(piece.dims):

@@ -106,9 +106,9 @@ def read_layout(
     config: PreTrainedConfig | None = getattr(model, "config", None)
     for key, names in converted.items():
         rule = by_pattern[next(iter(names))]
-        # made for one key after the other: Wholes of thousands of experts at once wake the garbage collector
-        sources = {pattern: [on_disk(name, tensors[name].shape) for name in found] for pattern, found in names.items()}
-        results, reason = _follow(key, rule, sources, state, config)
+        # one key after the other: Wholes of thousands of experts at once wake the garbage collector
+        wholes = {pattern: [on_disk(name, tensors[name].shape) for name in found] for pattern, found in names.items()}
+        results, reason = _follow(key, rule, wholes, state, config)
         if reason is None:
             of.update({name: result.whole for name, result in results.items()})
             continue
@@ -116,9 +116,7 @@ def read_layout(
         in_order = {pattern: tuple(found) for pattern, found in names.items()}
         conversions.append(Conversion(key, rule, in_order, tuple(_target_names(key, rule))))
         opaque.update(dict.fromkeys(_target_names(key, rule), reason))
-    mismatched = {
-        key: whole.shape for key, whole in of.items() if key in state and whole.shape != tuple(state[key].shape)
-    }
+    mismatched = {key: each.shape for key, each in of.items() if key in state and each.shape != tuple(state[key].shape)}
     for key, shape in mismatched.items():
         opaque[key] = f"the checkpoint makes {list(shape)} of it, the model has {list(state[key].shape)}"
         del of[key]
