@@ -53,6 +53,15 @@ TITLES = {
     "mixture": "A mixture of experts, bfloat16",
     "many": "Many small tensors of experts, bfloat16",
 }
+# The functions that stand for a step of a load, by their places in the package.
+STEPS = {
+    "headers and names": ("_loading.load_peft_on_rank.check_before_load",),
+    "model on meta": ("_loading.base_model.build_on_meta",),
+    "adapter on meta": ("_loading.load.check_on_meta",),
+    "from_pretrained": ("_loading.load.load_base",),
+    "reading": ("_loading.into_place.read_targets",),
+    "adapter": ("_loading.load.attach_checked", "_loading.load_peft_on_rank.find_sources"),
+}
 CPU_OF_FLOOR, PRIVATE, CPU_OF_ONE_READ, FIRST = 1.15, 16 * MIB, 1.3, 1.1
 
 
@@ -266,6 +275,40 @@ def sampled(folder: Path, method: str) -> Facts:
     return {"peak": sampler.peak - before, "model": sum(tensor.nbytes for tensor in tensors)}
 
 
+def in_parts(folder: Path) -> Facts:
+    """Return the CPU seconds of a load by safe_loading, and those of its steps, each without the steps inside it."""
+    spent, inside = dict.fromkeys(STEPS, 0.0), [0.0]
+
+    def clocked(step: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            start = time.process_time()
+            inside.append(0.0)
+            try:
+                return function(*given, **named)
+            finally:
+                whole = time.process_time() - start
+                spent[step] += whole - inside.pop()
+                inside[-1] += whole
+
+        return call
+
+    ours(folder.parent / "tiny")
+    gc.collect()
+    for step, places in STEPS.items():
+        for place in places:
+            module = importlib.import_module(f"safe_loading.{place.rpartition('.')[0]}")
+            name = place.rpartition(".")[2]
+            setattr(module, name, clocked(step, getattr(module, name)))
+    return timed(folder, "safe_loading", first=True) | spent
+
+
+def importing() -> Facts:
+    """Return the CPU seconds of the import of safe_loading, beside engines that are imported already."""
+    start = time.process_time()
+    importlib.import_module("safe_loading._loading.load_peft_on_rank")
+    return {"cpu": time.process_time() - start}
+
+
 def _io() -> Facts:
     """Return the bytes that this process asked files for, and those that came from a disk, so far."""
     lines = Path("/proc/self/io").read_text().splitlines()
@@ -296,12 +339,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     sys.pycache_prefix, sys.dont_write_bytecode = str(folder / "bytecode"), False
     in_forks([functools.partial(timed, folder / "small", "safe_loading", first=True)])
     loads = ("from_pretrained", "and PeftModel", "safe_loading")
-    found: dict[str, Any] = {"first": least(folder / "small", loads, args.repeats, first=True)}
+    found: dict[str, Any] = {"import": min((in_forks([importing])[0] for _ in range(args.repeats)), key=by_cpu)}
+    found["first"] = least(folder / "small", loads, args.repeats, first=True)
     for load in METHODS.values():
         load(folder / "tiny")
     gc.collect()
     found["second"] = least(folder / "small", loads, args.repeats)
-    found |= {key: {} for key in ("warm", "cold", "sizes", "ranks")}
+    found |= {key: {} for key in ("warm", "cold", "sizes", "ranks", "parts")}
     for kind in TITLES:
         say(kind)
         tensors = [*tensors_of(folder / kind)]
@@ -314,6 +358,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         found["cold"][kind] = {
             method: in_forks([functools.partial(timed, folder / kind, method, cold=True)])[0] for method in METHODS
         }
+        parts = [in_forks([functools.partial(in_parts, folder / kind)])[0] for _ in range(args.repeats)]
+        found["parts"][kind] = min(parts, key=by_cpu)
     for count in args.ranks:
         say(f"{count} ranks")
         work = functools.partial(timed, folder / "mixture", "safe_loading")
@@ -321,6 +367,11 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         peaks = in_forks([functools.partial(sampled, folder / "mixture", "safe_loading")] * count)
         found["ranks"][count] = [facts | peak for facts, peak in zip(ranks, peaks, strict=True)]
     return found
+
+
+def by_cpu(facts: Facts) -> float:
+    """Return the CPU seconds of a measurement."""
+    return facts["cpu"]
 
 
 def say(text: str) -> None:
@@ -372,6 +423,16 @@ def ranks_table(found: dict[str, Any], *, quick: bool) -> str:
     return table("Ranks of one host that load the mixture, each all of it", header, rows, notes)
 
 
+def parts_table(found: dict[str, Any]) -> str:
+    """Tell where the CPU seconds of safe_loading go."""
+    header = ("safe_loading, CPU s", *STEPS, "the rest", "all")
+    rows = []
+    for kind, parts in found["parts"].items():
+        seconds = [parts[step] for step in STEPS]
+        rows.append((kind, *(f"{each:.3f}" for each in (*seconds, parts["cpu"] - sum(seconds), parts["cpu"]))))
+    return table("Where the CPU time goes", header, rows, [])
+
+
 def first_table(found: dict[str, Any], *, quick: bool) -> str:
     """Tell what the first load of a process costs, and one in a process that has loaded another model."""
     first, second = found["first"], found["second"]
@@ -382,8 +443,9 @@ def first_table(found: dict[str, Any], *, quick: bool) -> str:
         both = zip((first[name], second[name]), units, strict=True)
         cells = [(f"{one['seconds']:.3f}", f"{one['cpu']:.3f}", ratio(one["cpu"], unit)) for one, unit in both]
         rows.append((name, *itertools.chain(*cells)))
-    note = goal("CPU of the plain calls", first["safe_loading"]["cpu"] / units[0], FIRST, "x", quick=quick)
-    return table("The first load of a process, of a small base, and a later one", header, rows, [note])
+    notes = [f"the import of safe_loading's modules, once the engines are imported: {found['import']['cpu']:.3f} CPU s"]
+    notes.append(goal("CPU of the plain calls", first["safe_loading"]["cpu"] / units[0], FIRST, "x", quick=quick))
+    return table("The first load of a process, of a small base, and a later one", header, rows, notes)
 
 
 def goal(what: str, value: float, most: float, unit: str, *, quick: bool) -> str:
@@ -402,6 +464,7 @@ def main() -> None:
     for kind in TITLES:
         print(kind_table(found, kind, quick=args.quick))
     print(ranks_table(found, quick=args.quick))
+    print(parts_table(found))
     print(first_table(found, quick=args.quick))
     write_json(args.json, found)
 
