@@ -169,6 +169,8 @@ def _differs(planned: IntoPlace, model: Any, state_dict: Mapping[str, Any], load
     devices = {torch.device(device) for device in (load_config.device_map or {"": "cpu"}).values()}
     if getattr(load_config, "hf_quantizer", None) is not None or devices != {planned.device}:
         return "its weights are quantized, or go to another device"
+    if getattr(load_config, "prefetch", False):  # of transformers to come: it would have all of each file on the card
+        return "safetensors reads its files ahead"
     if state_dict.keys() != planned.source.checkpoint.tensors.keys() or any(
         isinstance(tensor, torch.Tensor) for tensor in state_dict.values()
     ):

@@ -129,6 +129,13 @@ def test_the_report_says_which_method_was_taken_and_why(mixtral: Path, tmp_path:
         assert torch.equal(one, other)
 
 
+def test_files_that_transformers_has_read_ahead_are_left_to_it(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_utils.LoadStateDictConfig, "prefetch", True, raising=False)
+    method, pair = both(mixtral, transformers.MixtralForCausalLM)
+    assert method == FROM_PRETRAINED
+    assert_equal(pair)
+
+
 def of_mixtral(mixtral: Path, folder: Path) -> dict[str, torch.Tensor]:
     """Write the model into one file of another folder, and return its tensors."""
     tensors = {name: each for file in mixtral.glob("*.safetensors") for name, each in load_file(file).items()}

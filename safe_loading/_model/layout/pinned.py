@@ -7,7 +7,7 @@ speed of the bus. A copy from pinned memory runs beside the host, which meanwhil
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -38,6 +38,11 @@ class PinnedPart(NamedTuple):
         return _aligned(self.nbytes)
 
 
+def room_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of a buffer that has room for all of these."""
+    return sum(_aligned(tensor.nbytes) for tensor in tensors)
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -51,7 +56,7 @@ def parts_of(tensor: torch.Tensor, row: int = 1) -> Iterator[PinnedPart]:
 
 
 class PinnedBuffers:
-    """The two buffers, each made when it is needed first, and of at most so many bytes as there are to come."""
+    """The two buffers, each made when it is needed first."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = min(nbytes, BUFFER_BYTES)
@@ -96,9 +101,9 @@ class PinnedBuffers:
 
 
 @contextmanager
-def pinned_buffers(destinations: Sequence[torch.Tensor]) -> Iterator[PinnedBuffers]:
-    """Yield buffers for the bytes of these tensors. However the block ends, all copies are done and they are gone."""
-    buffers = PinnedBuffers(sum(_aligned(each.nbytes) for each in destinations))
+def pinned_buffers(nbytes: int = BUFFER_BYTES) -> Iterator[PinnedBuffers]:
+    """Yield buffers for blocks of at most ``nbytes``. However the block ends, all copies are done and they are gone."""
+    buffers = PinnedBuffers(nbytes)
     with undone(buffers.release):
         try:
             yield buffers

@@ -25,7 +25,7 @@ from .checkpoint_source import CheckpointSource
 from .convert import convert
 from .file_ranges import FileBlock, blocks_of_range
 from .layout import Conversion
-from .pinned import BUFFER_BYTES, PinnedBuffers, PinnedPart, parts_of, pinned_buffers
+from .pinned import BUFFER_BYTES, PinnedBuffers, PinnedPart, parts_of, pinned_buffers, room_of
 from .read_blocks import AdjacentReads, staged
 
 _BATCH_BYTES = 64 * MiB
@@ -125,12 +125,14 @@ def _misfit(target: ShardTarget) -> str:
 
 
 @torch.no_grad()
-def read_targets(source: CheckpointSource, targets: Sequence[ShardTarget]) -> int:
+def read_targets(source: CheckpointSource, targets: Sequence[ShardTarget], buffers: PinnedBuffers | None = None) -> int:
     """Fill targets from a checkpoint, which must have all of them, and return how many bytes were read from files.
 
     A byte goes from its file straight to its place, and only the bytes of the targets are read. Elements that need
     another dtype or another order go through one small buffer, and those of CUDA devices through pinned ones. What
     transformers converts by more than moving elements is read and converted whole, one conversion at a time.
+
+    Whoever reads often passes ``buffers``; copies from them may still be on their way then, on the current stream.
 
     Raises:
         CheckpointError: A file changed meanwhile, or holds two values of what is one parameter of the model.
@@ -138,8 +140,10 @@ def read_targets(source: CheckpointSource, targets: Sequence[ShardTarget]) -> in
     """
     plan = plan_reads(source, targets)
     _refuse_two_values(source, targets)
-    on_cards = [target.destination for target in targets if target.destination.is_cuda]
-    with _OpenFiles() as files, pinned_buffers(on_cards) as pinned, _bar("reading", targets) as bar:
+    needed = room_of(target.destination for target in targets if target.destination.is_cuda)
+    with contextlib.ExitStack() as stack:
+        pinned = buffers or stack.enter_context(pinned_buffers(needed))
+        files, bar = stack.enter_context(_OpenFiles()), stack.enter_context(_bar("reading", targets))
         for reads in _batches([read for read in plan.reads if not read.target.destination.is_cuda]):
             files.fill(reads)
             bar.advance(sum(read.target_bytes for read in reads))
