@@ -54,6 +54,7 @@ def check_adapter(opened: ModelFolder, base_model: str | os.PathLike[str] | None
 
     The adapter is read, and attached to the base on meta. Nothing is downloaded.
     """
+
     def check() -> LoadCheck:
         facts = read_adapter(Resolved(str(opened.path), opened.path, None), folder=opened)
         adapter = prepare("default", facts, is_trainable=False)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
 MiB = 1 << 20
 LATE = {"SIMCUDA_LATE_COPIES": "1", "SIMCUDA_VALUES": None}  # who computes values reads a copy before it is done
-SIZES = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8000, "num_hidden_layers": 5}
+SIZES: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8000, "num_hidden_layers": 5}
 
 EQUAL = """
     import tempfile, warnings
