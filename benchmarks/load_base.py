@@ -2,10 +2,11 @@
 
 Five checkpoints: dense weights in the dtype that they are used in, the same with a cast, a mixture of experts that
 transformers fuses, the same in very many small tensors, and a small base for the first load of a process. Each
-measurement is a fork of a process that has loaded a tiny model by every method. ``preadv`` reads all bytes into one
+measurement is a fork of a process that has loaded a tiny model by every method. The fork does so once more before, or
+the pages that a fork copies when it writes to them would be counted as the load's. ``preadv`` reads all bytes into one
 block of fresh memory; ``into place`` is a loop that reads each tensor where it is used, which is the floor for a cast
 and for fused experts. ``load_file`` and ``from_pretrained`` map files: ``touch`` is the time of the first pass over the
-weights afterwards.
+weights afterwards. At a first load the package has its bytecode, as where pip installed it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -51,6 +53,15 @@ TITLES = {
     "cast": "Dense weights, float32 on disk and bfloat16 in use",
     "mixture": "A mixture of experts, bfloat16",
     "many": "Many small tensors of experts, bfloat16",
+}
+# The functions that stand for a step of a load, by their places in the package.
+STEPS = {
+    "headers and names": ("_loading.load_peft_on_rank.check_before_load",),
+    "model on meta": ("_loading.base_model.build_on_meta",),
+    "adapter on meta": ("_loading.load.check_on_meta",),
+    "from_pretrained": ("_loading.load.load_base",),
+    "reading": ("_loading.into_place.read_targets",),
+    "adapter": ("_loading.load.attach_checked", "_loading.load_peft_on_rank.find_sources"),
 }
 CPU_OF_FLOOR, PRIVATE, CPU_OF_ONE_READ, FIRST = 1.15, 16 * MIB, 1.3, 1.1
 
@@ -209,6 +220,8 @@ METHODS: dict[str, Callable[[Path], Any]] = {
 
 def in_forks(works: Sequence[Callable[[], Facts]]) -> list[Facts]:
     """Return the results of functions that run at once, each in a fork of this process."""
+    import torch
+
     running = []
     for work in works:
         read, write = os.pipe()
@@ -216,8 +229,11 @@ def in_forks(works: Sequence[Callable[[], Facts]]) -> list[Facts]:
         if not pid:
             status = 1
             try:
+                torch.set_num_threads(1)  # torch makes its pool anew in a fork, which two threads at once break
                 os.write(write, json.dumps(work()).encode())
                 status = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(status)
         os.close(write)
@@ -232,10 +248,13 @@ def in_forks(works: Sequence[Callable[[], Facts]]) -> list[Facts]:
     return found
 
 
-def timed(folder: Path, method: str, *, cold: bool = False) -> Facts:
+def timed(folder: Path, method: str, *, cold: bool = False, first: bool = False) -> Facts:
     """Return what a load takes: seconds, CPU seconds, bytes read, and seconds of a first pass over the weights."""
     import torch
 
+    if not first:
+        METHODS[method](folder.parent / "tiny")
+        gc.collect()
     if cold:
         for path in folder.glob("*.safetensors"):
             with path.open("rb") as file:
@@ -262,6 +281,40 @@ def sampled(folder: Path, method: str) -> Facts:
     return {"peak": sampler.peak - before, "model": sum(tensor.nbytes for tensor in tensors)}
 
 
+def in_parts(folder: Path) -> Facts:
+    """Return the CPU seconds of a load by safe_loading, and those of its steps, each without the steps inside it."""
+    spent, inside = dict.fromkeys(STEPS, 0.0), [0.0]
+
+    def clocked(step: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            start = time.process_time()
+            inside.append(0.0)
+            try:
+                return function(*given, **named)
+            finally:
+                whole = time.process_time() - start
+                spent[step] += whole - inside.pop()
+                inside[-1] += whole
+
+        return call
+
+    ours(folder.parent / "tiny")
+    gc.collect()
+    for step, places in STEPS.items():
+        for place in places:
+            module = importlib.import_module(f"safe_loading.{place.rpartition('.')[0]}")
+            name = place.rpartition(".")[2]
+            setattr(module, name, clocked(step, getattr(module, name)))
+    return timed(folder, "safe_loading", first=True) | spent
+
+
+def importing() -> Facts:
+    """Return the CPU seconds of the import of safe_loading, beside engines that are imported already."""
+    start = time.process_time()
+    importlib.import_module("safe_loading._loading.load_peft_on_rank")
+    return {"cpu": time.process_time() - start}
+
+
 def _io() -> Facts:
     """Return the bytes that this process asked files for, and those that came from a disk, so far."""
     lines = Path("/proc/self/io").read_text().splitlines()
@@ -269,12 +322,12 @@ def _io() -> Facts:
     return {key: counts[key] for key in ("rchar", "read_bytes")}
 
 
-def least(folder: Path, methods: Sequence[str], repeats: int) -> dict[str, Facts]:
+def least(folder: Path, methods: Sequence[str], repeats: int, *, first: bool = False) -> dict[str, Facts]:
     """Return for each method the least of each figure of several runs, for which the methods take turns."""
     found: dict[str, list[Facts]] = {method: [] for method in methods}
     for _ in range(repeats):
         for method, runs in found.items():
-            runs += in_forks([functools.partial(timed, folder, method)])
+            runs += in_forks([functools.partial(timed, folder, method, first=first)])
     return {method: {key: min(one[key] for one in runs) for key in runs[0]} for method, runs in found.items()}
 
 
@@ -288,11 +341,20 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     say("checkpoints")
     in_forks([functools.partial(make, folder, args.mib, args.tensors)])
     say("the first load of a process")
-    found: dict[str, Any] = {"first": least(folder / "small", ("and PeftModel", "safe_loading"), args.repeats)}
+    # A checkout has no bytecode where Python is told to write none.
+    sys.pycache_prefix, sys.dont_write_bytecode = str(folder / "bytecode"), False
+    in_forks([functools.partial(timed, folder / "small", "safe_loading", first=True)])
+    loads = ("from_pretrained", "and PeftModel", "safe_loading")
+    found: dict[str, Any] = {"import": min((in_forks([importing])[0] for _ in range(args.repeats)), key=by_cpu)}
+    found["first"] = least(folder / "small", loads, args.repeats, first=True)
     for load in METHODS.values():
         load(folder / "tiny")
     gc.collect()
-    found |= {key: {} for key in ("warm", "cold", "sizes", "ranks")}
+    start = time.process_time()
+    gc.collect()
+    found["collection"] = time.process_time() - start
+    found["second"] = least(folder / "small", loads, args.repeats)
+    found |= {key: {} for key in ("warm", "cold", "sizes", "ranks", "parts")}
     for kind in TITLES:
         say(kind)
         tensors = [*tensors_of(folder / kind)]
@@ -305,6 +367,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         found["cold"][kind] = {
             method: in_forks([functools.partial(timed, folder / kind, method, cold=True)])[0] for method in METHODS
         }
+        parts = [in_forks([functools.partial(in_parts, folder / kind)])[0] for _ in range(args.repeats)]
+        found["parts"][kind] = min(parts, key=by_cpu)
     for count in args.ranks:
         say(f"{count} ranks")
         work = functools.partial(timed, folder / "mixture", "safe_loading")
@@ -312,6 +376,11 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         peaks = in_forks([functools.partial(sampled, folder / "mixture", "safe_loading")] * count)
         found["ranks"][count] = [facts | peak for facts, peak in zip(ranks, peaks, strict=True)]
     return found
+
+
+def by_cpu(facts: Facts) -> float:
+    """Return the CPU seconds of a measurement."""
+    return facts["cpu"]
 
 
 def say(text: str) -> None:
@@ -363,6 +432,33 @@ def ranks_table(found: dict[str, Any], *, quick: bool) -> str:
     return table("Ranks of one host that load the mixture, each all of it", header, rows, notes)
 
 
+def parts_table(found: dict[str, Any]) -> str:
+    """Tell where the CPU seconds of safe_loading go."""
+    header = ("safe_loading, CPU s", *STEPS, "the rest", "all")
+    rows = []
+    for kind, parts in found["parts"].items():
+        seconds = [parts[step] for step in STEPS]
+        rows.append((kind, *(f"{each:.3f}" for each in (*seconds, parts["cpu"] - sum(seconds), parts["cpu"]))))
+    collection = f"{found['collection']:.3f} CPU s, in the step that makes one object too many"
+    notes = [f"one full collection of Python's garbage collector takes {collection}"]
+    return table("Where the CPU time goes", header, rows, notes)
+
+
+def first_table(found: dict[str, Any], *, quick: bool) -> str:
+    """Tell what the first load of a process costs, and one in a process that has loaded another model."""
+    first, second = found["first"], found["second"]
+    units = [loads["and PeftModel"]["cpu"] for loads in (first, second)]
+    header = ("method", "seconds", "CPU s", "CPU", "later: seconds", "CPU s", "CPU")
+    rows = []
+    for name in first:
+        both = zip((first[name], second[name]), units, strict=True)
+        cells = [(f"{one['seconds']:.3f}", f"{one['cpu']:.3f}", ratio(one["cpu"], unit)) for one, unit in both]
+        rows.append((name, *itertools.chain(*cells)))
+    notes = [f"the import of safe_loading's modules, once the engines are imported: {found['import']['cpu']:.3f} CPU s"]
+    notes.append(goal("CPU of the plain calls", first["safe_loading"]["cpu"] / units[0], FIRST, "x", quick=quick))
+    return table("The first load of a process, of a small base, and a later one", header, rows, notes)
+
+
 def goal(what: str, value: float, most: float, unit: str, *, quick: bool) -> str:
     """Return one line that says whether a goal was reached."""
     return f"goal for safe_loading: {what} <= {most:g}{unit}; {value:.2f}{unit}: {promise(value <= most, quick=quick)}"
@@ -379,14 +475,8 @@ def main() -> None:
     for kind in TITLES:
         print(kind_table(found, kind, quick=args.quick))
     print(ranks_table(found, quick=args.quick))
-    first = found["first"]
-    header = ("method", "seconds", "CPU s", "CPU")
-    unit = first["and PeftModel"]["cpu"]
-    rows = [
-        (name, f"{one['seconds']:.3f}", f"{one['cpu']:.3f}", ratio(one["cpu"], unit)) for name, one in first.items()
-    ]
-    note = goal("CPU of the plain calls", first["safe_loading"]["cpu"] / unit, FIRST, "x", quick=args.quick)
-    print(table("The first load of a process, of a small base", header, rows, [note]))
+    print(parts_table(found))
+    print(first_table(found, quick=args.quick))
     write_json(args.json, found)
 
 

@@ -79,12 +79,16 @@ def base_config_faults(
 
 def quantization_findings(path: Path, config: JsonObject, modules: Iterable[str]) -> list[Finding]:
     """Return the findings about a config's quantization settings; ``modules`` are the names of its model's modules."""
+    settings = [
+        (where, quantized)
+        for where, section in _sections(config)
+        if isinstance(quantized := section.get("quantization_config") or section.get("compression_config"), dict)
+    ]
+    if not settings:  # nearly every model, and the names of some are many
+        return []
     shapes = shapes_of([*USUAL_MODULES, *modules])
     findings = []
-    for where, section in _sections(config):
-        quantized = section.get("quantization_config") or section.get("compression_config")
-        if not isinstance(quantized, dict):
-            continue
+    for where, quantized in settings:
         if problem := _not_names(quantized.get(_SKIPS)):
             fix = "write null without quotes, or a list of names of modules"
             findings.append(fault("config-class", path, f"{where}quantization_config.{_SKIPS} {problem}", fix))

@@ -163,10 +163,11 @@ def _wrapper_prefix(folder: Path, tensors: Collection[str]) -> list[Finding]:
 
 def _two_names(folder: Path, tensors: Mapping[str, TensorInfo]) -> list[Finding]:
     """Find tensors that are there with the name of the model's body in front, and without."""
-    both = [name for name in tensors if any(f"{body}.{name}" in tensors for body in _BODIES)]
-    same = [n for n in both if any(f"{b}.{n}" in tensors and _alike(tensors, n, f"{b}.{n}") for b in _BODIES)]
-    if not same:
+    with_body = [name.partition(".") for name in tensors]
+    twice = {n for b, _, n in with_body if b in _BODIES and n in tensors and _alike(tensors, n, f"{b}.{n}")}
+    if not twice:
         return []
+    same = [name for name in tensors if name in twice]
     message = (
         f"holds {counted(len(same), 'tensor')} twice, with 'model.' (or the like) in front and without: {listed(same)}"
     )

@@ -1,9 +1,10 @@
-"""Weights of a base that transformers fuses from several tensors, read straight to where they are used.
+"""Weights of a base that transformers would copy more than once, read straight to where they are used.
 
 transformers maps a file. On the host a weight that is used as it is on disk costs nothing until it is touched, and one
 that is cast is fused once: neither can be bettered. A weight that is fused from a tensor for each expert it copies two
-or three times. In a load on the host these are taken out of the hands of its loader, and each byte goes from its file
-to its place. Everything else is transformers' own: the model, its other weights, what is missing or unexpected, ties.
+or three times, and all that goes to a CUDA device it copies from pageable memory. These are taken out of the hands of
+its loader, and each byte goes from its file to its place, to a device through two pinned buffers. Everything else is
+transformers' own: the model, its other weights, what is missing or unexpected, ties.
 """
 
 from __future__ import annotations
@@ -52,13 +53,20 @@ class IntoPlace:
 
     source: CheckpointSource  # with those weights as slots
     tensors: frozenset[str]  # the tensors on disk that they are made of
+    device: torch.device
 
     @property
     def method(self) -> Method:
         """The method of the base, where these weights were read."""
-        size = sum(self.source.checkpoint.tensors[name].nbytes for name in self.tensors)
-        fused = f"{counted(len(self.source.slots), 'weight')}, fused from {len(self.tensors)} tensors"
-        return Method(INTO_PLACE, f"{fused} ({format_bytes(size)}); the others by from_pretrained")
+        tensors = self.source.checkpoint.tensors
+        size = format_bytes(sum(tensors[name].nbytes for name in self.tensors))
+        weights = counted(len(self.source.slots), "weight")
+        if self.device.type == "cpu":
+            made = f"{weights}, fused from {len(self.tensors)} tensors ({size})"
+        else:
+            made = f"{weights} of {counted(len(self.tensors), 'tensor')} ({size}), through pinned memory"
+        others = "; the others by from_pretrained" if len(self.tensors) < len(tensors) else ""
+        return Method(INTO_PLACE, f"{made}{others}")
 
 
 def plan_into_place(
@@ -78,21 +86,25 @@ def plan_into_place(
         return Method(FROM_PRETRAINED, "its class is none of transformers")
     if base_kwargs.get("quantization_config") is not None or getattr(config, "quantization_config", None) is not None:
         return Method(FROM_PRETRAINED, "its weights are quantized")
-    if devices.are_several or devices.main.type != "cpu":
+    if devices.are_several or devices.main.type not in ("cpu", "cuda"):
         return Method(FROM_PRETRAINED, f"its weights go to {devices}")
     if any(type(rule).__name__ not in _STATELESS for rule in layout.rules):
         return Method(FROM_PRETRAINED, "transformers renames its tensors by one another")
     parameters = meta_model.named_parameters(remove_duplicate=False)
     slots = {name: ExpectedTensor(tuple(each.shape), each.dtype) for name, each in parameters}
-    tensors, fused = set[str](), dict[str, ExpectedTensor]()
+    tensors, read = set[str](), dict[str, ExpectedTensor]()
+    on_card = devices.main.type == "cuda"
     for disk, names in _groups(layout):
         made = {name: slots[name] for name in names if name in slots}
-        if len(made) == len(names) and _are_fused(checkpoint, layout, made):
+        is_read = _is_moved if on_card else _are_fused
+        if len(made) == len(names) and is_read(checkpoint, layout, made):
             tensors |= disk
-            fused |= made
-    if not fused:
-        return Method(FROM_PRETRAINED, "it maps files, and none of these weights is fused from several tensors")
-    return IntoPlace(CheckpointSource(opened, checkpoint, layout, fused, {}, {}, config), frozenset(tensors))
+            read |= made
+    if not read:
+        without = "can be followed from its files" if on_card else "is fused from several tensors"
+        return Method(FROM_PRETRAINED, f"it maps files, and none of these weights {without}")
+    source = CheckpointSource(opened, checkpoint, layout, read, {}, {}, config)
+    return IntoPlace(source, frozenset(tensors), devices.main)
 
 
 def _groups(layout: CheckpointLayout) -> Iterator[tuple[set[str], list[str]]]:
@@ -111,12 +123,16 @@ def _groups(layout: CheckpointLayout) -> Iterator[tuple[set[str], list[str]]]:
 
 def _are_fused(checkpoint: Checkpoint, layout: CheckpointLayout, made: Mapping[str, ExpectedTensor]) -> bool:
     """Whether transformers fuses floats of several tensors to make these parameters, and how is known."""
+    return _is_moved(checkpoint, layout, made) and any(len(layout.of[name].pieces) > 1 for name in made)
+
+
+def _is_moved(checkpoint: Checkpoint, layout: CheckpointLayout, made: Mapping[str, ExpectedTensor]) -> bool:
+    """Whether transformers makes these parameters by moving floats, and casting them."""
     wholes = [layout.of[name] for name in made]
     dtypes = {each.dtype for each in made.values()}
     stored = {DTYPES.get(checkpoint.tensors[piece.tensor].dtype) for whole in wholes for piece in whole.pieces}
     # one dtype, because transformers casts all of a group to that of its first
-    known = len(dtypes) == 1 and all(each and each.is_floating_point and each.itemsize > 1 for each in stored | dtypes)
-    return known and any(len(whole.pieces) > 1 for whole in wholes)
+    return len(dtypes) == 1 and all(each and each.is_floating_point and each.itemsize > 1 for each in stored | dtypes)
 
 
 @contextmanager
@@ -140,7 +156,7 @@ def read_into_place(planned: IntoPlace | Method) -> Iterator[list[Method]]:
         rest = {name: tensor for name, tensor in state_dict.items() if name not in planned.tensors}
         note_uses(load_config.weight_mapping or (), planned.source.layout.rules)
         result = original(model=model, state_dict=rest, load_config=load_config, **options)
-        _read(planned.source, model, missing_of_load(result))
+        _read(planned, model, missing_of_load(result))
         told.append(planned.method)
         return result
 
@@ -150,9 +166,11 @@ def read_into_place(planned: IntoPlace | Method) -> Iterator[list[Method]]:
 
 def _differs(planned: IntoPlace, model: Any, state_dict: Mapping[str, Any], load_config: Any) -> str | None:
     """Return why the loader's own reading must be left to it: it has other things to read than were planned."""
-    devices = {torch.device(device) for device in (load_config.device_map or {}).values()}
-    if getattr(load_config, "hf_quantizer", None) is not None or devices - {torch.device("cpu")}:
+    devices = {torch.device(device) for device in (load_config.device_map or {"": "cpu"}).values()}
+    if getattr(load_config, "hf_quantizer", None) is not None or devices != {planned.device}:
         return "its weights are quantized, or go to another device"
+    if getattr(load_config, "prefetch", False):  # of transformers to come: it would have all of each file on the card
+        return "safetensors reads its files ahead"
     if state_dict.keys() != planned.source.checkpoint.tensors.keys() or any(
         isinstance(tensor, torch.Tensor) for tensor in state_dict.values()
     ):
@@ -168,10 +186,11 @@ def _differs(planned: IntoPlace, model: Any, state_dict: Mapping[str, Any], load
     return None
 
 
-def _read(source: CheckpointSource, model: torch.nn.Module, missing: set[str]) -> None:
+def _read(planned: IntoPlace, model: torch.nn.Module, missing: set[str]) -> None:
     """Read the weights, and put them into the model as ``set_param_for_module`` of the loader does."""
-    made = {name: torch.empty(slot.shape, dtype=slot.dtype, device="cpu") for name, slot in source.slots.items()}
-    read_targets(source, [ShardTarget(name, 0, each.numel(), each.view(-1)) for name, each in made.items()])
+    slots = planned.source.slots
+    made = {name: torch.empty(slot.shape, dtype=slot.dtype, device=planned.device) for name, slot in slots.items()}
+    read_targets(planned.source, [ShardTarget(name, 0, each.numel(), each.view(-1)) for name, each in made.items()])
     for name, tensor in made.items():
         path, _, attribute = name.rpartition(".")
         parameter: Any = torch.nn.Parameter(tensor)

@@ -25,8 +25,8 @@ class LoadedPart:
         bytes: Their size in bytes.
         seconds: The time it took to load.
         renamed: ``{key on disk: key used}`` for keys that have another name in the model.
-        method: How the weights of a base were read: by ``"from_pretrained"``, or those that are fused from several
-            tensors went ``"into place"`` from their files; empty for adapters and a base that was loaded already.
+        method: How the weights of a base were read: by ``"from_pretrained"``, or those that transformers would copy
+            more than once went ``"into place"`` from their files; empty for adapters and a base loaded already.
         method_reason: Why so.
     """
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from safe_loading._model.formats.four_bit_on_meta import PackedFrom, packed_from
 from safe_loading._model.layout.checkpoint_source import CheckpointSource
+from safe_loading._model.layout.pinned import PinnedBuffers, pinned_buffers
 from safe_loading._model.layout.reading import ShardTarget, read_targets
 from safe_loading._model.tensors import ModelTensor
 from safe_loading._ranks.waiting import Waiting
@@ -108,15 +109,16 @@ def read_packed(
     """
     statistics: dict[str, torch.Tensor] = {}
     bytes_read = 0
-    for own, weight in _owned(weights, shard):
-        first, last = weight.blocks_of(own)
-        absmax = torch.empty(last - first, dtype=torch.float32, device=device)
-        shard_bytes = shard.local[own.name].view(-1).view(torch.uint8)
-        for part in _packed_parts(source, weight, own, device):
-            shard_bytes[part.place].copy_(part.codes)
-            absmax[part.blocks] = part.absmax
-            bytes_read += part.bytes_read
-        statistics[own.name] = absmax
+    with pinned_buffers() as buffers:
+        for own, weight in _owned(weights, shard):
+            first, last = weight.blocks_of(own)
+            absmax = torch.empty(last - first, dtype=torch.float32, device=device)
+            shard_bytes = shard.local[own.name].view(-1).view(torch.uint8)
+            for part in _packed_parts(source, weight, own, device, buffers):
+                shard_bytes[part.place].copy_(part.codes)
+                absmax[part.blocks] = part.absmax
+                bytes_read += part.bytes_read
+            statistics[own.name] = absmax
     return statistics, bytes_read
 
 
@@ -126,11 +128,12 @@ def differing_packed(
 ) -> list[str]:
     """Read and pack a second time, and return the weights of which this rank has other codes."""
     wrong: dict[str, None] = {}
-    for own, weight in _owned(weights, shard):
-        shard_bytes = shard.local[own.name].view(-1).view(torch.uint8)
-        for part in _packed_parts(source, weight, own, device):
-            if not torch.equal(shard_bytes[part.place], part.codes.to(shard_bytes.device)):
-                wrong[own.name] = None
+    with pinned_buffers() as buffers:
+        for own, weight in _owned(weights, shard):
+            shard_bytes = shard.local[own.name].view(-1).view(torch.uint8)
+            for part in _packed_parts(source, weight, own, device, buffers):
+                if not torch.equal(shard_bytes[part.place], part.codes.to(shard_bytes.device)):
+                    wrong[own.name] = None
     return list(wrong)
 
 
@@ -166,7 +169,7 @@ def _owned(weights: Mapping[str, FourBitWeight], shard: LocalShard) -> Iterator[
 
 
 def _packed_parts(
-    source: CheckpointSource, weight: FourBitWeight, own: ElementRange, device: torch.device
+    source: CheckpointSource, weight: FourBitWeight, own: ElementRange, device: torch.device, buffers: PinnedBuffers
 ) -> Iterator[_Packed]:
     """Pack a rank's range of a weight, some whole blocks at a time."""
     quantize: Callable[..., Any] = importlib.import_module("bitsandbytes").functional.quantize_4bit
@@ -179,7 +182,7 @@ def _packed_parts(
         after = min(block + step, last)
         low, high = block * size, min(after * size, weight.numel)
         values = torch.empty(high - low, dtype=weight.whole.dtype, device=device)
-        bytes_read = read_targets(source, [ShardTarget(weight.disk_name, low, high, values)])
+        bytes_read = read_targets(source, [ShardTarget(weight.disk_name, low, high, values)], buffers)
         codes, state = quantize(values, blocksize=size, compress_statistics=False, quant_type=weight.weight.quant_type)
         begin, end = max(low, start), min(high, stop)
         yield _Packed(

@@ -35,20 +35,24 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS if name no
 CPU = RankDevices(torch.device("cpu"))
 
 
-def planned(folder: Path, kind: Any, dtype: torch.dtype | str = "auto") -> Any:
+def planned(folder: Path, kind: Any, dtype: torch.dtype | str = "auto", devices: RankDevices = CPU) -> Any:
     """Return what a load plans for a folder."""
     opened = ModelFolder(folder)
     checkpoint = opened.read_checkpoint()
     model = base_on_meta(kind, opened, dtype, {})
     assert model is not None
-    return plan_into_place(opened, checkpoint, read_layout(model, checkpoint.tensors), model, CPU, {})
+    return plan_into_place(opened, checkpoint, read_layout(model, checkpoint.tensors), model, devices, {})
 
 
-def both(folder: Path, kind: Any, dtype: torch.dtype | str = "auto") -> tuple[str, list[tuple[Any, Any]]]:
+def both(
+    folder: Path, kind: Any, dtype: torch.dtype | str = "auto", device: torch.device | None = None
+) -> tuple[str, list[tuple[Any, Any]]]:
     """Load a folder with a plan and without; return the method of the first, and each model with its loading info."""
-    with read_into_place(planned(folder, kind, dtype)) as told:
-        ours = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    return told[-1].name, [ours, kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)]
+    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    options |= {"device_map": {"": device}} if device else {}
+    with read_into_place(planned(folder, kind, dtype, RankDevices(device) if device else CPU)) as told:
+        ours = kind.from_pretrained(folder, **options)
+    return told[-1].name, [ours, kind.from_pretrained(folder, **options)]
 
 
 def facts(model: Any, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,6 +127,13 @@ def test_the_report_says_which_method_was_taken_and_why(mixtral: Path, tmp_path:
     assert [part.method for part in loaded.load_report.parts] == ["", ""]
     for one, other in zip(model.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_files_that_transformers_has_read_ahead_are_left_to_it(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_utils.LoadStateDictConfig, "prefetch", True, raising=False)
+    method, pair = both(mixtral, transformers.MixtralForCausalLM)
+    assert method == FROM_PRETRAINED
+    assert_equal(pair)
 
 
 def of_mixtral(mixtral: Path, folder: Path) -> dict[str, torch.Tensor]:

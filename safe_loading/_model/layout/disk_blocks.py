@@ -7,6 +7,7 @@ layout on disk is derived from what the loader does, and never guessed from shap
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -59,8 +60,13 @@ class CannotFollow(Exception):
 
 def on_disk(tensor: str, shape: tuple[int, ...]) -> Whole:
     """Return the Whole that is one disk tensor."""
-    zeros = (0,) * len(shape)
-    return Whole(shape, (DiskBlock(tensor, zeros, tuple(range(len(shape))), zeros, shape),))
+    zeros, dims = _at_its_place(len(shape))
+    return Whole(shape, (DiskBlock(tensor, zeros, dims, zeros, shape),))
+
+
+@functools.cache  # of thousands of tensors
+def _at_its_place(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (0,) * count, tuple(range(count))
 
 
 def stack(parts: Sequence[Whole], dim: int) -> Whole:
@@ -68,9 +74,9 @@ def stack(parts: Sequence[Whole], dim: int) -> Whole:
     _check_alike(parts, None)
     dim = dim % (len(parts[0].shape) + 1)
     blocks = tuple(
-        block._replace(at=(*block.at[:dim], number, *block.at[dim:]), dims=(*block.dims[:dim], -1, *block.dims[dim:]))
+        DiskBlock(name, (*at[:dim], number, *at[dim:]), (*dims[:dim], -1, *dims[dim:]), begin, size)
         for number, part in enumerate(parts)
-        for block in part.pieces
+        for name, at, dims, begin, size in part.pieces
     )
     shape = parts[0].shape
     return Whole((*shape[:dim], len(parts), *shape[dim:]), blocks)
@@ -82,7 +88,7 @@ def concatenate(parts: Sequence[Whole], dim: int) -> Whole:
     _check_alike(parts, dim)
     pieces, offset = [], 0
     for part in parts:
-        pieces += [block._replace(at=_shift(block.at, dim, offset)) for block in part.pieces]
+        pieces += [DiskBlock(name, _shift(at, dim, offset), *rest) for name, at, *rest in part.pieces]
         offset += part.shape[dim]
     shape = parts[0].shape
     return Whole((*shape[:dim], offset, *shape[dim + 1 :]), tuple(pieces))
@@ -182,6 +188,6 @@ def _shift(values: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
 
 
 def _check_alike(parts: Sequence[Whole], free: int | None) -> None:
-    shapes = {tuple(-1 if dim == free else size for dim, size in enumerate(part.shape)) for part in parts}
-    if len(shapes) != 1:
+    shapes = {part.shape for part in parts}
+    if len({tuple(-1 if dim == free else size for dim, size in enumerate(shape)) for shape in shapes}) != 1:
         raise CannotFollow(f"tensors of shapes {sorted(map(list, {part.shape for part in parts}))} are put together")

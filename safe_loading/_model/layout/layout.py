@@ -88,7 +88,7 @@ def read_layout(
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     rename = _renamer(renamings, converters, getattr(model, "base_model_prefix", None), state)
     of: dict[str, Whole] = {}
-    converted: dict[str, _Wholes] = defaultdict(lambda: defaultdict(list))
+    converted: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     unknown, key_of, plain = [], {}, defaultdict(list)
     # In the loader's order, because it decides which expert is which in a stack.
     for name in _in_loading_order(tensors):
@@ -100,28 +100,28 @@ def read_layout(
             of.setdefault(key, on_disk(name, tensors[name].shape))
             plain[key].append(name)
         else:
-            converted[key][pattern].append(on_disk(name, tensors[name].shape))
+            converted[key][pattern].append(name)
     opaque: dict[str, str] = {}
     conversions, moved = [], {}
     config: PreTrainedConfig | None = getattr(model, "config", None)
-    for key, sources in converted.items():
-        rule = by_pattern[next(iter(sources))]
-        results, reason = _follow(key, rule, sources, state, config)
+    for key, names in converted.items():
+        rule = by_pattern[next(iter(names))]
+        # one key after the other: Wholes of thousands of experts at once wake the garbage collector
+        wholes = {pattern: [on_disk(name, tensors[name].shape) for name in found] for pattern, found in names.items()}
+        results, reason = _follow(key, rule, wholes, state, config)
         if reason is None:
             of.update({name: result.whole for name, result in results.items()})
             continue
         moved.update(results)
-        names = {pattern: tuple(whole.pieces[0].tensor for whole in wholes) for pattern, wholes in sources.items()}
-        conversions.append(Conversion(key, rule, names, tuple(_target_names(key, rule))))
+        in_order = {pattern: tuple(found) for pattern, found in names.items()}
+        conversions.append(Conversion(key, rule, in_order, tuple(_target_names(key, rule))))
         opaque.update(dict.fromkeys(_target_names(key, rule), reason))
-    mismatched = {
-        key: whole.shape for key, whole in of.items() if key in state and whole.shape != tuple(state[key].shape)
-    }
+    mismatched = {key: each.shape for key, each in of.items() if key in state and each.shape != tuple(state[key].shape)}
     for key, shape in mismatched.items():
         opaque[key] = f"the checkpoint makes {list(shape)} of it, the model has {list(state[key].shape)}"
         del of[key]
     moved = {key: result for key, result in moved.items() if key in state and result.shape == tuple(state[key].shape)}
-    repeated = {key: names for key, names in plain.items() if len(names) > 1}
+    repeated = {key: found for key, found in plain.items() if len(found) > 1}
     return CheckpointLayout(of, opaque, tuple(unknown), tuple(conversions), mismatched, key_of, moved, repeated, rules)
 
 
@@ -129,32 +129,33 @@ def _in_loading_order(names: Iterable[str]) -> list[str]:
     """Sort names by ``dot_natural_key``, whose parts are the same in thousands of them and are asked for once."""
     parts = {part for name in names for part in name.split(".")}
     key_of = {part: loader.dot_natural_key(part)[0] for part in parts}
-    return sorted(names, key=lambda name: [key_of[part] for part in name.split(".")])
+    return sorted(names, key=lambda name: tuple([key_of[part] for part in name.split(".")]))
 
 
 def _renamer(
     renamings: list[loader.WeightRenaming], converters: list[loader.WeightConverter], prefix: str | None, state: State
 ) -> Callable[[str], tuple[str, str | None]]:
-    """Return ``rename_source_key`` for one model, faster: the rules are only applied to names that one of them matches.
+    """Return ``rename_source_key`` for one model, faster: it gets only the rules from the first that matches a name on.
 
     transformers tries every rule on every name, which takes seconds for a model with thousands of experts.
     """
     known = dict(state)
     rules = [*renamings, *converters]
     scoped = any(renaming_scope(rule) is not None for rule in rules)
-    searches = [rule.compiled_sources.search for rule in rules]
+    # A rule without a scope leaves a name alone in which its pattern is not found; with scopes, ask transformers.
+    searches = [] if scoped else [rule.compiled_sources.search for rule in rules]
+    left = [(renamings[number:], converters[max(0, number - len(renamings)) :]) for number in range(len(rules) + 1)]
     plain_prefix = prefix if prefix and re.escape(prefix) == prefix else None
     cut = len(prefix or "") + 1
 
     def rename(name: str) -> tuple[str, str | None]:
-        # A rule without a scope leaves a name alone in which its pattern is not found; with scopes, ask transformers.
-        applies = scoped
-        for search in () if scoped else searches:  # a loop, because any() with a generator takes twice as long
+        number = 0
+        for search in searches:  # a loop, because next() with a generator takes twice as long
             if search(name):
-                applies = True
                 break
-        if applies:
-            key, pattern = loader.rename_source_key(name, renamings, converters, prefix, known)
+            number += 1
+        if scoped or number < len(searches):
+            key, pattern = loader.rename_source_key(name, *left[number], prefix, known)
             if key in known or name not in known:
                 return key, pattern
         # The prefix of the base model is added or removed last; for most names neither leads to a known one.

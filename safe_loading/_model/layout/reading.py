@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +25,7 @@ from .checkpoint_source import CheckpointSource
 from .convert import convert
 from .file_ranges import FileBlock, blocks_of_range
 from .layout import Conversion
+from .pinned import BUFFER_BYTES, PinnedBuffers, PinnedPart, parts_of, pinned_buffers, room_of
 from .read_blocks import AdjacentReads, staged
 
 _BATCH_BYTES = 64 * MiB
@@ -122,12 +125,14 @@ def _misfit(target: ShardTarget) -> str:
 
 
 @torch.no_grad()
-def read_targets(source: CheckpointSource, targets: Sequence[ShardTarget]) -> int:
+def read_targets(source: CheckpointSource, targets: Sequence[ShardTarget], buffers: PinnedBuffers | None = None) -> int:
     """Fill targets from a checkpoint, which must have all of them, and return how many bytes were read from files.
 
     A byte goes from its file straight to its place, and only the bytes of the targets are read. Elements that need
-    another dtype, another device or another order go through one small buffer. What transformers converts by more
-    than moving elements is read and converted whole, one conversion at a time.
+    another dtype or another order go through one small buffer, and those of CUDA devices through pinned ones. What
+    transformers converts by more than moving elements is read and converted whole, one conversion at a time.
+
+    Whoever reads often passes ``buffers``; copies from them may still be on their way then, on the current stream.
 
     Raises:
         CheckpointError: A file changed meanwhile, or holds two values of what is one parameter of the model.
@@ -135,15 +140,65 @@ def read_targets(source: CheckpointSource, targets: Sequence[ShardTarget]) -> in
     """
     plan = plan_reads(source, targets)
     _refuse_two_values(source, targets)
-    with _OpenFiles() as files, _bar("reading", targets) as bar:
-        for reads in _batches(plan.reads):
+    needed = room_of(target.destination for target in targets if target.destination.is_cuda)
+    with contextlib.ExitStack() as stack:
+        pinned = buffers or stack.enter_context(pinned_buffers(needed))
+        files, bar = stack.enter_context(_OpenFiles()), stack.enter_context(_bar("reading", targets))
+        for reads in _batches([read for read in plan.reads if not read.target.destination.is_cuda]):
             files.fill(reads)
             bar.advance(sum(read.target_bytes for read in reads))
+        for parts in _blocks(source, plan.reads):
+            pinned.fill([part for _, part in parts], functools.partial(_fill_block, files, source, parts))
+            bar.advance(sum(part.nbytes for _, part in parts))
         for group in plan.conversions:
             for target, value in _converted(source, group, files):
-                target.destination.copy_(target.rounded(value))
+                _put(target, value, pinned)
             bar.advance(group.target_bytes)
         return files.bytes_read
+
+
+def _put(target: ShardTarget, value: torch.Tensor, pinned: PinnedBuffers) -> None:
+    """Put values that the host has where they belong."""
+    if not target.destination.is_cuda:
+        target.destination.copy_(target.rounded(value))
+        return
+    for part in parts_of(target.destination):
+        values = target.rounded(value[part.start : part.stop])
+        pinned.fill([part], functools.partial(_copy_one, values))
+
+
+def _copy_one(value: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+    views[0].copy_(value)
+
+
+def _blocks(source: CheckpointSource, reads: Iterable[PlannedRead]) -> Iterator[list[tuple[ShardTarget, PinnedPart]]]:
+    """Yield the targets on CUDA devices in blocks that fit a pinned buffer, in the order of the files."""
+    targets = {id(read.target): read.target for read in reads if read.target.destination.is_cuda}
+    block, room = list[tuple[ShardTarget, PinnedPart]](), 0
+    for target in targets.values():
+        shape = source.layout.of[source.stored_as(target.name) or target.name].shape
+        for part in parts_of(target.destination, math.prod(shape[1:]) or 1):
+            if block and (room + part.room > BUFFER_BYTES or block[0][1].tensor.device != part.tensor.device):
+                yield block
+                block, room = [], 0
+            block.append((target, part))
+            room += part.room
+    if block:
+        yield block
+
+
+def _fill_block(
+    files: _OpenFiles,
+    source: CheckpointSource,
+    parts: Sequence[tuple[ShardTarget, PinnedPart]],
+    views: Sequence[torch.Tensor],
+) -> None:
+    """Read the parts of a block into their memory on the host."""
+    on_host = [
+        target._replace(start=target.start + part.start, stop=target.start + part.stop, destination=view)
+        for (target, part), view in zip(parts, views, strict=True)
+    ]
+    files.fill(plan_reads(source, on_host).reads)
 
 
 def _batches(reads: Sequence[PlannedRead]) -> Iterator[list[PlannedRead]]:
@@ -199,7 +254,6 @@ class _OpenFiles:
         self._stack = contextlib.ExitStack()
         self._descriptors: dict[Path, int] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
-        self._memories: dict[int, memoryview] = {}  # of targets, by id, which live as long as their plan
 
     def __enter__(self) -> _OpenFiles:
         return self
@@ -210,12 +264,17 @@ class _OpenFiles:
     def fill(self, reads: Iterable[PlannedRead]) -> None:
         """Read blocks into their targets."""
         in_place = AdjacentReads()
+        # by id, because a parameter that is fused from thousands of tensors is asked for as often
+        memories: dict[int, memoryview] = {}
         for read in reads:
             block, flat = read.block, read.target.destination
             is_as_stored = DTYPES[block.info.dtype] == flat.dtype and read.target.through is None
             if block.in_order and is_as_stored and flat.is_cpu:
                 self.bytes_read += block.nbytes
-                in_place.add(self._descriptor(read.path), block, self._memory(flat))
+                memory = memories.get(id(flat))
+                if memory is None:
+                    memory = memories[id(flat)] = as_buffer(flat)
+                in_place.add(self._descriptor(read.path), block, memory)
                 continue
             for place, value in self._staged(read):
                 place.copy_(read.target.rounded(value))
@@ -239,13 +298,6 @@ class _OpenFiles:
             self.bytes_read += info.nbytes
             read_into(self._descriptor(source.checkpoint.file_of[name]), as_buffer(value), info.start)
         return value
-
-    def _memory(self, flat: torch.Tensor) -> memoryview:
-        # kept, because a parameter that is fused from thousands of tensors is asked for as often
-        memory = self._memories.get(id(flat))
-        if memory is None:
-            memory = self._memories[id(flat)] = as_buffer(flat)
-        return memory
 
     def _descriptor(self, path: Path) -> int:
         descriptor = self._descriptors.get(path)

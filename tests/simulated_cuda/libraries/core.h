@@ -49,6 +49,7 @@ API status sim_copy(void *target, const void *source, size_t size);
 API status sim_fill(void *target, int value, size_t size);
 API char *sim_seen_by_host(const void *pointer); /* where the host reads and writes the bytes of a device pointer */
 API void sim_answer(uint64_t count);       /* what the host of this thread gets when it copies a kernel's count next */
+API int sim_on_device(const void *pointer); /* whether a pointer is one of a device, by its address */
 API int sim_copied(size_t size);           /* whether copies of this size are done, or left out */
 
 /* order.c: work that waits for other processes runs behind a stream, all other work at once -------------------------- */

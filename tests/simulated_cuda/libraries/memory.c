@@ -202,6 +202,8 @@ int sim_find(const void *pointer, int *device, void **start_of, size_t *size) {
 
 static int on_device(uint64_t address) { return address >= WINDOW_START && address < RESERVE_START + RESERVE_BYTES; }
 
+int sim_on_device(const void *pointer) { return on_device((uint64_t)pointer); }
+
 char *sim_seen_by_host(const void *pointer) { return (char *)pointer + (on_device((uint64_t)pointer) ? SHADOW : 0); }
 
 int sim_copied(size_t size) {

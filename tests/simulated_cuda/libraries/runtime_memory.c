@@ -1,8 +1,10 @@
 /* libcudart: memory and copies. */
 #include "runtime.h"
 
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 API status cudaMalloc(void **pointer, size_t size) {
     ENTER();
@@ -57,9 +59,40 @@ API status cudaMemcpy(void *target, const void *source, size_t size, int kind) {
     sim_wait_for_stream(NULL);
     return sim_copy(target, source, size);
 }
+
+/* What copies from the host to a device there were, for tests (ctypes): pageable ones and their bytes, pinned ones. */
+API uint64_t sim_copies[4];
+
+struct late_copy {
+    void *target;
+    const void *source;
+    size_t size;
+};
+
+static void copy_late(void *work) {
+    struct late_copy copy = *(struct late_copy *)work;
+    free(work);
+    usleep(20000);
+    sim_copy(copy.target, copy.source, copy.size);
+}
+
 API status cudaMemcpyAsync(void *target, const void *source, size_t size, int kind, void *stream) {
     (void)kind;
     ENTER();
+    int device;
+    void *begin;
+    size_t whole;
+    int pinned = sim_find(source, &device, &begin, &whole) == MEMORY_HOST;
+    if (sim_find(target, &device, &begin, &whole) == MEMORY_DEVICE && (pinned || !sim_on_device(source))) {
+        __atomic_fetch_add(&sim_copies[2 * pinned], 1, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&sim_copies[2 * pinned + 1], size, __ATOMIC_RELAXED);
+        if (pinned && getenv("SIMCUDA_LATE_COPIES") != NULL) {
+            struct late_copy *work = malloc(sizeof *work);
+            *work = (struct late_copy){target, source, size};
+            sim_enqueue(stream, copy_late, work);
+            return OK;
+        }
+    }
     sim_wait_for_stream(stream);
     return sim_copy(target, source, size);
 }
