@@ -45,11 +45,9 @@ def ours(folder: Path, model: Any, dtype: Any) -> dict[str, Any]:
 
     source = open_source(folder, model)
     parameters = parameters_of(model)
-    shards = fsdp2.allocate(parameters, RANK, WORLD, torch.device("cpu"))
-    targets = [
-        ShardTarget(own.name, own.start, own.stop, shards[own.name].view(-1))
-        for own in fsdp2.owned_ranges(parameters, RANK, WORLD)
-    ]
+    owned = fsdp2.owned_ranges(parameters, RANK, WORLD, {})
+    shards = fsdp2.allocate(parameters, owned, torch.device("cpu"))
+    targets = [ShardTarget(own.name, own.start, own.stop, shards[own.name].view(-1)) for own in owned]
     read = read_targets(source, targets) / sum(info.nbytes for info in source.checkpoint.tensors.values()) * WORLD
     return {"held": list(shards.values()), "read": read}
 

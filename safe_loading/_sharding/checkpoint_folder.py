@@ -25,6 +25,7 @@ from safe_loading._model.formats.four_bit import is_four_bit
 from safe_loading._model.formats.four_bit_on_meta import packed_from
 from safe_loading._model.layout.checkpoint_source import CheckpointSource, disk_tensors
 from safe_loading._model.layout.reading import ShardTarget, differing, differing_targets, read_targets
+from safe_loading._model.layout.window import Window
 from safe_loading._model.tensors import ModelTensor
 from safe_loading._ranks.exchange import Ranks
 from safe_loading.errors import CheckpointNotFound, RanksDisagree
@@ -114,7 +115,7 @@ class Folder:
 
     def _targets(self, shard: LocalShard) -> list[ShardTarget]:
         targets = [
-            self._target(own.name, own.start, own.stop, shard.local[own.name])
+            self._target(own.name, own.start, own.stop, shard.local[own.name], own.window)
             for own in shard.owned
             if own.name in self.disk_name and own.name not in self.four_bit
         ]
@@ -125,8 +126,10 @@ class Folder:
         ]
         return targets
 
-    def _target(self, name: str, start: int, stop: int, tensor: torch.Tensor) -> ShardTarget:
-        return ShardTarget(self.disk_name[name], start, stop, tensor.view(-1), self.through.get(name))
+    def _target(
+        self, name: str, start: int, stop: int, tensor: torch.Tensor, window: Window | None = None
+    ) -> ShardTarget:
+        return ShardTarget(self.disk_name[name], start, stop, tensor.view(-1), self.through.get(name), window)
 
 
 class OpenedFolder(os.PathLike[str]):

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from safe_loading._model.layout.window import Window
 from safe_loading._model.tensors import ModelTensor
 from safe_loading.errors import ArgumentError, DeviceError
 
@@ -71,8 +72,8 @@ def check(parameters: Sequence[ModelTensor]) -> list[str]:
             problems.append(f"{name} is not contiguous (strides {list(tensor.stride())}): call .contiguous()")
         elif isinstance(tensor, DTensor):
             problems.append(
-                f"{name} is a DTensor already: wrap the plain model. For tensor parallelism with FSDP over the other "
-                f"dimension, load with from_pretrained(distributed_config=DistributedConfig(tp_size=, fsdp_size=))"
+                f"{name} is a DTensor already: wrap the plain model, for tensor parallelism with a mesh of the "
+                f"dimensions 'fsdp' and 'tp'"
             )
     return problems
 
@@ -83,26 +84,30 @@ def own_rows(shape: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
     return min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
 
 
-def owned_ranges(parameters: Sequence[ModelTensor], rank: int, ranks: int) -> list[ElementRange]:
-    """Return the ranges that one rank of the shard group owns."""
+def owned_ranges(
+    parameters: Sequence[ModelTensor], rank: int, ranks: int, windows: Mapping[str, Window]
+) -> list[ElementRange]:
+    """Return the ranges that one rank of the shard group owns; ``windows`` are the parts of those that are split."""
     ranges = []
     for parameter in parameters:
-        tensor = parameter.tensor
-        shape = tensor.shape
+        name, tensor = parameter.names[0], parameter.tensor
+        window = windows.get(name)
+        shape = tensor.shape if window is None else window.shape(tensor.shape)
         start, stop = own_rows(shape, rank, ranks)
         row = math.prod(shape[1:])
-        ranges.append(ElementRange(parameter.names[0], start * row, stop * row, tensor.dtype))
+        ranges.append(ElementRange(name, start * row, stop * row, tensor.dtype, window))
     return ranges
 
 
-def allocate(parameters: Sequence[ModelTensor], rank: int, ranks: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return an empty local shard for each parameter, in the shape that FSDP2 gives it."""
+def allocate(
+    parameters: Sequence[ModelTensor], owned: Sequence[ElementRange], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return an empty local shard for the range of each parameter, in the shape that FSDP2 gives it."""
     shards = {}
-    for parameter in parameters:
-        tensor = parameter.tensor
-        rows, *rest = tensor.shape
-        start, stop = own_rows((rows,), rank, ranks)
-        shards[parameter.names[0]] = torch.empty((stop - start, *rest), dtype=tensor.dtype, device=device)
+    for parameter, own in zip(parameters, owned, strict=True):
+        shape = parameter.tensor.shape if own.window is None else own.window.shape(parameter.tensor.shape)
+        rows = (own.stop - own.start) // math.prod(shape[1:])
+        shards[own.name] = torch.empty((rows, *shape[1:]), dtype=own.dtype, device=device)
     return shards
 
 

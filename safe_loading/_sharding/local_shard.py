@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from safe_loading._model.layout.window import Window
+
 
 class ElementRange(NamedTuple):
     """A range of a tensor's elements, in row-major order."""
@@ -16,6 +18,7 @@ class ElementRange(NamedTuple):
     start: int
     stop: int  # the element after the last
     dtype: torch.dtype  # the dtype in which the elements are stored and sent
+    window: Window | None = None  # the part of the tensor whose elements are counted
 
     @property
     def nbytes(self) -> int:
@@ -27,16 +30,16 @@ class ElementRange(NamedTuple):
 class LocalShard:
     """Where the values of a wrap go on this rank."""
 
-    # from a rank of the shard group to its ranges, in the order of the parameters; the same function on every rank
+    # from a place among the owners to its ranges, in the order of the parameters; the same function on every rank
     owned_by: Callable[[int], Sequence[ElementRange]]
-    shard_rank: int  # this rank's place in its shard group
+    position: int  # this rank's place among the owners
     local: Mapping[str, torch.Tensor]  # the memory of the ranges that this rank owns, by name
     replicated: Mapping[str, torch.Tensor]  # the memory of the tensors that every rank keeps whole, by name
 
     @property
     def owned(self) -> Sequence[ElementRange]:
         """The ranges that this rank owns."""
-        return self.owned_by(self.shard_rank)
+        return self.owned_by(self.position)
 
     def local_ranges(self, names: frozenset[str]) -> list[ElementRange]:
         """Return the owned ranges of some tensors, counted from the start of their memory in ``local``."""

@@ -34,7 +34,7 @@ class FsdpReport(Verdict):
         version: 2 for ``fully_shard``, 1 for ``FullyShardedDataParallel``.
         rank: The rank among those that wrapped together.
         ranks: How many wrapped together.
-        shards: Over how many of them each parameter is split; the others hold copies (HSDP).
+        shards: Over how many of them each parameter is split; the others hold copies (HSDP) or other parts.
         device: Where the shards are.
         units: What is gathered together, the root last.
         model_bytes: The parameters and buffers of the model, whole.
@@ -46,6 +46,8 @@ class FsdpReport(Verdict):
         seconds: The time of the call.
         verified: ``"off"``, ``"structure"`` or ``"bytes"``.
         ignored: The parameters that every rank keeps whole.
+        parts: Into how many parts tensor parallelism splits a layer, each of which is sharded.
+        undivided: The modules that it leaves whole, because their size does not divide by the parts.
         findings: What is worth knowing.
     """
 
@@ -63,6 +65,8 @@ class FsdpReport(Verdict):
     seconds: float
     verified: str
     ignored: tuple[str, ...] = ()
+    parts: int = 1
+    undivided: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -79,6 +83,8 @@ class FsdpReport(Verdict):
 
     def _title(self) -> str:
         shards = "1 shard" if self.shards == 1 else f"{self.shards} shards"
+        shards += f" of {self.parts} parts" if self.parts > 1 else ""
+        shards += f", {len(self.undivided)} modules undivided" if self.undivided else ""
         return (
             f"FSDP{self.version}, rank {self.rank} of {self.ranks} ({shards}) on {self.device}: holds "
             f"{format_bytes(self.local_bytes)} of {format_bytes(self.model_bytes)}, read "

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from safe_loading._core.report import Finding, counted
@@ -26,10 +25,13 @@ from .buffers import compute_buffers
 from .checkpoint_folder import Folder, open_folder
 from .checks import check_whole, stale_optimizers
 from .four_bit import refuse_packed_by_root, share_statistics
-from .local_shard import LocalShard
+from .local_shard import ElementRange, LocalShard
+from .mesh import WrapMesh, make_mesh
+from .same_batch import compare_first_batch
 from .scatter import send_root_values, warm_up
-from .setup import Setup, make_mesh
-from .value_sources import RootValues, agree_on_names, collect_root_values, root_of
+from .setup import Setup
+from .tensor_parallel import compute_in_parts
+from .value_sources import RootValues, agree_on_names, collect_root_values
 from .verify_bytes import check_read, check_sent
 
 _COPIES = (".modules_to_save.", ".ln_tuning_layers.")  # peft's copies of modules of the base
@@ -41,16 +43,11 @@ class WrapJob:
 
     setup: Setup
     ranks: Ranks
-    mesh: DeviceMesh
+    mesh: WrapMesh
     root_values: RootValues  # what the root gives
     folder: Folder  # what the folder gives
     # the memory of the tensors that every rank keeps whole, by name; computed buffers have their values
     replicated: Mapping[str, torch.Tensor]
-
-    @property
-    def shard_rank(self) -> int:
-        """This rank's place in its shard group."""
-        return int(self.mesh.get_local_rank(self.mesh.ndim - 1))
 
     def together(self, label: str) -> AbstractContextManager[object]:
         """Do a step on all ranks or on none."""
@@ -100,9 +97,9 @@ def run_wrap(setup: Setup, ranks: Ranks, path: Path | None) -> WrapResult:
     return dataclasses.replace(result, local_bytes=result.local_bytes + replicated_bytes, findings=findings)
 
 
-def _find_values(setup: Setup, ranks: Ranks, mesh: DeviceMesh, path: Path | None) -> tuple[RootValues, Folder]:
+def _find_values(setup: Setup, ranks: Ranks, mesh: WrapMesh, path: Path | None) -> tuple[RootValues, Folder]:
     """Find out where the values of each tensor come from; refuse when one has none."""
-    root, timeout = root_of(mesh), setup.how.timeout
+    root, timeout = mesh.root, setup.how.timeout
     with ranks.together("read the headers of the checkpoint", timeout=timeout) as phase:
         folder = open_folder(setup, path)
         phase.payload = folder.digest
@@ -165,10 +162,14 @@ def _replicated_memory(setup: Setup, root_values: RootValues, folder: Folder) ->
 
 def _wrap_fsdp2(job: WrapJob) -> WrapResult:
     setup, sharded = job.setup, job.setup.tensors.sharded
-    shards = setup.where.shards
+
+    def owned_by(place: int) -> list[ElementRange]:
+        shard, part = divmod(place, setup.where.parts)
+        return fsdp2.owned_ranges(sharded, shard, setup.where.shards, setup.split.windows(sharded, part))
+
     with job.together("make room for the shards"):
-        local = fsdp2.allocate(sharded, job.shard_rank, shards, setup.shard_device)
-    shard = LocalShard(lambda rank: fsdp2.owned_ranges(sharded, rank, shards), job.shard_rank, local, job.replicated)
+        local = fsdp2.allocate(sharded, owned_by(job.mesh.position), setup.shard_device)
+    shard = LocalShard(owned_by, job.mesh.position, local, job.replicated)
     # before the model is touched, so that a rank that cannot read or is lost leaves it as it was
     bytes_read, bytes_sent = _fill(job, shard)
     with job.together("shard the model"):
@@ -177,11 +178,15 @@ def _wrap_fsdp2(job: WrapJob) -> WrapResult:
         not_sharded = _parameters_to_ignore(setup)
         how = setup.how
         policies = (how.mixed_precision, how.offload, not_sharded, how.reshard_after_forward)
-        fsdp2.wrap(setup.model, setup.units, job.mesh, *policies)
+        if job.mesh.tensor is not None:
+            compute_in_parts(setup, job.mesh.tensor)
+        fsdp2.wrap(setup.model, setup.units, job.mesh.fsdp, *policies)
         fsdp2.install(sharded, local)
         fsdp2.register_methods(setup.model)
+        if job.mesh.tensor is not None:
+            compare_first_batch(setup.model, job.ranks, setup.where.parts, setup.how.timeout)
         kept_whole = tuple(parameter for parameter in not_sharded if not isinstance(parameter, DTensor))
-        Wrapped(job.mesh, how.mixed_precision, how.offload, kept_whole, how.reshard_after_forward).keep_with(
+        Wrapped(job.mesh.whole, how.mixed_precision, how.offload, kept_whole, how.reshard_after_forward).keep_with(
             setup.model
         )
     local_bytes = sum(tensor.numel() * tensor.itemsize for tensor in local.values())
@@ -196,11 +201,11 @@ def _wrap_fsdp1(job: WrapJob) -> WrapResult:
         not_sharded = _parameters_to_ignore(setup)
         how = setup.how
         policies = (how.mixed_precision, how.offload, not_sharded, how.reshard_after_forward)
-        model = fsdp1.wrap(setup.model, setup.units, job.mesh, setup.where.device, *policies)
+        model = fsdp1.wrap(setup.model, setup.units, job.mesh.fsdp, setup.where.device, *policies)
         fsdp1.make_usable(model)
         # views into the flat parameters, known only now: the values come last
-        local = fsdp1.local_shards(model, job.shard_rank, shards)
-    shard = LocalShard(lambda rank: fsdp1.owned_ranges(model, rank, shards), job.shard_rank, local, job.replicated)
+        local = fsdp1.local_shards(model, job.mesh.position, shards)
+    shard = LocalShard(lambda rank: fsdp1.owned_ranges(model, rank, shards), job.mesh.position, local, job.replicated)
     bytes_read, bytes_sent = _fill(job, shard)
     return WrapResult(model, fsdp1.local_bytes(model), bytes_read, bytes_sent)
 
@@ -216,9 +221,8 @@ def _fill(job: WrapJob, shard: LocalShard) -> tuple[int, int]:
         label = "share the statistics of 4-bit weights"
         waiting = Waiting(ranks, label, setup.where.device, setup.how.timeout)
         with job.together(label):
-            group = job.mesh.get_group(job.mesh.ndim - 1)
-            warm_up(group, setup.where.device, waiting)
-            share_statistics(job.folder.four_bit, statistics, shard, group, waiting)
+            warm_up(job.mesh.owners, setup.where.device, waiting)
+            share_statistics(job.folder.four_bit, statistics, shard, job.mesh.owners, waiting)
     label = "scatter the weights"
     waiting = Waiting(ranks, label, setup.where.device, setup.how.timeout)
     with job.together(label):

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from safe_loading._core import progress as _progress
 from safe_loading._core.report import MiB
@@ -15,6 +14,7 @@ from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.waiting import Waiting
 
 from .local_shard import ElementRange, LocalShard
+from .mesh import WrapMesh
 from .setup import Setup
 from .value_sources import RootValues
 
@@ -23,21 +23,18 @@ BLOCK_BYTES = 32 * MiB  # in flight on the rank that sends, over all its receive
 ReadValue = Callable[[str], torch.Tensor]
 
 
-def send_root_values(
-    setup: Setup, mesh: DeviceMesh, root_values: RootValues, shard: LocalShard, waiting: Waiting
-) -> int:
+def send_root_values(setup: Setup, mesh: WrapMesh, root_values: RootValues, shard: LocalShard, waiting: Waiting) -> int:
     """Move the values that rank 0 gives to the ranks that own them, and return the bytes that this rank sent.
 
-    Within the root's shard group each rank is sent its own ranges; then, with several replicas, each rank of that
-    group passes its ranges on to its copies in the other groups. So a byte arrives at a rank once.
+    Among the owners around the root each rank is sent its own ranges; then, with several replicas, each of them passes
+    its ranges on to its copies. So a byte arrives at a rank once.
     """
     names = root_values.names
     if not names:
         return 0
-    coordinate = mesh.get_coordinate() or [0]
-    shard_group, device = mesh.get_group(mesh.ndim - 1), setup.where.device
-    read = root_values.tensors.__getitem__ if not any(coordinate) else None
-    of_ranks = [[own for own in shard.owned_by(rank) if own.name in names] for rank in range(setup.where.shards)]
+    device = setup.where.device
+    read = root_values.tensors.__getitem__ if dist.get_rank() == mesh.root else None
+    of_ranks = [[own for own in shard.owned_by(place) if own.name in names] for place in range(setup.where.owners)]
     replicated = [
         ElementRange(each.name, 0, each.tensor.numel(), each.tensor.dtype)
         for each in (*setup.tensors.ignored, *setup.tensors.buffers)
@@ -47,18 +44,18 @@ def send_root_values(
     total = sum(each.nbytes for each in (*mine, *replicated))
     sent = 0
     with _progress.bar_of_a_rank("scattering", total, local_rank()) as bar:
-        in_first_group = len(coordinate) == 1 or coordinate[0] == 0
-        if in_first_group:
-            warm_up(shard_group, device, waiting)
-            sent += scatter(of_ranks, read, shard.local.__getitem__, shard_group, device, waiting, bar)
-            sent += broadcast(replicated, read, shard.replicated.__getitem__, shard_group, device, waiting, bar)
-        if len(coordinate) == 2:
-            replica_group = mesh.get_group(0)
-            warm_up(replica_group, device, waiting)
-            moved = None if in_first_group else bar  # the first group has its values, and the bar has counted them
+        if mesh.is_first_replica:
+            warm_up(mesh.owners, device, waiting)
+            sent += scatter(of_ranks, read, shard.local.__getitem__, mesh.owners, device, waiting, bar)
+            sent += broadcast(replicated, read, shard.replicated.__getitem__, mesh.owners, device, waiting, bar)
+        if mesh.copies is not None:
+            warm_up(mesh.copies, device, waiting)
+            moved = (
+                None if mesh.is_first_replica else bar
+            )  # the first replica has its values, which the bar has counted
             for ranges, tensors in ((mine, shard.local), (replicated, shard.replicated)):
-                pass_on = tensors.__getitem__ if in_first_group else None
-                sent += broadcast(ranges, pass_on, tensors.__getitem__, replica_group, device, waiting, moved)
+                pass_on = tensors.__getitem__ if mesh.is_first_replica else None
+                sent += broadcast(ranges, pass_on, tensors.__getitem__, mesh.copies, device, waiting, moved)
     return sent
 
 
@@ -153,8 +150,9 @@ def _call(
 def range_bytes(ranges: Sequence[ElementRange], source: ReadValue) -> Iterator[torch.Tensor]:
     """Yield the bytes of each range, taken from its whole tensor."""
     for each in ranges:
-        whole = source(each.name).detach().contiguous().view(-1)
-        yield _bytes_of(whole[each.start : each.stop].to(each.dtype))
+        whole = source(each.name).detach()
+        counted = whole if each.window is None else each.window.of(whole)
+        yield _bytes_of(counted.contiguous().view(-1)[each.start : each.stop].to(each.dtype))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,27 +12,28 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from safe_loading._core.engines import require_for
+from safe_loading._core.names import with_stars
 from safe_loading._core.paths import path_text
 from safe_loading._core.report import counted
 from safe_loading._model.formats.eight_bit import is_eight_bit
 from safe_loading._model.formats.four_bit import FLOAT_STORAGE
 from safe_loading._model.tensors import ModelTensor, walk_modules
-from safe_loading._ranks.device_guard import own_device
 from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.same_folders import FolderSeen, folder_seen
-from safe_loading._ranks.waiting import Waiting
 from safe_loading.errors import ArgumentError, CheckpointError
 
 from . import fsdp1, fsdp2
 from .adapter_methods import past_hooks
 from .added_after_wrap import Wrapped, attached
 from .fsdp_units import ShardingUnit
+from .mesh import WrapPlace, is_tensor_parallel
 from .new_values import InitNew
 from .parameters import Ignored, buffers_of, described, ignored_parameters, parameters_of
 from .plain_attributes import refuse_attributes_on_meta
+from .tensor_split import TensorSplit
 
 WrapSource = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
 
@@ -51,20 +51,6 @@ class ValueOrigin:
     def folder(self) -> str | None:
         """The source when it is a folder or a hub id."""
         return os.fspath(self.source) if isinstance(self.source, (str, os.PathLike)) else None
-
-
-@dataclasses.dataclass(frozen=True)
-class WrapPlace:
-    """Where the shards go."""
-
-    mesh_sizes: tuple[int, ...]  # the sizes of the mesh: (shards,) or (replicas, shards)
-    given_mesh: DeviceMesh | None  # the caller's own mesh; None where one has to be made
-    device: torch.device
-
-    @property
-    def shards(self) -> int:
-        """Over how many ranks a parameter is split."""
-        return self.mesh_sizes[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +100,7 @@ class Setup:
     how: WrapOptions
     tensors: TensorRoles
     units: tuple[ShardingUnit, ...]  # what is gathered together, the root last
+    split: TensorSplit  # of tensor parallelism
 
     @property
     def shard_device(self) -> torch.device:
@@ -128,6 +115,7 @@ class Setup:
             "version": str(self.how.version),
             "source": "a folder" if self.values.folder is not None else "rank 0",
             "mesh": f"{list(self.where.mesh_sizes)} {ranks_of_mesh}".strip(),
+            "tensor parallelism": str(sorted({with_stars(name): dim for name, dim in self.split.dims.items()}.items())),
             "mp_policy": str(self.how.mixed_precision),
             "offload_policy": str(self.how.offload),
             "reshard_after_forward": str(self.how.reshard_after_forward),
@@ -187,6 +175,11 @@ def check_second_call(
 ) -> None:
     """Refuse arguments that a second call, which shards the modules attached since the first, cannot use."""
     problems = []
+    if is_tensor_parallel(before.mesh):
+        raise ArgumentError(
+            f"The layers of this model are split over {before.mesh}, and what was attached since is whole. Attach it "
+            f"first, then wrap."
+        )
     if version == 1:
         problems.append("version=1: the model is wrapped by FSDP2")
     if isinstance(source, (str, os.PathLike)):
@@ -201,16 +194,6 @@ def check_second_call(
         problems.append("adapters=: read the adapter with PeftModel.from_pretrained or load_adapter, then call this")
     if problems:
         raise ArgumentError("The model is wrapped already; this call shards what was attached since:", problems)
-
-
-def find_place(mesh: object, device: torch.device | str | int | None, ranks: Ranks, version: int) -> WrapPlace:
-    """Return where the shards go."""
-    given_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-    # on a machine with accelerators device_for_rank would choose one
-    if given_mesh is not None and device is None and given_mesh.device_type == "cpu":
-        device = "cpu"
-    own = own_device(device)
-    return WrapPlace(_mesh_sizes(mesh, ranks, own, version), given_mesh, own)
 
 
 def assign_roles(
@@ -300,39 +283,3 @@ def name_adapters(model: nn.Module, adapters: object) -> dict[str, str]:
     if not isinstance(adapters, Mapping):
         raise ArgumentError(f"adapters={adapters!r:.80}: pass a folder or hub id, or {{name: folder}} for several.")
     return {name: path_text(folder, f"adapters[{name!r}]") for name, folder in adapters.items()}
-
-
-def make_mesh(where: WrapPlace, waiting: Waiting) -> DeviceMesh:
-    """Return the mesh; making one is a collective, in which torch notices no dead rank and has no time limit."""
-    if where.given_mesh is not None:
-        return where.given_mesh
-    if where.device.type != "cpu":
-        # else DeviceMesh sets one itself, by LOCAL_RANK or by the global rank
-        torch.accelerator.set_device_index(where.device)
-    # transformers' names; peft takes the dimension "fsdp" for FSDP2, and any other for tensor parallelism
-    names = ("dp_replicate", "fsdp")[-len(where.mesh_sizes) :]
-    return waiting.call(lambda: init_device_mesh(where.device.type, where.mesh_sizes, mesh_dim_names=names))
-
-
-def _mesh_sizes(mesh: object, ranks: Ranks, device: torch.device, version: int) -> tuple[int, ...]:
-    if mesh is None:
-        return (ranks.size,)
-    if isinstance(mesh, DeviceMesh):
-        sizes = tuple(mesh.shape)
-        if mesh.device_type != device.type:
-            raise ArgumentError(f"mesh is one of {mesh.device_type} devices, device={device}. Make them the same.")
-        if len(sizes) == 2 and mesh.mesh_dim_names is None:
-            raise ArgumentError("A mesh of two dimensions needs names: mesh_dim_names=('dp_replicate', 'fsdp').")
-    elif isinstance(mesh, Sequence) and all(isinstance(size, int) for size in mesh):
-        sizes = tuple(mesh)
-    else:
-        raise ArgumentError(f"mesh={mesh!r}: pass a DeviceMesh, sizes as (replicas, shards), or None.")
-    if len(sizes) not in (1, 2) or math.prod(sizes) != ranks.size or min(sizes) < 1:
-        raise ArgumentError(f"mesh={list(sizes)}: there are {ranks.size} ranks; pass (shards,) or (replicas, shards).")
-    if version == 1 and len(sizes) == 2 and sizes[0] > sizes[1] == 1:
-        # with a shard group of one rank torch falls back to NO_SHARD, which ignores the replicas' group
-        raise ArgumentError(
-            f"mesh={list(sizes)}: with one shard FSDP1 sums no gradients over the replicas, and each would train "
-            f"alone. Use version=2, or DistributedDataParallel."
-        )
-    return sizes

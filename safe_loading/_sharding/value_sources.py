@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from safe_loading._core.names import canonical
@@ -182,8 +181,3 @@ def agree_on_names(
     bits_of_root = ranks.exchange("learn what rank 0 gives", bits, timeout=timeout)[ranks.index(root)]
     names = frozenset(each.name for each, bit in zip(tensors, bits_of_root, strict=True) if bit == "1")
     return dataclasses.replace(root_values, names=names)
-
-
-def root_of(mesh: DeviceMesh) -> int:
-    """Return the global rank whose weights are taken."""
-    return int(mesh.mesh.flatten()[0])

@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from safe_loading._model.tensor_values import as_buffer
 from safe_loading._ranks.exchange import Ranks
@@ -19,9 +18,10 @@ from safe_loading.errors import CheckpointError, RankError
 
 from .checkpoint_folder import Folder
 from .local_shard import ElementRange, LocalShard
+from .mesh import WrapMesh
 from .scatter import range_bytes
 from .setup import Setup
-from .value_sources import RootValues, root_of
+from .value_sources import RootValues
 
 
 def check_read(folder: Folder, shard: LocalShard, device: torch.device) -> None:
@@ -32,24 +32,24 @@ def check_read(folder: Folder, shard: LocalShard, device: torch.device) -> None:
         raise CheckpointError("What was read is not what the checkpoint holds; it changed, or memory is bad:", wrong)
 
 
-def check_sent(setup: Setup, ranks: Ranks, mesh: DeviceMesh, root_values: RootValues, shard: LocalShard) -> None:
+def check_sent(setup: Setup, ranks: Ranks, mesh: WrapMesh, root_values: RootValues, shard: LocalShard) -> None:
     """Compare the hash of the values sent to each rank with the hash that the root makes of its own."""
-    names, root = root_values.names, root_of(mesh)
+    names, root = root_values.names, mesh.root
     if not names:
         return
     with ranks.together("hash the shards", timeout=setup.how.timeout) as phase:
         sent = []
         if ranks.rank == root:
-            for rank in range(setup.where.shards):
-                owned = [own for own in shard.owned_by(rank) if own.name in names]
+            for place in range(setup.where.owners):
+                owned = [own for own in shard.owned_by(place) if own.name in names]
                 sent.append(_hash(owned, root_values.tensors.__getitem__))
         arrived = _hash(shard.local_ranges(names), shard.local.__getitem__)
-        phase.payload = {"shard_rank": shard.shard_rank, "arrived": arrived, "sent": sent}
+        phase.payload = {"position": shard.position, "arrived": arrived, "sent": sent}
     sent = phase.results[ranks.index(root)]["sent"]
     wrong = [
         f"rank {rank}"
         for rank, result in zip(ranks.ranks, phase.results, strict=True)
-        if result["arrived"] != sent[result["shard_rank"]]
+        if result["arrived"] != sent[result["position"]]
     ]
     if wrong:
         raise RankError("The shards of some ranks are not what rank 0 sent:", wrong)

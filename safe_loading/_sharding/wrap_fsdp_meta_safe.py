@@ -24,6 +24,7 @@ from .agree import agree
 from .checkpoint_folder import find_folder, untie_as_in_folder
 from .fsdp2 import let_generate_wait
 from .fsdp_units import ShardingUnit, Wrap, plan_units
+from .mesh import TENSOR, WrapPlace, find_place, is_tensor_parallel
 from .parameters import Ignored
 from .peak_memory import Peak
 from .report import FsdpReport, FsdpUnit
@@ -36,12 +37,13 @@ from .setup import (
     assign_roles,
     check_kinds,
     check_second_call,
-    find_place,
     folders_seen,
     name_adapters,
     ranks_of,
     resolve_options,
 )
+from .tensor_parallel import split_model, units_in_parts
+from .tensor_split import TensorSplit
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -130,7 +132,7 @@ def wrap_fsdp_meta_safe(
         if before is not None:
             check_second_call(before, source, version, mesh, auto_wrap_policy, adapters)
         where = find_place(mesh if before is None else before.mesh, device, ranks, version)
-        tensors, units = _planned(model, auto_wrap_policy, ignored_params, version, before)
+        tensors, units, split = _planned(model, auto_wrap_policy, ignored_params, version, before, where)
         how = resolve_options(
             version,
             mp_policy,
@@ -142,7 +144,7 @@ def wrap_fsdp_meta_safe(
             reshard_after_forward=reshard_after_forward,
         )
         values = ValueOrigin(source, name_adapters(model, adapters), init_new, prefer)
-        setup = Setup(model, values, where, how, tensors, units)
+        setup = Setup(model, values, where, how, tensors, units, split)
         phase.payload = owned_device(where.device, device), folders_seen(values)
     check_not_shared(ranks.ranks, [device_of_rank for device_of_rank, _ in phase.results])
     check_same_folders(ranks.ranks, [folders for _, folders in phase.results])
@@ -150,8 +152,8 @@ def wrap_fsdp_meta_safe(
     with ranks.together("compare tied weights", timeout=timeout):
         if untie_as_in_folder(setup, path):
             kept = [each.tensor for each in setup.tensors.ignored if isinstance(each.tensor, nn.Parameter)]
-            tensors, units = _planned(model, auto_wrap_policy, kept, version, before)
-            setup = dataclasses.replace(setup, tensors=tensors, units=units)
+            tensors, units, split = _planned(model, auto_wrap_policy, kept, version, before, where)
+            setup = dataclasses.replace(setup, tensors=tensors, units=units, split=split)
     unit_lines = [f"{unit.name}: {len(unit.parameters)} parameters" for unit in units]
     agree(ranks, setup.arguments(), setup.lines(), unit_lines, timeout=timeout)
     with Peak(where.device) as peak:
@@ -167,13 +169,22 @@ def wrap_fsdp_meta_safe(
 
 
 def _planned(
-    model: nn.Module, wrap: Wrap | None, ignored: Iterable[Ignored] | None, version: int, before: Wrapped | None
-) -> tuple[TensorRoles, tuple[ShardingUnit, ...]]:
-    """Return the role of each tensor, and the units."""
+    model: nn.Module,
+    wrap: Wrap | None,
+    ignored: Iterable[Ignored] | None,
+    version: int,
+    before: Wrapped | None,
+    where: WrapPlace,
+) -> tuple[TensorRoles, tuple[ShardingUnit, ...], TensorSplit]:
+    """Return the role of each tensor, the units, and how tensor parallelism splits the model."""
     tensors, kept = assign_roles(model, () if ignored is None else ignored, version, before)
     if before is not None:
-        return tensors, attached_units(model, tensors.sharded)
-    return tensors, plan_units(model, wrap, ignored=kept, flat=version == 1)
+        return tensors, attached_units(model, tensors.sharded), TensorSplit()
+    units = plan_units(model, wrap, ignored=kept, flat=version == 1)
+    if where.given_mesh is None or not is_tensor_parallel(where.given_mesh):
+        return tensors, units, TensorSplit()
+    split = split_model(model, tensors.sharded, where.given_mesh[TENSOR])
+    return tensors, units_in_parts(units, split, tensors.sharded), split
 
 
 def _report(setup: Setup, result: WrapResult, rank: int, ranks: int, peak: int, seconds: float) -> FsdpReport:
@@ -192,5 +203,7 @@ def _report(setup: Setup, result: WrapResult, rank: int, ranks: int, peak: int, 
         seconds=seconds,
         verified=setup.how.verify,
         ignored=tuple(tensor.name for tensor in setup.tensors.ignored),
+        parts=setup.where.parts,
+        undivided=setup.split.undivided,
         findings=tuple(result.findings),
     )

@@ -27,6 +27,7 @@ from .file_ranges import FileBlock, blocks_of_range
 from .layout import Conversion
 from .pinned import BUFFER_BYTES, PinnedBuffers, PinnedPart, parts_of, pinned_buffers, room_of
 from .read_blocks import AdjacentReads, staged
+from .window import Window
 
 _BATCH_BYTES = 64 * MiB
 
@@ -39,10 +40,16 @@ class ShardTarget(NamedTuple):
     stop: int  # the element after the last
     destination: torch.Tensor  # a flat contiguous tensor of that many elements, in the model's dtype, on any device
     through: torch.dtype | None = None  # to which values are rounded before they get the destination's dtype
+    window: Window | None = None  # the part of the parameter whose elements are counted
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Return values of the file, rounded on their way."""
         return values if self.through is None else values.to(self.through)
+
+    def taken(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the range's elements of the parameter."""
+        counted = whole if self.window is None else self.window.of(whole)
+        return counted.reshape(-1)[self.start : self.stop]
 
 
 class PlannedRead(NamedTuple):
@@ -110,6 +117,7 @@ def plan_reads(source: CheckpointSource, targets: Sequence[ShardTarget]) -> Read
 def _planned(source: CheckpointSource, target: ShardTarget, stored: str) -> list[PlannedRead]:
     """Return the reads that fill a target from the checkpoint's tensor ``stored``."""
     whole, tensors, file_of = source.layout.of[stored], source.checkpoint.tensors, source.checkpoint.file_of
+    whole = whole if target.window is None else target.window.on_disk(whole)
     infos = [tensors[piece.tensor] for piece in whole.pieces]
     sizes = [DTYPES[info.dtype].itemsize for info in infos]
     blocks = blocks_of_range(whole, infos, sizes, target.start, target.stop)
@@ -323,7 +331,7 @@ def _converted(
     except Exception as error:  # whatever an operation of transformers raises
         raise CheckpointError(f"{conversion.key}: transformers cannot convert it: {error}") from error
     for target, stored in group.targets:
-        yield target, made[stored].reshape(-1)[target.start : target.stop]
+        yield target, target.taken(made[stored])
 
 
 def _refuse_two_values(source: CheckpointSource, targets: Sequence[ShardTarget]) -> None:

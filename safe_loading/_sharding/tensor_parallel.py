@@ -1,0 +1,248 @@
+"""Tensor parallelism by the plan of a model's class: checked before anything is touched, then applied over meta.
+
+transformers' styles split the parameters and compute with the parts; ``fully_shard`` then shards each part. What the
+plan leaves whole becomes a DTensor too, so that all parameters are on one mesh: ``clip_grad_norm_`` takes no two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from safe_loading._core.engines import require_for
+from safe_loading._core.names import canonical, method_name, with_stars
+from safe_loading._model.formats.four_bit import is_four_bit
+from safe_loading._model.formats.four_bit_on_meta import packed_from
+from safe_loading._model.peft_layers import without_peft_levels
+from safe_loading._model.tensors import ModelTensor, walk_modules
+from safe_loading.errors import ArgumentError
+
+from .added_after_wrap import is_adapter_layer
+from .checkpoint_folder import base_of
+from .fsdp_units import ShardingUnit, can_run
+from .setup import Setup
+from .tensor_split import TensorSplit
+
+# transformers' names of its styles
+_OF_LINEAR = ("colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep")
+_OF_EMBEDDING = ("embedding_rowwise", "embedding_colwise")
+# What goes in and comes out is whole, so that the module may be whole as well.
+_WHOLE_OUTSIDE = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", *_OF_EMBEDDING)
+_SUMMED = "replicated_with_grad_allreduce"  # computes with this rank's heads, of which its gradient is a sum
+_WHOLE = (_SUMMED, "replicate")
+# The factor of LoRA that is on the split side of its layer; the other one is whole.
+_SPLIT_FACTOR = {"colwise": "lora_B", "rowwise": "lora_A"}
+_MORE_THAN_LORA = ("modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias")
+_WITHOUT = "Leave 'tp' out of the mesh, and FSDP shards the model over all ranks"
+
+PlanKey = Callable[[str], str]  # from a name in the model to the name that a plan would have for it
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeParameters:
+    """A style, as transformers has them, of a module that computes with its whole parameters."""
+
+    gradient: Placement  # Partial where the module computes with a part of what its parameters act on
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Let the module compute with plain tensors."""
+        forward = module.forward
+
+        def with_plain_tensors(*args: Any, **options: Any) -> Any:
+            with self._plain(module):
+                return forward(*args, **options)
+
+        module.__dict__["forward"] = with_plain_tensors
+
+    @contextlib.contextmanager
+    def _plain(self, module: nn.Module) -> Iterator[None]:
+        parameters: dict[str, Any] = module._parameters
+        kept = {name: each for name, each in parameters.items() if isinstance(each, DTensor)}
+        parameters.update({name: each.to_local(grad_placements=[self.gradient]) for name, each in kept.items()})
+        try:
+            yield
+        finally:
+            parameters.update(kept)
+
+
+def split_model(model: nn.Module, parameters: Sequence[ModelTensor], mesh: DeviceMesh) -> TensorSplit:
+    """Return how a model is split over the dimension ``mesh``, by the plan of its class; nothing is touched.
+
+    Raises ArgumentError, with every problem, where the plan or the model's adapters cannot be followed.
+    """
+    require_for("Tensor parallelism", "transformers", "5.23")
+    base, prefix = base_of(model)
+    plan: Mapping[str, str] = getattr(base, "tp_plan", None) or {}
+    if not plan:
+        raise ArgumentError(
+            f"{type(base).__name__} has no plan for tensor parallelism (base_model_tp_plan of its config). {_WITHOUT}."
+        )
+
+    def key(name: str) -> str:
+        return with_stars(without_peft_levels(name).removeprefix(prefix)) if name.startswith(prefix) else ""
+
+    styles = _styles(model, plan, key)
+    # stacked experts have a style apart from their module
+    apart = [name for each in parameters for name in each.names if key(name) in plan]
+    problems = [f"{name} has the style {plan[key(name)]} of its own, which is not followed here" for name in apart]
+    problems += _adapter_problems(model)
+    for path, module in walk_modules(model):
+        problems += _module_problems(canonical(path), module, styles.get(module))
+    dims: dict[str, int] = {}
+    undivided = [] if problems else _undivided(styles, mesh)
+    for module in undivided:
+        del styles[module]
+    if not problems:
+        dims, problems = _dims(parameters, styles, mesh)
+        problems += _head_problems(model, dims, mesh.size())
+    if problems:
+        raise ArgumentError(f"Tensor parallelism cannot split this {type(base).__name__}. {_WITHOUT}:", problems)
+    computing = dict.fromkeys(module for parameter in parameters for module, _ in parameter.places)
+    names = tuple(canonical(path) for path, module in walk_modules(model) if module in undivided)
+    return TensorSplit(mesh.size(), dims, [(each, _style(styles.get(each))) for each in computing], names)
+
+
+def _styles(model: nn.Module, plan: Mapping[str, str], key: PlanKey) -> dict[nn.Module, str]:
+    """Return the name of the style of each module that has one."""
+    styles: dict[nn.Module, str] = {}
+    layers: dict[str, str] = {}  # the style of the layer that each adapter layer is around
+    for path, module in walk_modules(model):
+        name = canonical(path)
+        layer, _, factor = name.rpartition(".")[0].rpartition(".")
+        style = plan.get(key(name))
+        if layer in layers:
+            style = layers[layer] if _SPLIT_FACTOR.get(layers[layer]) == factor else None
+        if style is not None and is_adapter_layer(module):
+            layers[name] = style
+        elif style is not None:
+            styles[module] = style
+    return styles
+
+
+def _style(name: str | None) -> Any:
+    """Return a style by its name; what has none, or one that splits nothing, computes with whole parameters."""
+    if name is None or name in _WHOLE:
+        return WholeParameters(Partial() if name == _SUMMED else Replicate())
+    from transformers.distributed import tensor_parallel as engine  # not in every version
+
+    untyped: Any = engine  # it exports none of its names
+    return untyped.ALL_PARALLEL_STYLES[name]
+
+
+def _adapter_problems(model: nn.Module) -> list[str]:
+    """Return the adapters of which no engine says how their parts compute."""
+    problems = []
+    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    for name, config in configs.items():
+        kind = method_name(config.peft_type)
+        more = "".join(f" with {option}" for option in _MORE_THAN_LORA if getattr(config, option, None))
+        if kind != "LORA" or more:
+            problems.append(f"the adapter {name} is {kind}{more}: attach LoRA alone")
+    variants = (
+        f"{canonical(path)} has a variant of LoRA ({type(variant).__name__}): attach LoRA alone"
+        for path, module in walk_modules(model)
+        for variant in (getattr(module, "lora_variant", None) or {}).values()
+    )
+    return [*problems, *variants]
+
+
+def _module_problems(name: str, module: nn.Module, style: str | None) -> list[str]:
+    """Return why a module cannot compute in parts."""
+    if isinstance(module, nn.Dropout) and module.p > 0:
+        return [f"{name} drops with p={module.p}, at other places on each rank: set it to 0"]
+    if style is not None and style not in (*_OF_LINEAR, *_OF_EMBEDDING, *_WHOLE):
+        return [f"{name} has the style {style}, which is not followed here"]
+    own = [each for each in module._parameters.values() if each is not None]
+    problems = []
+    if style in _OF_LINEAR and not isinstance(module, nn.Linear):
+        problems.append(f"{name} is a {type(module).__name__}, and {style} splits a Linear")
+    if style in _OF_EMBEDDING and not isinstance(module, nn.Embedding):
+        problems.append(f"{name} is a {type(module).__name__}, and {style} splits an Embedding")
+    if any(is_four_bit(each) or packed_from(each) is not None for each in own):
+        problems.append(f"{name} has packed weights, whose codes cannot be split")
+    if own and not can_run(module):
+        problems.append(f"{name} is a {type(module).__name__}, whose tensors are read from outside")
+    return problems
+
+
+def _dims(
+    parameters: Sequence[ModelTensor], styles: Mapping[nn.Module, str], mesh: DeviceMesh
+) -> tuple[dict[str, int], list[str]]:
+    """Return the dimension of each parameter that is split, and the problems of those that cannot be."""
+    dims: dict[str, int] = {}
+    problems = []
+    for parameter in parameters:
+        shape = parameter.tensor.shape
+        found = {_dim(styles.get(module), attribute, shape, mesh) for module, attribute in parameter.places}
+        dim = next(iter(found))
+        if len(found) > 1:
+            problems.append(f"{' and '.join(parameter.names)} are tied, and would be split in different ways")
+        elif dim is not None and shape[dim] % mesh.size():
+            problems.append(f"{parameter.name} {list(shape)} has {shape[dim]} to split over {mesh.size()} ranks")
+        elif dim is not None:
+            dims[parameter.name] = dim
+    return dims, problems
+
+
+def _undivided(styles: Mapping[nn.Module, str], mesh: DeviceMesh) -> list[nn.Module]:
+    """Return the modules that may be whole, and whose size does not divide, as that of an odd vocabulary."""
+    return [
+        module
+        for module, style in styles.items()
+        if style in _WHOLE_OUTSIDE
+        for attribute, each in module._parameters.items()
+        if each is not None and (dim := _dim(style, attribute, each.shape, mesh)) is not None
+        if each.shape[dim] % mesh.size()
+    ]
+
+
+def _dim(name: str | None, attribute: str, shape: Sequence[int], mesh: DeviceMesh) -> int | None:
+    """Return the dimension along which a style splits a parameter of this name in its module; None for none."""
+    if name is None or name in _WHOLE:
+        return None
+    holder = nn.Module()  # transformers' style is asked
+    holder.register_parameter(attribute, nn.Parameter(torch.empty(tuple(shape), device="meta"), requires_grad=False))
+    _style(name).shard_param(holder, attribute, mesh)
+    placed: object = holder._parameters[attribute]  # torch's stubs know no parameter that is a DTensor
+    placement = placed.placements[0] if isinstance(placed, DTensor) else None
+    return placement.dim % len(shape) if isinstance(placement, Shard) else None
+
+
+def _head_problems(model: nn.Module, dims: Mapping[str, int], parts: int) -> list[str]:
+    """Return the projections whose parts would end inside a head of attention."""
+    problems = []
+    modules = {without_peft_levels(canonical(path)): module for path, module in walk_modules(model)}
+    for name, dim in dims.items():
+        projection = without_peft_levels(name).rpartition(".")[0]
+        size = getattr(modules.get(projection.rpartition(".")[0]), "head_dim", None)
+        width = getattr(modules.get(projection), "out_features", None)
+        if dim == 0 and size and width and not width % size and (width // size) % parts:
+            problems.append(f"{projection} has {width // size} heads to split over {parts} ranks")
+    return problems
+
+
+def units_in_parts(
+    units: Sequence[ShardingUnit], split: TensorSplit, parameters: Sequence[ModelTensor]
+) -> tuple[ShardingUnit, ...]:
+    """Return the units with the size that they have on a rank, which gathers its part of each layer."""
+    sizes = {each.name: each.nbytes // (split.parts if each.name in split.dims else 1) for each in parameters}
+    return tuple(dataclasses.replace(unit, bytes=sum(sizes[name] for name in unit.parameters)) for unit in units)
+
+
+def compute_in_parts(setup: Setup, mesh: DeviceMesh) -> None:
+    """Split the parameters of a model on meta over ``mesh``, and let its modules compute with the parts."""
+    for parameter in setup.tensors.sharded:
+        dim = setup.split.dims.get(parameter.name)
+        placement = Replicate() if dim is None else Shard(dim)
+        empty = torch.empty(parameter.tensor.shape, dtype=parameter.tensor.dtype, device="meta")
+        part = distribute_tensor(empty, mesh, [placement], src_data_rank=None)
+        parameter.put(nn.Parameter(part, requires_grad=parameter.tensor.requires_grad))
+    for module, style in setup.split.styles:
+        style.install_forward(module, mesh)
