@@ -262,6 +262,28 @@ def native(folder: str) -> nn.Module:
     return model
 
 
+def ours_parts(folder: str) -> nn.Module:
+    """wrap_fsdp_meta_safe from the folder, with tensor parallelism over two ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from safe_loading import meta_model, wrap_fsdp_meta_safe
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("fsdp", "tp"))
+    return wrap_fsdp_meta_safe(meta_model(folder, attn_implementation="eager"), folder, mesh=mesh)
+
+
+def native_parts(folder: str) -> nn.Module:
+    """transformers' from_pretrained with tensor parallelism over two ranks."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    config = DistributedConfig(fsdp_size=dist.get_world_size() // 2, tp_size=2)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", attn_implementation="eager", distributed_config=config
+    )
+    return model
+
+
 def prepare_ours(folder: str) -> nn.Module:
     """A script with load_at_prepare, until accelerate has prepared it."""
     return prepared(folder, lean=True, efficient=False)
@@ -290,6 +312,8 @@ METHODS = {
         accelerate,
         dcp_reader,
         native,
+        ours_parts,
+        native_parts,
         prepare_ours,
         prepare_plain,
         prepare_efficient,
@@ -305,14 +329,14 @@ def _touch(model: nn.Module) -> None:
             local.detach().reshape(-1)[::1024].float().sum()
 
 
-def _equal(model: Any, folder: str, cast: bool) -> bool:
-    """Compare logits (of what was not rounded) and all parameters with the checkpoint, one tensor at a time."""
+def _equal(model: Any, folder: str, rounded: bool) -> bool:
+    """Compare logits (of what is not rounded) and all parameters with the checkpoint, one tensor at a time."""
     from safetensors import safe_open
 
     wanted = json.loads(Path(folder, "logits.json").read_text())
     tokens = torch.arange(1, 17).reshape(1, 16)
     with torch.no_grad():
-        if not cast and model(input_ids=tokens).logits[0, -1, :64].float().tolist() != wanted:
+        if not rounded and model(input_ids=tokens).logits[0, -1, :64].float().tolist() != wanted:
             return False
     if type(model).__name__ == "FullyShardedDataParallel":
         return True  # the logits went through every weight
@@ -326,6 +350,10 @@ def _equal(model: Any, folder: str, cast: bool) -> bool:
             if not torch.equal(whole, file.get_tensor(name).to(whole.dtype)):
                 return False
     return True
+
+
+def _source(folder: str, method: str) -> str:
+    return f"{folder}/f32" if method == "ours_from_f32" else folder
 
 
 def main(folder: str, method: str, out: str) -> None:
@@ -355,7 +383,7 @@ def main(folder: str, method: str, out: str) -> None:
         "timeline": meter.timeline[:: max(1, len(meter.timeline) // 300)],
         "read": meter.read,
         "wire": wire,
-        "equal": _equal(model, f"{folder}/f32" if method == "ours_from_f32" else folder, "f32" in method),
+        "equal": _equal(model, _source(folder, method), rounded="f32" in method or "parts" in method),
     }
     report = getattr(model, "fsdp_report", None)
     if report is not None:

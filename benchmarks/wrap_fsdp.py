@@ -4,7 +4,8 @@ Every method loads the same checkpoint, which this script makes, on 2 and on 4 r
 the model's bytes divided by the ranks. Peaks are resident memory beyond what the process had before the load, sampled
 every 2 ms, pages of mapped files included; ``private`` leaves those out. Bytes on the wire are those of the loopback
 device while the method ran, so other processes of the machine count too. Bytes read are the report's own figure; the
-peers map the files.
+peers map the files. With 2 parts tensor parallelism splits each layer over two ranks, and only parameters are compared:
+the sums of a forward pass come in another order.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ METHODS = (
     "accelerate",
     "dcp_reader",
     "native",
+    "ours_parts",
+    "native_parts",
     "prepare_ours",
     "prepare_plain",
     "prepare_efficient",
@@ -46,6 +49,8 @@ NAMES = {
     "accelerate": "accelerate",
     "dcp_reader": "DCP HF reader",
     "native": "transformers native",
+    "ours_parts": "wrap_fsdp_meta_safe, 2 parts",
+    "native_parts": "transformers native, 2 parts",
     "prepare_ours": "Trainer's prepare, load_at_prepare",
     "prepare_plain": "Trainer's prepare",
     "prepare_efficient": "Trainer's prepare, ram_efficient",

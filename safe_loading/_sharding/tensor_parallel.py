@@ -103,7 +103,8 @@ def split_model(model: nn.Module, parameters: Sequence[ModelTensor], mesh: Devic
         dims, problems = _dims(parameters, styles, mesh)
         problems += _head_problems(model, dims, mesh.size())
     if problems:
-        raise ArgumentError(f"Tensor parallelism cannot split this {type(base).__name__}. {_WITHOUT}:", problems)
+        alike = [*dict.fromkeys(map(with_stars, problems))]  # those of all layers are one
+        raise ArgumentError(f"Tensor parallelism cannot split this {type(base).__name__}. {_WITHOUT}:", alike)
     computing = dict.fromkeys(module for parameter in parameters for module, _ in parameter.places)
     names = tuple(canonical(path) for path, module in walk_modules(model) if module in undivided)
     return TensorSplit(mesh.size(), dims, [(each, _style(styles.get(each))) for each in computing], names)

@@ -232,3 +232,308 @@ def test_each_rank_reads_its_slice_of_its_slice_and_nothing_is_sent(equal: list[
         assert found["read"] == found["local"]
         assert found["sent"] == 0
         assert found["local"] <= found["model"] / 4 * (1.05 if "odd" not in case else 1.5)
+
+
+RESUMED = (
+    COMMON
+    + """
+import torch.distributed.checkpoint as dist_checkpoint
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+def wrapped(adapters):
+    mesh = tensor_mesh(2, 2) if sys.argv[2] == "parts" else None
+    model = with_lora(meta_model(f"{folder}/base", attn_implementation="eager").train())
+    return wrap_fsdp_meta_safe(model, f"{folder}/base", mesh=mesh, adapters=adapters, verify="bytes")
+
+def step(model, optimizer):
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    norm = float(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+def trained(model):
+    return {name: whole(each).detach().clone() for name, each in model.named_parameters() if each.requires_grad}
+
+def checkpoint(model, optimizer):
+    states = get_state_dict(model, optimizer, options=StateDictOptions(ignore_frozen_params=True))
+    return dict(zip(("model", "optimizer"), states))
+
+if sys.argv[2] == "parts":
+    if rank == 0:
+        save(reference(qwen3), f"{folder}/base")
+    dist.barrier()
+    model = wrapped(None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer), step(model, optimizer)
+    model.save_pretrained(f"{folder}/adapter")
+    dist_checkpoint.save(checkpoint(model, optimizer), checkpoint_id=f"{folder}/state")
+    before = trained(model)
+    norm = step(model, optimizer)
+    if rank == 0:
+        torch.save([before, trained(model), norm], f"{folder}/wanted")
+    else:
+        trained(model)
+    dist.barrier()
+before, after, norm = torch.load(f"{folder}/wanted")
+model = wrapped(f"{folder}/adapter")
+mine = trained(model)
+adapter = [name for name, value in before.items() if not torch.equal(value, mine[name])]
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+state = checkpoint(model, optimizer)
+dist_checkpoint.load(state, checkpoint_id=f"{folder}/state")
+set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+    options=StateDictOptions(ignore_frozen_params=True, strict=False))
+kept = trained(model)
+step_norm = step(model, optimizer)
+report(
+    adapter=adapter, kept=[name for name, value in before.items() if not torch.equal(value, kept[name])],
+    norm=[norm, step_norm], off=max(float((value - after[name]).abs().max()) for name, value in trained(model).items()),
+)
+dist.destroy_process_group()
+"""
+)
+
+
+def test_a_training_goes_on_on_other_numbers_of_ranks(rank_server: RankServer, tmp_path: Any) -> None:
+    for ranks, mesh in ((4, "parts"), (4, "plain"), (2, "plain"), (1, "plain")):
+        for facts in rank_server.run(RESUMED, ranks, args=[tmp_path, mesh]).found:
+            assert facts["adapter"] == []
+            assert facts["kept"] == []
+            before, after = facts["norm"]
+            assert abs(before - after) <= 1e-5 * before
+            # AdamW divides each gradient by its size, so that rounding moves an element by a part of the step of 1e-2
+            assert facts["off"] <= 1e-4
+
+
+REFUSED = (
+    COMMON
+    + """
+from peft import IA3Config
+from transformers import BitsAndBytesConfig
+from transformers.distributed import DistributedConfig
+
+mesh = tensor_mesh(2, 2)
+mixtral = lambda: fsdp_cases.mixtral(vocab_size=252, num_local_experts=4, intermediate_size=64)
+cases = {
+    "gpt2": gpt2, "mixtral": mixtral, "llama": llama, "untidy": lambda: llama(intermediate_size=63),
+    "tied": lambda: llama(tie_word_embeddings=True),
+}
+for name, make in cases.items():
+    if rank == 0:
+        save(reference(make), f"{folder}/{name}")
+dist.barrier()
+
+def refused(name, change=lambda model: model, mesh=mesh, **options):
+    model = change(meta_model(f"{folder}/{name}", attn_implementation="eager", **options))
+    before = {n: (id(p), p.is_meta) for n, p in model.named_parameters()}
+    said = error_of(lambda: wrap_fsdp_meta_safe(model, f"{folder}/{name}", mesh=mesh))
+    return [said, before == {n: (id(p), p.is_meta) for n, p in model.named_parameters()}]
+
+def other_plan(model):
+    model.tp_plan = {"model.embed_tokens": "embedding_colwise", "lm_head": "colwise_gather_output"}
+    return model
+
+named = lambda sizes, names: init_device_mesh("cpu", sizes, mesh_dim_names=names)
+nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16)
+report(
+    plan=refused("gpt2"), experts=refused("mixtral"), heads=refused("llama", mesh=tensor_mesh(1, 4)),
+    size=refused("untidy"), ties=refused("tied", other_plan), packed=refused("llama", quantization_config=nf4),
+    dropout=refused("llama", lambda model: with_lora(model, lora_dropout=0.1)),
+    dora=refused("llama", lambda model: with_lora(model, use_dora=True)),
+    copies=refused("llama", lambda model: with_lora(model, modules_to_save=["lm_head"])),
+    kind=refused("llama", lambda model: get_peft_model(model, IA3Config(task_type="CAUSAL_LM"))),
+    embedding=refused("llama", lambda model: with_lora(model, target_modules=["embed_tokens"])),
+    order=refused("llama", mesh=named((2, 2), ("tp", "fsdp"))), one=refused("llama", mesh=named((4,), ("tp",))),
+    three=refused("llama", mesh=named((2, 1, 2), ("dp_replicate", "fsdp", "tp"))),
+    ep=refused("mixtral", mesh=named((2, 2), ("fsdp", "ep"))),
+)
+flat = meta_model(f"{folder}/llama", attn_implementation="eager")
+model = wrap_fsdp_meta_safe(meta_model(f"{folder}/llama", attn_implementation="eager").train(), f"{folder}/llama", mesh=mesh)
+other = lambda: model(input_ids=TOKENS + mesh.get_local_rank(1 if rank < 2 else 0), labels=TOKENS)
+report(
+    version=error_of(lambda: wrap_fsdp_meta_safe(flat, f"{folder}/llama", mesh=mesh, version=1)),
+    later=error_of(lambda: wrap_fsdp_meta_safe(with_lora(model))),
+    batch=error_of(other),
+)
+
+# the roads
+made = wrap_fsdp_meta_safe(meta_model(f"{folder}/mixtral", attn_implementation="eager").train(), f"{folder}/mixtral")
+one = reference(mixtral)
+report(without=differences(one, made, inputs("llama")))
+sizes = DistributedConfig(fsdp_size=4, ep_size=2)
+split = AutoModelForCausalLM.from_pretrained(f"{folder}/mixtral", attn_implementation="eager", distributed_config=sizes)
+loss = split(**inputs("llama")).loss
+loss.backward()
+report(split=abs(float(loss) - float(one(**inputs("llama")).loss)))
+single = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+for name, change in {
+    "dropout": lambda m: with_lora(m, lora_dropout=0.0), "later": with_lora, "kind": with_lora, "plain": lambda m: m
+}.items():
+    model = change(meta_model(f"{folder}/llama", attn_implementation="eager").train())
+    model = wrap_fsdp_meta_safe(model, f"{folder}/llama", mesh=single)
+    place = single.get_local_rank(0)
+    report(**{f"taken {name}": bool(torch.isfinite(model(input_ids=TOKENS + place, labels=TOKENS).loss))})
+dist.barrier()
+dist.destroy_process_group()
+"""
+)
+SAYS = {
+    "plan": ["GPT2LMHeadModel has no plan for tensor parallelism", "Leave 'tp' out of the mesh"],
+    "experts": [
+        "model.layers.*.mlp.experts.gate_up_proj has the style packed_colwise of its own",
+        "model.layers.*.mlp.experts has the style moe_tp_experts",
+        "Leave 'tp' out of the mesh, and FSDP shards the model over all ranks",
+    ],
+    "heads": ["model.layers.*.self_attn.k_proj has 2 heads to split over 4 ranks"],
+    "size": ["model.layers.*.mlp.up_proj.weight [63, 60] has 63 to split over 2 ranks", "down_proj.weight [60, 63]"],
+    "ties": ["model.embed_tokens.weight and lm_head.weight are tied, and would be split in different ways"],
+    "packed": ["model.layers.*.self_attn.q_proj has packed weights, whose codes cannot be split"],
+    "dropout": ["q_proj.lora_dropout.default drops with p=0.1, at other places on each rank: set it to 0"],
+    "dora": ["q_proj has a variant of LoRA (DoraLinearVariant): attach LoRA alone"],
+    "copies": ["the adapter default is LORA with modules_to_save: attach LoRA alone"],
+    "kind": ["the adapter default is IA3: attach LoRA alone"],
+    "embedding": ["is a ParameterDict, whose tensors are read from outside"],
+    "order": ["('tp', 'fsdp')", "mesh_dim_names=('fsdp', 'tp')"],
+    "one": ["('tp',)", "mesh_dim_names=('fsdp', 'tp')"],
+    "three": ["('dp_replicate', 'fsdp', 'tp')", "mesh_dim_names=('fsdp', 'tp')"],
+    "ep": ["('fsdp', 'ep')", "Leave 'ep' out", "DistributedConfig(ep_size=)"],
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return rank_server.run(REFUSED, 4, args=[tmp_path_factory.mktemp("refused")], timeout=300).found
+
+
+@pytest.mark.parametrize("case", SAYS)
+def test_what_cannot_be_split_is_refused_by_name_before_anything_is_touched(
+    refusals: list[dict[str, Any]], case: str
+) -> None:
+    for facts in refusals:
+        said, untouched = facts[case]
+        assert untouched
+        for part in SAYS[case]:
+            assert part in said
+
+
+def test_a_split_model_is_told_of_its_mesh_and_of_its_batches(refusals: list[dict[str, Any]]) -> None:
+    for facts in refusals:
+        assert "version=2" in facts["version"]
+        assert "what was attached since is whole. Attach it first, then wrap." in facts["later"]
+        # ranks 0 and 1 have the parts of one layer, and other batches; all ranks are told
+        assert "mesh.get_local_rank(0)" in facts["batch"]
+        assert "rank 0: " in facts["batch"]
+        assert "rank 2: " not in facts["batch"]
+
+
+def test_the_roads_are_right(refusals: list[dict[str, Any]]) -> None:
+    for facts in refusals:
+        assert facts["without"]["parameters"] == []
+        assert facts["without"]["gradients"] == []
+        assert facts["without"]["logits"] == 0
+        assert facts["split"] < 1e-5
+        assert all(facts[f"taken {name}"] for name in ("dropout", "later", "kind", "plain"))
+
+
+SOURCES = (
+    COMMON
+    + """
+mesh = tensor_mesh(2, 2)
+if rank == 0:
+    save(reference(qwen3), f"{folder}/base")
+dist.barrier()
+
+def loaded():
+    return AutoModelForCausalLM.from_pretrained(f"{folder}/base", attn_implementation="eager").train()
+
+def on_meta():
+    return meta_model(f"{folder}/base", attn_implementation="eager").train()
+
+def wrapped(model, source, **options):
+    return wrap_fsdp_meta_safe(model, source, mesh=mesh, verify="bytes", **options)
+
+def unequal(one, model):
+    return [n for n, p in one.named_parameters() if not torch.equal(p, whole(model.get_parameter(n)))]
+
+def near(one, model):
+    plain, parts = step(one, inputs("llama")), step(model, inputs("llama"))
+    grads = [float((whole(p.grad) - one.get_parameter(n).grad).abs().max() / one.get_parameter(n).grad.abs().max())
+        for n, p in model.named_parameters() if p.grad is not None and one.get_parameter(n).grad.any()]
+    return max(float((plain - parts).abs().max()), *grads)
+
+one = loaded()
+whole_bytes = sum(p.nbytes for p in one.parameters())
+model = wrapped(loaded() if rank == 0 else on_meta(), None)
+report(real=[unequal(one, model), model.fsdp_report.bytes_sent, near(one, model), whole_bytes])
+model = wrapped(on_meta(), one.state_dict() if rank == 0 else None)
+report(state=[unequal(one, model), model.fsdp_report.bytes_sent, near(one, model), whole_bytes])
+for options in ({"offload_policy": True}, {"reshard_after_forward": False}, {"auto_wrap_policy": "Qwen3MLP"}):
+    model = wrapped(on_meta(), f"{folder}/base", **options)
+    report(**{str(options): near(loaded(), model)})
+model = wrapped(on_meta(), f"{folder}/base", mp_policy=torch.bfloat16)
+report(bfloat16=near(loaded(), model))
+targets = ["q_proj", "o_proj", "down_proj", "lm_head"]
+one = with_lora(loaded(), target_modules=targets)
+torch.manual_seed(5)
+for name, parameter in one.named_parameters():
+    if "lora_B" in name:
+        torch.nn.init.normal_(parameter, std=0.1)
+model = with_lora(loaded() if rank == 0 else on_meta(), target_modules=targets)
+if rank == 0:
+    model.load_state_dict(one.state_dict())
+model = wrapped(model, None)
+report(adapted=[unequal(one, model), near(one, model)])
+merged, plain = model.merge_and_unload(), one.merge_and_unload()
+off = max(float((whole(p) - plain.get_parameter(n)).abs().max()) for n, p in merged.named_parameters())
+report(merged=[off, near(plain.requires_grad_(True), merged.requires_grad_(True))])
+text = dict(input_ids=TOKENS[:, :4], max_new_tokens=4, do_sample=False, cache_implementation="static")
+model = wrapped(on_meta().eval(), f"{folder}/base")
+report(static=model.generate(**text).tolist() == loaded().eval().generate(**text).tolist())
+half = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("halves", "fsdp", "tp"))["fsdp", "tp"]
+model = wrap_fsdp_meta_safe(on_meta(), f"{folder}/base", mesh=half)
+facts = model.fsdp_report
+report(half=[unequal(loaded(), model), near(loaded(), model), [facts.rank, facts.ranks, facts.shards, facts.parts]])
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def sources(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return rank_server.run(SOURCES, 4, args=[tmp_path_factory.mktemp("sources")], timeout=300).found
+
+
+@pytest.mark.parametrize("source", ["real", "state"])
+def test_rank_0_sends_each_rank_its_part(sources: list[dict[str, Any]], source: str) -> None:
+    for rank, facts in enumerate(sources):
+        unequal, sent, off, model = facts[source]
+        assert unequal == []
+        assert off < 1e-5
+        # norms are whole on both ranks of a part, and sent to both
+        assert (0.75 * model <= sent <= 0.77 * model) if rank == 0 else sent == 0
+
+
+def test_the_options_of_a_wrap_hold_for_parts(sources: list[dict[str, Any]]) -> None:
+    for facts in sources:
+        for options in ({"offload_policy": True}, {"reshard_after_forward": False}, {"auto_wrap_policy": "Qwen3MLP"}):
+            assert facts[str(options)] < 1e-5
+        assert 1e-4 < facts["bfloat16"] < 0.1
+        assert facts["static"]
+
+
+def test_an_adapter_of_a_real_model_is_split_and_merged(sources: list[dict[str, Any]]) -> None:
+    for facts in sources:
+        assert facts["adapted"][0] == []
+        assert facts["adapted"][1] < 1e-5
+        assert facts["merged"][0] < 1e-6
+        assert facts["merged"][1] < 1e-5
+
+
+def test_each_half_of_the_ranks_may_split_a_model_of_its_own(sources: list[dict[str, Any]]) -> None:
+    for rank, facts in enumerate(sources):
+        unequal, off, place = facts["half"]
+        assert unequal == []
+        assert off < 1e-5
+        assert place == [rank % 2, 2, 1, 2]
