@@ -296,7 +296,7 @@ dist.destroy_process_group()
 )
 
 
-def test_a_training_goes_on_on_other_numbers_of_ranks(rank_server: RankServer, tmp_path: Any) -> None:
+def test_a_training_goes_on_on_other_numbers_of_ranks(rank_server: RankServer, tmp_path: Path) -> None:
     for ranks, mesh in ((4, "parts"), (4, "plain"), (2, "plain"), (1, "plain")):
         for facts in rank_server.run(RESUMED, ranks, args=[tmp_path, mesh]).found:
             assert facts["adapter"] == []
@@ -350,7 +350,8 @@ report(
     ep=refused("mixtral", mesh=named((2, 2), ("fsdp", "ep"))),
 )
 flat = meta_model(f"{folder}/llama", attn_implementation="eager")
-model = wrap_fsdp_meta_safe(meta_model(f"{folder}/llama", attn_implementation="eager").train(), f"{folder}/llama", mesh=mesh)
+model = meta_model(f"{folder}/llama", attn_implementation="eager").train()
+model = wrap_fsdp_meta_safe(model, f"{folder}/llama", mesh=mesh)
 other = lambda: model(input_ids=TOKENS + mesh.get_local_rank(1 if rank < 2 else 0), labels=TOKENS)
 report(
     version=error_of(lambda: wrap_fsdp_meta_safe(flat, f"{folder}/llama", mesh=mesh, version=1)),
@@ -537,3 +538,56 @@ def test_each_half_of_the_ranks_may_split_a_model_of_its_own(sources: list[dict[
         assert unequal == []
         assert off < 1e-5
         assert place == [rank % 2, 2, 1, 2]
+
+
+NATIVE = (
+    COMMON
+    + """
+from transformers.distributed import DistributedConfig
+
+path = f"{folder}/base"
+if rank == 0:
+    save(reference(llama), path)
+dist.barrier()
+
+def native(**sizes):
+    sizes = DistributedConfig(**sizes)
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", distributed_config=sizes)
+
+def fails(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+model, one = native(tp_size=2, fsdp_size=2), AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+off = float((step(model, inputs("llama")) - step(one, inputs("llama"))).abs().max())
+adapted = with_lora(native(tp_size=2, fsdp_size=2))
+report(
+    refused=[error_of(lambda: wrap_fsdp_meta_safe(native(**sizes), path)) for sizes in (
+        {"tp_size": 2, "fsdp_size": 2}, {"tp_size": 4})], off=off,
+    clipped=fails(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+    adapted=fails(lambda: adapted(**inputs("llama"))),
+)
+# the road: the plain model, and a mesh
+model = with_lora(meta_model(path, attn_implementation="eager").train())
+model = wrap_fsdp_meta_safe(model, path, mesh=tensor_mesh(2, 2))
+step(model, inputs("llama"))
+report(road=bool(torch.isfinite(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))))
+dist.barrier()
+dist.destroy_process_group()
+"""
+)
+
+
+def test_what_transformers_has_split_is_refused_and_the_road_is_right(rank_server: RankServer, tmp_path: Path) -> None:
+    """What docs/fsdp.md says of transformers' own road is true as well: it computes, and neither clips nor adapts."""
+    for facts in rank_server.run(NATIVE, 4, args=[tmp_path]).found:
+        both, layers = facts["refused"]
+        assert "The layers of this model are split over DeviceMesh" in both
+        assert "wrap the plain model, for tensor parallelism with a mesh of the dimensions 'fsdp' and 'tp'" in layers
+        assert facts["off"] < 1e-5
+        assert "must have the same mesh" in facts["clipped"]
+        assert facts["adapted"] is not None
+        assert facts["road"]
