@@ -141,7 +141,7 @@ def wrap(
 
     for unit in units:
         is_root = unit.modules == ("",)
-        if is_root and (base := _base_of_adapters(model)) is not None:
+        if is_root and (base := base_of_adapters(model)) is not None:
             # A unit of its own, so that it still gathers its parameters when peft gives it back without the adapters.
             # Kept as a root is, which torch decides for the root alone.
             shard([base], False)
@@ -171,7 +171,7 @@ def _under_its_name(sharded: type[Any]) -> type[nn.Module]:
     return types.new_class(plain.__name__, (FSDPModule, plain), exec_body=lambda namespace: namespace.update(own))
 
 
-def _base_of_adapters(model: nn.Module) -> nn.Module | None:
+def base_of_adapters(model: nn.Module) -> nn.Module | None:
     """Return the model inside a PeftModel; None where the PeftModel computes with its embedding (prompt learning)."""
     peft_model: Any = model  # peft may be absent, so its classes are not imported to narrow the type
     if not _is_a(model, "PeftModel") or any(config.is_prompt_learning for config in peft_model.peft_config.values()):

@@ -6,9 +6,8 @@ plan leaves whole becomes a DTensor too, so that all parameters are on one mesh:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from safe_loading._core.engines import require_for
-from safe_loading._core.names import canonical, method_name, with_stars
+from safe_loading._core.names import canonical, method_name, nearest, with_stars
 from safe_loading._model.formats.four_bit import is_four_bit
 from safe_loading._model.formats.four_bit_on_meta import packed_from
 from safe_loading._model.peft_layers import without_peft_levels
@@ -26,8 +25,9 @@ from safe_loading.errors import ArgumentError
 
 from .added_after_wrap import is_adapter_layer
 from .checkpoint_folder import base_of
+from .fsdp2 import base_of_adapters
 from .fsdp_units import ShardingUnit, can_run
-from .setup import Setup
+from .setup import Setup, TensorRoles
 from .tensor_split import TensorSplit
 
 # transformers' names of its styles
@@ -53,26 +53,33 @@ class WholeParameters:
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Let the module compute with plain tensors."""
-        forward = module.forward
+        _run_with_plain_tensors(module, [(module, self)])
 
-        def with_plain_tensors(*args: Any, **options: Any) -> Any:
-            with self._plain(module):
-                return forward(*args, **options)
-
-        module.__dict__["forward"] = with_plain_tensors
-
-    @contextlib.contextmanager
-    def _plain(self, module: nn.Module) -> Iterator[None]:
+    def plain(self, module: nn.Module) -> dict[str, DTensor]:
+        """Put plain tensors in the place of the module's parameters, and return those."""
         parameters: dict[str, Any] = module._parameters
         kept = {name: each for name, each in parameters.items() if isinstance(each, DTensor)}
         parameters.update({name: each.to_local(grad_placements=[self.gradient]) for name, each in kept.items()})
+        return kept
+
+
+def _run_with_plain_tensors(runs: nn.Module, computing: Sequence[tuple[nn.Module, WholeParameters]]) -> None:
+    """Let modules have plain tensors while ``runs`` does its forward pass."""
+    forward = runs.forward
+
+    def with_plain_tensors(*args: Any, **options: Any) -> Any:
+        kept = [(module._parameters, style.plain(module)) for module, style in computing]
         try:
-            yield
+            return forward(*args, **options)
         finally:
-            parameters.update(kept)
+            for parameters, own in kept:
+                untyped: dict[str, Any] = parameters  # torch's stubs know no parameter that is a DTensor
+                untyped.update(own)
+
+    runs.__dict__["forward"] = with_plain_tensors
 
 
-def split_model(model: nn.Module, parameters: Sequence[ModelTensor], mesh: DeviceMesh) -> TensorSplit:
+def split_model(model: nn.Module, tensors: TensorRoles, mesh: DeviceMesh) -> TensorSplit:
     """Return how a model is split over the dimension ``mesh``, by the plan of its class; nothing is touched.
 
     Raises ArgumentError, with every problem, where the plan or the model's adapters cannot be followed.
@@ -88,11 +95,12 @@ def split_model(model: nn.Module, parameters: Sequence[ModelTensor], mesh: Devic
     def key(name: str) -> str:
         return with_stars(without_peft_levels(name).removeprefix(prefix)) if name.startswith(prefix) else ""
 
-    styles = _styles(model, plan, key)
+    styles, parameters = _styles(model, plan, key), tensors.sharded
     # stacked experts have a style apart from their module
     apart = [name for each in parameters for name in each.names if key(name) in plan]
     problems = [f"{name} has the style {plan[key(name)]} of its own, which is not followed here" for name in apart]
-    problems += _adapter_problems(model)
+    problems += [f"{each.name} is kept whole: leave ignored_params= out" for each in tensors.ignored]
+    problems += [*_adapter_problems(model), *_dropout_problems(base), *_unsaid(model, styles)]
     for path, module in walk_modules(model):
         problems += _module_problems(canonical(path), module, styles.get(module))
     dims: dict[str, int] = {}
@@ -154,10 +162,42 @@ def _adapter_problems(model: nn.Module) -> list[str]:
     return [*problems, *variants]
 
 
+def _dropout_problems(base: nn.Module) -> list[str]:
+    """Return the dropouts of a config that ranks would draw differently for what all of them have."""
+    config: Any = getattr(base, "config", None)
+    texts = {id(each): each for each in (config, getattr(config, "text_config", None)) if each is not None}
+    found = {name: value for each in texts.values() for name, value in each.to_dict().items() if "drop" in name}
+    # the heads of attention are split, and each of them draws for itself
+    return [
+        f"{name}={value} of the config drops at other places on each rank: set it to 0"
+        for name, value in found.items()
+        if "att" not in name and "classifier" not in name and isinstance(value, float) and value > 0
+    ]
+
+
+def _unsaid(model: nn.Module, styles: Mapping[nn.Module, str]) -> list[str]:
+    """Return the modules among split layers of which the plan does not say whether they get a part or the whole.
+
+    With a part, their gradients would have to be summed over the ranks.
+    """
+    names = {canonical(path): module for path, module in walk_modules(model)}
+    of_layers = [without_peft_levels(name) for name, module in names.items() if styles.get(module) in _SPLIT_FACTOR]
+    among = {name.rpartition(".")[0] for name in of_layers if ".lora_" not in name}
+    in_adapters = {name for name, module in names.items() if is_adapter_layer(module)}
+    return [
+        f"{name} is among split layers, and the plan does not say what it gets"
+        for name, module in names.items()
+        if module not in styles and any(each is not None for each in module._parameters.values())
+        if nearest(name, among) is not None and nearest(name, in_adapters) is None
+    ]
+
+
 def _module_problems(name: str, module: nn.Module, style: str | None) -> list[str]:
     """Return why a module cannot compute in parts."""
     if isinstance(module, nn.Dropout) and module.p > 0:
         return [f"{name} drops with p={module.p}, at other places on each rank: set it to 0"]
+    if (getattr(module, "activation_sparsity", None) or 0) > 0:  # of Gemma3n, whose plan splits it nevertheless
+        return [f"{name} keeps the largest activations of the whole layer, of which each rank would have a part"]
     if style is not None and style not in (*_OF_LINEAR, *_OF_EMBEDDING, *_WHOLE):
         return [f"{name} has the style {style}, which is not followed here"]
     own = [each for each in module._parameters.values() if each is not None]
@@ -194,14 +234,15 @@ def _dims(
 
 def _undivided(styles: Mapping[nn.Module, str], mesh: DeviceMesh) -> list[nn.Module]:
     """Return the modules that may be whole, and whose size does not divide, as that of an odd vocabulary."""
-    return [
+    found = dict.fromkeys(
         module
         for module, style in styles.items()
         if style in _WHOLE_OUTSIDE
         for attribute, each in module._parameters.items()
         if each is not None and (dim := _dim(style, attribute, each.shape, mesh)) is not None
         if each.shape[dim] % mesh.size()
-    ]
+    )
+    return [*found]
 
 
 def _dim(name: str | None, attribute: str, shape: Sequence[int], mesh: DeviceMesh) -> int | None:
@@ -247,3 +288,18 @@ def compute_in_parts(setup: Setup, mesh: DeviceMesh) -> None:
         parameter.put(nn.Parameter(part, requires_grad=parameter.tensor.requires_grad))
     for module, style in setup.split.styles:
         style.install_forward(module, mesh)
+    _let_units_run_plain(setup)
+
+
+def _let_units_run_plain(setup: Setup) -> None:
+    """Let a module around others read their whole parameters, as far as FSDP gathers them: in its own unit."""
+    modules = dict(setup.model.named_modules())
+    whole = {module: style for module, style in setup.split.styles if isinstance(style, WholeParameters)}
+    of_module: dict[str, list[tuple[nn.Module, WholeParameters]]] = {}
+    units = [name for unit in setup.units for name in unit.modules]
+    for path, module in walk_modules(setup.model):
+        if module in whole and (unit := nearest(path, units)) is not None:
+            of_module.setdefault(unit, []).append((module, whole[module]))
+    for name, computing in of_module.items():
+        inside = base_of_adapters(setup.model) if not name else None
+        _run_with_plain_tensors(modules[name] if inside is None else inside, computing)

@@ -183,7 +183,7 @@ def _planned(
     units = plan_units(model, wrap, ignored=kept, flat=version == 1)
     if where.given_mesh is None or not is_tensor_parallel(where.given_mesh):
         return tensors, units, TensorSplit()
-    split = split_model(model, tensors.sharded, where.given_mesh[TENSOR])
+    split = split_model(model, tensors, where.given_mesh[TENSOR])
     return tensors, units_in_parts(units, split, tensors.sharded), split
 
 
