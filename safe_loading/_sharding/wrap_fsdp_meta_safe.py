@@ -72,9 +72,9 @@ def wrap_fsdp_meta_safe(
 
     All ranks call it with the same model: on meta everywhere, real on rank 0 and on meta elsewhere, or real everywhere.
     Before any weight moves, the ranks agree on the names, shapes, dtypes, ties, units and arguments; if they differ, or
-    one of them fails, all of them raise. The result computes what the unsharded model does, to the last bit. The
-    :class:`FsdpReport` is the attribute ``fsdp_report`` of the returned module, and is logged at level INFO to the
-    logger ``safe_loading``.
+    one of them fails, all of them raise. The result computes what the unsharded model does, to the last bit (in another
+    order of sums with tensor parallelism). The :class:`FsdpReport` is the attribute ``fsdp_report`` of the returned
+    module, and is logged at level INFO to the logger ``safe_loading``.
 
     Called again on a model that FSDP2 wrapped, it shards what was attached since (an adapter, a head) and nothing else.
 
@@ -87,7 +87,8 @@ def wrap_fsdp_meta_safe(
             that are missing from the source are those of rank 0's model.
         version: 2 for ``fully_shard``, 1 for ``FullyShardedDataParallel``.
         mesh: A DeviceMesh of one dimension (FSDP) or two (HSDP: replicas, shards), or its sizes. None takes all ranks.
-            FSDP1 takes replicas of two shards or more.
+            FSDP1 takes replicas of two shards or more. A second dimension named "tp" splits each layer over its ranks
+            (tensor parallelism, by the plan of the model's class), which must get the same batches.
         auto_wrap_policy: The modules that are gathered together: classes, names of classes, patterns of module names,
             or ``fn(module) -> bool``. None takes the layers, and the last norm with the head.
         mp_policy: The policy class of that FSDP version, or the dtype to compute in (gradients are then reduced

@@ -359,6 +359,17 @@ report(
     batch=error_of(other),
 )
 
+from trainer_matrix import tell_accelerate
+from transformers import Trainer, TrainingArguments
+tell_accelerate()
+rows = [{"input_ids": tokens, "labels": tokens} for tokens in torch.arange(1, 129).reshape(8, 16)]
+quiet = dict(report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", max_steps=1)
+sharded = dict(fsdp=True, fsdp_config={"version": 2}, per_device_train_batch_size=2)
+arguments = TrainingArguments(f"{folder}/out", **sharded, **quiet)
+model = meta_model(f"{folder}/llama", attn_implementation="eager").train()
+model = wrap_fsdp_meta_safe(model, f"{folder}/llama", mesh=mesh)
+report(trainer=error_of(lambda: Trainer(model, arguments, train_dataset=rows).train()))
+
 # the roads
 made = wrap_fsdp_meta_safe(meta_model(f"{folder}/mixtral", attn_implementation="eager").train(), f"{folder}/mixtral")
 one = reference(mixtral)
@@ -427,6 +438,9 @@ def test_a_split_model_is_told_of_its_mesh_and_of_its_batches(refusals: list[dic
         assert "mesh.get_local_rank(0)" in facts["batch"]
         assert "rank 0: " in facts["batch"]
         assert "rank 2: " not in facts["batch"]
+        # Trainer gives each rank other rows
+        assert "rank 0: " in facts["trainer"]
+        assert "rank 2: " in facts["trainer"]
 
 
 def test_the_roads_are_right(refusals: list[dict[str, Any]]) -> None:
