@@ -56,7 +56,7 @@ class WholeParameters:
         _run_with_plain_tensors(module, [(module, self)])
 
     def plain(self, module: nn.Module) -> dict[str, DTensor]:
-        """Put plain tensors in the place of the module's parameters, and return those."""
+        """Return a module's parameters, whose places plain tensors have taken."""
         parameters: dict[str, Any] = module._parameters
         kept = {name: each for name, each in parameters.items() if isinstance(each, DTensor)}
         parameters.update({name: each.to_local(grad_placements=[self.gradient]) for name, each in kept.items()})
@@ -136,7 +136,7 @@ def _styles(model: nn.Module, plan: Mapping[str, str], key: PlanKey) -> dict[nn.
 
 
 def _style(name: str | None) -> Any:
-    """Return a style by its name; what has none, or one that splits nothing, computes with whole parameters."""
+    """Return a style by its name; a module without one, or that it leaves whole, computes with whole parameters."""
     if name is None or name in _WHOLE:
         return WholeParameters(Partial() if name == _SUMMED else Replicate())
     from transformers.distributed import tensor_parallel as engine  # not in every version
@@ -163,7 +163,7 @@ def _adapter_problems(model: nn.Module) -> list[str]:
 
 
 def _dropout_problems(base: nn.Module) -> list[str]:
-    """Return the dropouts of a config that ranks would draw differently for what all of them have."""
+    """Return the dropouts of a config that fall on values that all ranks share, at other places on each."""
     config: Any = getattr(base, "config", None)
     texts = {id(each): each for each in (config, getattr(config, "text_config", None)) if each is not None}
     found = {name: value for each in texts.values() for name, value in each.to_dict().items() if "drop" in name}

@@ -10,6 +10,8 @@ _OPTIMIZER = f"{_ADVISED}test_an_optimizer_is_made_after_the_wrap"
 _WRAP = "sharding/test_wrap_fsdp_meta_safe"
 _PEFT = f"{_WRAP}_peft.py::test_an_adapter_starts_and_trains_as_in_one_process"
 _PREPARE = "sharding/test_load_at_prepare_advice.py::test_the_advice_is_right"
+_PARTS = "sharding/test_tensor_parallel.py::"
+_ROADS = f"{_PARTS}test_the_roads_are_right"
 _AFTER = f"{_WRAP}_afterwards.py::"
 
 TAKEN: dict[str, dict[str, str]] = {
@@ -59,7 +61,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "make it a tensor of one element": _SHARDED,
         "pass it in ignored_params=": _SHARDED,
         "call .contiguous()": _SHARDED,
-        "wrap the plain model": f"{_AFTER}test_tensor_parallelism_is_refused_and_the_road_is_right",
+        "wrap the plain model": f"{_PARTS}test_what_transformers_has_split_is_refused_and_the_road_is_right",
     },
     "_sharding/fsdp_units.py": {
         "wrap names what the model does not have": LABEL,
@@ -70,6 +72,16 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_sharding/later_values.py": {"Attach an adapter whose values come from the base": _PREPARE},
     "_sharding/load_at_prepare.py": {"pass 'off', 'structure' or 'bytes'": _SHARDED},
+    "_sharding/mesh.py": {
+        "pass (shards,)": _SHARDED,
+        "Use version=2": f"{_WRAP}.py::test_replicas_are_sent_their_part_once",
+        "Make them the same": "sharding/test_load_at_prepare_advice.py::test_a_mesh_and_a_device_are_made_the_same",
+        "pass a DeviceMesh": _SHARDED,
+        "Leave {} out, and FSDP shards them": _ROADS,
+        "take version=2": _ROADS,
+        "Make it with init_device_mesh": _ROADS,
+        "make it with init_device_mesh": _ROADS,
+    },
     "_sharding/new_values.py": {"Attach it to a base with weights": _PEFT},
     "_sharding/parameters.py": {"pass modules, parameters": _SHARDED},
     "_sharding/prepare.py": {
@@ -107,10 +119,13 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass a bool, a number of ranks": _SHARDED,
         "Wrap with the base's folder": f"{_AFTER}test_a_checkpoint_of_shards_is_no_source_and_the_road_is_right",
         "pass a folder or hub id": _SHARDED,
-        "pass (shards,)": _SHARDED,
-        "Use version=2": f"{_WRAP}.py::test_replicas_are_sent_their_part_once",
-        "Make them the same": "sharding/test_load_at_prepare_advice.py::test_a_mesh_and_a_device_are_made_the_same",
-        "pass a DeviceMesh": _SHARDED,
+        "Attach it first, then wrap": _ROADS,
+    },
+    "_sharding/tensor_parallel.py": {
+        "Leave 'tp' out of the mesh": _ROADS,
+        "leave ignored_params= out": _ROADS,
+        "attach LoRA alone": _ROADS,
+        "set it to 0": _ROADS,
     },
     "_sharding/value_sources.py": {
         "pass its full_tensor()": _SHARDED,

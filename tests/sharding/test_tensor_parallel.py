@@ -312,6 +312,7 @@ REFUSED = (
     + """
 from peft import IA3Config
 from transformers import BitsAndBytesConfig
+from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed import DistributedConfig
 
 mesh = tensor_mesh(2, 2)
@@ -325,14 +326,28 @@ for name, make in cases.items():
         save(reference(make), f"{folder}/{name}")
 dist.barrier()
 
-def refused(name, change=lambda model: model, mesh=mesh, **options):
+def refused(name, change=lambda model: model, mesh=mesh, ignored_params=None, **options):
     model = change(meta_model(f"{folder}/{name}", attn_implementation="eager", **options))
     before = {n: (id(p), p.is_meta) for n, p in model.named_parameters()}
-    said = error_of(lambda: wrap_fsdp_meta_safe(model, f"{folder}/{name}", mesh=mesh))
+    said = error_of(lambda: wrap_fsdp_meta_safe(model, f"{folder}/{name}", mesh=mesh, ignored_params=ignored_params))
     return [said, before == {n: (id(p), p.is_meta) for n, p in model.named_parameters()}]
 
 def other_plan(model):
     model.tp_plan = {"model.embed_tokens": "embedding_colwise", "lm_head": "colwise_gather_output"}
+    return model
+
+def with_slope(model):
+    for layer in model.model.layers:
+        layer.mlp.act_fn = torch.nn.PReLU(device="meta")
+    return model
+
+def with_dropout(model):
+    model.config.residual_dropout = 0.1
+    return model
+
+def with_sparse_layers(model):
+    for layer in model.model.layers:
+        layer.mlp.activation_sparsity = 0.95  # as Gemma3n has it
     return model
 
 named = lambda sizes, names: init_device_mesh("cpu", sizes, mesh_dim_names=names)
@@ -348,6 +363,9 @@ report(
     order=refused("llama", mesh=named((2, 2), ("tp", "fsdp"))), one=refused("llama", mesh=named((4,), ("tp",))),
     three=refused("llama", mesh=named((2, 1, 2), ("dp_replicate", "fsdp", "tp"))),
     ep=refused("mixtral", mesh=named((2, 2), ("fsdp", "ep"))),
+    turned=refused("llama", mesh=DeviceMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=("fsdp", "tp"))),
+    unsaid=refused("llama", with_slope), residual=refused("llama", with_dropout),
+    sparse=refused("llama", with_sparse_layers), ignored=refused("llama", ignored_params="lm_head"),
 )
 flat = meta_model(f"{folder}/llama", attn_implementation="eager")
 model = meta_model(f"{folder}/llama", attn_implementation="eager").train()
@@ -411,6 +429,11 @@ SAYS = {
     "one": ["('tp',)", "mesh_dim_names=('fsdp', 'tp')"],
     "three": ["('dp_replicate', 'fsdp', 'tp')", "mesh_dim_names=('fsdp', 'tp')"],
     "ep": ["('fsdp', 'ep')", "Leave 'ep' out", "DistributedConfig(ep_size=)"],
+    "turned": ["its ranks in the order [2, 3, 0, 1]: make it with init_device_mesh"],
+    "unsaid": ["model.layers.*.mlp.act_fn is among split layers, and the plan does not say what it gets"],
+    "residual": ["residual_dropout=0.1 of the config drops at other places on each rank: set it to 0"],
+    "sparse": ["model.layers.*.mlp keeps the largest activations of the whole layer"],
+    "ignored": ["lm_head.weight is kept whole: leave ignored_params= out"],
 }
 
 
