@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,8 +100,8 @@ def make_mesh(where: WrapPlace, waiting: Waiting) -> WrapMesh:
         fsdp, tensor = (whole[name] for name in whole.mesh_dim_names or ())
         ranks = whole.mesh.flatten().tolist()
         make = functools.partial(dist.new_group, ranks, use_local_synchronization=True)
-        all_ranks = dist.group.WORLD if len(ranks) == dist.get_world_size() else None
-        owners: dist.ProcessGroup = waiting.call(make) if all_ranks is None else all_ranks
+        # no process group only for ranks outside of it
+        owners: Any = dist.group.WORLD if len(ranks) == dist.get_world_size() else waiting.call(make)
         return WrapMesh(whole, fsdp, owners, tensor=tensor)
     copies = whole.get_group(0) if whole.ndim == 2 else None
     return WrapMesh(whole, whole, whole.get_group(whole.ndim - 1), copies)

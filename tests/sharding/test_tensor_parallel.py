@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import needs
 from rank_server import RankServer
+from tiny_models import causal_lm_classes, image_text_classes
 
 pytestmark = needs("transformers", "5.23")
 
@@ -628,3 +630,84 @@ def test_what_transformers_has_split_is_refused_and_the_road_is_right(rank_serve
         assert "must have the same mesh" in facts["clipped"]
         assert facts["adapted"] is not None
         assert facts["road"]
+
+
+SWEEP = (
+    COMMON
+    + """
+import pathlib, shutil
+import transformers
+from fsdp_sweep import batch_of
+from tiny_models import saved
+
+def without_dropout(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+def squares(model, batch):
+    output = model(**batch)
+    logits = output.logits if hasattr(output, "logits") else output[0]
+    logits.float().pow(2).mean().backward()
+    return logits.detach()
+
+def check(name, path):
+    kind = getattr(transformers, name)
+    one = without_dropout(kind.from_pretrained(path, attn_implementation="eager"))
+    model = without_dropout(meta_model(path, kind, attn_implementation="eager"))
+    if not model.tp_plan:
+        return "no plan"
+    said = error_of(lambda: wrap_fsdp_meta_safe(model, path, mesh=tensor_mesh(1, 2)))
+    if said is not None:
+        return "refused" if "Tensor parallelism cannot split" in said else said
+    unequal = [n for n, p in one.named_parameters() if not torch.equal(p, whole(model.get_parameter(n)))]
+    try:
+        batch = batch_of(one)
+        logits = squares(one, batch)
+    except Exception:
+        return unequal or "no step"
+    off = float((squares(model, batch) - logits).abs().max() / logits.abs().max())
+    largest = max(float(p.grad.abs().max()) for p in one.parameters() if p.grad is not None)
+    for name, parameter in model.named_parameters():
+        grad, own = one.get_parameter(name).grad, parameter.grad
+        if grad is None or own is None:
+            off = max(off, *(float(whole(g).abs().max()) for g in (grad, own, torch.zeros(1)) if g is not None))
+        else:
+            off = max(off, float((whole(own) - grad).abs().max()) / max(float(grad.abs().max()), 1e-3 * largest))
+    return unequal or ("equal" if off < 1e-4 else off)
+
+for name in sys.argv[2].split(","):
+    path = pathlib.Path(folder, name)
+    if rank == 0:
+        saved(name, path)
+    dist.barrier()
+    try:
+        found = check(name, path)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"[:500]
+    report(**{name: found})
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(path)
+dist.destroy_process_group()
+"""
+)
+# Each reads weights past the forward of their module, leaves a head undivided or has a tower without a plan.
+SPLIT = ["FalconH1ForCausalLM", "PhiForCausalLM", "Gemma3ForConditionalGeneration", "Qwen3_5ForCausalLM"]
+# Among its split layers a module has parameters, or takes a mean over a whole layer.
+NOT_SPLIT = ["ApertusForCausalLM", "Gemma3nForCausalLM", "MixtralForCausalLM"]
+
+
+def test_a_sample_of_classes_is_equal_or_refused(rank_server: RankServer, tmp_path: Path) -> None:
+    for facts in rank_server.run(SWEEP, 2, args=[tmp_path, ",".join([*SPLIT, *NOT_SPLIT])], timeout=200).found:
+        assert facts == dict.fromkeys(SPLIT, "equal") | dict.fromkeys(NOT_SPLIT, "refused")
+
+
+@pytest.mark.slow
+def test_every_class_is_equal_or_refused(rank_server: RankServer, tmp_path: Path) -> None:
+    every = sorted({*causal_lm_classes(), *image_text_classes()})
+    for facts in rank_server.run(SWEEP, 2, args=[tmp_path, ",".join(every)], timeout=1200).found:
+        counts = collections.Counter(map(str, facts.values()))
+        assert counts.keys() <= {"equal", "refused", "no plan", "no step"}, counts
+        assert counts["equal"] > 80
