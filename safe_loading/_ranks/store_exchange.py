@@ -249,8 +249,8 @@ class StoreExchange:
         labels = [label for label, _ in self._posts(arrived)]
         text = (
             f"Waited {timeout:g} s for {rank_list(missing) or 'nobody'} of {len(self._members)} to {self._label}. "
-            f"If only some ranks load, pass ranks='self' or the list of those that do; if they are slow, pass a "
-            f"larger timeout=."
+            f"If only some ranks load, pass ranks='self' or the list of those that do to the load; if they are slow, "
+            f"pass a larger timeout= to the load or the wrap."
         )
         if len(set(labels)) > 1:
             text += f" The ranks that arrived are in different calls: {self._ranks_by_label(arrived, labels)}."

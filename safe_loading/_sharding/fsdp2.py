@@ -65,9 +65,15 @@ def check(parameters: Sequence[ModelTensor]) -> list[str]:
     for parameter in parameters:
         name, tensor = parameter.name, parameter.tensor
         if tensor.ndim == 0:
-            problems.append(f"{name} is a scalar: make it a tensor of one element, or pass it in ignored_params=")
+            problems.append(
+                f"{name} is a scalar: make it a tensor of one element, or pass it in ignored_params= of "
+                f"wrap_fsdp_meta_safe"
+            )
         elif not tensor.numel():
-            problems.append(f"{name} {list(tensor.shape)} has no elements to split: pass it in ignored_params=")
+            problems.append(
+                f"{name} {list(tensor.shape)} has no elements to split: pass it in ignored_params= of "
+                f"wrap_fsdp_meta_safe"
+            )
         elif not tensor.is_contiguous():
             problems.append(f"{name} is not contiguous (strides {list(tensor.stride())}): call .contiguous()")
         elif isinstance(tensor, DTensor):

@@ -53,6 +53,7 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_sharding/fsdp1.py": {
         "pass a bool or a CPUOffload": _SHARDED,
+        "make it a tensor of one element": _SHARDED,
         "call .contiguous()": _SHARDED,
         "load the base with {}": f"{_WRAP}_fsdp1.py::test_four_bit_weights_kept_in_bytes_are_refused_with_the_way_out",
     },

@@ -647,6 +647,7 @@ def without_dropout(model):
     return model.train()
 
 def squares(model, batch):
+    torch.manual_seed(0)
     output = model(**batch)
     logits = output.logits if hasattr(output, "logits") else output[0]
     logits.float().pow(2).mean().backward()
@@ -658,7 +659,8 @@ def check(name, path):
     model = without_dropout(meta_model(path, kind, attn_implementation="eager"))
     if not model.tp_plan:
         return "no plan"
-    said = error_of(lambda: wrap_fsdp_meta_safe(model, path, mesh=tensor_mesh(1, 2)))
+    # DiffLlama draws some of its weights on the host
+    said = error_of(lambda: wrap_fsdp_meta_safe(model, path, mesh=tensor_mesh(1, 2), prefer="source"))
     if said is not None:
         return "refused" if "Tensor parallelism cannot split" in said else said
     unequal = [n for n, p in one.named_parameters() if not torch.equal(p, whole(model.get_parameter(n)))]
@@ -708,6 +710,6 @@ def test_a_sample_of_classes_is_equal_or_refused(rank_server: RankServer, tmp_pa
 def test_every_class_is_equal_or_refused(rank_server: RankServer, tmp_path: Path) -> None:
     every = sorted({*causal_lm_classes(), *image_text_classes()})
     for facts in rank_server.run(SWEEP, 2, args=[tmp_path, ",".join(every)], timeout=1200).found:
-        counts = collections.Counter(map(str, facts.values()))
-        assert counts.keys() <= {"equal", "refused", "no plan", "no step"}, counts
-        assert counts["equal"] > 80
+        known = {"equal", "refused", "no plan", "no step"}
+        assert {name: found for name, found in facts.items() if found not in known} == {}
+        assert collections.Counter(facts.values())["equal"] > 80
