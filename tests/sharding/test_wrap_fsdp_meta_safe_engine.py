@@ -318,4 +318,5 @@ def test_a_save_that_cannot_be_is_an_error_on_every_rank(found: list[dict[str, A
     assert kind == "RankTimeout"
     assert "for rank 1" in text
     assert "call save_pretrained, which every rank must do" in text
+    assert "pass a larger timeout= to the load or the wrap" in text  # save_pretrained has no such argument
     assert seconds < 10
