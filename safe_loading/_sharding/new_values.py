@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -122,13 +122,15 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
         raise ArgumentError(f"adapters= names {sorted(sources)}, the model has the adapters {sorted(configs)}.")
     folders = {name: resolve(source, adapter_files) for name, source in sources.items()}
     with own_copy_of_generators():
-        weightless, _ = _copy_without_weights(peft, model)
+        weightless, of_base = _copy_without_weights(peft, model)
+    given = set[str]()  # weights of the base that adapters bring, as peft saves those of adapted embeddings and heads
     problems = []
     for name, folder in folders.items():
         facts = read_adapter(folder)
         problems += _other_settings(facts, configs[name])
         tensors = read_tensors(facts)
         problems += [finding.problem for finding in value_findings(facts, tensors) if finding.severity == "error"]
+        given |= _made_writable(weightless, of_base, tensors.keys())
         try:
             result = peft.set_peft_model_state_dict(weightless, tensors, adapter_name=name)
         except (RuntimeError, ValueError, KeyError) as error:  # a shape, or a key that peft cannot map
@@ -140,12 +142,21 @@ def loaded_adapters(model: nn.Module, sources: Mapping[str, str]) -> dict[str, t
         problems += [f"{facts.path} has no {key}" for key in missing]
     if problems:
         raise AdapterError("The adapters do not fit the model:", problems)
-    # the weights of the base are expanded from one element each, which is not contiguous
+    # the other weights of the base are expanded from one element each, which is not contiguous
     return {
         parameter.name: parameter.tensor.detach()
         for parameter in parameters_of(weightless)
-        if parameter.tensor.is_contiguous() and any(f".{name}." in f"{parameter.name}." for name in folders)
+        if parameter.tensor.is_contiguous()
+        and (parameter.name in given or any(f".{name}." in f"{parameter.name}." for name in folders))
     }
+
+
+def _made_writable(weightless: nn.Module, of_base: set[torch.Tensor], keys: Set[str]) -> set[str]:
+    """Give memory to the weights of a base without any for which there are keys, and return their names."""
+    found = [each for each in parameters_of(weightless) if each.tensor in of_base and not keys.isdisjoint(each.names)]
+    for each in found:
+        each.put(nn.Parameter(torch.empty(each.tensor.shape, dtype=each.tensor.dtype, device="cpu"), False))
+    return {each.name for each in found}
 
 
 def _other_settings(facts: AdapterFolder, config: object) -> list[str]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines import needs
 from fsdp_cases import NOTHING
+from peft import LoraConfig, PeftModel, get_peft_model
 from rank_server import RankServer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from safe_loading import meta_model, wrap_fsdp_meta_safe
 
 pytestmark = needs("peft", "0.21")  # before, a PeftModel called its base past the hooks of FSDP
 
@@ -261,3 +267,29 @@ def test_what_came_later_and_cannot_be_sharded_is_refused(found: list[dict[str, 
     for facts in found:
         for word in LATE[name]:
             assert word in facts["late_refused"][name]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+def test_weights_of_the_base_that_peft_saves_with_an_adapter_arrive(
+    tmp_path: Path, tied: bool, target: str, version: Any
+) -> None:
+    """peft saves the weights of adapted embeddings and heads, which may be others than the base's."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=64, tie_word_embeddings=tied)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=4, target_modules=["q_proj", target], init_lora_weights=False, task_type="CAUSAL_LM")
+    made: Any = get_peft_model(base, lora)
+    with torch.no_grad():
+        made.get_base_model().get_output_embeddings().weight.mul_(1.5)
+    made.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    truth = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    model = get_peft_model(meta_model(tmp_path / "base"), LoraConfig.from_pretrained(tmp_path / "adapter"))
+    wrapped = wrap_fsdp_meta_safe(model, tmp_path / "base", adapters=tmp_path / "adapter", version=version)
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        assert torch.equal(wrapped(tokens).logits, truth.eval()(tokens).logits)
