@@ -81,9 +81,9 @@ class Counts:
 
     def begin(self) -> None:
         """Count from now on; another method than ours asks for none of it."""
-        reading: Any = importlib.import_module("safe_loading._model.layout.reading")
+        blocks: Any = importlib.import_module("safe_loading._model.layout.read_blocks")
         exchange: Any = importlib.import_module("safe_loading._ranks.exchange")
-        read, store_exchange, private_store = reading.read_into, exchange.StoreExchange, exchange._private_store
+        read, store_exchange, private_store = blocks.read_adjacent, exchange.StoreExchange, exchange._private_store
         stores: dict[int, Store] = {}
 
         def counted(*arguments: Any) -> None:
@@ -98,7 +98,7 @@ class Counts:
             real = private_store()
             return stores.setdefault(id(real), Store(real, self))
 
-        reading.read_into, exchange.StoreExchange, exchange._private_store = counted, counted_exchange, counted_store
+        blocks.read_adjacent, exchange.StoreExchange, exchange._private_store = counted, counted_exchange, counted_store
 
 
 class Store:
