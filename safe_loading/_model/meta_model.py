@@ -31,7 +31,7 @@ from .module_limit import module_limit
 from .quantized.on_disk import refuse_bad_codes
 from .quantized.to_plain import how_to_dequantize
 from .stand_ins import NoInit
-from .tensors import tensor_places
+from .tensors import inventory, tensor_places
 from .weights_dtype import find_weights_dtype
 
 QuantizationConfig = Mapping[str, object] | BitsAndBytesConfig | None
@@ -165,9 +165,19 @@ def build_on_meta(
         else:
             # Not a class of transformers, so nothing says what it keeps in float32.
             model = model_class(config).to(dtype)
+    _move_drawn(model)
     tie_on_meta(model)
     _keep_in_float32(model, dtype)
     return model.eval()
+
+
+def _move_drawn(model: torch.nn.Module) -> None:
+    """Move parameters to meta that a class draws on the host, as DiffLlama does with ``torch.normal``."""
+    if all(parameter.is_meta for parameter in model.parameters()):
+        return
+    for each in inventory(model):
+        if not (each.is_meta or each.is_buffer):
+            each.put(torch.nn.Parameter(each.tensor.to("meta"), requires_grad=each.tensor.requires_grad))
 
 
 def _name_after(source: str, model: torch.nn.Module, config: PreTrainedConfig) -> None:

@@ -18,6 +18,8 @@ from models import save_llama
 from tiny_models import causal_lm_classes, image_text_classes, skip_unless_buildable, tiny_config
 from transformers import (
     AutoModelForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -57,6 +59,17 @@ def test_everything_but_the_values_is_what_from_pretrained_makes(dtype: Any, tmp
     assert model.config.dtype == wanted.config.dtype
     assert model.config._attn_implementation == wanted.config._attn_implementation
     assert model.name_or_path == str(folder)
+
+
+def test_weights_that_a_class_draws_on_the_host_are_on_meta(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = DiffLlamaConfig(**sizes, vocab_size=64)
+    drawn = DiffLlamaForCausalLM(config).state_dict()
+    model = meta_model(config)
+    assert {name: (each.shape, each.dtype) for name, each in model.state_dict().items()} == {
+        name: (each.shape, each.dtype) for name, each in drawn.items()
+    }
+    assert all(parameter.is_meta and parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", random.Random(5).sample(EVERY, 5))

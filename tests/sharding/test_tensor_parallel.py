@@ -659,8 +659,7 @@ def check(name, path):
     model = without_dropout(meta_model(path, kind, attn_implementation="eager"))
     if not model.tp_plan:
         return "no plan"
-    # DiffLlama draws some of its weights on the host
-    said = error_of(lambda: wrap_fsdp_meta_safe(model, path, mesh=tensor_mesh(1, 2), prefer="source"))
+    said = error_of(lambda: wrap_fsdp_meta_safe(model, path, mesh=tensor_mesh(1, 2)))
     if said is not None:
         return "refused" if "Tensor parallelism cannot split" in said else said
     unequal = [n for n, p in one.named_parameters() if not torch.equal(p, whole(model.get_parameter(n)))]
