@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPol
 from safe_loading._core.engine_names import WRAP, WrapNames
 from safe_loading._core.log import logger
 from safe_loading._ranks.device_guard import check_not_shared, owned_device
+from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.same_folders import check_same_folders
 
 from .adapter_methods import guard_merges
@@ -44,6 +46,7 @@ from .setup import (
 )
 from .tensor_parallel import split_model, units_in_parts
 from .tensor_split import TensorSplit
+from .undo import model_as_before
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -150,12 +153,26 @@ def wrap_fsdp_meta_safe(
     check_not_shared(ranks.ranks, [device_of_rank for device_of_rank, _ in phase.results])
     check_same_folders(ranks.ranks, [folders for _, folders in phase.results])
     path = find_folder(setup, ranks)
+    with model_as_before(model, setup.tensors):
+        return _wrap(setup, ranks, path, auto_wrap_policy, before, started)
+
+
+def _wrap(
+    setup: Setup,
+    ranks: Ranks,
+    path: Path | None,
+    auto_wrap_policy: Wrap | None,
+    before: Wrapped | None,
+    started: float,
+) -> nn.Module:
+    """Return the wrapped model, with its report; until here nothing of it was touched."""
+    model, where, version, timeout = setup.model, setup.where, setup.how.version, setup.how.timeout
     with ranks.together("compare tied weights", timeout=timeout):
         if untie_as_in_folder(setup, path):
             kept = [each.tensor for each in setup.tensors.ignored if isinstance(each.tensor, nn.Parameter)]
             tensors, units, split = _planned(model, auto_wrap_policy, kept, version, before, where)
             setup = dataclasses.replace(setup, tensors=tensors, units=units, split=split)
-    unit_lines = [f"{unit.name}: {len(unit.parameters)} parameters" for unit in units]
+    unit_lines = [f"{unit.name}: {len(unit.parameters)} parameters" for unit in setup.units]
     agree(ranks, setup.arguments(), setup.lines(), unit_lines, timeout=timeout)
     with Peak(where.device) as peak:
         result = run_wrap(setup, ranks, path)
