@@ -163,7 +163,9 @@ class _Backup:
         """Free the copies of tensors that were replaced as a whole, and whose values are in them still."""
         for index in range(self._spared, len(self._tensors)):
             saved = self._tensors[index]
-            if saved.tensors.get(saved.name) is not saved.tensor and torch.equal(saved.data, saved.copy):
+            if saved.tensors.get(saved.name) is saved.tensor or type(saved.data) is not torch.Tensor:
+                continue  # codes in an engine's own class of tensors may not be compared
+            if torch.equal(saved.data, saved.copy):
                 self._tensors[index] = dataclasses.replace(saved, copy=saved.data)
         self._spared = len(self._tensors)
 
