@@ -6,11 +6,14 @@ gradients is the gradient of one process, to the last bit while the number of ra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from safe_loading import SafeLoadingError
 
 TOKENS = torch.arange(1, 33).reshape(2, 16)
 
@@ -176,3 +179,12 @@ def _tensors(one: Any, model: Any, grads: bool) -> dict[str, Any]:
 
 
 NOTHING = {"logits": 0, "names": [], "parameters": [], "gradients": [], "buffers": []}
+
+
+def error_of(call: Callable[[], object]) -> str | None:
+    """The kind and text of the package's error that a call raises; None when it raises none."""
+    try:
+        call()
+    except SafeLoadingError as error:
+        return f"{type(error).__name__}: {error}"
+    return None

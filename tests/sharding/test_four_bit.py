@@ -26,7 +26,8 @@ transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from quantized_bits import bits, differing, statistics
-from safe_loading import SafeLoadingError, meta_model, wrap_fsdp_meta_safe
+from fsdp_cases import error_of
+from safe_loading import meta_model, wrap_fsdp_meta_safe
 from safe_loading._sharding.peak_memory import Peak
 
 dist.init_process_group("gloo")
@@ -94,13 +95,6 @@ with Peak(torch.device("cpu")) as peak:
 states = [state for module in model.modules() if (state := getattr(module, "quant_state", None)) is not None]
 held = sum(p._local_tensor.nbytes for p in model.parameters()) + sum(state.absmax.nbytes for state in states)
 report(memory=[peak.bytes, held, model.fsdp_report.bytes_read])
-
-def error_of(call):
-    try:
-        call()
-    except SafeLoadingError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 base = (whole if rank == 0 else on_meta)("bf16", nf4()).requires_grad_(False)
 report(root=error_of(lambda: wrap_fsdp_meta_safe(base)))

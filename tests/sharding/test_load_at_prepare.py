@@ -45,7 +45,8 @@ from transformers import (
     LlamaForSequenceClassification, PreTrainedModel,
 )
 from torch.distributed.tensor import DTensor
-from safe_loading import SafeLoadingError, load_at_prepare
+from fsdp_cases import error_of
+from safe_loading import load_at_prepare
 from safe_loading._sharding.peak_memory import Peak
 
 # all that a run can be told at once
@@ -130,13 +131,6 @@ with Peak(torch.device("cpu")) as peak:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
 report(memory=[peak.bytes, sum(p._local_tensor.nbytes for p in model.parameters()), model.fsdp_report.model_bytes])
-
-def error_of(call):
-    try:
-        call()
-    except SafeLoadingError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 def lean(kind=AutoModelForCausalLM, path=base, **options):
     with load_at_prepare():

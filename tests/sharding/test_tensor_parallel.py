@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from peft import LoraConfig, get_peft_model
 import fsdp_cases
 from fsdp_cases import *
-from safe_loading import SafeLoadingError, assert_optimizer_sharded, meta_model, wrap_fsdp_meta_safe
+from safe_loading import assert_optimizer_sharded, meta_model, wrap_fsdp_meta_safe
 
 dist.init_process_group("gloo")
 rank, world, folder = dist.get_rank(), dist.get_world_size(), sys.argv[1]
@@ -54,13 +54,6 @@ def with_lora(model, **options):
 
 def tensor_mesh(*sizes):
     return init_device_mesh("cpu", sizes, mesh_dim_names=("fsdp", "tp"))
-
-def error_of(call):
-    try:
-        call()
-    except SafeLoadingError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 """
 
 EQUAL = (

@@ -25,7 +25,7 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 import fsdp_cases
 from fsdp_cases import *
-from safe_loading import SafeLoadingError, merge_lora_checkpoint, meta_model, wrap_fsdp_meta_safe
+from safe_loading import merge_lora_checkpoint, meta_model, wrap_fsdp_meta_safe
 
 dist.init_process_group("gloo")
 rank, folder = dist.get_rank(), sys.argv[1]
@@ -45,13 +45,6 @@ def adapted(model, **options):
     torch.manual_seed(7)
     chosen = dict(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     return get_peft_model(model, LoraConfig(**{**chosen, **options}))
-
-def error_of(call):
-    try:
-        call()
-    except SafeLoadingError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 def generated(model):
     return model.eval().generate(input_ids=TOKENS[:, :4], max_new_tokens=4, do_sample=False).tolist()
