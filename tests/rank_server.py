@@ -11,6 +11,7 @@ Nothing but imports may happen in the server before a fork: a thread, or a drawn
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
@@ -112,7 +113,8 @@ class RankServer:
                 raise RanksFailed(f"the ranks were not done after {timeout:g} s:\n{output[-TAIL:]}")
             code = next(filter(None, statuses), 0)
             if code and options.get("check", True):
-                raise RanksFailed(f"a rank ended with status {code}:\n{output[-TAIL:]}")
+                # a rank that a signal ended, -11 or -9, prints nothing, and the others print that it was gone
+                raise RanksFailed(f"the ranks ended with the statuses {statuses}:\n{output[-TAIL:]}")
             return Run(code, output, reports_of(folder, len(places)), time.monotonic() - start)
 
     def _ask(self, job: str, timeout: float) -> list[int] | None:
@@ -213,6 +215,7 @@ def _fork(job: dict[str, Any], rank: int) -> int:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for stream, target in ((0, nothing), (1, output), (2, output)):
             os.dup2(target, stream)
+        faulthandler.enable()
         os.chdir(job["cwd"])
         os.environ.update({name: value for name, value in job["env"][rank].items() if value is not None})
         for name in [name for name, value in job["env"][rank].items() if value is None]:
