@@ -182,7 +182,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     pages = {page.relative_to(DOCS).with_suffix("") for page in PAGES[1:]}
     assert pages <= {page.relative_to(tmp_path).with_suffix("") for page in tmp_path.rglob("*.html")}
-    assert "safe_loading.load_peft_on_rank" in (tmp_path / "api.html").read_text(encoding="utf-8")
+    summary = (tmp_path / "api.html").read_text(encoding="utf-8")
+    for name in public_functions():
+        assert f'href="api/{name}.html#safe_loading.{name}"' in summary
     for page in DOCS.glob("*.md"):
         html = (tmp_path / page.with_suffix(".html").name).read_text(encoding="utf-8")
         for code in table_codes(page.name):  # a link leads to the row
@@ -190,6 +192,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- nothing is left out
+
+
+def public_functions() -> list[str]:
+    return [name for name in safe_loading.__all__ if inspect.isfunction(getattr(safe_loading, name))]
 
 
 def table_codes(page: str) -> list[str]:
@@ -265,10 +271,15 @@ def _error(code): return other("not-this")
 
 
 def test_every_public_name_stands_in_the_api() -> None:
-    text = (DOCS / "api.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"auto(?:function|class):: (\w+)$", text, re.MULTILINE))
-    named |= set(re.findall(r"\{py:exc\}`~safe_loading\.(\w+)`", text))
-    assert named == set(safe_loading.__all__)
+    summary = (DOCS / "api.md").read_text(encoding="utf-8")
+    exceptions = set(re.findall(r"\{py:exc\}`~safe_loading\.(\w+)`", summary))
+    listed = re.findall(r"^   (\w+)$", summary, re.MULTILINE)
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md")}
+    described_once = re.findall(r"auto(?:function|class):: (\w+)$", "\n".join(pages.values()), re.MULTILINE)
+    assert sorted(listed) == sorted(described_once) == sorted(set(safe_loading.__all__) - exceptions)
+    for name in public_functions():
+        assert f".. autofunction:: {name}\n" in pages[name], "each function has a page of its own"
+    named = set(listed) | exceptions
     described = set(
         re.findall(r"autoexception:: (\w+)$", (DOCS / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
     )
@@ -277,9 +288,7 @@ def test_every_public_name_stands_in_the_api() -> None:
 
 def test_the_readme_runs_every_public_function() -> None:
     code = "".join(example.code for example in EXAMPLES[ROOT / "README.md"])
-    lacking = {
-        name for name in safe_loading.__all__ if inspect.isfunction(getattr(safe_loading, name)) and name not in code
-    }
+    lacking = {name for name in public_functions() if name not in code}
     assert lacking == {"limit_device_memory"}, "it caps the whole process, which the tests run in"
 
 
