@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -22,9 +21,6 @@ from safe_loading._core.report import format_bytes, text_table
 from safe_loading.errors import SafeLoadingError
 
 from .torchrun import run_ranks
-
-if TYPE_CHECKING:
-    from safe_loading import FsdpReport
 
 _BAR_WIDTH = 32
 _HEADER = ("rank", "method", "memory for weights", "", "read", "sent", "logits")
@@ -68,7 +64,7 @@ def run_one_rank(folder: Path) -> None:
             equal = torch.equal(model(input_ids=tokens).logits, expected)
             naive, naive_bytes = _load_then_shard(folder / "base")
             naive_equal = torch.equal(naive(input_ids=tokens).logits, expected)
-        report = cast("FsdpReport", model.fsdp_report)
+        report = model.fsdp_report
         facts = {
             "equal": equal,
             "local": report.local_bytes,

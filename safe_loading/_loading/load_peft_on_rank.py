@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
@@ -48,6 +47,8 @@ from .sources import HUB_OPTIONS, BaseRequest, LoadRequest, LoadSources, Source,
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .report import LoadedPeftModel
+
 
 def load_peft_on_rank(
     *sources: Source | PreTrainedModel | Mapping[str, Source],
@@ -71,7 +72,7 @@ def load_peft_on_rank(
     base_kwargs: Mapping[str, Any] | None = None,
     key_mapping: Mapping[str, str] | None = None,
     **other: Unpack[LoadNames],
-) -> PeftModel:
+) -> LoadedPeftModel:
     """Load a base model and its adapter(s) onto this rank's device, and onto no other.
 
     Adapter tensors keep their dtype on disk, whatever the base's dtype is. No number is drawn from the global random
@@ -175,7 +176,7 @@ def load_peft_on_rank(
         report = LoadReport(group.index(group.rank), group.size, str(devices), tuple(parts), tuple(findings))
         model.__dict__["load_report"] = report
         logger.info("%s", report)
-        return model
+        return cast("LoadedPeftModel", model)
 
 
 def _loaded(base: object) -> PreTrainedModel | None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from safe_loading._core.report import Finding, Table, Verdict, format_bytes
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 FROM_PRETRAINED, INTO_PLACE = "from_pretrained", "into place"
 _HEADER = ("what", "source", "device", "dtypes", "tensors", "size", "seconds")
@@ -90,3 +94,11 @@ class LoadReport(Verdict):
 
     def _facts(self) -> Mapping[str, object]:
         return {"bytes": self.bytes, **super()._facts()}
+
+
+if TYPE_CHECKING:
+
+    class LoadedPeftModel(PeftModel):
+        """A PeftModel and its report, as type checkers see it; the class at run time is peft's."""
+
+        load_report: LoadReport

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from peft import PeftModel
@@ -43,6 +43,8 @@ from .weights.unload import unload_adapters
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .report import MergedModel
+
 
 @torch.no_grad()
 def merge_lora_inplace(
@@ -55,7 +57,7 @@ def merge_lora_inplace(
     unload: bool = True,
     dequantize: bool = False,
     **other: Unpack[InplaceNames],
-) -> torch.nn.Module:
+) -> MergedModel:
     """Merge adapters into the weights of their base model, each weight in its own storage.
 
     Every merged element is the float64 sum of the weight and all adapters, rounded once. What forbids the merge is
@@ -125,7 +127,7 @@ def merge_lora_inplace(
     if weights or "merge_report" not in result.__dict__:  # a cell of a notebook that runs twice keeps what was done
         result.__dict__["merge_report"] = report
     logger.info("%s", report)
-    return result
+    return cast("MergedModel", result)
 
 
 def _tuner_of(model: torch.nn.Module) -> BaseTuner:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from safe_loading._core.names import with_stars
 from safe_loading._core.report import Finding, Table, Verdict, format_bytes
 
 from .weights.rounding_loss import RoundingLoss
+
+if TYPE_CHECKING:
+    import torch
 
 _HEADER = ("weight", "count", "kind", "dtype", "adapters", "method", "size", "rms of delta")
 
@@ -92,3 +96,11 @@ def _span(weights: Sequence[MergedWeight]) -> str:
     known = [weight.delta_rms for weight in weights if weight.delta_rms is not None]
     ends = dict.fromkeys(f"{end(known):.3g}" for end in (min, max)) if known else {}
     return " to ".join(ends)
+
+
+if TYPE_CHECKING:
+
+    class MergedModel(torch.nn.Module):
+        """A merged model and its report, as type checkers see it; the class at run time is the model's own."""
+
+        merge_report: InplaceMergeReport

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from safe_loading._core.report import Finding, Table, Verdict, format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _HEADER = ("unit", "parameters", "gathered", "stays gathered")
 
@@ -91,3 +95,11 @@ class FsdpReport(Verdict):
             f"{format_bytes(self.bytes_read)}, sent {format_bytes(self.bytes_sent)}, peak "
             f"{format_bytes(self.peak_bytes)}, {self.seconds:.3f} s, verified: {self.verified}"
         )
+
+
+if TYPE_CHECKING:
+
+    class ShardedModel(nn.Module):
+        """A wrapped model and its report, as type checkers see it; the class at run time is FSDP's."""
+
+        fsdp_report: FsdpReport

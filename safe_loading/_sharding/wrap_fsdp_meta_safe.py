@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -51,6 +51,8 @@ from .undo import model_as_before
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .report import ShardedModel
+
 
 def wrap_fsdp_meta_safe(
     model: nn.Module,
@@ -70,7 +72,7 @@ def wrap_fsdp_meta_safe(
     reshard_after_forward: bool | int | None = None,
     prefer: Literal["source", "model"] | None = None,
     **other: Unpack[WrapNames],
-) -> nn.Module:
+) -> ShardedModel:
     """Wrap a model in FSDP, and give each rank its shard of the weights and nothing else.
 
     All ranks call it with the same model: on meta everywhere, real on rank 0 and on meta elsewhere, or real everywhere.
@@ -164,7 +166,7 @@ def _wrap(
     auto_wrap_policy: Wrap | None,
     before: Wrapped | None,
     started: float,
-) -> nn.Module:
+) -> ShardedModel:
     """Return the wrapped model, with its report; until here nothing of it was touched."""
     model, where, version, timeout = setup.model, setup.where, setup.how.version, setup.how.timeout
     with ranks.together("compare tied weights", timeout=timeout):
@@ -183,7 +185,7 @@ def _wrap(
     guard_merges(model, version)
     let_generate_wait(model)
     logger.info("%s", report)
-    return result.model
+    return cast("ShardedModel", result.model)
 
 
 def _planned(

@@ -12,6 +12,8 @@ from safe_loading import (
     AuditReport,
     CheckpointReport,
     Finding,
+    FsdpReport,
+    InplaceMergeReport,
     LoadReport,
     MemoryForecast,
     MemoryGuard,
@@ -43,11 +45,12 @@ assert_type(device_for_rank(), torch.device)
 assert_type(device_for_rank(3), torch.device)
 
 model = load_peft_on_rank("base", "adapter", device=0, dtype="auto")
-assert_type(model, peft.PeftModel)
-assert_type(load_peft_on_rank({"a": "one", "b": "two"}, active="b", dtype=torch.float16), peft.PeftModel)
+as_peft_knows_it: peft.PeftModel = model
+assert_type(model.load_report, LoadReport)
+assert_type(load_peft_on_rank({"a": "one", "b": "two"}, active="b", dtype=torch.float16).load_report.ok, bool)
 load_peft_on_rank("adapter", dtype=16)  # expect-error: dtype is a torch.dtype or its name
 engine_names = load_peft_on_rank("adapter", torch_dtype="auto", device_map={"": 0}, attn_implementation="sdpa")
-assert_type(engine_names, peft.PeftModel)
+assert_type(engine_names.load_report.parts[0].bytes, int)
 load_peft_on_rank("adapter", revision="main")  # expect-error: of the base, or of the adapter
 load_peft_on_rank("adapter", trust_remote_code="yes")  # expect-error: names of the engines have types too
 load_peft_on_rank("adapter", unknown=1)  # expect-error: every option is named
@@ -59,10 +62,11 @@ assert_type(report.bytes, int)
 report.device = "cpu"  # expect-error: reports are frozen
 
 merged = merge_lora_inplace(model, adapter_names=["default"], scratch_bytes=1 << 20)
-assert_type(merged, torch.nn.Module)
+as_torch_knows_it: torch.nn.Module = merged
+assert_type(merged.merge_report, InplaceMergeReport)
 
 wrapped = wrap_fsdp_meta_safe(model, "folder", version=2, mesh=(2, 2), auto_wrap_policy=["layers.*"])
-assert_type(wrapped, torch.nn.Module)
+assert_type(wrapped.fsdp_report, FsdpReport)
 assert_type(meta_model("folder", dtype=torch.bfloat16), torch.nn.Module)
 with load_at_prepare(verify="bytes", timeout=60) as nothing:
     assert_type(nothing, None)
@@ -81,9 +85,9 @@ class Mine(Transparent):
         return super().__call__(*args, **kwargs)
 
 
-assert_type(wrap_transparent(model, Mine, coefficient=0.1), peft.PeftModel)
-assert_type(unwrap_transparent(model), peft.PeftModel)
-assert_type(attach_head(model, "value_head", torch.nn.Linear(2, 1)), peft.PeftModel)
+assert_type(wrap_transparent(model, Mine, coefficient=0.1).load_report, LoadReport)
+assert_type(unwrap_transparent(model).load_report, LoadReport)
+assert_type(attach_head(model, "value_head", torch.nn.Linear(2, 1)).load_report, LoadReport)
 
 
 def whole_order(base: transformers.PreTrainedModel) -> None:
