@@ -67,6 +67,14 @@ def test_every_notebook_shows_a_table_and_stands_in_the_index() -> None:
         assert f"(notebooks/{path.name})" in index
 
 
+def test_a_terminal_shows_the_table_too() -> None:
+    for path in NOTEBOOKS:
+        for cell in read(path).cells:
+            for data in [output.get("data", {}) for output in cell.get("outputs", ())]:
+                if "text/html" in data:
+                    assert not re.match(r"\w+\(", data["text/plain"]), f"{path.name}: a repr of one long line"
+
+
 def test_no_notebook_holds_a_path_of_a_machine() -> None:
     for path in NOTEBOOKS:
         text = path.read_text(encoding="utf-8")

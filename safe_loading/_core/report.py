@@ -161,6 +161,9 @@ class Report(ABC):
         notes = [printable(note, None) for note in self._notes()]
         return "\n\n".join(filter(None, [printable(self._title()), *tables, *notes]))
 
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return {"text/plain": str(self)}  # IPython in a terminal; a subclass's __repr__ goes before `_repr_pretty_`
+
     def _repr_html_(self) -> str:
         tables = [html_table(*table) for table in self._tables() if table.rows]
         return f"<p>{html.escape(printable(self._title()))}</p>{self._picture()}{''.join(tables)}"
