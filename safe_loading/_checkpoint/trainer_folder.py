@@ -53,10 +53,10 @@ def half_checkpoint(folder: Path) -> Finding | None:
     if not faults:
         return None
     message = f"is a Trainer's checkpoint that was not saved to its end: {', '.join(faults)}"
-    if folder.name == checkpoints_of(folder.parent)[-1].name:
+    if folder.name in [path.name for path in checkpoints_of(folder.parent)[-1:]]:  # none where the run is not listed
         message += ". As the latest of its run it is what resume_from_checkpoint=True takes"
     whole = last_whole(folder.parent)
-    fix = "delete it, and train from the start: no checkpoint of this run is whole"
+    fix = "delete it, and train from the start: no whole checkpoint of this run was found"
     if whole is not None:
         fix = f"pass resume_from_checkpoint={str(whole)!r}, the last whole one of this run, or delete this folder"
     return note("warning", "half-checkpoint", folder, message, fix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,22 @@ def test_of_a_run_without_a_whole_one_the_training_starts_anew(run: Path) -> Non
     shutil.rmtree(run)
     assert resolve(write_checkpoint(run / "checkpoint-1"), small_files).folder == run / "checkpoint-1"
     assert half(run / "checkpoint-1") is None  # as the fix says, once it is trained
+
+
+def test_a_run_that_may_not_be_listed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = Path.iterdir
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        if path == run:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    (run / "checkpoint-1000" / "rng_state.pth").unlink()
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    found = half(run / "checkpoint-1000")
+    assert found is not None
+    assert "'rng_state.pth' is missing" in found.message
+    assert "As the latest" not in found.message
 
 
 def only_the_model(folder: Path) -> None:
