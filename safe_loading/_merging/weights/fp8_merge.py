@@ -7,6 +7,7 @@ import math
 import torch
 
 from safe_loading._model.formats.fp8 import Fp8Matrix, scale_grid, spread_scales
+from safe_loading._model.formats.stored import entries
 from safe_loading._model.tensor_values import is_finite
 
 from .rounding import round_to_fp8
@@ -150,4 +151,4 @@ def steps_of_fp8(codes: torch.Tensor) -> torch.Tensor:
     finfo = torch.finfo(codes.dtype)
     _, exponent = torch.frexp(every.nan_to_num(0, 0, 0).clamp_min_(finfo.tiny))
     table = finfo.eps * torch.exp2(exponent.double() - 1)
-    return table[codes.view(torch.uint8).long()]
+    return entries(table, codes.view(torch.uint8))

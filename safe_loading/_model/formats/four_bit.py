@@ -26,7 +26,7 @@ from safe_loading._core.report import Finding, counted
 
 from .packed_linear import StandIn, frozen, frozen_bias
 from .packed_on_disk import FOUR_BITS, NESTED_BLOCK, STATES
-from .stored import QuantizedTensor, Rows, Stored, StoredCodes, Tables, packed_tensor
+from .stored import QuantizedTensor, Rows, Stored, StoredCodes, Tables, entries, packed_tensor
 
 FOUR_BIT_LAYER = "Linear4bit"
 # A frozen base in 4 bits as QLoRA has it: the config as config.json has it, and as an argument in Python.
@@ -175,7 +175,7 @@ def decode_nested_scales(
 ) -> torch.Tensor:
     """Return scales that are themselves stored as codes of 8 bits (bitsandbytes' double quantization)."""
     outer = scales.float().view(-1).repeat_interleave(blocksize)[: codes.numel()]
-    return table.float()[codes.view(-1).long()] * outer + offset
+    return entries(table.float(), codes.view(-1)) * outer + offset
 
 
 def undo_cpu_packing(module: torch.nn.Module) -> None:

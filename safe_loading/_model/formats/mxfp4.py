@@ -21,7 +21,7 @@ from .card_findings import KERNELS_FIX, at_least, bytes_of_parameters, dequantiz
 from .convertible import skipped_modules
 from .format import TURING, Format, QuantizationRequest, TargetCard, loading_with
 from .packed_linear import frozen
-from .stored import QuantizedTensor, RowCodes, Stored, StoredCodes, Tables, with_files
+from .stored import QuantizedTensor, RowCodes, Stored, StoredCodes, Tables, entries, with_files
 
 MX_BLOCK = 32  # elements that share a scale
 # Between two neighbors of 0, 0.5, 1, 1.5, 2, 3, 4, 6. A middle goes to the neighbor whose code is even; ``bucketize``
@@ -124,7 +124,7 @@ def decode_mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """
     positive = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
     table = torch.tensor([*positive, *(-value for value in positive)], dtype=torch.float64, device=codes.device)
-    return torch.ldexp(table[codes.long()], exponents.long() - 127)
+    return entries(table, codes).mul_(_powers(exponents.long() - _BIAS))
 
 
 def requantize_mxfp4(values: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +158,7 @@ def nearest_mxfp4(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor
 def steps_of_mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """Return the distance of the numbers around each code, in float64; ``exponents`` broadcast to the codes."""
     table = torch.tensor((0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0) * 2, dtype=torch.float64, device=codes.device)
-    return table[codes.long()] * _powers(exponents.long() - _BIAS)
+    return entries(table, codes).mul_(_powers(exponents.long() - _BIAS))
 
 
 def pack_mxfp4(codes: torch.Tensor) -> torch.Tensor:

@@ -80,3 +80,8 @@ def packed_tensor(kind: str, name: str, checkpoint: Checkpoint) -> QuantizedTens
     if found is None:
         return None
     return QuantizedTensor(kind, found.info, found.shape, with_files(checkpoint, found.statistics), found.facts)
+
+
+def entries(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Return the entry of a table for each code (uint8); an index takes 4 bytes, where ``table[codes]`` takes 8."""
+    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
