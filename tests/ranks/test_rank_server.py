@@ -59,12 +59,30 @@ def test_a_rank_has_the_folder_and_the_environment_of_its_job(
 
 
 def test_a_failure_has_the_output_and_what_was_found_before_it(server: RankServer) -> None:
-    with pytest.raises(RanksFailed, match=r"(?s)status 3:.*said this"):
+    with pytest.raises(RanksFailed, match=r"(?s)statuses \[.*3.*\]:.*said this"):
         server.run_alone("import sys; print('said this'); sys.exit(3)")
     with pytest.raises(RanksFailed, match="17 is no number"):
         server.run("raise ValueError('17 is no number')", 2)
     run = server.run_alone("import sys; report(found=1); sys.exit(3)", check=False)
     assert (run.code, run.found) == (3, [{"found": 1}])
+
+
+CRASH = """
+import os, pathlib, sys
+runs = pathlib.Path(sys.argv[1])
+with runs.open("a") as file:
+    file.write("x")
+if len(runs.read_text()) <= int(sys.argv[2]):
+    os.kill(os.getpid(), 11)
+report(runs=len(runs.read_text()))
+"""
+
+
+def test_what_a_signal_ended_is_run_once_more_and_said(server: RankServer, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"(?s)\[-11\], and run again:.*Segmentation fault.*script.py"):
+        assert server.run_alone(CRASH, args=[tmp_path / "once", "1"]).found == [{"runs": 2}]
+    with pytest.warns(UserWarning, match="run again"), pytest.raises(RanksFailed, match=r"statuses \[-11\]"):
+        server.run_alone(CRASH, args=[tmp_path / "twice", "2"])
 
 
 @pytest.mark.parametrize("alone", [False, True])
