@@ -41,6 +41,8 @@ from _common import (
     table,
     write_json,
 )
+from _load_bars import pictures, shown
+from _recorded import record
 
 Facts = dict[str, float]
 ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 2048, "dtype": "bfloat16"}
@@ -478,6 +480,9 @@ def main() -> None:
     print(parts_table(found))
     print(first_table(found, quick=args.quick))
     write_json(args.json, found)
+    if not args.quick:
+        titles = {kind: f"{TITLES[kind]}, {found['sizes'][kind]['bytes'] / MIB:.0f} MiB" for kind in TITLES}
+        record("load_base", {"titles": titles, "warm": shown(found["warm"])}, pictures)
 
 
 if __name__ == "__main__":
