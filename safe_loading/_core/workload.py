@@ -37,14 +37,21 @@ class OptimizerRule:
     options: tuple[tuple[str, object], ...] = ()  # keyword arguments that the class is made with
     block: int = 0  # elements that share one float32 statistic, for moments that are quantized in blocks
     factored: bool = False  # whether a matrix keeps one row and one column in place of a moment
+    paged: bool = False  # whether large moments are in pages that the driver moves to the host
 
-    def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
-        """Return the bytes of state of one trainable parameter, step counters left out."""
+    def state_bytes(self, shape: Sequence[int], itemsize: int, *, of_embedding: bool = False) -> int:
+        """Return the bytes of state of one trainable parameter, step counters left out.
+
+        The Trainer keeps the moments of embeddings in 32 bits where others have 8.
+        """
         count, width = math.prod(shape), itemsize if self.itemsize is None else self.itemsize
-        if self.block and count < 4096:  # min_8bit_size of the 8-bit optimizers
-            return self.moments * count * 4
-        if self.block:  # one byte an element, and a float32 absmax for each block
-            return self.moments * (count * width + math.ceil(count / self.block) * 4)
+        in_pages = self.paged and count >= 100_000  # get_state_buffer of bitsandbytes
+        if self.block and (of_embedding or count < 4096):  # min_8bit_size of the 8-bit optimizers
+            return 0 if in_pages else self.moments * count * 4
+        if self.block:  # one byte an element, and a float32 absmax for each block, which is in no page
+            return self.moments * (count * width * (not in_pages) + math.ceil(count / self.block) * 4)
+        if in_pages:
+            return 0
         if self.factored and len(shape) >= 2 and count:  # a row and a column for each matrix
             return (count // shape[-1] + count // shape[-2]) * width
         return (self.moments or int(self.factored)) * count * width
@@ -63,10 +70,13 @@ OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
         "adamw_8bit": OptimizerRule(2, itemsize=1, block=256),  # block-wise
         "lion": OptimizerRule(1),
         "lion_8bit": OptimizerRule(1, itemsize=1, block=256),
+        "lion_32bit": OptimizerRule(1, itemsize=4),  # bitsandbytes' own, as the Trainer's
+        "paged_adamw_8bit": OptimizerRule(2, itemsize=1, block=256, paged=True),
+        "paged_adamw_32bit": OptimizerRule(2, itemsize=4, paged=True),
         "sgd": OptimizerRule(0, source="torch.optim:SGD", options=_ONE_BY_ONE),
         "sgd_momentum": OptimizerRule(1, source="torch.optim:SGD", options=(("momentum", 0.9), *_ONE_BY_ONE)),
-        "adagrad": OptimizerRule(1, source="torch.optim:Adagrad", options=_ONE_BY_ONE),
-        "rmsprop": OptimizerRule(1, source="torch.optim:RMSprop", options=_ONE_BY_ONE),
+        "adagrad": OptimizerRule(1, source="torch.optim:Adagrad"),
+        "rmsprop": OptimizerRule(1, source="torch.optim:RMSprop"),
         # transformers' class, which computes and keeps in float32
         "adafactor": OptimizerRule(0, itemsize=4, source="transformers.optimization:Adafactor", factored=True),
         "none": OptimizerRule(0),
@@ -76,9 +86,7 @@ _ALIASES = {  # the Trainer's names (transformers.training_args.OptimizerNames)
     "adamw_torch": "adamw_foreach",
     "adamw_torch_fused": "adamw",
     "adamw_bnb_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "none",  # its state is in pages that the driver moves to the host
-    "paged_adamw_32bit": "none",
-    "paged_adamw": "none",
+    "paged_adamw": "paged_adamw_32bit",
 }
 
 
@@ -183,9 +191,11 @@ class Workload:
             batch_size: Rows of a micro-batch on one device; None where a search is to find it.
             sequence_length: Tokens of each row; None where a search is to find it.
             gradient_checkpointing: Whether the model's ``gradient_checkpointing_enable()`` is called.
-            optimizer: ``"adamw"`` (fused, as the Trainer's), ``"adamw_foreach"``, ``"adam"``, ``"adamw_8bit"``,
-                ``"lion"``, ``"lion_8bit"``, ``"sgd"``, ``"sgd_momentum"``, ``"adagrad"``, ``"rmsprop"``,
-                ``"adafactor"``, ``"none"``; or a class such as ``torch.optim.AdamW``, made with its default options.
+            optimizer: ``"adamw"`` (fused, as the Trainer's), ``"adamw_foreach"``, ``"adam"``, ``"adamw_8bit"`` (with
+                32 bits for embeddings, as the Trainer's), ``"paged_adamw_8bit"``, ``"paged_adamw_32bit"``, ``"lion"``
+                (in the dtype of the parameters), ``"lion_8bit"``, ``"lion_32bit"``, ``"sgd"``, ``"sgd_momentum"``,
+                ``"adagrad"``, ``"rmsprop"``, ``"adafactor"``, ``"none"``; or a class such as ``torch.optim.AdamW``,
+                made with its default options. Of a paged optimizer only what is in no page is counted.
             adapter: A ``peft`` config or the folder of an adapter: attached, and only what it trains is trained.
             autocast: ``"bfloat16"`` or ``"float16"`` to run the forward pass under ``torch.autocast``.
             gradient_accumulation_steps: From 2 on, the gradients of the first micro-batch stay while the next runs.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -29,7 +30,7 @@ _Gradients = tuple[torch.Tensor | None, ...]
 
 @contextlib.contextmanager
 def cuda_paths(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Inside, softmax, dropout and attention allocate as they do on a GPU of this compute capability.
+    """Inside, softmax, dropout, attention and optimizers allocate as they do on a GPU of this compute capability.
 
     None stands for an accelerator other than an NVIDIA GPU: Dropout.cpp treats it as CUDA, and nothing else is known.
     """
@@ -47,10 +48,23 @@ def cuda_paths(capability: tuple[int, int] | None) -> Iterator[None]:
             # functions that are composed of them (multi_head_attention_forward, Tensor.backward) switch modes off.
             for name in names:
                 stack.enter_context(patched(functional, name, getattr(functions, name)))
+            for module in _optimizers():
+                stack.enter_context(patched(module, "_default_to_fused_or_foreach", _lists_by_default))
             stack.enter_context(grouped)
             yield
     finally:
         CARD.reset(token)
+
+
+def _optimizers() -> list[ModuleType]:
+    """Return the modules of torch's optimizers that ask whether to go through lists of parameters."""
+    modules = (module for name, module in sys.modules.items() if name.startswith("torch.optim."))
+    return [module for module in modules if hasattr(module, "_default_to_fused_or_foreach")]
+
+
+def _lists_by_default(params: object, differentiable: bool, use_fused: bool = False) -> tuple[bool, bool]:
+    """Return whether a step is fused, and whether it takes whole lists, for which it computes beside all parameters."""
+    return use_fused and not differentiable, not use_fused and not differentiable
 
 
 def _grouped_products(fused: bool) -> contextlib.AbstractContextManager[object]:

@@ -38,7 +38,8 @@ def run_training(
     trained: TrainedParameters,
 ) -> None:
     """Run one training step in its steady state, with the optimizer's state already allocated."""
-    optimizer, first_update = _make_optimizer(workload, trained.stepped, ledger)
+    embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    optimizer, first_update = _make_optimizer(workload, trained.stepped, embeddings, ledger)
     importance = _Importance(model, trained, ledger)
     for parameter in trained.parameters:
         parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # of torch
@@ -147,7 +148,10 @@ def _loss_of(output: object) -> torch.Tensor:
 
 
 def _make_optimizer(
-    workload: Workload, parameters: Sequence[torch.nn.Parameter], ledger: Ledger
+    workload: Workload,
+    parameters: Sequence[torch.nn.Parameter],
+    embeddings: Sequence[torch.Tensor],
+    ledger: Ledger,
 ) -> tuple[torch.optim.Optimizer | None, slice]:
     """Return the optimizer with its state, which is there from the second step on, and the events of its first one.
 
@@ -155,7 +159,7 @@ def _make_optimizer(
     """
     rule = workload.rule
     if not parameters or (rule is not None and rule.source is None):
-        _allocate_state(rule, parameters, ledger)
+        _allocate_state(rule, parameters, embeddings, ledger)
         return None, slice(0)
     if rule is None:
         optimizer_class, options = workload.optimizer, {}
@@ -188,12 +192,18 @@ def _drop_unused_state(optimizer: torch.optim.Optimizer, unused: Iterable[torch.
                 ledger.take_back(tensor)
 
 
-def _allocate_state(rule: OptimizerRule | None, parameters: Iterable[torch.nn.Parameter], ledger: Ledger) -> None:
+def _allocate_state(
+    rule: OptimizerRule | None,
+    parameters: Iterable[torch.nn.Parameter],
+    embeddings: Sequence[torch.Tensor],
+    ledger: Ledger,
+) -> None:
     """Allocate the state of an optimizer that is not run."""
     if rule is None:
         return
     for parameter in parameters:
-        size = rule.state_bytes(parameter.shape, parameter.itemsize)
+        of_embedding = any(parameter is weight for weight in embeddings)
+        size = rule.state_bytes(parameter.shape, parameter.itemsize, of_embedding=of_embedding)
         if size:
             state = torch.empty(size, dtype=torch.uint8, device=parameter.device)
             ledger.classify(ledger.index_of(state), "optimizer")
