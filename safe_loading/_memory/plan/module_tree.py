@@ -36,7 +36,7 @@ class SizedTensor:
     names: tuple[str, ...]  # under which the model has it, the first found first
     bytes: int  # on its device, with the statistics of a quantized weight
     is_buffer: bool
-    trainable: bool  # whether a full fine-tuning trains it
+    trainable: bool  # whether a step without an adapter of its own trains it
     persistent: bool = True  # whether ``state_dict`` has it
 
     @property
@@ -217,8 +217,8 @@ def _unit_of(name: str, place: dict[str, int]) -> int:
 def _sized_tensors(model: torch.nn.Module) -> list[SizedTensor]:
     """Return every parameter and buffer of a model, persistent or not, each once.
 
-    Tied weights are one tensor with several names: the same object, the same memory, or a pair that the model's class
-    says it ties (``all_tied_weights_keys``; a model that was made on meta may not have done it yet).
+    Tied weights are one tensor with several names: the same object, the same memory, or on meta a pair that the model's
+    class says it ties (``all_tied_weights_keys``), for a model that was made there may not have done it yet.
     """
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     names_of: dict[object, list[str]] = {}
@@ -231,16 +231,16 @@ def _sized_tensors(model: torch.nn.Module) -> list[SizedTensor]:
         first.setdefault(key, place)
     for target, source in tied.items():
         one, other = key_of.get(source), key_of.get(target)
-        if one is not None and other is not None and one != other:
+        if one is None or other is None or one == other:
+            continue
+        if first[one].tensor.is_meta and first[other].tensor.is_meta:  # elsewhere the memory says what is tied
             for name in names_of.pop(other):
                 names_of[one].append(name)
                 key_of[name] = one
     tensors = []
     for key, names in names_of.items():
         place = first[key]
-        trainable = (
-            not place.is_buffer and place.tensor.is_floating_point() and place.tensor.itemsize > 1
-        )  # fp8 holds codes
+        trainable = not place.is_buffer and place.tensor.requires_grad and place.tensor.itemsize > 1  # fp8 holds codes
         size = bytes_of(place.tensor)
         tensors.append(SizedTensor(tuple(names), size, place.is_buffer, trainable, place.persistent))
     return tensors
