@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .records import Component
 
 # read by CPT, which brings each row that has become longer than zero back to a length
 _READ_ROW_BY_ROW = "delta_embedding.weight"
-_ADAPTER_PARTS = ("lora_", "vera_", "modules_to_save", "trainable_tokens_")
+_ADAPTER_PARTS = ("lora_", "vera_", "adaption_", "modules_to_save", "trainable_tokens_")
 
 
 class FakeTensors:
@@ -36,12 +36,13 @@ class FakeTensors:
 
     def replace_tensors(self, model: torch.nn.Module) -> None:
         """Replace every tensor in the attributes of the model's modules; the caller restores them."""
+        parts = adapter_parts(model)
         for prefix, module in model.named_modules():
             dot = prefix + "." if prefix else ""
             parameters: dict[str, Any] = module._parameters  # a fake Parameter or, for what is none, a fake tensor
             for name, parameter in list(parameters.items()):
                 if parameter is not None:
-                    component: Component = "adapters" if is_adapter(dot + name) else "weights"
+                    component: Component = "adapters" if is_adapter(dot + name, parts) else "weights"
                     parameters[name] = self._fake_of(parameter, dot + name, component, prefix)
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
@@ -125,6 +126,13 @@ class FakeTensors:
                 yield fake
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a tensor of this name belongs to an adapter."""
-    return any(part.startswith(_ADAPTER_PARTS) for part in name.split("."))
+def adapter_parts(model: torch.nn.Module) -> frozenset[str]:
+    """Return the attributes that hold a model's adapters: as peft's layers declare them, and what makes its prompts."""
+    declared = (getattr(module, "adapter_layer_names", ()) for module in model.modules())
+    prompts = {"prompt_encoder"} & model._modules.keys() if hasattr(model, "peft_config") else set[str]()
+    return frozenset(prompts).union(*declared)
+
+
+def is_adapter(name: str, parts: Container[str]) -> bool:
+    """Whether a tensor of this name belongs to an adapter; `parts` are those of `adapter_parts`."""
+    return any(part in parts or part.startswith(_ADAPTER_PARTS) for part in name.split("."))

@@ -26,7 +26,7 @@ from safe_loading._sharding import fsdp1
 from safe_loading._sharding.fsdp_units import plan_units
 from safe_loading.errors import ArgumentError
 
-from .fake_tensors import is_adapter
+from .fake_tensors import adapter_parts, is_adapter
 from .ledger import Ledger
 from .sharded_step import resizing_seen
 from .trained_parameters import TrainedParameters
@@ -89,6 +89,7 @@ def flat_sharded(
     if problems:
         raise ArgumentError("FSDP1 cannot shard this model:", problems)
     dtypes = {name: getattr(torch, name) for name in (spread.param_dtype, spread.reduce_dtype) if name is not None}
+    parts = adapter_parts(model)
     policy = MixedPrecision(
         param_dtype=dtypes.get(spread.param_dtype or ""), reduce_dtype=dtypes.get(spread.reduce_dtype or "")
     )
@@ -98,15 +99,15 @@ def flat_sharded(
         wrapped = fsdp1.wrap(
             model, units, mesh, device, policy, offload, (), spread.reshard_after_forward, shard=spread.shard
         )
-        _classify_shards(wrapped, ledger)
+        _classify_shards(wrapped, parts, ledger)
         yield wrapped
 
 
-def _classify_shards(model: FullyShardedDataParallel, ledger: Ledger) -> None:
+def _classify_shards(model: FullyShardedDataParallel, parts: frozenset[str], ledger: Ledger) -> None:
     for module in FullyShardedDataParallel.fsdp_modules(model):
         flat = module._flat_param
         if flat is not None:
-            component = "adapters" if all(is_adapter(name) for name in flat._fqns) else "weights"
+            component = "adapters" if all(is_adapter(name, parts) for name in flat._fqns) else "weights"
             ledger.classify(ledger.index_of(flat), component)  # type: ignore[arg-type]  # one of the two
 
 

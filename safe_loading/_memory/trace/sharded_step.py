@@ -26,7 +26,7 @@ from safe_loading._sharding import fsdp2
 from safe_loading._sharding.fsdp_units import plan_units
 from safe_loading.errors import ArgumentError
 
-from .fake_tensors import is_adapter
+from .fake_tensors import adapter_parts, is_adapter
 from .ledger import Ledger
 from .trained_parameters import TrainedParameters
 
@@ -130,13 +130,13 @@ def sharded(
 
 
 def _classify_shards(model: torch.nn.Module, ledger: Ledger) -> None:
-    paths = {id(module): path for path, module in model.named_modules()}
+    paths, parts = {id(module): path for path, module in model.named_modules()}, adapter_parts(model)
     for module in model.modules():
         for group in _groups_of(module) if isinstance(module, FSDPModule) else ():
             for parameter in group.fsdp_params:
                 path = paths[id(parameter._module_info.module)]
                 name = f"{path}.{parameter._module_info.param_name}" if path else parameter._module_info.param_name
-                component = "adapters" if is_adapter(name) else "weights"
+                component = "adapters" if is_adapter(name, parts) else "weights"
                 index = ledger.index_of(parameter._sharded_param_data)
                 ledger.classify(index, component, module=path, op=name)  # type: ignore[arg-type]  # one of the two
 
