@@ -9,11 +9,22 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from models import SIZES
+from peft import (
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from tiny_models import causal_lm_classes, skip_unless_buildable, tiny_config
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from transformers.integrations.accelerate import expand_device_map
 
-from safe_loading import DeviceMapPlan, Workload, plan_device_map, smallest_limits
+from safe_loading import DeviceMapInfeasible, DeviceMapPlan, Workload, plan_device_map, predict_memory, smallest_limits
 from safe_loading._memory.plan.map_keys import collapse, device_of
 
 EVERY = causal_lm_classes()
@@ -168,3 +179,80 @@ def test_layer_1_does_not_catch_10_and_11(cut: int) -> None:
     assert read == {name: device_of(name, units) for name in names}
     assert set(read.values()) == {5, 8, 12}
     assert len(collapse(dict.fromkeys(units, 3))) == 1
+
+
+def test_a_head_that_its_owner_untied_is_counted_beside_the_embedding() -> None:
+    sizes: dict[str, Any] = SIZES
+    model = transformers.LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+    tied = counted(plan_device_map(model, {0: "1GB"}))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    plan = plan_device_map(model, {0: "1GB"})
+    assert counted(plan) == sum(stored(model).values()) == tied + model.lm_head.weight.nbytes
+    with pytest.raises(DeviceMapInfeasible, match="does not fit"):
+        plan_device_map(model, {0: counted(plan) - 1})
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_limit_that_is_enough_for_what_is_trained_is_enough(attached: bool) -> None:
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": 6}
+    model: Any = transformers.LlamaForCausalLM(LlamaConfig(**sizes))
+    if attached:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    else:
+        for parameter in model.model.parameters():
+            parameter.requires_grad_(False)
+    workload = Workload.train(1, 8)
+    needed = plan_device_map(model, {0: "1GB"}, workload=workload).devices[0].used
+    assert needed < 2.2 * sum(stored(model).values())  # with gradients and two moments of everything it were four times
+    assert plan_device_map(model, {0: needed}, workload=workload).verified
+
+
+LORA = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+PROMPT = PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(
+    ("adapter", "attached"), [(LORA, False), (LORA, True), (PROMPT, False)], ids=["lora", "peft model", "prompt"]
+)
+def test_each_layer_has_its_cache_where_it_lies_beside_an_adapter(
+    adapter: PeftConfig, attached: bool, verify: bool
+) -> None:
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+    with torch.device("meta"):
+        model: Any = transformers.LlamaForCausalLM(LlamaConfig(**sizes))
+        model = get_peft_model(model, adapter) if attached else model
+    workload = Workload.generate(8, 512, adapter=None if attached else adapter)
+    plan = plan_device_map(model, {0: "1GB", 1: "1GB"}, workload=workload, verify=verify)
+    assert plan.verified == verify
+    one_token = 2 * 2 * 8 * 4  # keys and values of two heads in float32
+    for use in plan.devices:
+        layers = sum(device == use.device and ".layers." in f".{path}" for path, device in plan.items())
+        assert layers > 0
+        assert layers * 8 * 512 * one_token <= use.kv_cache <= layers * 8 * 520 * one_token
+        assert use.activations
+        assert not use.staging
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        LoHaConfig(r=2, target_modules=["q_proj"]),
+        IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+        OFTConfig(oft_block_size=8, target_modules=["q_proj"]),
+        LNTuningConfig(target_modules=["input_layernorm"]),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_adapters_of_every_method_are_counted(adapter: PeftConfig) -> None:
+    sizes: dict[str, Any] = SIZES
+    workload = Workload.train(1, 8, adapter=adapter)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(LlamaConfig(**sizes))
+    plain = plan_device_map(model, {0: "1GB"}).devices[0].weights
+    forecast = predict_memory(model, workload)
+    added = forecast.components["adapters"]
+    assert added >= 3 * 32
+    assert plan_device_map(model, {0: "1GB"}, workload=workload, verify=False).devices[0].weights == plain + added
+    verified = plan_device_map(model, {0: "1GB"}, workload=workload).devices[0]
+    assert (verified.weights, verified.staging) == (plain + added, 0)

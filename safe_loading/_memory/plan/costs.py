@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from safe_loading._core.names import nearest, without_peft_prefix
+from safe_loading._core.names import nearest
 from safe_loading._core.parse_size import HOST, Device
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.allocator import replay
@@ -45,12 +45,12 @@ def unit_costs(units: Sequence[PlacementUnit], workload: Workload, trace: StepTr
         return costs
     timeline = _Timeline([unit.path for unit in units], trace)
     optimizer = sum(allocation.bytes for allocation in trace.allocations if allocation.component == "optimizer")
-    trained = [
-        timeline.sums[unit.path, "adapters"]
-        if workload.adapter is not None
-        else sum(tensor.bytes for tensor in unit.tensors if tensor.trainable)
-        for unit in units
-    ]
+    adapters = [timeline.sums[unit.path, "adapters"] for unit in units]
+    if workload.adapter is not None and units[0].path:
+        adapters[0] += timeline.sums["", "adapters"]  # around the model, such as prompts: mostly beside its first unit
+    attached = workload.adapter is not None
+    tuned = [sum(tensor.bytes for tensor in unit.tensors if tensor.trainable) for unit in units]
+    trained = adapters if attached else tuned
     whole = sum(trained) or 1
     for number, (unit, cost) in enumerate(zip(units, costs, strict=True)):
         training = 0
@@ -60,7 +60,7 @@ def unit_costs(units: Sequence[PlacementUnit], workload: Workload, trace: StepTr
             training -= -optimizer * trained[number] // whole  # its share of the state, rounded up
         costs[number] = replace(
             cost,
-            weights=cost.weights + timeline.sums[unit.path, "adapters"],
+            weights=cost.weights + (adapters[number] if attached else 0),
             cache=timeline.cache[unit.path],
             training=training,
             transient=timeline.transient[unit.path],
@@ -72,7 +72,7 @@ class _Timeline:
     """Walks once through a step, and notes the bytes that were alive while each unit ran."""
 
     def __init__(self, paths: Sequence[str], trace: StepTrace) -> None:
-        self._paths = frozenset(paths)
+        self._paths, self._own_name = frozenset(paths), trace.own_name
         self._known: dict[str, str] = {}
         self.transient: dict[str, int] = defaultdict(int)  # the most that was alive and that nothing keeps, by unit
         self.cache: dict[str, int] = defaultdict(int)  # at the end, by unit
@@ -97,7 +97,7 @@ class _Timeline:
     def _unit(self, module: str) -> str:
         unit = self._known.get(module)
         if unit is None:
-            unit = self._known[module] = nearest(without_peft_prefix(module), self._paths) or ""
+            unit = self._known[module] = nearest(self._own_name(module), self._paths) or ""
         return unit
 
 

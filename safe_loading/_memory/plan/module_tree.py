@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from safe_loading._core.names import ancestors, nearest, without_peft_prefix
+from safe_loading._core.names import ancestors, nearest
 from safe_loading._core.parse_size import Device
 from safe_loading._memory.trace.accelerate_hooks import has_tensors
 from safe_loading._model.quantized.sizes import bytes_of
@@ -95,7 +95,7 @@ class ModuleTree:
     def units_with(self, names: Sequence[str | None]) -> tuple[str, ...]:
         """Return the paths of the units that contain these modules or tensors; none when one of them is in no unit."""
         paths = {unit.path for unit in self.units}
-        holders = [nearest(without_peft_prefix(name or ""), paths) for name in names]
+        holders = [nearest(name or "", paths) for name in names]
         return tuple(dict.fromkeys(path for path in holders if path)) if all(holders) else ()
 
     def split_around(self, module: str, device_map: Mapping[str, Device]) -> str:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from transformers import PreTrainedConfig
 
-from safe_loading._core.names import ancestors, nearest, without_peft_prefix
+from safe_loading._core.names import ancestors, nearest
 from safe_loading._core.parse_size import HOST, Device
 from safe_loading._memory.trace.records import StepTrace
 
@@ -33,8 +33,8 @@ class OffloadedUnits:
 
     def __init__(self, tree: ModuleTree, request: PlanRequest, trace: StepTrace | None) -> None:
         self._tree, self._request = tree, request
-        calls = trace.calls if trace is not None else {}
-        self._calls = {without_peft_prefix(name): count for name, count in calls.items() if count}
+        calls = {} if trace is None else {trace.own_name(name): count for name, count in trace.calls.items()}
+        self._calls = {name: count for name, count in calls.items() if count}
         self._steps = calls.get("", 0)
 
     def away(self, costs: Sequence[Cost], whole: Collection[str] = ()) -> list[Away]:

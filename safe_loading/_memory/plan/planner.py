@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from safe_loading._core.log import logger
-from safe_loading._core.names import nearest, without_peft_prefix
+from safe_loading._core.names import nearest
 from safe_loading._core.parse_size import HOST, Device, mixed_types, parse_device
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
@@ -247,12 +247,13 @@ class Planner:
         groups: dict[tuple[str, ...], tuple[str, str]] = {}
         undivided: dict[str, str] = {}  # blocks that were to be offloaded in part
         for problem in trace.problems:
-            within = nearest(without_peft_prefix(problem.module), {unit.path for unit in tree.units})
+            name = trace.own_name(problem.module)
+            within = nearest(name, {unit.path for unit in tree.units})
             if within is not None and device_of(within, device_map) is None:
                 undivided.setdefault(within, str(problem))
                 continue
-            module = tree.split_around(without_peft_prefix(problem.module), device_map)
-            group = tree.units_with(problem.makers)
+            module = tree.split_around(name, device_map)
+            group = tree.units_with([maker and trace.own_name(maker) for maker in problem.makers])
             is_new = len(group) > 1 and group not in self.kept_together
             if is_new and is_outside_stacks(self.request.model, module, group):
                 groups.setdefault(group, (module, str(problem)))

@@ -15,7 +15,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from safe_loading._core.names import without_peft_prefix
 from safe_loading._core.parse_size import HOST, Device
 from safe_loading._memory.trace.records import Allocation, DeviceTrace, StepTrace
 
@@ -37,13 +36,15 @@ class Homes:
     def __init__(self, device_map: Mapping[str, Device]) -> None:
         self._map, self._main = device_map, execution_devices(device_map)[0]
 
-    def of(self, allocations: Sequence[Allocation]) -> list[Device]:
+    def of(self, trace: StepTrace) -> list[Device]:
         """Return the device of each allocation of a step that ran on one device.
 
         What is offloaded runs on the main device. What a module with parts on several devices makes is on that of the
         part that ran last.
         """
-        known = {module: self._home(module) for module in {allocation.module for allocation in allocations}}
+        allocations = trace.allocations
+        modules = {allocation.module for allocation in allocations}
+        known = {module: self._home(trace.own_name(module)) for module in modules}
         last, homes = self._main, list[Device]()
         for allocation in allocations:
             home = known[allocation.module]
@@ -53,7 +54,7 @@ class Homes:
         return homes
 
     def _home(self, module: str) -> Device | None:
-        home = device_of(without_peft_prefix(module), self._map)
+        home = device_of(module, self._map)
         return self._main if home in HOST else home
 
 
@@ -83,7 +84,7 @@ class SizedSteps:
         if size == near.size and homes is None:
             return trace
         sizes = self._bytes(near, size)
-        devices = [a.device for a in trace.allocations] if homes is None else homes.of(trace.allocations)
+        devices = [a.device for a in trace.allocations] if homes is None else homes.of(trace)
         allocations = tuple(
             Allocation(own, home, a.component, a.module, a.phase, a.op, a.dtype_bytes)
             for a, own, home in zip(trace.allocations, sizes.tolist(), devices, strict=True)
@@ -99,9 +100,9 @@ class SizedSteps:
         known: dict[int, list[Device]] = {}
 
         def devices(step: _Sizes) -> list[Device]:
-            allocations = step.trace.allocations
             if step.size not in known:
-                known[step.size] = [a.device for a in allocations] if homes is None else homes.of(allocations)
+                own = (allocation.device for allocation in step.trace.allocations)
+                known[step.size] = [*own] if homes is None else homes.of(step.trace)
             return known[step.size]
 
         while high - low > 1:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from safe_loading._core.names import PEFT_PREFIX, nearest, without_peft_prefix
+from safe_loading._core.names import nearest
 
 from .ledger import Ledger, fake_device
 
@@ -45,16 +45,15 @@ class TracePlacement:
         self.hooked = len(devices) > 1 or "disk" in devices
         # a model that runs on the CPU has its "cpu" modules where they run
         self._offloads = ("disk",) if self.main == "cpu" else OFFLOADED
-        self._of_peft_model = any(key.startswith(PEFT_PREFIX) for key in self.map)  # rather than of its base
-        self._root = ("",) if self._of_peft_model else ("", PEFT_PREFIX.removesuffix("."))
+        self.around = ""  # what stands before the names of the map's modules, once an adapter is around them
 
     def entry(self, path: str) -> str | None:
         """Return the entry of the map that a module or tensor belongs to: the longest whole prefix of its path."""
-        return nearest(path if self._of_peft_model else without_peft_prefix(path), self.map)
+        return nearest(path.removeprefix(self.around), self.map)
 
     def moves_to_main(self, owner: str) -> bool:
         """Return whether a module's own tensors go to the main device: those of the model that the map is for do."""
-        return self.hooked and owner in self._root
+        return self.hooked and owner in ("", self.around.removesuffix("."))
 
     def stored_on(self, path: str) -> Device:
         """Return the device that stores a tensor while nothing runs."""

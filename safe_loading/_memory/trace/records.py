@@ -116,6 +116,11 @@ class StepTrace:
     first_update: tuple[FirstUpdate, ...] = ()
     widened: Mapping[str, int] = field(default_factory=dict)  # an adapter's bytes before peft cast it, by parameter
     starts: Mapping[str, Start] = field(default_factory=dict)  # of an adapter's tensors that are computed, by parameter
+    around: str = ""  # what a workload's adapter puts before the names of the model's modules, such as "base_model."
+
+    def own_name(self, name: str) -> str:
+        """Return a name of the traced model as the model has it without the workload's adapter around it."""
+        return "" if f"{name}." == self.around else name.removeprefix(self.around)
 
     def __repr__(self) -> str:
         """Return the workload and the peaks."""

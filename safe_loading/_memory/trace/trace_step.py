@@ -94,6 +94,7 @@ def trace_step(
             stack.enter_context(undone(Snapshot(model).restore))
             adapted = with_adapter(model, workload.adapter, where.left_on_host, prepare_for_kbit=prepare_for_kbit)
             running = stack.enter_context(adapted)
+            where.around = next((f"{path}." for path, inner in running.named_modules() if path and inner is model), "")
             stack.enter_context(with_fused_lm_head(running, workload))
             attached = workload.adapter is not None
             widened, starts = (widened_adapters(running), computed_starts(running)) if attached else ({}, {})
@@ -116,6 +117,7 @@ def trace_step(
         first_update=ledger.first_update,
         widened=widened,
         starts=starts,
+        around=where.around,
     )
 
 
