@@ -45,7 +45,7 @@ class OptimizerRule:
         The Trainer keeps the moments of embeddings in 32 bits where others have 8.
         """
         count, width = math.prod(shape), itemsize if self.itemsize is None else self.itemsize
-        in_pages = self.paged and count >= 100_000  # get_state_buffer of bitsandbytes
+        in_pages = self.paged and count >= 100_000  # the engine's get_state_buffer
         if self.block and (of_embedding or count < 4096):  # min_8bit_size of the 8-bit optimizers
             return 0 if in_pages else self.moments * count * 4
         if self.block:  # one byte an element, and a float32 absmax for each block, which is in no page
@@ -70,7 +70,7 @@ OPTIMIZERS: Mapping[str, OptimizerRule] = MappingProxyType(
         "adamw_8bit": OptimizerRule(2, itemsize=1, block=256),  # block-wise
         "lion": OptimizerRule(1),
         "lion_8bit": OptimizerRule(1, itemsize=1, block=256),
-        "lion_32bit": OptimizerRule(1, itemsize=4),  # bitsandbytes' own, as the Trainer's
+        "lion_32bit": OptimizerRule(1, itemsize=4),  # as the Trainer's
         "paged_adamw_8bit": OptimizerRule(2, itemsize=1, block=256, paged=True),
         "paged_adamw_32bit": OptimizerRule(2, itemsize=4, paged=True),
         "sgd": OptimizerRule(0, source="torch.optim:SGD", options=_ONE_BY_ONE),

@@ -127,7 +127,7 @@ class FakeTensors:
 
 
 def adapter_parts(model: torch.nn.Module) -> frozenset[str]:
-    """Return the attributes that hold a model's adapters: as peft's layers declare them, and what makes its prompts."""
+    """Return the attributes that hold a model's adapters, as peft's layers declare them, and its prompts."""
     declared = (getattr(module, "adapter_layer_names", ()) for module in model.modules())
     prompts = {"prompt_encoder"} & model._modules.keys() if hasattr(model, "peft_config") else set[str]()
     return frozenset(prompts).union(*declared)
