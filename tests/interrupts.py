@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import signal
 import sys
@@ -11,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import safe_loading
 
@@ -80,3 +86,62 @@ def problems_at(
         problems += [f"{number}, {lines.place}: {name}" for name in before if before[name] != after.get(name)]
         problems += [f"{number}, {lines.place}: new {name}" for name in after.keys() - before.keys()]
     return problems
+
+
+def bits(tensor: torch.Tensor) -> Any:
+    data = tensor.detach().contiguous()
+    content = hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest() if data.numel() else ""
+    return type(tensor), tensor.dtype, tuple(tensor.shape), str(tensor.device), content
+
+
+def facts(made: Any) -> dict[str, Any]:
+    """What a caller can see of the modules that it passed, and of torch."""
+    found: dict[str, Any] = {
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "generator": torch.get_rng_state().numpy().tobytes(),
+        "modes": (len(_get_current_dispatch_mode_stack()), len(_get_current_function_mode_stack())),
+        "Ctrl-C": signal.getsignal(signal.SIGINT),
+        "functions": (nn.functional.softmax, nn.functional.dropout, nn.functional.scaled_dot_product_attention),
+    }
+    for number, module in enumerate(made if isinstance(made, tuple) else (made,)):
+        for path, each in module.named_modules():
+            own = {
+                name: value
+                for name, value in vars(each).items()
+                if not isinstance(value, (nn.Module, torch.Tensor, dict)) and not callable(value)
+            }
+            found[f"{number} {path}"] = (id(each), type(each), str(own), list(each._modules), list(each._parameters))
+            hooks = {name: list(value) for name, value in vars(each).items() if "hooks" in name and value}
+            found[f"{number} {path} hooks"] = str(hooks)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            found[f"{number} {name}"] = (id(tensor), tensor.requires_grad, *bits(tensor))
+        for name, config in getattr(module, "peft_config", {}).items():
+            found[f"{number} config {name}"] = str(sorted(config.to_dict().items(), key=str))
+    return found
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    """The facts, and all else that a wrap could change.
+
+    A tensor without memory of its own has no bits, and a DTensor has those of its shard.
+    """
+    found = facts(())
+    for path, each in model.named_modules():
+        own = {name: id(value) for name, value in vars(each).items() if not isinstance(value, dict)}
+        registries = {name: [*value] for name, value in vars(each).items() if isinstance(value, dict)}
+        found[path] = (id(each), type(each), own, registries)
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        own = {key: id(value) for key, value in vars(tensor).items()}
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        empty = local.is_meta or local.untyped_storage().nbytes() < local.nbytes
+        found[f"tensor {name}"] = (
+            id(tensor),
+            tensor.requires_grad,
+            own,
+            id(tensor.grad),
+            None if empty else bits(local),
+        )
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -21,14 +22,24 @@ class Snapshot:
     objects may refer to them.
     """
 
-    def __init__(self, model: torch.nn.Module, modules: Iterable[torch.nn.Module] | None = None) -> None:
-        """Keep the attributes of ``modules`` alone, if any are given, and the ``requires_grad`` of no parameter."""
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        modules: Iterable[torch.nn.Module] | None = None,
+        *,
+        others: Iterable[object] = (),
+    ) -> None:
+        """Keep the attributes of ``modules`` alone, if any are given, and the ``requires_grad`` of no parameter.
+
+        ``others`` are objects, or dicts, that change with the model and are restored as its modules are.
+        """
         modules, parameters = (unordered_modules(model), walk_parameters(model)) if modules is None else (modules, ())
         modules = list(modules)
         # The configs as well, to which peft writes (pretraining_tp); several modules may share one.
         configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
-        objects: list[object] = [*modules, *configs.values()]
-        self._states = [(item, _ObjectState(vars(item))) for item in objects if hasattr(item, "__dict__")]
+        objects: list[object] = [*modules, *configs.values(), *others]
+        objects = [item for item in objects if type(item) is dict or hasattr(item, "__dict__")]
+        self._states = [(item, _ObjectState(_attributes_of(item))) for item in objects]
         self._classes = [(module, type(module)) for module in modules]  # to which transparent wrappers and FSDP2 add
         self._requires_grad = [(parameter, parameter.requires_grad) for parameter in parameters]
         self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -46,7 +57,7 @@ class Snapshot:
     def changes(self) -> Iterator[tuple[object, str]]:
         """Yield each module or config with an attribute that is another object since then, or has another content."""
         for item, state in self._states:
-            for name in state.changes(vars(item)):
+            for name in state.changes(_attributes_of(item)):
                 yield item, name
 
     def restore(self) -> None:
@@ -56,7 +67,7 @@ class Snapshot:
     def _restore(self) -> None:
         for item, state in self._states:
             # Through __dict__, because setattr() and delattr() of nn.Module look into its registries first.
-            state.restore(vars(item))
+            state.restore(_attributes_of(item))
         for module, cls in self._classes:
             if type(module) is not cls:
                 module.__class__ = cls
@@ -69,6 +80,11 @@ class Snapshot:
             for tensor, data, copy in self._whole:
                 tensor.data = data
                 tensor.copy_(copy)
+
+
+def _attributes_of(item: object) -> dict[str, Any]:
+    """Return what an object holds: the items of a plain dict, and the attributes of everything else."""
+    return item if type(item) is dict else vars(item)
 
 
 class _ObjectState:

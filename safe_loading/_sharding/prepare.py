@@ -12,12 +12,17 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import nn
+from torch.utils.data import DataLoader
 
+from safe_loading._core.interrupts import undone_on_error
 from safe_loading.errors import ArgumentError
 
 from .accelerate_settings import wrap_options
 from .checkpoint_folder import OpenedFolder
+from .later_values import WeightlessParameter
 from .parameters import parameters_of
+from .setup import ranks_of
+from .undo import model_as_before
 from .weightless import LaterWeights, later_weights_of, move_to_meta
 from .wrap_fsdp_meta_safe import wrap_fsdp_meta_safe
 
@@ -37,11 +42,45 @@ def shard_at_prepare(**options: Any) -> None:
             raise ArgumentError("accelerate prepares one sharded model a call; call prepare once for each.")
         (model,) = models
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
-        with _prepared(self, model, optimizers, options) as wrapped:
+        with (
+            _as_before(self, model, args),
+            _prepared(self, model, optimizers, options) as wrapped,
+            # a rank that fails here gets its model back, and the others could not go on without it
+            ranks_of(None).together("prepare what accelerate is given", timeout=options["timeout"]),
+        ):
             return true_prepare(self, *[wrapped if arg is model else arg for arg in args], **keywords)
 
     vars(prepare)[_REPLACED] = true_prepare
     setattr(Accelerator, "prepare", prepare)  # noqa: B010  # mypy refuses to assign to a method
+
+
+@contextlib.contextmanager
+def _as_before(accelerator: Any, model: nn.Module, args: Sequence[Any]) -> Iterator[None]:
+    """Put all that ``prepare`` changes back into its state of now when the block fails, so that it can run again."""
+    optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    loaders = [part for arg in args if isinstance(arg, DataLoader) for part in _with_samplers(arg)]
+    changed = [accelerator, getattr(accelerator.state, "fsdp_plugin", None), *optimizers, *groups, *loaders]
+    # What is cast to float32 is cast back, for which nothing need be kept; wider values would have been rounded.
+    real = [parameter for parameter in model.parameters() if not isinstance(parameter, WeightlessParameter)]
+    wide = {parameter: parameter.data for parameter in real if parameter.dtype == torch.float64}
+    dtypes = [(parameter, parameter.dtype) for parameter in real]
+
+    def cast_back() -> None:
+        for parameter, dtype in dtypes:
+            if parameter.dtype != dtype:
+                parameter.data = wide.get(parameter, parameter.data).to(dtype)
+
+    with undone_on_error(cast_back), model_as_before(model, changed, generator=True):
+        yield
+
+
+def _with_samplers(loader: object) -> Iterator[object]:
+    """Yield a loader, and the samplers in it: accelerate gives them generators, and replaces some."""
+    yield loader
+    for name in ("sampler", "batch_sampler"):
+        if (inner := vars(loader).get(name)) is not None and hasattr(inner, "__dict__"):
+            yield from _with_samplers(inner)
 
 
 @contextlib.contextmanager

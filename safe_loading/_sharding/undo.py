@@ -1,9 +1,9 @@
-"""The undoing of a wrap that fails or is interrupted: a model on meta is as it was, and can be wrapped again."""
+"""The undoing of a wrap that fails or is interrupted: the caller's model is as it was, and can be wrapped again."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,36 +11,35 @@ from torch import nn
 
 from safe_loading._core.interrupts import undone_on_error
 from safe_loading._model.snapshot import Snapshot
-
-from .setup import TensorRoles
-
-# To be undone, a wrap has to keep the parameters that it replaces. Those on meta take no memory; of the others, such as
-# new adapters on rank 0, no more than this part of the model is kept.
-_KEPT = 1 / 50
+from safe_loading._model.torch_state import TorchState
 
 
 @contextmanager
-def model_as_before(model: nn.Module, tensors: TensorRoles) -> Iterator[None]:
-    """Put the model back into its state of now when the block fails.
+def model_as_before(model: nn.Module, others: Iterable[object] = (), *, generator: bool = False) -> Iterator[None]:
+    """Put the model, and other objects that change with it, back into their state of now when the block fails.
 
-    One that is not on meta, or that an earlier call wrapped, stays as it is then.
+    Torch's own state too, with ``generator`` that of the process's generator as well.
+
+    The parameters that a wrap replaces are kept by reference. That takes no memory: the plan of the wrap has them until
+    its end as well, because FSDP gets new ones, on meta, in their place, and no value of the caller's is given up shard
+    by shard.
     """
-    kept = sum(each.nbytes for each in tensors.all if not each.is_meta)
-    if tensors.left_alone or kept > _KEPT * sum(each.nbytes for each in tensors.all):
-        yield
-        return
-    modules, snapshot = [*model.modules()], Snapshot(model)
+    # the attributes of the parameters too: FSDP2 numbers those on meta, which it is given themselves
+    modules, snapshot = [*model.modules()], Snapshot(model, others=(*model.parameters(), *others))
+    torch_state, states = TorchState(generator=generator), _states_of_fsdp2()
+    before = {module: states[module] for module in modules if module in states}
 
     def undo() -> None:
-        _forget_fsdp2(modules)
+        for module in modules:
+            states.pop(module, None)
+        states.update(before)
         snapshot.restore()
+        torch_state.restore()
 
     with undone_on_error(undo):
         yield
 
 
-def _forget_fsdp2(modules: list[nn.Module]) -> None:
-    """Take modules out of the registry in which ``fully_shard`` has its state, and which refuses them a second time."""
-    states: Any = getattr(importlib.import_module("torch.distributed._composable_state"), "_module_state_mapping", {})
-    for module in modules:
-        states.pop(module, None)
+def _states_of_fsdp2() -> Any:
+    """Return the registry in which ``fully_shard`` has its state of each module, which it refuses a second time."""
+    return getattr(importlib.import_module("torch.distributed._composable_state"), "_module_state_mapping", {})

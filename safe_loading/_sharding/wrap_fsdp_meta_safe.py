@@ -155,7 +155,7 @@ def wrap_fsdp_meta_safe(
     check_not_shared(ranks.ranks, [device_of_rank for device_of_rank, _ in phase.results])
     check_same_folders(ranks.ranks, [folders for _, folders in phase.results])
     path = find_folder(setup, ranks)
-    with model_as_before(model, setup.tensors):
+    with model_as_before(model):
         return _wrap(setup, ranks, path, auto_wrap_policy, before, started)
 
 
