@@ -83,7 +83,7 @@ class Snapshot:
 
 
 def _attributes_of(item: object) -> dict[str, Any]:
-    """Return what an object holds: the items of a plain dict, and the attributes of everything else."""
+    """Return the items of a plain dict, and the attributes of everything else."""
     return item if type(item) is dict else vars(item)
 
 
