@@ -95,7 +95,7 @@ VERBS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("most", [MOST, pytest.param(25 * MOST, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("signalled", [True, False], ids=["signal", "raised"])
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_that_is_interrupted_leaveseverything_as_it_was(verb: str, signalled: bool, most: int) -> None:
+def test_a_verb_that_is_interrupted_leaves_everything_as_it_was(verb: str, signalled: bool, most: int) -> None:
     make, call = VERBS[verb]
     call(make())  # what is remembered from a first call
     made = make()
