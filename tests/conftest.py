@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -79,6 +80,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def pytest_collection_finish() -> None:
+    """Let the collector pass over what the engines are made of, which it would look through in each full collection."""
+    gc.collect()
+    gc.freeze()
+
+
 def _of_the_process() -> dict[str, Any]:
     """What one test could leave behind for the next one in its process."""
     import torch
@@ -94,6 +101,14 @@ def _of_the_process() -> dict[str, Any]:
         "precision of products": torch.get_float32_matmul_precision(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
     }
+
+
+@pytest.fixture
+def engines_objects() -> Iterator[None]:
+    """The collector sees the objects of the engines too, as in a process that is no test."""
+    gc.unfreeze()
+    yield
+    pytest_collection_finish()
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +154,8 @@ def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer
     with RankServer({"HF_HOME": str(tmp_path_factory.mktemp("hub home"))}) as server:
         yield server
 
+
+ON_DEVICES = ("torch_npu", *MODULES)  # the accelerator before the engines, which look for it once
 
 # Scripts on the simulated accelerator report a dict, where ranks report names and values.
 ONE_DICT = """
@@ -194,6 +211,20 @@ class Simulated:
         assert self.server is not None
         return self.server.run_alone(ONE_DICT + textwrap.dedent(script), args=args, timeout=timeout).found[0]
 
+    def fork_ranks(
+        self,
+        script: str,
+        ranks: int,
+        *,
+        count: int = 8,
+        timeout: float = 180,
+        args: Sequence[str | os.PathLike[str]] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> list[dict[str, Any]]:
+        """The same in ranks that have torchrun's environment, forked from a process with `env` that has the imports."""
+        with RankServer({**self.env(count), **(env or {})}, ON_DEVICES) as server:
+            return server.run(ONE_DICT + textwrap.dedent(script), ranks, args=args, timeout=timeout).found
+
     def run_ranks(
         self,
         script: str,
@@ -220,8 +251,7 @@ def simulated() -> Iterator[Simulated]:
         library = build()
     except CannotBuildError as error:
         pytest.skip(f"no simulated accelerator: {error}")
-    # the accelerator before the engines, which look for it once
-    with RankServer(Simulated(library).env(), ("torch_npu", *MODULES)) as server:
+    with RankServer(Simulated(library).env(), ON_DEVICES) as server:
         yield Simulated(library, server)
 
 

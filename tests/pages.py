@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_server import RankServer
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -37,6 +38,10 @@ BLOCK = re.compile(
 # What stands between a block and its output: nothing, or for a command a line of prose too.
 OUTPUT = re.compile(r"\n\s*\n?```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 OUTPUT_OF_COMMAND = re.compile(r"\n(?:\n[^`<#\n][^\n]*\n)?\n?```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+RANKS = re.compile(r"torchrun (?:--standalone )?--nproc-per-node=(?P<ranks>\d+) (?P<script>\w+\.py)(?P<args>(?: \w+)*)")
+# Ahead of a script in forked ranks: a page shows what a command prints to stdout.
+APART = "import os as _os\n_os.dup2(_os.open('stderr.txt', _os.O_WRONLY | _os.O_CREAT | _os.O_APPEND), 2)\n"
 PROGRAMS = {
     "torchrun": ["-m", "torch.distributed.run"],
     "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
@@ -56,11 +61,12 @@ class Example:
     file: str | None = None
     command: str | None = None
 
-    def run(self, namespace: dict[str, Any]) -> None:
+    def run(self, namespace: dict[str, Any], server: RankServer | None = None) -> None:
+        """Run it, a torchrun in ranks of `server` where there is one."""
         if self.file is not None:
             Path(self.file).write_text(self.code, encoding="utf-8")
             return
-        said = run_command(self.command) if self.command is not None else self._run_here(namespace)
+        said = run_command(self.command, server) if self.command is not None else self._run_here(namespace)
         # The pages show what a machine without an accelerator prints.
         if self.expected is not None and not torch.accelerator.is_available():
             flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -77,17 +83,22 @@ class Example:
         return said.getvalue()
 
 
-def run_command(command: str) -> str:
-    """Run a command of a page with this process's Python, and return what it prints."""
+def run_command(command: str, server: RankServer | None = None) -> str:
+    """Run a command of a page with this process's Python, or in ranks of `server`, and return what it prints."""
+    in_ranks = RANKS.fullmatch(command)
+    if server is not None and in_ranks is not None:
+        script = APART + Path(in_ranks["script"]).read_text(encoding="utf-8")
+        run = server.run(script, int(in_ranks["ranks"]), args=in_ranks["args"].split(), timeout=240, check=False)
+        assert run.code == 0, f"{command}\n{run.output}\n{Path('stderr.txt').read_text()[-6000:]}"
+        return run.output
     program, *arguments = shlex.split(command)
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(
         [sys.executable, *PROGRAMS[program], *arguments],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
-        env={**os.environ, **quiet, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, **QUIET, "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr[-6000:]}"
     return done.stdout

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -183,6 +184,8 @@ def serve() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the ranks of a job are killed on the way out
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each rank's first full collection writes to all that it shares with this process, which copies it
     for line in sys.stdin:
         answer = json.dumps(_statuses(json.loads(line)))
         sys.stdout.write(f"{answer}\n")

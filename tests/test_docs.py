@@ -21,7 +21,8 @@ import pytest
 import torch
 from faults.adapters import edited
 from models import save_adapter, save_llama, save_tokenizer
-from pages import DOCS, ROOT, examples
+from pages import DOCS, QUIET, ROOT, examples
+from rank_server import RankServer
 
 import safe_loading
 
@@ -76,6 +77,7 @@ ALSO_ON = {  # what several verbs find stands on the page of each
 
 
 NEEDED = {"sft.md": "trl"}  # what a page needs beside the package
+LAUNCHED = {"torchrun.md"}  # its commands start torchrun itself; those of other pages, ranks that torchrun would start
 
 EXAMPLES = {page: examples(page, page.read_text(encoding="utf-8")) for page in PAGES}
 
@@ -94,6 +96,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def quiet_ranks() -> Iterator[RankServer]:
+    with RankServer(QUIET) as server:
+        yield server
+
+
 @contextlib.contextmanager
 def _working_in(folder: Path) -> Iterator[None]:
     before = Path.cwd()
@@ -106,8 +114,9 @@ def _working_in(folder: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if EXAMPLES[page]], ids=lambda page: page.name)
 def test_the_examples_of_a_page_run_in_order(
-    page: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, prepared: Path, quiet_ranks: RankServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    server = None if page.name in LAUNCHED else quiet_ranks
     if page.name in NEEDED:
         pytest.importorskip(NEEDED[page.name], reason=f"pip install {NEEDED[page.name]}")
     # what a page writes is not there for the next
@@ -116,7 +125,7 @@ def test_the_examples_of_a_page_run_in_order(
     with mock.patch.dict(os.environ):
         for example in EXAMPLES[page]:
             if example.not_run is None:
-                example.run(namespace)
+                example.run(namespace, server)
 
 
 def test_few_examples_are_not_run_and_each_says_why() -> None:

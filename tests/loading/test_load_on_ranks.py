@@ -1,4 +1,4 @@
-"""load_peft_on_rank under torchrun: real ranks, gloo, simulated devices, a hub that counts its requests."""
+"""load_peft_on_rank in ranks of one job: gloo, simulated devices, a hub that counts its requests."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def results(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> d
     arguments = [base, adapter, second, broken, root / "cache", other]
     with serve({"org/base": base, "org/adapter": named}) as hub:
         env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
-        facts = simulated.run_ranks(SCRIPT, ranks=RANKS, count=4, args=arguments, env=env, timeout=300)
+        facts = simulated.fork_ranks(SCRIPT, RANKS, count=4, args=arguments, env=env, timeout=300)
     marker = hub.requests.index("GET /everything-is-cached")
     first, cached = ([r for r in part if "org/" in r] for part in (hub.requests[:marker], hub.requests[marker:]))
     return {"ranks": facts, "first": first, "cached": cached}

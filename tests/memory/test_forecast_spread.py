@@ -195,13 +195,21 @@ def test_a_rank_allocates_what_torchs_hooks_allocate_on_real_tensors(case: str) 
         assert traced(rank, **options) == found[case]
 
 
-def test_real_ranks_of_ddp_allocate_the_same(rank_server: RankServer) -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([case for case in REPLICATED if case not in OF_DEFAULT], id="those that no other test takes"),
+        pytest.param([*REPLICATED], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_real_ranks_of_ddp_allocate_the_same(rank_server: RankServer, cases: list[str]) -> None:
     """Gloo reduces in the buckets; beside them it holds some bytes of its own for a moment."""
     text = textwrap.dedent(REPLICATED_STEP.replace("        HOOK\n", "")).replace(
         "START", 'dist.init_process_group("gloo")'
     )
-    run = rank_server.run(f"SIZES = {SIZES!r}\nCASES = {REPLICATED!r}\n{text}", 2)
-    for name, options in REPLICATED.items():
+    jobs = {case: REPLICATED[case] for case in cases}
+    run = rank_server.run(f"SIZES = {SIZES!r}\nCASES = {jobs!r}\n{text}", 2)
+    for name, options in jobs.items():
         for rank, found in enumerate(run.found):
             assert found[name] == pytest.approx(replicated_step(options, rank), rel=1e-3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,17 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from safe_loading import MemoryGuard
-
-
-@pytest.fixture
-def new_objects_alone() -> Iterator[None]:
-    """Inside, the collector sees what the test makes; looking at every object of the engines takes half a second."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def loop(steps: int, keep: list[Any] | None) -> MemoryGuard:
@@ -45,7 +34,7 @@ def loop(steps: int, keep: list[Any] | None) -> MemoryGuard:
     return guard
 
 
-def test_a_clean_loop_does_not_grow_after_the_optimizers_state(new_objects_alone: None) -> None:
+def test_a_clean_loop_does_not_grow_after_the_optimizers_state() -> None:
     guard = loop(5, None)
     assert guard.steps[0].growth_bytes >= 2 * 64 * 65 * 4
     assert [record.growth_bytes for record in guard.steps[1:]] == [0, 0, 0, 0]
@@ -53,7 +42,7 @@ def test_a_clean_loop_does_not_grow_after_the_optimizers_state(new_objects_alone
     assert guard.peak_bytes >= guard.steps[0].live_bytes
 
 
-def test_a_loop_that_keeps_its_outputs(new_objects_alone: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_keeps_its_outputs(caplog: pytest.LogCaptureFixture) -> None:
     kept: list[Any] = []
     with caplog.at_level(logging.INFO, logger="safe_loading"):
         guard = loop(6, kept)
@@ -65,13 +54,13 @@ def test_a_loop_that_keeps_its_outputs(new_objects_alone: None, caplog: pytest.L
     assert "[32, 64] float32" in str(guard)
 
 
-def test_logging_says_what_is_shown(new_objects_alone: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_logging_says_what_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="safe_loading"):
         loop(3, None)
     assert not caplog.records
 
 
-def test_the_report() -> None:
+def test_the_report(engines_objects: None) -> None:
     guard = loop(2, None)  # among all the objects of the engines
     facts = json.loads(guard.to_json())
     assert [step["step"] for step in facts["steps"]] == [1, 2]
@@ -81,7 +70,7 @@ def test_the_report() -> None:
     assert header.split() == ["step", "live", "growth", "peak"]
 
 
-def test_tensors_that_are_not_what_they_seem(one_rank: None, new_objects_alone: None) -> None:
+def test_tensors_that_are_not_what_they_seem(one_rank: None) -> None:
     def made(make: Callable[[], Any]) -> int:
         with MemoryGuard() as guard:
             kept.append(make())

@@ -111,13 +111,13 @@ MEMORY = """
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA covers mappings on Linux only")
 def test_64_mib_are_enough_for_tensors_that_are_larger(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 512, "intermediate_size": 100_000, "num_hidden_layers": 1}
+    sizes = {"hidden_size": 512, "intermediate_size": 80_000, "num_hidden_layers": 1}
     for name, config in (("warm", {}), ("large", sizes)):
         base = save_llama(tmp_path / name / "base", torch.bfloat16, **config)
         for kind in ("plain", "dora"):
-            targets = {"target_modules": ["gate_proj", "down_proj"], "use_dora": kind == "dora"}
+            targets = {"target_modules": ["down_proj"], "use_dora": kind == "dora"}
             save_adapter(tmp_path / name / kind, base, **targets)
-    assert max(info.nbytes for info in read_checkpoint(tmp_path / "large" / "base").tensors.values()) > 96 << 20
+    assert max(info.nbytes for info in read_checkpoint(tmp_path / "large" / "base").tensors.values()) > 76 << 20
     assert run(MEMORY, tmp_path)[-2:] == ["DONE plain", "DONE dora"]
 
 
