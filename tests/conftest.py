@@ -107,6 +107,7 @@ def _of_the_process() -> dict[str, Any]:
 def engines_objects() -> Iterator[None]:
     """The collector sees the objects of the engines too, as in a process that is no test."""
     gc.unfreeze()
+    assert len(gc.get_objects()) > 100_000
     yield
     pytest_collection_finish()
 

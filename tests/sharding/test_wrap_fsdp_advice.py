@@ -292,7 +292,7 @@ def test_a_process_group_is_made_first(tiny_llama: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_an_optimizer_is_made_after_the_wrap(one_rank: None, tiny_llama: Path) -> None:
+def test_an_optimizer_is_made_after_the_wrap(one_rank: None, engines_objects: None, tiny_llama: Path) -> None:
     model = on_meta(tiny_llama)
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     model = any_of(wrap_fsdp_meta_safe(model, tiny_llama))
