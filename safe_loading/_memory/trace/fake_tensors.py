@@ -6,9 +6,10 @@ from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .accelerate_hooks import TracePlacement
+from .fake_tensor_maker import FakeTensorMaker
 from .known_values import KnownValues
 from .ledger import Ledger, fake_device
 from .records import Component
@@ -25,8 +26,8 @@ class FakeTensors:
     own tensors only shape, strides, dtype and storage are read.
     """
 
-    def __init__(self, mode: FakeTensorMode, ledger: Ledger, values: KnownValues, placement: TracePlacement) -> None:
-        self._mode = mode
+    def __init__(self, maker: FakeTensorMaker, ledger: Ledger, values: KnownValues, placement: TracePlacement) -> None:
+        self._maker = maker
         self._ledger = ledger
         self._values = values
         self._placement = placement
@@ -104,11 +105,14 @@ class FakeTensors:
         with torch.no_grad():
             base = self._storages.get(storage._cdata)
             if base is None:
-                fake = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
+                with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+                    meta = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+                    fake = self._maker.fake(meta, device)
                 # in general one tensor fills its storage; for views of a larger one the storage is made as bytes
                 if fake.untyped_storage().nbytes() == storage.nbytes() and tensor.storage_offset() == 0:
                     self._storages[storage._cdata] = fake
-                    return fake.detach()
+                    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+                        return self._maker.fake(meta, device)
                 base = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
                 self._storages[storage._cdata] = base
             whole = base.as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0)

@@ -16,12 +16,14 @@ from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
+from .fake_tensor_maker import FakeTensorMaker
 from .operation import OperationCall
 
 NEW = object()
 """In place of outputs: the cache does not know the operation."""
+_LIST = "List[Tensor]"  # the type of several outputs, or of several arguments, in an operation's schema
 _OF_LISTS = ("aten::_foreach_", "aten::_fused_")
 _PLAIN = (int, float, str, torch.dtype, torch.layout, torch.memory_format)
 _HOST = torch.device("cpu")
@@ -40,7 +42,7 @@ class _Output(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    is_tuple: bool
+    several: type[tuple[torch.Tensor, ...]] | type[list[torch.Tensor]] | None  # None for one tensor by itself
     tensors: tuple[_Output, ...]
 
 
@@ -60,8 +62,8 @@ class OperationCache:
     `outputs` is what earlier traces of the same model remembered; it grows.
     """
 
-    def __init__(self, mode: FakeTensorMode, outputs: CachedOutputs | None = None) -> None:
-        self._mode = mode
+    def __init__(self, maker: FakeTensorMaker, outputs: CachedOutputs | None = None) -> None:
+        self._maker = maker
         self._outputs: CachedOutputs = {} if outputs is None else outputs
 
     def key(self, call: OperationCall) -> OperationKey | None:
@@ -79,25 +81,25 @@ class OperationCache:
         known = self._outputs.get(key.parts)
         if known is None:
             return NEW
-        made = tuple(self._new(output, call, key.devices) for output in known.tensors)
-        return made if known.is_tuple else made[0]
+        # without the modes, which would trace the making of the outputs
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            if known.several is None:
+                return self._new(known.tensors[0], call, key.devices)
+            return known.several(self._new(output, call, key.devices) for output in known.tensors)
 
     def _new(self, output: _Output, call: OperationCall, devices: list[torch.device]) -> torch.Tensor:
         shape, strides, dtype, place, offset, source = output
-        device = devices[place] if isinstance(place, int) else place
-        # without the modes, which would trace the making of the output
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            if source < 0:
-                empty = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-            else:
-                empty = torch.empty(0, dtype=dtype, device="meta")
-                empty.set_(call.args[source].untyped_storage(), offset, shape, strides)
-            return FakeTensor(self._mode, empty, device)
+        if source < 0:
+            empty = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        else:
+            empty = torch.empty(0, dtype=dtype, device="meta")
+            empty.set_(call.args[source].untyped_storage(), offset, shape, strides)
+        return self._maker.fake(empty, devices[place] if isinstance(place, int) else place)
 
     def remember(self, key: OperationKey, call: OperationCall, out: object) -> None:
         """Keep an operation's outputs, when they can be made again from their description."""
         accelerators = len(key.devices)
-        several = isinstance(out, (tuple, list))
+        several = type(out) if isinstance(out, (tuple, list)) else None
         described = []
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if type(tensor) is not FakeTensor or tensor.layout is not torch.strided or tensor.is_complex():
@@ -112,18 +114,20 @@ class OperationCache:
             shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
             described.append(_Output(shape, tensor.stride(), tensor.dtype, device, offset, source))
         # an accelerator that no argument is on has no number in the key
-        if len(key.devices) == accelerators and (not several or type(out) is tuple):
+        if len(key.devices) == accelerators and several in (None, tuple, list):
             self._outputs[key.parts] = _Outputs(several, tuple(described))
 
 
 @cache
 def _has_only_outputs(func: OpOverload[..., object]) -> bool:
-    """Whether an operation takes and returns tensors and writes to none; views of its arguments are allowed."""
+    """Whether an operation returns tensors and writes to none; views of its arguments are allowed."""
     schema = getattr(func, "_schema", None)
-    if schema is None or schema.is_mutable or func.namespace not in ("aten", "prims"):
+    if schema is None or schema.is_mutable or func.namespace not in ("aten", "prims") or not schema.returns:
         return False
-    tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    return tensors and all(str(returned.type) == "Tensor" for returned in schema.returns)
+    returned = {str(each.type) for each in schema.returns}
+    if returned == {_LIST}:  # a view of a tensor in a list would not be told from a tensor of its own
+        return not any(str(argument.type) == _LIST for argument in schema.arguments)
+    return returned == {"Tensor"}
 
 
 @cache

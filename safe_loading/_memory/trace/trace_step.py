@@ -33,6 +33,7 @@ from .adapter_starts import computed_starts, widened_adapters
 from .attached_adapter import with_adapter
 from .attention_kernels import attention_stand_ins
 from .dispatch_mode import TraceDispatchMode
+from .fake_tensor_maker import FakeTensorMaker
 from .fake_tensors import FakeTensors
 from .flat_sharded_step import FlatShardedParameters, flat_sharded, trained_by_rank
 from .function_mode import TraceFunctionMode
@@ -99,10 +100,11 @@ def trace_step(
             attached = workload.adapter is not None
             widened, starts = (widened_adapters(running), computed_starts(running)) if attached else ({}, {})
             fake = FakeTensorMode(allow_non_fake_inputs=True)
-            mode = TraceDispatchMode(ledger, values, OperationCache(fake, cached_outputs), multi_device=where.hooked)
+            maker = FakeTensorMaker(fake)
+            mode = TraceDispatchMode(ledger, values, OperationCache(maker, cached_outputs), multi_device=where.hooked)
             try:
                 sharding = None if spread is None or mesh is None else (spread, mesh, rank)
-                _run(running, workload, where, inputs, mode, fake, sharding)
+                _run(running, workload, where, inputs, mode, maker, sharding)
             except Exception as error:
                 raise trace_error(running, workload, error, inputs) from error
     return StepTrace(
@@ -127,14 +129,14 @@ def _run(
     where: TracePlacement,
     user_inputs: Mapping[str, torch.Tensor] | None,
     mode: TraceDispatchMode,
-    fake: FakeTensorMode,
+    maker: FakeTensorMaker,
     sharding: tuple[Spread, DeviceMesh, int] | None,
 ) -> None:
     ledger = mode.ledger
     functions = TraceFunctionMode(mode.content, fake_device(where.main))
     # the fake mode is entered before the dispatch mode, which therefore sees each operation first and can answer it
-    with _isolated(mode.values.generators), attention_stand_ins(model), functions, functions.whole_lists(), fake:
-        tensors = FakeTensors(fake, ledger, mode.values, where)
+    with _isolated(mode.values.generators), attention_stand_ins(model), functions, functions.whole_lists(), maker.mode:
+        tensors = FakeTensors(maker, ledger, mode.values, where)
         tensors.replace_tensors(model)
         if workload.kind == "weights_only":
             ledger.close()
