@@ -98,7 +98,9 @@ def state_of(model: Any) -> dict[str, tuple[object, ...]]:
     for name, module in model.named_modules():
         config, adapters = getattr(module, "config", None), getattr(module, "peft_config", None)
         facts = repr(sorted(vars(config).items(), key=str)) if isinstance(config, PretrainedConfig) else ""
-        state[f"module {name}"] = (id(module), module.training, facts, repr(adapters))
+        # a copy of a set may have another order, by the seed of the process's hashes
+        sets = [id(value) for each in (adapters or {}).values() for value in vars(each).values() if type(value) is set]
+        state[f"module {name}"] = (id(module), module.training, facts, repr(adapters), sets)
     return state
 
 

@@ -144,14 +144,14 @@ def _undo_of(model: torch.nn.Module) -> Callable[[], None]:
     held = [vars(module).get(name) for module in model.modules() for name in ("generation_config", "peft_config")]
     # an adapter's config is in a dict by its name, to which saving adds the base's
     objects = [item for value in held for item in (value.values() if isinstance(value, dict) else (value,))]
-    configs = [(item, copy.deepcopy(vars(item))) for item in objects if item is not None]
+    configs = [(item, vars(item).copy(), copy.deepcopy(vars(item))) for item in objects if item is not None]
 
     def undo() -> None:
         snapshot.restore()
         for tensor, data in tensors:
             tensor.data = data
-        for item, fields in configs:
-            vars(item).update(fields)
+        for item, fields, copies in configs:  # a copy of a set may have another order, so an equal field stays itself
+            vars(item).update({name: fields[name] if fields[name] == copies[name] else copies[name] for name in fields})
 
     return undo
 
