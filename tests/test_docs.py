@@ -326,7 +326,7 @@ def test_the_pictures_are_drawn_by_the_project_from_what_was_measured(monkeypatc
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     with mock.patch.dict(os.environ):  # one of them sets the environment of its ranks
         contexts, over_time = importlib.import_module("contexts"), importlib.import_module("memory_over_time")
-        mistakes = importlib.import_module("mistakes")
+        mistakes, load_bars = importlib.import_module("mistakes"), importlib.import_module("_load_bars")
     facts = {path.stem: path.read_text(encoding="utf-8") for path in (DOCS / "pictures").glob("*.json")}
     plan = safe_loading.DeviceMapPlan.from_json(facts["plan"])
     assert plan.verified
@@ -340,6 +340,7 @@ def test_the_pictures_are_drawn_by_the_project_from_what_was_measured(monkeypatc
         "contexts.svg": contexts.draw(json.loads(facts["contexts"])["contexts"]),
         **over_time.pictures(json.loads(facts["over_time"])),
         **mistakes.pictures(json.loads(facts["mistakes"])),
+        **load_bars.pictures(json.loads(facts["load_base"])),
     }
     for name, svg in drawn.items():
         assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == svg, name
