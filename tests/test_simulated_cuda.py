@@ -374,7 +374,8 @@ rank = int(os.environ["LOCAL_RANK"])
 torch.cuda.set_device(rank)
 model = AutoModelForCausalLM.from_pretrained("checkpoint", device_map={"": rank})
 model(input_ids=torch.ones(1, 64, dtype=torch.long, device="cuda"), use_cache=False).logits.float().sum().backward()
-print("reserved", rank, torch.cuda.max_memory_reserved())
+# in one piece: torchrun runs Python unbuffered, whose print writes the words of two ranks between one another
+os.write(1, f"reserved {rank} {torch.cuda.max_memory_reserved()}\\n".encode())
 """
 
 
