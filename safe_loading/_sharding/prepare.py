@@ -43,7 +43,7 @@ def shard_at_prepare(**options: Any) -> None:
         (model,) = models
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
         with (
-            _as_before(self, model, args),
+            _as_before(self, model, optimizers, args),
             _prepared(self, model, optimizers, options) as wrapped,
             # a rank that fails here gets its model back, and the others could not go on without it
             ranks_of(None).together("prepare what accelerate is given", timeout=options["timeout"]),
@@ -55,9 +55,10 @@ def shard_at_prepare(**options: Any) -> None:
 
 
 @contextlib.contextmanager
-def _as_before(accelerator: Any, model: nn.Module, args: Sequence[Any]) -> Iterator[None]:
+def _as_before(
+    accelerator: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], args: Sequence[Any]
+) -> Iterator[None]:
     """Put all that ``prepare`` changes back into its state of now when the block fails, so that it can run again."""
-    optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     loaders = [part for arg in args if isinstance(arg, DataLoader) for part in _with_samplers(arg)]
     changed = [accelerator, getattr(accelerator.state, "fsdp_plugin", None), *optimizers, *groups, *loaders]

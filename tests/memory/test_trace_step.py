@@ -10,11 +10,13 @@ import pytest
 import torch
 from allocator_truth import above_start
 from peft import LoraConfig, get_peft_model
+from tiny_models import tiny_config
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaModel,
     MixtralConfig,
@@ -173,7 +175,9 @@ def test_cached_outputs_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> N
         assert (computed.allocations, computed.events) == (expected.allocations, expected.events)
 
 
-def test_what_an_optimizer_does_to_lists_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def operations_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operations that traces run themselves, and do not answer from what they remember."""
     run: list[str] = []
     original = OperationCall.run
 
@@ -182,13 +186,25 @@ def test_what_an_optimizer_does_to_lists_is_not_run(monkeypatch: pytest.MonkeyPa
         return original(self)
 
     monkeypatch.setattr(OperationCall, "run", counted)
+    return run
+
+
+def test_operations_that_make_or_split_tensors_run_once(operations_run: list[str]) -> None:
+    with torch.device("meta"):
+        model: Any = DeepseekV3ForCausalLM(tiny_config("DeepseekV3ForCausalLM"))
+    trace_step(model, Workload.train(2, 16))
+    assert operations_run.count("aten.zeros.default") <= 2  # an optimizer's count of steps, for each parameter
+    assert 0 < operations_run.count("aten.split_with_sizes.default") <= 3  # shapes, in each of the layers
+
+
+def test_what_an_optimizer_does_to_lists_is_not_run(operations_run: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     cached: CachedOutputs = {}
     traces = [trace_step(llama(), Workload.train(2, length), cached_outputs=cached) for length in (16, 24)]
-    assert "aten._fused_adamw_.default" not in run
+    assert "aten._fused_adamw_.default" not in operations_run
     assert traces[0].first_update == traces[1].first_update != ()
     monkeypatch.setattr(dispatch_mode, "changes_a_list", lambda _: False)
     by_torch = trace_step(llama(), Workload.train(2, 16))
-    assert "aten._fused_adamw_.default" in run
+    assert "aten._fused_adamw_.default" in operations_run
     assert (by_torch.events, by_torch.first_update) == (traces[0].events, traces[0].first_update)
 
 

@@ -45,10 +45,9 @@ def unit_costs(units: Sequence[PlacementUnit], workload: Workload, trace: StepTr
         return costs
     timeline = _Timeline([unit.path for unit in units], trace)
     optimizer = sum(allocation.bytes for allocation in trace.allocations if allocation.component == "optimizer")
-    adapters = [timeline.sums[unit.path, "adapters"] for unit in units]
-    if workload.adapter is not None and units[0].path:
+    adapters, attached = [timeline.sums[unit.path, "adapters"] for unit in units], workload.adapter is not None
+    if attached and units[0].path:
         adapters[0] += timeline.sums["", "adapters"]  # around the model, such as prompts: mostly beside its first unit
-    attached = workload.adapter is not None
     tuned = [sum(tensor.bytes for tensor in unit.tensors if tensor.trainable) for unit in units]
     trained = adapters if attached else tuned
     whole = sum(trained) or 1
