@@ -22,7 +22,7 @@ from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.layout.ties import untied_finding
 from safe_loading._model.meta_model import build_on_meta
-from safe_loading._model.model_config import read_config
+from safe_loading._model.model_config import ignored_sizes, read_config
 from safe_loading._model.quantized.request import packs_on_device
 from safe_loading._model.weights_dtype import weights_dtype
 from safe_loading._ranks.rank_devices import RankDevices
@@ -50,7 +50,11 @@ def base_config(folder: Path, base_kwargs: EngineKwargs, document: JsonObject | 
     if base_kwargs.get("gguf_file") and not (folder / CONFIG).exists():
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=base_kwargs["gguf_file"])
         return config
-    return read_config(folder, trust_remote_code=trusted, document=document, asked=base_kwargs.keys())
+    config = read_config(folder, trust_remote_code=trusted, document=document, asked=base_kwargs.keys())
+    ignored = None if document is None else ignored_sizes(folder / CONFIG, document, config)
+    if ignored is not None:  # of the vocabulary alone, too: its weights have other shapes
+        raise CheckpointError(ignored.problem)
+    return config
 
 
 def changed_config(folder: Path, base_kwargs: EngineKwargs) -> tuple[PreTrainedConfig, dict[str, object]]:

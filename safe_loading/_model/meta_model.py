@@ -15,7 +15,7 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig
 from transformers import core_model_loading as loader
 
 from safe_loading._checkpoint.hub import HubOptions
-from safe_loading._checkpoint.model_folder import ModelFolder
+from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._checkpoint.modelopt import refuse_modelopt
 from safe_loading._core.engines import dtype_plan, set_config_dtype, tie_on_meta
 from safe_loading._core.log import logger, quiet
@@ -26,7 +26,7 @@ from safe_loading._ranks.own_generators import own_generators
 from safe_loading.errors import ArgumentError
 
 from .formats.four_bit_on_meta import four_bit_on_meta
-from .model_config import building, read_config, read_generation_config
+from .model_config import building, ignored_sizes, read_config, read_generation_config
 from .module_limit import module_limit
 from .quantized.on_disk import refuse_bad_codes
 from .quantized.to_plain import how_to_dequantize
@@ -121,7 +121,9 @@ def meta_model(
             trust_remote_code=trust_remote_code,
         )
     guessed = class_assumed(config, built, trust_remote_code=trust_remote_code) if auto_class is None else None
-    for note in filter(None, (assumed, guessed if folder is not None else None)):
+    document = None if opened is None else opened.config
+    ignored = None if folder is None or document is None else ignored_sizes(folder / CONFIG, document, config)
+    for note in filter(None, (assumed, ignored, guessed if folder is not None else None)):
         logger.warning("%s: %s %s", note.where, note.message, note.fix)
     if quantization_config is not None:
         four_bit_on_meta(built, quantization_config, made_dtype)

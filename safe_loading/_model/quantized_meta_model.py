@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from safe_loading._checkpoint.model_folder import ModelFolder
+from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._checkpoint.modelopt import refuse_modelopt
 from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError, SafeLoadingError
@@ -21,6 +21,7 @@ from .formats.card_findings import bytes_of_parameters, experts_not_quantized
 from .formats.format import AMPERE, HOPPER, Format, QuantizationRequest, TargetCard
 from .formats.registry import FORMATS
 from .meta_model import class_assumed, meta_model
+from .model_config import ignored_sizes
 from .quantized.on_disk import refuse_bad_codes
 from .quantized.patterns import compiled_once, refuse_costly_patterns
 from .quantized.request import read_request
@@ -79,6 +80,8 @@ def quantized_meta_model(
     with without_packages():
         model = meta_model(plain, dtype=weights.dtype, **options)
     known = [] if weights.assumed is None else [weights.assumed]
+    if folder is not None and folder.config is not None:
+        known += filter(None, [ignored_sizes(folder.path / CONFIG, folder.config, config)])
     if options.get("auto_class") is None:
         trusted = bool(options.get("trust_remote_code"))
         known += filter(None, [class_assumed(plain, model, trust_remote_code=trusted)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ from safe_loading import (
     plan_device_map,
 )
 from safe_loading._checkpoint.model_folder import ModelFolder
-from safe_loading._loading.base_model import base_on_meta
+from safe_loading._loading.base_model import base_config, base_on_meta
 from safe_loading._model.meta_model import build_on_meta, class_in_config, class_to_build
 
 EVERY = sorted({*causal_lm_classes(), *image_text_classes()})
@@ -306,6 +307,27 @@ def test_sizes_that_a_class_would_ignore_are_refused_until_they_are_where_it_rea
     assert meta_model(tmp_path).config.text_config.hidden_size == 5120
     path.write_text(json.dumps(document | {"hidden_size": 4096, "num_hidden_layers": 32}))
     meta_model(tmp_path)  # the original 7B: the defaults are its sizes
+
+
+def test_a_vocabulary_that_a_class_would_ignore_is_planned_with_a_finding_and_not_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Step-3.7, whose file has the sizes of the text model at its top: all but one are the defaults of the class."""
+    document = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "vocab_size": 31000}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(document))
+    said = r"ignores vocab_size=31000 \(it takes \d+\): LlavaConfig .* which the file lacks"
+    plan = plan_device_map(tmp_path, {0: "90GB"}, verify=False)
+    (found,) = [finding for finding in plan.findings if finding.code == "sizes-ignored"]
+    assert found.severity == "warning"
+    assert re.search(said, found.message)
+    with caplog.at_level("WARNING", logger="safe_loading"):
+        meta_model(tmp_path)
+    assert re.search(said, caplog.text)
+    with pytest.raises(CheckpointError, match=said):
+        base_config(tmp_path, {}, document)
+    path.write_text(json.dumps(document | {"text_config": {"model_type": "llama", "vocab_size": 31000}}))
+    assert meta_model(tmp_path).config.text_config.vocab_size == 31000  # the advice
 
 
 @pytest.mark.parametrize(
