@@ -42,6 +42,7 @@ PAGE_OF = {  # the page whose tables list a file's findings; the longest start o
     "_loading/check_as_load.py": "checkpoints.md",
     "_model/layout/": "checkpoints.md",
     "_model/layout/ties.py": "loading.md",
+    "_model/model_config.py": "planning.md",
     "_model/weights_dtype.py": "planning.md",
     "_merging/": "merging.md",
     "_merging/disk/": "merge_checkpoint.md",

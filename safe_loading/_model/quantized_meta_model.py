@@ -79,9 +79,7 @@ def quantized_meta_model(
     request = read_request(on_disk, quantization_config)
     with without_packages():
         model = meta_model(plain, dtype=weights.dtype, **options)
-    known = [] if weights.assumed is None else [weights.assumed]
-    if folder is not None and folder.config is not None:
-        known += filter(None, [ignored_sizes(folder.path / CONFIG, folder.config, config)])
+    known = [*filter(None, (weights.assumed, _ignored_sizes(folder, config)))]
     if options.get("auto_class") is None:
         trusted = bool(options.get("trust_remote_code"))
         known += filter(None, [class_assumed(plain, model, trust_remote_code=trusted)])
@@ -114,6 +112,11 @@ def quantized_meta_model(
     if not request.pre_quantized and chosen.loading_not_counted:
         findings.append(_of_loading(request.method))
     return QuantizedModel(model, request.method, findings)
+
+
+def _ignored_sizes(folder: ModelFolder | None, config: PreTrainedConfig) -> Finding | None:
+    document = None if folder is None else folder.config
+    return None if folder is None or document is None else ignored_sizes(folder.path / CONFIG, document, config)
 
 
 def _known_format(request: QuantizationRequest) -> Format:
