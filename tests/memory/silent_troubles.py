@@ -1,0 +1,667 @@
+"""Silent troubles that people reported to the trackers in 2025 and 2026, each as a short script and as its healthy twin.
+
+A script is made with ``right=False`` as in the thread, and with ``right=True`` as it should be. ``test_silent_troubles``
+trains both for three steps, saves them and loads them again, so that the trouble is seen and not assumed, and audits
+both before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import accelerate
+import torch
+from models import SIZES
+from peft import (
+    AdaLoraConfig,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+    prepare_model_for_kbit_training,
+)
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TrainerCallback,
+    initialization,
+)
+
+from safe_loading import Transparent, attach_head, wrap_transparent
+
+HIDDEN = SIZES["hidden_size"]
+LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+TOKENS = torch.arange(32).reshape(2, 16) + 3
+
+
+@dataclasses.dataclass
+class Script:
+    """A model and what it is trained with.
+
+    Attributes:
+        model: As the training loop has it.
+        trains: Parts of the names of what the user wants trained; every such parameter has to change.
+        keeps: Parts of the names of what must not change.
+        optimizer: None makes one of all that requires gradients, as trainers do.
+        arguments: Attributes of a trainer's arguments.
+        again: Loads what was saved, as people do; None loads the adapter onto a new base, or the model by its class.
+        save: None calls ``save_pretrained``.
+        recomputes: Whether the layers are to be checkpointed.
+        round_trip: Whether the audit goes that way too.
+        inputs: What the model takes beside tokens and labels, or in their place.
+        trainer: What an audit gets beside the arguments: callbacks and the like.
+        also: Returns further troubles after the three steps.
+        after_a_step: Runs after each step of the optimizer.
+    """
+
+    model: Any
+    trains: tuple[str, ...] = ("lora_",)
+    keeps: tuple[str, ...] = ()
+    optimizer: Any = None
+    again: Callable[[Path], Any] | None = None
+    save: Callable[[Path], Any] | None = None
+    recomputes: bool = False
+    round_trip: bool = False
+    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    arguments: dict[str, Any] | None = None
+    trainer: dict[str, Any] | None = None
+    also: Callable[[], set[str]] = set
+    after_a_step: Callable[[int], Any] = lambda _: None
+
+
+class Trouble(NamedTuple):
+    """A thread, the code that finds its trouble, what three steps show, and the script; see `SILENT` for None."""
+
+    thread: str
+    code: str | None
+    seen: str
+    make: Callable[[bool, Path], Script]
+
+
+TROUBLES: dict[str, Trouble] = {}
+# Why an audit says nothing: of a wish of which nothing is left, or because today's engines do better.
+SILENT = {
+    "targets_that_another_library_drops": "nothing in the adapter's config names what was wanted",
+    "a_part_that_was_to_be_trained_before_the_adapter": "get_peft_model freezes the base, on purpose",
+    "half_of_the_experts": "an adapter on a part of the layers is the rule",
+    "a_pattern_that_leaves_a_layer_out": "of a pattern nobody can say what it was to match",
+    "a_base_that_only_memory_has": "the weights in memory are not compared with those on disk",
+}
+
+
+def trouble(thread: str, code: str | None, seen: str) -> Callable[[Any], Any]:
+    """Enter a script into the table under its name."""
+
+    def enter(make: Callable[[bool, Path], Script]) -> Callable[[bool, Path], Script]:
+        TROUBLES[make.__name__] = Trouble(thread, code, seen, make)
+        return make
+
+    return enter
+
+
+def mended(thread: str) -> Callable[[Any], Any]:
+    """Enter a script whose trouble today's engines no longer make: an audit must not speak of it any more."""
+    return trouble(thread, None, "")
+
+
+def base(cls: Any = LlamaForCausalLM, config: Any = LlamaConfig, **changes: Any) -> Any:
+    """A model with the same values each time, as one that is loaded from a checkpoint."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return cls(config(**{**SIZES, **changes})).train()
+
+
+def adapted(model: Any = None, **fields: Any) -> Any:
+    return get_peft_model(base() if model is None else model, LoraConfig(**{**LORA, **fields})).train()
+
+
+def saved(folder: Path, **fields: Any) -> Path:
+    """An adapter that was trained before."""
+    model = adapted(init_lora_weights=False, **fields)
+    model.save_pretrained(folder / "trained-before")
+    return folder / "trained-before"
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
+
+
+# What looks trained and is not.
+
+
+@trouble("huggingface/trl#6700", "SL105", "untrained")
+def an_adapter_that_was_loaded_to_be_used(right: bool, folder: Path) -> Script:
+    model = PeftModel.from_pretrained(base(), saved(folder), is_trainable=right).train()
+    return Script(model, optimizer=adamw(model.parameters() if not right else trained(model)))
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@trouble("huggingface/peft#3580", "SL105", "untrained")
+def a_second_adapter_that_was_loaded_to_be_trained(right: bool, folder: Path) -> Script:
+    model = PeftModel.from_pretrained(base(), saved(folder), is_trainable=False)
+    model.load_adapter(saved(folder), adapter_name="other", is_trainable=True)
+    if right:
+        model.set_adapter("other")
+    own = [p for name, p in model.named_parameters() if ".other." in name]
+
+    def load(at: Path) -> Any:
+        again = PeftModel.from_pretrained(base(), at)
+        again.load_adapter(at / "other", "other")
+        again.set_adapter(model.active_adapter)
+        return again
+
+    return Script(model.train(), trains=(".other.",), keeps=(".default.",), optimizer=adamw(own), again=load)
+
+
+def other(folder: Path) -> Any:
+    return PeftModel.from_pretrained(base(), folder / "other", adapter_name="other")
+
+
+class Switched(Transparent):
+    """Two adapters that take turns in one forward pass."""
+
+    thaws: bool
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        both = ["first", "other"]
+        this: Any = self
+        this.set_adapter(both[0])
+        out = super().__call__(*args, **inputs)
+        this.set_adapter(both[1])
+        other = super().__call__(*args, **inputs)
+        out.loss = out.loss + other.loss
+        if self.thaws:
+            this.set_requires_grad(both)
+        return out
+
+
+@trouble("huggingface/peft#2759", "SL121", "untrained")
+def two_adapters_that_take_turns(right: bool, folder: Path) -> Script:
+    model = get_peft_model(base(), LoraConfig(**LORA), adapter_name="first")
+    model.add_adapter("other", LoraConfig(**LORA))
+    model.set_requires_grad(["first", "other"])
+    optimizer = adamw([p for name, p in model.named_parameters() if "lora_" in name])
+    wrapped = wrap_transparent(model, Switched, thaws=right)
+    wrapped.accepts_loss_kwargs = False
+
+    def load(folder: Path) -> Any:
+        again = PeftModel.from_pretrained(base(), folder / "first", adapter_name="first")
+        again.load_adapter(folder / "other", "other")
+        return wrap_transparent(again, Switched, thaws=False)
+
+    return Script(wrapped.train(), optimizer=optimizer, again=load)
+
+
+@trouble("gke-labs/open-rl#80", "SL118", "untrained")
+def the_optimizer_of_another_adapter(right: bool, folder: Path) -> Script:
+    model = get_peft_model(base(), LoraConfig(**LORA), adapter_name="first")
+    model.add_adapter("other", LoraConfig(**LORA))
+    if right:
+        model.set_adapter("other")
+    optimizer = adamw(trained(model))
+    model.set_adapter("other")
+    return Script(model.train(), trains=(".other.",), optimizer=optimizer, again=other)
+
+
+@trouble("huggingface/trl#3926", "SL105", "untrained")
+def prepared_after_the_adapter(right: bool, folder: Path) -> Script:
+    model = base(dtype=torch.float32)
+    model = adapted(model) if right else prepare_model_for_kbit_training(adapted(model), False)
+    return Script(model.train(), optimizer=adamw(model.parameters() if not right else trained(model)))
+
+
+class FusedHead(Transparent):
+    """A loss that multiplies with the head's weight itself, as fused kernels do."""
+
+    def __call__(self, *args: Any, labels: Any = None, **inputs: Any) -> Any:
+        out = super().__call__(*args, **inputs, output_hidden_states=True)
+        head: Any = self.get_output_embeddings()  # type: ignore[attr-defined]  # of the model
+        logits = out.hidden_states[-1] @ head.weight.T
+        out.loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return out
+
+
+def fused(model: Any) -> Any:
+    wrapped = wrap_transparent(model, FusedHead)
+    wrapped.get_base_model().accepts_loss_kwargs = False
+    return wrapped.train()
+
+
+@trouble("huggingface/trl#4612", "SL121", "untrained")
+def an_adapter_on_a_head_that_a_fused_loss_reads(right: bool, folder: Path) -> Script:
+    targets = ["q_proj"] if right else ["q_proj", "lm_head"]
+    return Script(fused(adapted(target_modules=targets)), again=lambda at: fused(PeftModel.from_pretrained(base(), at)))
+
+
+@trouble("unslothai/unsloth#9331", "SL105", "untrained")
+def factors_of_embeddings_that_are_frozen_again(right: bool, folder: Path) -> Script:
+    model = adapted(target_modules=["embed_tokens", "q_proj"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name if right else ".lora_A." in name or ".lora_B." in name)
+    return Script(model)
+
+
+@trouble("unslothai/unsloth#9326", None, "untrained")
+def targets_that_another_library_drops(right: bool, folder: Path) -> Script:
+    layers = r".*\.(q_proj|v_proj)"
+    model = adapted(target_modules=layers, modules_to_save=["lm_head"] if right else None)
+    return Script(model, trains=("lora_", "lm_head.modules_to_save" if right else "lm_head"))
+
+
+@mended("locuslab/open-unlearning#178")
+def reentrant_checkpoints_without_gradients_of_inputs(right: bool, folder: Path) -> Script:
+    model = adapted(modules_to_save=["lm_head"])
+    model.get_base_model().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    if right:
+        model.enable_input_require_grads()
+    return Script(model, trains=("lora_", "modules_to_save"), recomputes=True)
+
+
+@trouble("NVIDIA-NeMo/Megatron-Bridge#5991", None, "untrained")
+def a_part_that_was_to_be_trained_before_the_adapter(right: bool, folder: Path) -> Script:
+    model = base().requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    model = adapted(model, modules_to_save=["lm_head"] if right else None)
+    return Script(model, trains=("lora_", "lm_head.modules_to_save" if right else "lm_head"))
+
+
+@trouble("huggingface/peft#3582", "SL138", "scaled otherwise")
+def a_key_of_alpha_pattern_that_matches_nothing(right: bool, folder: Path) -> Script:
+    model = adapted(alpha_pattern={"q_proj" if right else "self_attn.query": 64}, lora_alpha=2)
+    scaled = model.get_base_model().model.layers[0].self_attn.q_proj.scaling["default"]
+    return Script(model, also=lambda: set() if scaled == 64 / LORA["r"] else {"scaled otherwise"})
+
+
+@trouble("vvvvvjdy/D-OPSD#5", "SL138", "untrained")
+def a_comma_that_is_missing(right: bool, folder: Path) -> Script:
+    targets = ["q_proj", "gate_proj", "up_proj"] if right else ["q_proj", "gate_projup_proj"]
+    return Script(adapted(target_modules=targets), trains=("lora_", "gate_proj.lora_B" if right else "gate_proj"))
+
+
+def mixture() -> Any:
+    return base(MixtralForCausalLM, MixtralConfig, num_local_experts=2, num_experts_per_tok=1)
+
+
+@trouble("unslothai/unsloth#6936", "SL138", "untrained")
+def experts_under_a_name_that_the_model_does_not_have(right: bool, folder: Path) -> Script:
+    targets = ["experts.gate_up_proj"] if right else ["experts.gate_up_projs"]
+    model = adapted(mixture(), target_parameters=targets)
+    again = lambda at: PeftModel.from_pretrained(mixture(), at)  # noqa: E731
+    return Script(model, trains=("lora_", "experts.lora_B" if right else "experts.gate_up"), again=again)
+
+
+@trouble("unslothai/unsloth#11014", None, "untrained")
+def half_of_the_experts(right: bool, folder: Path) -> Script:
+    targets = ["experts.gate_up_proj", "experts.down_proj"] if right else ["experts.down_proj"]
+    model = adapted(mixture(), target_parameters=targets)
+    again = lambda at: PeftModel.from_pretrained(mixture(), at)  # noqa: E731
+    return Script(model, trains=("lora_",) if right else ("lora_", "gate_up_proj"), again=again)
+
+
+@trouble("modelscope/ms-swift#10153", None, "untrained")
+def a_pattern_that_leaves_a_layer_out(right: bool, folder: Path) -> Script:
+    pattern = r".*\.(q_proj|v_proj)" + (r"|.*\.up_proj" if right else r"|up_proj(?=\.)")
+    return Script(adapted(target_modules=pattern), trains=("lora_", "up_proj.lora_B" if right else "up_proj"))
+
+
+@trouble("huggingface/peft#3487", "SL105", "untrained")
+def another_adapter_for_inference_freezes_the_trained_one(right: bool, folder: Path) -> Script:
+    model = adapted()
+    model.add_adapter("reference", LoraConfig(**{**LORA, "target_modules": ["k_proj"]}, inference_mode=True))
+    if right:
+        model.set_adapter("default")
+    else:
+        model.set_requires_grad("default", requires_grad=False)
+    return Script(model.train(), trains=(".default.",), optimizer=adamw(model.parameters() if not right else trained(model)))
+
+
+@trouble("huggingface/lerobot#3459", "SL137", "lost")
+def an_adapter_around_an_adapter(right: bool, folder: Path) -> Script:
+    model = PeftModel.from_pretrained(base(), saved(folder), is_trainable=True)
+    return Script((model if right else adapted(model)).train())
+
+
+class Allocates(TrainerCallback):
+    """What peft's documentation asks for, in a Trainer."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].base_model.update_and_allocate(state.global_step)
+
+
+@trouble("huggingface/sentence-transformers#3842", "SL139", "as LoRA")
+def adalora_whose_ranks_nobody_allocates(right: bool, folder: Path) -> Script:
+    sizes: dict[str, Any] = {"init_r": 4, "target_r": 1, "tinit": 0, "tfinal": 1, "deltaT": 1, "total_step": 4}
+    sizes["orth_reg_weight"] = 1e-9  # a part of the loss that depends on the ranks that are saved
+    model = get_peft_model(base(), AdaLoraConfig(**{**LORA, "r": 8}, **sizes)).train()
+    callback = Allocates()
+
+    def after_a_step(number: int) -> None:
+        if right:
+            callback.on_optimizer_step(None, SimpleNamespace(global_step=number + 1), None, model=model)
+
+    def ranks() -> set[str]:
+        return set() if model.peft_config["default"].rank_pattern else {"as LoRA"}
+
+    handler = SimpleNamespace(callbacks=[callback] if right else [])
+    again = lambda at: PeftModel.from_pretrained(base(), at, is_trainable=True)  # noqa: E731
+    return Script(model, trains=("lora_A",), again=again, trainer={"callback_handler": handler}, also=ranks, after_a_step=after_a_step)
+
+
+@trouble("huggingface/trl#6277", "SL126", "untrained")
+def virtual_tokens_that_a_loss_goes_around(right: bool, folder: Path) -> Script:
+    class Around(Transparent):
+        def __call__(self, *args: Any, **inputs: Any) -> Any:
+            this: Any = self
+            return super().__call__(*args, **inputs) if right else this.get_base_model()(*args, **inputs)
+
+    def wrapped(model: Any) -> Any:
+        return wrap_transparent(model, Around).train()
+
+    model = get_peft_model(base(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    return Script(wrapped(model), trains=("prompt_encoder",), again=lambda at: wrapped(PeftModel.from_pretrained(base(), at)))
+
+
+@trouble("radixark/miles#1087", "SL127", "untrained")
+def merged_for_generation_and_never_unmerged(right: bool, folder: Path) -> Script:
+    model = PeftModel.from_pretrained(base(), saved(folder), is_trainable=True).train()
+    model.merge_adapter()
+    if right:
+        model.unmerge_adapter()
+    return Script(model)
+
+
+@trouble("unslothai/unsloth#2736", "SL127", "untrained")
+def disabled_for_a_reference_and_left_so(right: bool, folder: Path) -> Script:
+    model = adapted()
+    optimizer = adamw(trained(model))
+    model.disable_adapter_layers()
+    if right:
+        model.enable_adapter_layers()
+    return Script(model, optimizer=optimizer)
+
+
+@trouble("unslothai/unsloth#2188", "SL128", "untrained")
+def tokens_that_were_added(right: bool, folder: Path) -> Script:
+    base().save_pretrained(folder / "base")
+    rows = SIZES["vocab_size"]
+
+    def larger() -> Any:
+        model = LlamaForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).train()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model.resize_token_embeddings(rows + 2)
+        return model
+
+    model = adapted(larger(), trainable_token_indices=[rows, rows + 1] if right else None)
+    trains = ("lora_", "embed_tokens") if not right else ("lora_", "trainable_tokens_delta")
+    tokens = torch.full((2, 16), rows)
+    tokens[:, ::2] = rows + 1
+    again = lambda at: PeftModel.from_pretrained(larger(), at)  # noqa: E731
+    return Script(model, trains=trains, again=again, inputs={"input_ids": tokens})
+
+
+class OwnLoss(LlamaForCausalLM):
+    """A forward with **kwargs that drops the number of tokens."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        kwargs.pop("num_items_in_batch", None)
+        return super().forward(input_ids, attention_mask, labels=labels, **kwargs)
+
+
+@trouble("huggingface/transformers#37766", "SL119", "undivided")
+def a_forward_that_drops_the_number_of_tokens(right: bool, folder: Path) -> Script:
+    model = adapted(base(LlamaForCausalLM if right else OwnLoss))
+
+    def undivided() -> set[str]:
+        both = [model(TOKENS, labels=TOKENS, num_items_in_batch=torch.tensor(count)).loss for count in (10, 1000)]
+        return {"undivided"} if torch.equal(*both) else set()
+
+    return Script(model, arguments={"gradient_accumulation_steps": 4}, also=undivided)
+
+
+@trouble("huggingface/accelerate#3209", "SL118", "untrained")
+def prepared_by_accelerate_before_the_adapter(right: bool, folder: Path) -> Script:
+    model = base()
+    accelerator = accelerate.Accelerator(cpu=True)
+    if right:
+        model = adapted(model)
+        optimizer = adamw(trained(model))
+    else:
+        optimizer = adamw(trained(model))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return Script(model if right else adapted(model), optimizer=optimizer)
+
+
+# What is trained and does not come back.
+
+
+@mended("huggingface/peft#3306")
+def biases_of_lora_only(right: bool, folder: Path) -> Script:
+    make = lambda: base(Qwen2ForCausalLM, Qwen2Config)  # noqa: E731
+    model = adapted(make(), bias="all" if right else "lora_only")
+    return Script(model, trains=("lora_", "q_proj.base_layer.bias"), again=lambda at: PeftModel.from_pretrained(make(), at))
+
+
+@trouble("Blaizzy/mlx-vlm#2178", "SL109", "lost, moved")
+def a_base_that_is_not_frozen_when_resumed(right: bool, folder: Path) -> Script:
+    model = PeftModel.from_pretrained(base(), saved(folder), is_trainable=True)
+    if not right:
+        model.requires_grad_(True)
+    return Script(model.train(), keeps=("base_layer", "embed_tokens"))
+
+
+@trouble("huggingface/peft#2738", "SL103", "lost")
+def a_projector_that_is_trained_beside_the_adapter(right: bool, folder: Path) -> Script:
+    model = adapted(modules_to_save=["norm"] if right else None)
+    if not right:
+        model.get_base_model().model.norm.requires_grad_(True)
+    return Script(model, trains=("lora_", "model.norm.modules_to_save" if right else "model.norm"))
+
+
+class Valued(Transparent):
+    """A value head on the last hidden states."""
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        out = super().__call__(*args, **inputs, output_hidden_states=True)
+        this: Any = self
+        out.loss = out.loss + this.value_head(out.hidden_states[-1]).square().mean()
+        return out
+
+
+@trouble("radixark/miles#3080", "SL104", "lost")
+def a_head_that_was_made_after_the_adapter(right: bool, folder: Path) -> Script:
+    def with_head(model: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            head = nn.Linear(HIDDEN, 1)
+        if right:
+            attach_head(model, "value_head", head)
+        else:
+            model.get_base_model().value_head = head
+        wrapped = wrap_transparent(model, Valued)
+        wrapped.accepts_loss_kwargs = False
+        return wrapped.train()
+
+    def load(at: Path) -> Any:
+        if not right:
+            return with_head(PeftModel.from_pretrained(base(), at))
+        model = base()
+        attach_head(model, "value_head", nn.Linear(HIDDEN, 1))
+        return wrap_transparent(PeftModel.from_pretrained(model, at), Valued)
+
+    return Script(with_head(adapted()), trains=("lora_", "value_head.modules_to_save" if right else "value_head"), again=load)
+
+
+class Scaled(LlamaForCausalLM):
+    """A model with a parameter of its own, whose first value is drawn as transformers asks for."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.register_buffer("counts", torch.zeros(2), persistent=False)  # in no checkpoint, so that it is made anew
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[no-untyped-call]  # of transformers
+        if module is self:
+            initialization.ones_(self.temperature)
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(input_ids, attention_mask, labels=labels, **kwargs)
+        out.loss = out.loss * self.temperature
+        return out
+
+
+class Overwritten(Scaled):
+    """The same, which writes over what was loaded."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self:
+            self.temperature.data.fill_(1.0)
+
+
+@trouble("huggingface/transformers#46620", "SL132", "lost")
+def a_value_that_is_written_after_the_load(right: bool, folder: Path) -> Script:
+    return Script(base(Scaled if right else Overwritten), trains=("weight", "temperature"), round_trip=True)
+
+
+@mended("huggingface/transformers#48595")
+def a_saved_module_of_an_integrated_adapter(right: bool, folder: Path) -> Script:
+    model = base()
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    base().save_pretrained(folder / "base")
+    for config in model.peft_config.values():
+        config.base_model_name_or_path = str(folder / "base")
+
+    def load(at: Path) -> Any:
+        return LlamaForCausalLM.from_pretrained(at)
+
+    def by_hand(at: Path) -> Any:
+        again = base()
+        again.load_adapter(str(at))
+        return again
+
+    return Script(model.train(), trains=("lora_", "modules_to_save"), again=by_hand if right else load, round_trip=True)
+
+
+@trouble("huggingface/peft#2777", "SL111", "untied")
+def tied_parts_that_are_both_saved(right: bool, folder: Path) -> Script:
+    make = lambda: base(tie_word_embeddings=True)  # noqa: E731
+    model = adapted(make(), modules_to_save=["embed_tokens", "lm_head"], ensure_weight_tying=right)
+    again = lambda at: PeftModel.from_pretrained(make(), at)  # noqa: E731
+    return Script(model, trains=("lora_", "modules_to_save"), again=again, also=lambda: untied(model))
+
+
+def untied(model: Any) -> set[str]:
+    """Whether the embeddings and the head, which the config ties, have other values."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    parts = [base.get_input_embeddings(), base.get_output_embeddings()]
+    weights = [part.modules_to_save["default"].weight if hasattr(part, "modules_to_save") else part.weight for part in parts]
+    return set() if torch.equal(*weights) else {"untied"}
+
+
+@trouble("hiyouga/LlamaFactory#6749", "SL111", "untied")
+def one_of_two_tied_parts(right: bool, folder: Path) -> Script:
+    make = lambda: base(tie_word_embeddings=True)  # noqa: E731
+    model = adapted(make(), modules_to_save=["embed_tokens"], ensure_weight_tying=right)
+    again = lambda at: PeftModel.from_pretrained(make(), at)  # noqa: E731
+    return Script(model, trains=("lora_", "modules_to_save"), again=again, also=lambda: untied(model))
+
+
+@trouble("TransformerLensOrg/TransformerLens#1725", "SL111", "untied")
+def a_tie_that_a_load_takes_apart(right: bool, folder: Path) -> Script:
+    model = base(tie_word_embeddings=True)
+    state = {"model.embed_tokens.weight": model.lm_head.weight.detach().clone()}
+    model.load_state_dict(state, strict=False, assign=True)
+    if right:
+        model.tie_weights()
+    return Script(model.requires_grad_(True), trains=("weight",), also=lambda: untied(model))
+
+
+@trouble("FareedKhan-dev/train-llm-from-scratch#36", "SL106", "lost")
+def keys_of_a_compiled_model(right: bool, folder: Path) -> Script:
+    model = base()
+    compiled = torch.compile(model, backend="eager")
+    save = lambda at: torch.save((model if right else compiled).state_dict(), at / "state.pt")  # noqa: E731
+
+    def load(at: Path) -> Any:
+        again = base()
+        again.load_state_dict(torch.load(at / "state.pt", weights_only=True), strict=False)
+        return again
+
+    return Script(model if right else compiled, trains=("weight",), save=save, again=load)
+
+
+@trouble("unslothai/unsloth#3317", "SL135", "untrained")
+def a_score_head_that_the_adapter_freezes(right: bool, folder: Path) -> Script:
+    config = {"num_labels": 2, "pad_token_id": 0}
+    fields = {**LORA, "task_type": "SEQ_CLS" if right else None}
+    make = lambda: base(LlamaForSequenceClassification, **config)  # noqa: E731
+    model = get_peft_model(make(), LoraConfig(**fields)).train()
+    trains = ("lora_", "score.modules_to_save" if right else "score")
+    return Script(model, trains=trains, inputs={"labels": torch.tensor([0, 1])}, again=lambda at: PeftModel.from_pretrained(make(), at))
+
+
+class Wrapper(nn.Module):
+    """Code around a model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.auto_model = model
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        return self.auto_model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+
+
+@trouble("huggingface/sentence-transformers#3402", "SL101", "lost")
+def a_checkpoint_of_a_wrapper(right: bool, folder: Path) -> Script:
+    model = adapted() if right else Wrapper(adapted())
+    save = None if right else (lambda at: torch.save(model.state_dict(), at / "state.pt"))
+
+    def load(at: Path) -> Any:
+        again = adapted()
+        again.load_state_dict(torch.load(at / "state.pt", weights_only=True), strict=False)
+        return again
+
+    return Script(model, save=save, again=None if right else load)
+
+
+@trouble("huggingface/trl#4713", None, "lost")
+def a_base_that_only_memory_has(right: bool, folder: Path) -> Script:
+    merged = PeftModel.from_pretrained(base(), saved(folder)).merge_and_unload()
+    model = adapted(base() if right else merged)
+    return Script(model)
+
+
+@trouble("MakazhanAlpamys/Soup#425", "SL129", "16 bits")
+def bfloat16_under_a_scaler(right: bool, folder: Path) -> Script:
+    make = lambda: base(dtype="bfloat16").to(torch.bfloat16)  # noqa: E731
+    model = adapted(make())
+    if not right:
+        model = model.to(torch.bfloat16)
+    # on a GPU the scaler raises: "_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'
+    halves = {"16 bits"} if any(p.dtype == torch.bfloat16 for p in trained(model)) else set()
+    again = lambda at: PeftModel.from_pretrained(make(), at, autocast_adapter_dtype=right)  # noqa: E731
+    return Script(model, arguments={"fp16": True}, again=again, also=lambda: halves)
+
+
+@trouble("axolotl-ai-cloud/axolotl#2621", "SL108", "float32")
+def embeddings_that_a_preparation_casts(right: bool, folder: Path) -> Script:
+    make = lambda: base(dtype="bfloat16").to(torch.bfloat16)  # noqa: E731
+    model = adapted(make() if right else prepare_model_for_kbit_training(make(), use_gradient_checkpointing=False))
+    wide = {"float32"} if model.get_base_model().model.embed_tokens.weight.dtype == torch.float32 else set()
+    load = lambda: make() if right else make().float()  # noqa: E731
+    return Script(model, again=lambda at: PeftModel.from_pretrained(load(), at), also=lambda: wide)
