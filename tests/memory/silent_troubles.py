@@ -27,9 +27,12 @@ from peft import (
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import (
+    CLIPVisionConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2Config,
@@ -444,6 +447,70 @@ def prepared_by_accelerate_before_the_adapter(right: bool, folder: Path) -> Scri
         optimizer = adamw(trained(model))
     model, optimizer = accelerator.prepare(model, optimizer)
     return Script(model if right else adapted(model), optimizer=optimizer)
+
+
+IMAGE = 100  # the token of an image
+
+
+def llava() -> Any:
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    vision |= {"image_size": 16, "patch_size": 8, "projection_dim": 32}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        parts = {"vision_config": CLIPVisionConfig(**vision), "text_config": LlamaConfig(**SIZES)}
+        config = LlavaConfig(**parts, image_token_index=IMAGE)
+        return LlavaForConditionalGeneration(config).train()
+
+
+def of_llava(exclude: str | None, images: bool) -> Script:
+    fields: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "exclude_modules": exclude}
+    model = get_peft_model(llava(), LoraConfig(**fields)).train()
+    tokens = TOKENS.clone()
+    if images:
+        tokens[:, 1:5] = IMAGE
+    inputs = {"input_ids": tokens, **({"pixel_values": torch.rand(2, 3, 16, 16)} if images else {})}
+    return Script(model, again=lambda at: PeftModel.from_pretrained(llava(), at), inputs=inputs)
+
+
+@trouble("huggingface/trl#1936", "SL121", "untrained")
+def the_last_layer_of_a_vision_tower(right: bool, folder: Path) -> Script:
+    return of_llava(r".*vision_tower.*layers\.2\..*" if right else None, images=True)
+
+
+@trouble("haotian-liu/LLaVA#1647", "SL121", "untrained")
+def a_vision_tower_that_gets_an_adapter_and_no_image(right: bool, folder: Path) -> Script:
+    return of_llava(r".*vision_tower.*" if right else None, images=False)
+
+
+@trouble("huggingface/peft#3373", "SL139", "as LoRA")
+def adalora_in_a_model_without_the_method(right: bool, folder: Path) -> Script:
+    script = adalora_whose_ranks_nobody_allocates(right, folder)
+    if right:
+        return script
+    model = base()
+    sizes: dict[str, Any] = {"init_r": 4, "target_r": 1, "tinit": 0, "tfinal": 1, "deltaT": 1, "total_step": 4}
+    model.add_adapter(AdaLoraConfig(r=8, target_modules=["q_proj"], **sizes))
+
+    def load(at: Path) -> Any:
+        again = base()
+        again.load_adapter(str(at))
+        return again
+
+    ranks = lambda: set() if model.peft_config["default"].rank_pattern else {"as LoRA"}  # noqa: E731
+    return dataclasses.replace(script, model=model.train(), again=load, also=ranks)
+
+
+@mended("huggingface/peft#2494")
+def a_module_to_save_whose_original_is_frozen(right: bool, folder: Path) -> Script:
+    model = base()
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+
+    def load(at: Path) -> Any:
+        again = base()
+        again.load_adapter(str(at))
+        return again
+
+    return Script(model.train(), trains=("lora_", "modules_to_save"), again=load)
 
 
 # What is trained and does not come back.
