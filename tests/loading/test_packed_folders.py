@@ -308,7 +308,7 @@ def test_a_forecast_has_the_dtypes_of_whoever_prepares_the_base(folders: Any, tm
     prepared: Any = get_peft_model(prepare_model_for_kbit_training(load(base)), config)
     back: Any = prepare_model_for_kbit_training(load(base))
     for name, module in back.named_modules():  # as axolotl does it, whose trainers are known by their module
-        if "norm" in name or ("embed_tokens" in name or "lm_head" in name) and hasattr(module, "weight"):
+        if "norm" in name or (("embed_tokens" in name or "lm_head" in name) and hasattr(module, "weight")):
             module.to(torch.bfloat16)
     of_axolotl = type("Trainer", (SimpleNamespace,), {"__module__": "axolotl.core.trainers.base"})
     trainers = {

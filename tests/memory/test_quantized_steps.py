@@ -146,7 +146,9 @@ def test_whose_preparation_a_step_in_4_bits_begins_with_is_a_word() -> None:
     assert weights["trl"] == weights["none"] == weights[None] == weights["peft"] - 2 * rest  # four bytes for two
     assert 2 * adapters["trl"] == 2 * adapters[None] == adapters["peft"] == adapters["none"]
     assert [word for word, found_of in assumed.items() if found_of] == [None]
-    with pytest.raises(ArgumentError, match='prepare_for_kbit=True: pass one of "trl", "peft", "axolotl", "unsloth", "none"'):
+    with pytest.raises(
+        ArgumentError, match='prepare_for_kbit=True: pass one of "trl", "peft", "axolotl", "unsloth", "none"'
+    ):
         predict_memory(config, **{**options, "prepare_for_kbit": True})
     for word in ("trl", "peft"):  # the Trainer refuses a packed model without an adapter, and peft freezes it
         with pytest.raises(TraceError, match="Nothing is trained"):

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import silent_losses  # noqa: F401  # enters its scripts
+import silent_untrained  # noqa: F401  # enters its scripts
 import torch
 from adapter_methods import METHODS
 from peft import PeftModel, get_peft_model
-from silent_troubles import SILENT, TOKENS, TROUBLES, Script, adamw, base, trained
+from silent_scripts import SILENT, TOKENS, TROUBLES, Script, adamw, base, trained
 from torch import nn
 
 from safe_loading import Workload, audit_model
@@ -53,7 +55,9 @@ def happens(script: Script, folder: Path) -> set[str]:
     optimizer = script.optimizer or adamw(trained(model))
     for step in range(STEPS):
         loss = model(**inputs).loss
-        (loss if loss.requires_grad else loss.requires_grad_()).backward()  # as trainers do whose step switches adapters
+        (
+            loss if loss.requires_grad else loss.requires_grad_()
+        ).backward()  # as trainers do whose step switches adapters
         optimizer.step()
         script.after_a_step(step)
         optimizer.zero_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -34,8 +34,8 @@ _LONGEST_ERROR = 300  # characters
 _UNREAD = "left as before the load"
 _ABSENT = "not in the checkpoint"
 _PROMPT = (
-    "peft saves the prompt, and not the encoder that computes it: PeftModel.from_pretrained has the same prompt, but no "
-    "training can be resumed."
+    "peft saves the prompt, and not the encoder that computes it: PeftModel.from_pretrained has the same prompt, but "
+    "no training can be resumed."
 )
 _FIXES = {
     "failed": "end what it names before training: the first checkpoint fails in the same way.",
@@ -72,7 +72,7 @@ def check_round_trip(audited: AuditedModel, skipped: list[str]) -> Iterator[Find
     """
     model, roads = _roads(audited)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and p.dtype.itemsize > 1}
-    reason = _impossible(model, roads, trained)
+    reason = _impossible(model, roads, trained, of_adapter=audited.adapted is not None)
     if reason is not None:
         skipped.append(f"round trip: {reason}")
         return
@@ -82,6 +82,9 @@ def check_round_trip(audited: AuditedModel, skipped: list[str]) -> Iterator[Find
         for block in (quiet(), only_errors_of("transformers"), engine_bars(local_rank()), own_generators()):
             stack.enter_context(block)
         _in_other_memory(model)
+        if any(parameter.is_meta for parameter in trained.values()):
+            _fill(model, [*trained.values(), *audited.saved.values()])
+            trained = {name: p for name, p in model.named_parameters() if name in trained}
         with torch.no_grad():
             for parameter in trained.values():
                 parameter.normal_()
@@ -132,11 +135,13 @@ def _roads(audited: AuditedModel) -> tuple[torch.nn.Module, list[Road]]:
     return model, roads
 
 
-def _impossible(model: torch.nn.Module, roads: list[Road], trained: Mapping[str, torch.Tensor]) -> str | None:
-    """Return why there is no round trip, or None."""
+def _impossible(
+    model: torch.nn.Module, roads: list[Road], trained: Mapping[str, torch.Tensor], *, of_adapter: bool
+) -> str | None:
+    """Return why there is no round trip, or None. An adapter needs no base with values: a checkpoint holds it alone."""
     if not trained:
         return "nothing is trained."
-    if any(tensor.is_meta for tensor in trained.values()):
+    if any(tensor.is_meta for tensor in trained.values()) and not of_adapter:
         return "the model is on meta, and has no values to save: pass one with weights."
     if any(isinstance(tensor, DTensor) for tensor in trained.values()) or (
         torch.distributed.is_available()
@@ -178,6 +183,15 @@ def _in_other_memory(model: torch.nn.Module) -> None:
             own = copies[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]  # of torch
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         tensor.data = empty.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _fill(model: torch.nn.Module, wanted: Iterable[torch.nn.Parameter]) -> None:
+    """Put zeros on the host in the place of some parameters on meta; where they have two names, at both."""
+    zeros = {p: torch.nn.Parameter(torch.zeros_like(p, device="cpu"), p.requires_grad) for p in wanted if p.is_meta}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in zeros:
+                module._parameters[name] = zeros[parameter]
 
 
 def _walk(

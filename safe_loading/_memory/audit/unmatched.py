@@ -1,4 +1,4 @@
-"""Checks of names in an adapter's config that match nothing in the model, about which peft is silent if others match."""
+"""Checks of names in an adapter's config that match nothing in the model, which peft passes over if others match."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ def _last_words(names: Iterable[str]) -> list[str]:
 
 
 def _finding(audited: AuditedModel, adapter: str, field: str, names: list[str], known: list[str]) -> Finding:
-    listed = ", ".join(map(repr, names))
+    model = type(audited.base or audited.inner).__name__
     message = (
         f"{counted(len(names), 'entry', 'entries')} of {field} of adapter {adapter!r} "
-        f"{'matches' if len(names) == 1 else 'match'} nothing in {type(audited.base or audited.inner).__name__}: {listed}; "
-        f"peft goes on with the others."
+        f"{'matches' if len(names) == 1 else 'match'} nothing in {model}: {', '.join(map(repr, names))}; peft goes on "
+        f"with the others."
     )
     near = sorted({word for name in names for word in difflib.get_close_matches(name, known, n=2, cutoff=_NEAR)})
     instead = f": it has {', '.join(map(repr, near))}" if near else ""

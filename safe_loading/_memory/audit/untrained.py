@@ -50,8 +50,8 @@ def check_allocated(audited: AuditedModel) -> Iterator[Finding]:
     if not adapters or audited.trainer is None or _calls(audited, _ALLOCATES):
         return
     message = (
-        f"nothing in {type(audited.trainer).__name__} and its callbacks calls {_ALLOCATES}, by which AdaLoRA gives each "
-        f"layer its rank: all keep the first one, init_r={getattr(configs[adapters[0]], 'init_r', None)}."
+        f"nothing in {type(audited.trainer).__name__} and its callbacks calls {_ALLOCATES}, by which AdaLoRA gives "
+        f"each layer its rank: all keep the first one, init_r={getattr(configs[adapters[0]], 'init_r', None)}."
     )
     fix = (
         f"call model.base_model.{_ALLOCATES}(state.global_step) in on_optimizer_step of a TrainerCallback; for a model "
@@ -200,8 +200,8 @@ def check_scaled_halves(audited: AuditedModel) -> Iterator[Finding]:
             continue
         message = (
             f"{counted(len(halves), 'trained parameter is', 'trained parameters are')} in "
-            f"{str(dtype).removeprefix('torch.')} and the trainer has fp16=True: its GradScaler fails at the first step "
-            f"with {refusal}."
+            f"{str(dtype).removeprefix('torch.')} and the trainer has fp16=True: its GradScaler fails at the first "
+            f"step with {refusal}."
         )
         fix = (
             "cast them: for p in model.parameters(): p.data = p.data.float() if p.requires_grad else p.data; or load "

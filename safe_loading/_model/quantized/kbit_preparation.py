@@ -1,4 +1,4 @@
-"""The preparation of a base in 4 or 8 bits for training, by one of the engines or by nobody: its dtypes and its adapter's.
+"""The preparation of a base in 4 or 8 bits for training, by an engine or by nobody: its dtypes and its adapter's.
 
 trl's trainers leave the base as it was loaded and cast what is trained to bfloat16 (read in 1.16, and so since its pull
 request 4577). peft's ``prepare_model_for_kbit_training`` freezes the base and casts what is not packed to float32, and

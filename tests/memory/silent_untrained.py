@@ -1,17 +1,11 @@
-"""Silent troubles that people reported to the trackers in 2025 and 2026, each as a short script and as its healthy twin.
-
-A script is made with ``right=False`` as in the thread, and with ``right=True`` as it should be. ``test_silent_troubles``
-trains both for three steps, saves them and loads them again, so that the trouble is seen and not assumed, and audits
-both before.
-"""
+"""Scripts of the trackers in which what looks trained is not: see `silent_scripts`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import accelerate
 import torch
@@ -24,133 +18,26 @@ from peft import (
     get_peft_model,
     prepare_model_for_kbit_training,
 )
-from torch import nn
+from silent_scripts import LORA, TOKENS, Script, adamw, adapted, base, mended, saved, trained, trouble
 from torch.nn.functional import cross_entropy
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
     LlavaConfig,
     LlavaForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     TrainerCallback,
-    initialization,
 )
 
-from safe_loading import Transparent, attach_head, wrap_transparent
-
-HIDDEN = SIZES["hidden_size"]
-LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-TOKENS = torch.arange(32).reshape(2, 16) + 3
-
-
-@dataclasses.dataclass
-class Script:
-    """A model and what it is trained with.
-
-    Attributes:
-        model: As the training loop has it.
-        trains: Parts of the names of what the user wants trained; every such parameter has to change.
-        keeps: Parts of the names of what must not change.
-        optimizer: None makes one of all that requires gradients, as trainers do.
-        arguments: Attributes of a trainer's arguments.
-        again: Loads what was saved, as people do; None loads the adapter onto a new base, or the model by its class.
-        save: None calls ``save_pretrained``.
-        recomputes: Whether the layers are to be checkpointed.
-        round_trip: Whether the audit goes that way too.
-        inputs: What the model takes beside tokens and labels, or in their place.
-        trainer: What an audit gets beside the arguments: callbacks and the like.
-        also: Returns further troubles after the three steps.
-        after_a_step: Runs after each step of the optimizer.
-    """
-
-    model: Any
-    trains: tuple[str, ...] = ("lora_",)
-    keeps: tuple[str, ...] = ()
-    optimizer: Any = None
-    again: Callable[[Path], Any] | None = None
-    save: Callable[[Path], Any] | None = None
-    recomputes: bool = False
-    round_trip: bool = False
-    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    arguments: dict[str, Any] | None = None
-    trainer: dict[str, Any] | None = None
-    also: Callable[[], set[str]] = set
-    after_a_step: Callable[[int], Any] = lambda _: None
-
-
-class Trouble(NamedTuple):
-    """A thread, the code that finds its trouble, what three steps show, and the script; see `SILENT` for None."""
-
-    thread: str
-    code: str | None
-    seen: str
-    make: Callable[[bool, Path], Script]
-
-
-TROUBLES: dict[str, Trouble] = {}
-# Why an audit says nothing: of a wish of which nothing is left, or because today's engines do better.
-SILENT = {
-    "targets_that_another_library_drops": "nothing in the adapter's config names what was wanted",
-    "a_part_that_was_to_be_trained_before_the_adapter": "get_peft_model freezes the base, on purpose",
-    "half_of_the_experts": "an adapter on a part of the layers is the rule",
-    "a_pattern_that_leaves_a_layer_out": "of a pattern nobody can say what it was to match",
-    "a_base_that_only_memory_has": "the weights in memory are not compared with those on disk",
-}
-
-
-def trouble(thread: str, code: str | None, seen: str) -> Callable[[Any], Any]:
-    """Enter a script into the table under its name."""
-
-    def enter(make: Callable[[bool, Path], Script]) -> Callable[[bool, Path], Script]:
-        TROUBLES[make.__name__] = Trouble(thread, code, seen, make)
-        return make
-
-    return enter
-
-
-def mended(thread: str) -> Callable[[Any], Any]:
-    """Enter a script whose trouble today's engines no longer make: an audit must not speak of it any more."""
-    return trouble(thread, None, "")
-
-
-def base(cls: Any = LlamaForCausalLM, config: Any = LlamaConfig, **changes: Any) -> Any:
-    """A model with the same values each time, as one that is loaded from a checkpoint."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return cls(config(**{**SIZES, **changes})).train()
-
-
-def adapted(model: Any = None, **fields: Any) -> Any:
-    return get_peft_model(base() if model is None else model, LoraConfig(**{**LORA, **fields})).train()
-
-
-def saved(folder: Path, **fields: Any) -> Path:
-    """An adapter that was trained before."""
-    model = adapted(init_lora_weights=False, **fields)
-    model.save_pretrained(folder / "trained-before")
-    return folder / "trained-before"
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
-
-
-# What looks trained and is not.
+from safe_loading import Transparent, wrap_transparent
 
 
 @trouble("huggingface/trl#6700", "SL105", "untrained")
 def an_adapter_that_was_loaded_to_be_used(right: bool, folder: Path) -> Script:
     model = PeftModel.from_pretrained(base(), saved(folder), is_trainable=right).train()
     return Script(model, optimizer=adamw(model.parameters() if not right else trained(model)))
-
-
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 @trouble("huggingface/peft#3580", "SL105", "untrained")
@@ -329,7 +216,9 @@ def another_adapter_for_inference_freezes_the_trained_one(right: bool, folder: P
         model.set_adapter("default")
     else:
         model.set_requires_grad("default", requires_grad=False)
-    return Script(model.train(), trains=(".default.",), optimizer=adamw(model.parameters() if not right else trained(model)))
+    return Script(
+        model.train(), trains=(".default.",), optimizer=adamw(model.parameters() if not right else trained(model))
+    )
 
 
 @trouble("huggingface/lerobot#3459", "SL137", "lost")
@@ -361,7 +250,14 @@ def adalora_whose_ranks_nobody_allocates(right: bool, folder: Path) -> Script:
 
     handler = SimpleNamespace(callbacks=[callback] if right else [])
     again = lambda at: PeftModel.from_pretrained(base(), at, is_trainable=True)  # noqa: E731
-    return Script(model, trains=("lora_A",), again=again, trainer={"callback_handler": handler}, also=ranks, after_a_step=after_a_step)
+    return Script(
+        model,
+        trains=("lora_A",),
+        again=again,
+        trainer={"callback_handler": handler},
+        also=ranks,
+        after_a_step=after_a_step,
+    )
 
 
 @trouble("huggingface/trl#6277", "SL126", "untrained")
@@ -375,7 +271,9 @@ def virtual_tokens_that_a_loss_goes_around(right: bool, folder: Path) -> Script:
         return wrap_transparent(model, Around).train()
 
     model = get_peft_model(base(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    return Script(wrapped(model), trains=("prompt_encoder",), again=lambda at: wrapped(PeftModel.from_pretrained(base(), at)))
+    return Script(
+        wrapped(model), trains=("prompt_encoder",), again=lambda at: wrapped(PeftModel.from_pretrained(base(), at))
+    )
 
 
 @trouble("radixark/miles#1087", "SL127", "untrained")
@@ -511,224 +409,3 @@ def a_module_to_save_whose_original_is_frozen(right: bool, folder: Path) -> Scri
         return again
 
     return Script(model.train(), trains=("lora_", "modules_to_save"), again=load)
-
-
-# What is trained and does not come back.
-
-
-@mended("huggingface/peft#3306")
-def biases_of_lora_only(right: bool, folder: Path) -> Script:
-    make = lambda: base(Qwen2ForCausalLM, Qwen2Config)  # noqa: E731
-    model = adapted(make(), bias="all" if right else "lora_only")
-    return Script(model, trains=("lora_", "q_proj.base_layer.bias"), again=lambda at: PeftModel.from_pretrained(make(), at))
-
-
-@trouble("Blaizzy/mlx-vlm#2178", "SL109", "lost, moved")
-def a_base_that_is_not_frozen_when_resumed(right: bool, folder: Path) -> Script:
-    model = PeftModel.from_pretrained(base(), saved(folder), is_trainable=True)
-    if not right:
-        model.requires_grad_(True)
-    return Script(model.train(), keeps=("base_layer", "embed_tokens"))
-
-
-@trouble("huggingface/peft#2738", "SL103", "lost")
-def a_projector_that_is_trained_beside_the_adapter(right: bool, folder: Path) -> Script:
-    model = adapted(modules_to_save=["norm"] if right else None)
-    if not right:
-        model.get_base_model().model.norm.requires_grad_(True)
-    return Script(model, trains=("lora_", "model.norm.modules_to_save" if right else "model.norm"))
-
-
-class Valued(Transparent):
-    """A value head on the last hidden states."""
-
-    def __call__(self, *args: Any, **inputs: Any) -> Any:
-        out = super().__call__(*args, **inputs, output_hidden_states=True)
-        this: Any = self
-        out.loss = out.loss + this.value_head(out.hidden_states[-1]).square().mean()
-        return out
-
-
-@trouble("radixark/miles#3080", "SL104", "lost")
-def a_head_that_was_made_after_the_adapter(right: bool, folder: Path) -> Script:
-    def with_head(model: Any) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            head = nn.Linear(HIDDEN, 1)
-        if right:
-            attach_head(model, "value_head", head)
-        else:
-            model.get_base_model().value_head = head
-        wrapped = wrap_transparent(model, Valued)
-        wrapped.accepts_loss_kwargs = False
-        return wrapped.train()
-
-    def load(at: Path) -> Any:
-        if not right:
-            return with_head(PeftModel.from_pretrained(base(), at))
-        model = base()
-        attach_head(model, "value_head", nn.Linear(HIDDEN, 1))
-        return wrap_transparent(PeftModel.from_pretrained(model, at), Valued)
-
-    return Script(with_head(adapted()), trains=("lora_", "value_head.modules_to_save" if right else "value_head"), again=load)
-
-
-class Scaled(LlamaForCausalLM):
-    """A model with a parameter of its own, whose first value is drawn as transformers asks for."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.temperature = nn.Parameter(torch.ones(()))
-        self.register_buffer("counts", torch.zeros(2), persistent=False)  # in no checkpoint, so that it is made anew
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)  # type: ignore[no-untyped-call]  # of transformers
-        if module is self:
-            initialization.ones_(self.temperature)
-
-    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
-        out = super().forward(input_ids, attention_mask, labels=labels, **kwargs)
-        out.loss = out.loss * self.temperature
-        return out
-
-
-class Overwritten(Scaled):
-    """The same, which writes over what was loaded."""
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if module is self:
-            self.temperature.data.fill_(1.0)
-
-
-@trouble("huggingface/transformers#46620", "SL132", "lost")
-def a_value_that_is_written_after_the_load(right: bool, folder: Path) -> Script:
-    return Script(base(Scaled if right else Overwritten), trains=("weight", "temperature"), round_trip=True)
-
-
-@mended("huggingface/transformers#48595")
-def a_saved_module_of_an_integrated_adapter(right: bool, folder: Path) -> Script:
-    model = base()
-    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
-    base().save_pretrained(folder / "base")
-    for config in model.peft_config.values():
-        config.base_model_name_or_path = str(folder / "base")
-
-    def load(at: Path) -> Any:
-        return LlamaForCausalLM.from_pretrained(at)
-
-    def by_hand(at: Path) -> Any:
-        again = base()
-        again.load_adapter(str(at))
-        return again
-
-    return Script(model.train(), trains=("lora_", "modules_to_save"), again=by_hand if right else load, round_trip=True)
-
-
-@trouble("huggingface/peft#2777", "SL111", "untied")
-def tied_parts_that_are_both_saved(right: bool, folder: Path) -> Script:
-    make = lambda: base(tie_word_embeddings=True)  # noqa: E731
-    model = adapted(make(), modules_to_save=["embed_tokens", "lm_head"], ensure_weight_tying=right)
-    again = lambda at: PeftModel.from_pretrained(make(), at)  # noqa: E731
-    return Script(model, trains=("lora_", "modules_to_save"), again=again, also=lambda: untied(model))
-
-
-def untied(model: Any) -> set[str]:
-    """Whether the embeddings and the head, which the config ties, have other values."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    parts = [base.get_input_embeddings(), base.get_output_embeddings()]
-    weights = [part.modules_to_save["default"].weight if hasattr(part, "modules_to_save") else part.weight for part in parts]
-    return set() if torch.equal(*weights) else {"untied"}
-
-
-@trouble("hiyouga/LlamaFactory#6749", "SL111", "untied")
-def one_of_two_tied_parts(right: bool, folder: Path) -> Script:
-    make = lambda: base(tie_word_embeddings=True)  # noqa: E731
-    model = adapted(make(), modules_to_save=["embed_tokens"], ensure_weight_tying=right)
-    again = lambda at: PeftModel.from_pretrained(make(), at)  # noqa: E731
-    return Script(model, trains=("lora_", "modules_to_save"), again=again, also=lambda: untied(model))
-
-
-@trouble("TransformerLensOrg/TransformerLens#1725", "SL111", "untied")
-def a_tie_that_a_load_takes_apart(right: bool, folder: Path) -> Script:
-    model = base(tie_word_embeddings=True)
-    state = {"model.embed_tokens.weight": model.lm_head.weight.detach().clone()}
-    model.load_state_dict(state, strict=False, assign=True)
-    if right:
-        model.tie_weights()
-    return Script(model.requires_grad_(True), trains=("weight",), also=lambda: untied(model))
-
-
-@trouble("FareedKhan-dev/train-llm-from-scratch#36", "SL106", "lost")
-def keys_of_a_compiled_model(right: bool, folder: Path) -> Script:
-    model = base()
-    compiled = torch.compile(model, backend="eager")
-    save = lambda at: torch.save((model if right else compiled).state_dict(), at / "state.pt")  # noqa: E731
-
-    def load(at: Path) -> Any:
-        again = base()
-        again.load_state_dict(torch.load(at / "state.pt", weights_only=True), strict=False)
-        return again
-
-    return Script(model if right else compiled, trains=("weight",), save=save, again=load)
-
-
-@trouble("unslothai/unsloth#3317", "SL135", "untrained")
-def a_score_head_that_the_adapter_freezes(right: bool, folder: Path) -> Script:
-    config = {"num_labels": 2, "pad_token_id": 0}
-    fields = {**LORA, "task_type": "SEQ_CLS" if right else None}
-    make = lambda: base(LlamaForSequenceClassification, **config)  # noqa: E731
-    model = get_peft_model(make(), LoraConfig(**fields)).train()
-    trains = ("lora_", "score.modules_to_save" if right else "score")
-    return Script(model, trains=trains, inputs={"labels": torch.tensor([0, 1])}, again=lambda at: PeftModel.from_pretrained(make(), at))
-
-
-class Wrapper(nn.Module):
-    """Code around a model."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.auto_model = model
-
-    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
-        return self.auto_model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
-
-
-@trouble("huggingface/sentence-transformers#3402", "SL101", "lost")
-def a_checkpoint_of_a_wrapper(right: bool, folder: Path) -> Script:
-    model = adapted() if right else Wrapper(adapted())
-    save = None if right else (lambda at: torch.save(model.state_dict(), at / "state.pt"))
-
-    def load(at: Path) -> Any:
-        again = adapted()
-        again.load_state_dict(torch.load(at / "state.pt", weights_only=True), strict=False)
-        return again
-
-    return Script(model, save=save, again=None if right else load)
-
-
-@trouble("huggingface/trl#4713", None, "lost")
-def a_base_that_only_memory_has(right: bool, folder: Path) -> Script:
-    merged = PeftModel.from_pretrained(base(), saved(folder)).merge_and_unload()
-    model = adapted(base() if right else merged)
-    return Script(model)
-
-
-@trouble("MakazhanAlpamys/Soup#425", "SL129", "16 bits")
-def bfloat16_under_a_scaler(right: bool, folder: Path) -> Script:
-    make = lambda: base(dtype="bfloat16").to(torch.bfloat16)  # noqa: E731
-    model = adapted(make())
-    if not right:
-        model = model.to(torch.bfloat16)
-    # on a GPU the scaler raises: "_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'
-    halves = {"16 bits"} if any(p.dtype == torch.bfloat16 for p in trained(model)) else set()
-    again = lambda at: PeftModel.from_pretrained(make(), at, autocast_adapter_dtype=right)  # noqa: E731
-    return Script(model, arguments={"fp16": True}, again=again, also=lambda: halves)
-
-
-@trouble("axolotl-ai-cloud/axolotl#2621", "SL108", "float32")
-def embeddings_that_a_preparation_casts(right: bool, folder: Path) -> Script:
-    make = lambda: base(dtype="bfloat16").to(torch.bfloat16)  # noqa: E731
-    model = adapted(make() if right else prepare_model_for_kbit_training(make(), use_gradient_checkpointing=False))
-    wide = {"float32"} if model.get_base_model().model.embed_tokens.weight.dtype == torch.float32 else set()
-    load = lambda: make() if right else make().float()  # noqa: E731
-    return Script(model, again=lambda at: PeftModel.from_pretrained(load(), at), also=lambda: wide)
