@@ -1,7 +1,7 @@
 """Silent troubles that people reported to the trackers, each as a short script and as its healthy twin.
 
-A script is made with ``right=False`` as in the thread, and with ``right=True`` as it should be. A test trains both for three
-steps, saves them and loads them again, so that the trouble is seen and not assumed, and audits both before.
+A script is made with ``right=False`` as in the thread, and with ``right=True`` as it should be. A test trains both for
+three steps, saves them and loads them again, so that the trouble is seen and not assumed, and audits both before.
 """
 
 from __future__ import annotations
