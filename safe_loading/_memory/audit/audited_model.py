@@ -100,7 +100,7 @@ class AuditedModel:
         return saved
 
     def _parts_of_prompt(self, adapter: str) -> dict[str, torch.nn.Parameter]:
-        """Return what a prompt is computed from; of an adapter that is one, the file has the prompt itself."""
+        """Return the parameters that a prompt is computed from; the file of such an adapter has the prompt itself."""
         start = f"prompt_encoder.{adapter}."
         parts = {name: p for name, p in self.parameters.items() if name.startswith(start)}
         # a method may freeze some, such as the tokens to which another part is added

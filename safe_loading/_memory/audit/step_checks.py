@@ -171,7 +171,7 @@ def _check_survivors(step: TracedStep) -> Iterator[Finding]:
 
 
 def _only_of_adapters(audited: AuditedModel) -> set[str]:
-    """Return the paths of modules that run for an adapter alone: what they keep is for peft to know."""
+    """Return the paths of modules that run for an adapter alone: tensors that they keep are for peft to know."""
     tuner: object = getattr(audited.peft, "base_model", None)
     parts: list[torch.nn.Module] = [tuner] if isinstance(tuner, BaseTuner) else []
     parts += [module for part in _parts_of_adapters(audited) for module in part.modules()]
@@ -180,7 +180,7 @@ def _only_of_adapters(audited: AuditedModel) -> set[str]:
 
 
 def _parts_of_adapters(audited: AuditedModel) -> Iterator[torch.nn.Module]:
-    """Yield the encoder of a prompt, and what a tuner holds beside the base."""
+    """Yield the encoder of a prompt, and the parts of a tuner beside the base."""
     tuner: object = getattr(audited.peft, "base_model", None)
     encoder: object = getattr(audited.peft, "prompt_encoder", None)
     if isinstance(encoder, torch.nn.Module):

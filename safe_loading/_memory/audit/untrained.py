@@ -44,7 +44,7 @@ def check_disabled(audited: AuditedModel) -> Iterator[Finding]:
 
 
 def check_allocated(audited: AuditedModel) -> Iterator[Finding]:
-    """Yield a finding for AdaLoRA under a trainer in which nothing calls what gives each layer its rank."""
+    """Yield a finding for AdaLoRA under a trainer in which no code gives each layer its rank."""
     configs = getattr(audited.adapted, "peft_config", {})
     adapters = [name for name, config in configs.items() if method_name(config.peft_type) == "ADALORA"]
     if not adapters or audited.trainer is None or _calls(audited, _ALLOCATES):
