@@ -31,8 +31,8 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         precision.add_argument(f"--{name}", action="store_true", help=more)
     batches = "micro-batches of --train whose gradients are summed before a step of the optimizer (default: 1)"
     declare("--accumulation", "--gradient-accumulation", type=int, metavar="N", help=batches)
-    who = "prepares a base in 4 or 8 bits: trl (the default), peft's prepare_model_for_kbit_training, or none"
-    declare("--kbit", choices=("trl", "peft", "none"), help=who)
+    who = "prepares a base in 4 or 8 bits: trl (the default), peft's prepare_model_for_kbit_training, or another"
+    declare("--kbit", choices=("trl", "peft", "axolotl", "unsloth", "none"), help=who)
     declare("--adapter", metavar="DIR", help="the folder of the adapter that is trained")
 
 

@@ -35,6 +35,7 @@ from .audit import (
     shared_names,
     step_checks,
     training,
+    unmatched,
     untrained,
     wrappers,
 )
@@ -43,7 +44,7 @@ from .audit.report import AuditReport
 from .audit.round_trip import check_round_trip
 from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
 from .audit.unsharded import unsharded, without_fsdp1
-from .forecast.build_model import build
+from .forecast.build_model import build, refuse_adapter
 from .forecast.report import MemoryForecast
 from .predict_memory import SHARDED_ALREADY, is_sharded, predict_memory
 
@@ -66,7 +67,9 @@ CHECKS: tuple[Check, ...] = (
     training.check_heads,
     modes.check_kept_in_eval,
     shared_names.check_shared,
+    unmatched.check_unmatched,
     untrained.check_disabled,
+    untrained.check_allocated,
     untrained.check_nested,
     untrained.check_frozen_heads,
     untrained.check_tokens,
@@ -123,6 +126,7 @@ def audit_model(
 
     Raises:
         ArgumentError: No model can be built from what is there.
+        TraceError: The workload's adapter is of a method that no trace can follow; in a model that is SL126.
     """
     model_source(model, "model", torch.nn.Module, PreTrainedConfig)
     _refuse(model, workload, optimizer, quantization_config)
@@ -208,6 +212,8 @@ def _check_steps(
     with with_stand_ins(audited.model), unsharded(audited.model):
         if workload is not None:
             try:
+                for config in getattr(audited.adapted, "peft_config", {}).values():
+                    refuse_adapter(config)
                 step = trace_configured(audited, workload, inputs, planned=planned)
                 findings += step_checks.check_step(step, workload)
                 findings += costly_options.check_options(step)

@@ -94,8 +94,9 @@ def predict_memory(
         auto_class: The class to build from a config or folder, or its name in transformers; None takes what it names.
         prepare_for_kbit: Who prepares a base in 4 or 8 bits for training: "trl", whose trainers leave the base as it
             was loaded and cast the adapter to bfloat16; "peft", whose ``prepare_model_for_kbit_training`` casts what is
-            not packed to float32 and leaves the adapter in float32; or "none". None takes trl's, which most people
-            use. A base that is passed as a module is as it is, and only the adapter of the workload is cast.
+            not packed to float32 and leaves the adapter in float32; "axolotl" or "unsloth", by what their source says;
+            or "none". None takes trl's, which most people use. A base that is passed as a module is as it is, and
+            only the adapter of the workload is cast.
         keep_outputs: Whether the loop holds the model's output, logits included, while it runs backward, as
             ``out = model(...); out.loss.backward()`` does in a function of one step. The Trainer does not.
             ``"across_steps"`` for a loop whose variable holds it until the next forward pass has returned.

@@ -10,7 +10,7 @@ _CHECKED = "commands/test_main.py::test_check_of_a_bad_folder_lists_the_faults_a
 
 TAKEN: dict[str, dict[str, str]] = {
     "_commands/verify.py": {"read adapters that were saved as .bin": HELP, "run the base's own code": HELP},
-    "_commands/audit.py": {"run the repository's own code": HELP},
+    "_commands/audit.py": {"run the repository's own code": HELP, "save the adapter with random values": HELP},
     "_commands/check.py": {
         "check that a checkpoint is complete": HELP,
         "check runs/adapter": HELP,

@@ -71,7 +71,9 @@ TAKEN: dict[str, dict[str, str]] = {
         "make the optimizer after": _AUDIT,
         ", or name them in modules_to_save": _AUDIT,
     },
+    "_memory/audit/unmatched.py": {"leave the {} out": _AUDIT},
     "_memory/audit/untrained.py": {
+        "call model.base_model.{}": "memory/test_silent_troubles.py::test_what_is_lost_is_seen_after_three_steps",
         "train the one that was loaded": _AUDIT,
         "name the task": _AUDIT,
         "attach it with attach_head": _STRUCTURES,

@@ -306,7 +306,13 @@ def test_a_forecast_has_the_dtypes_of_whoever_prepares_the_base(folders: Any, tm
     data = datasets.Dataset.from_dict({"input_ids": TOKENS.tolist()})
     sft = trl.SFTTrainer(load(base), args, train_dataset=data, processing_class=tokenizer(), peft_config=config)
     prepared: Any = get_peft_model(prepare_model_for_kbit_training(load(base)), config)
+    back: Any = prepare_model_for_kbit_training(load(base))
+    for name, module in back.named_modules():  # as axolotl does it, whose trainers are known by their module
+        if "norm" in name or (("embed_tokens" in name or "lm_head" in name) and hasattr(module, "weight")):
+            module.to(torch.bfloat16)
+    of_axolotl = type("Trainer", (SimpleNamespace,), {"__module__": "axolotl.core.trainers.base"})
     trainers = {
+        "axolotl": of_axolotl(model=get_peft_model(back, config)),
         "trl": sft,
         "peft": SimpleNamespace(model=prepared),
         "none": SimpleNamespace(model=get_peft_model(load(base), config)),

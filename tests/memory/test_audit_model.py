@@ -552,7 +552,7 @@ def test_the_command(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["audit", str(tiny_llama), "--train", "many"]) == 2
     assert main(["audit", str(tiny_llama), "--gradient-checkpointing", "--adapter", "a"]) == 2
     for severity, status in (("error", 1), ("warning", 1), ("info", 0)):
-        report = types.SimpleNamespace(findings=(Finding("SL000", severity, "", "", ""),))
+        report = types.SimpleNamespace(findings=(Finding("SL000", severity, "", "", ""),), skipped=())
         with mock.patch("safe_loading._memory.audit_model.audit_model", return_value=report):
             assert main(["audit", str(tiny_llama)]) == status
 

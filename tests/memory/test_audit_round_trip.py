@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SIZES
+from models import SIZES, save_adapter, save_llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
@@ -24,7 +24,9 @@ from transformers import (
 from wrapped_models import Count, Plain, llama, lora, peft_llama
 
 from safe_loading import attach_head, audit_model, wrap_transparent
+from safe_loading.__main__ import main
 from safe_loading._core.report import Finding
+from safe_loading._memory.audit import round_trip
 
 
 class Settings(PretrainedConfig):
@@ -318,10 +320,26 @@ def test_what_a_trainer_loses_is_lost_in_training(tmp_path: Path) -> None:
 def test_where_there_is_no_round_trip_the_report_says_why() -> None:
     frozen = llama().requires_grad_(requires_grad=False)
     for model, why in (
-        (peft_llama().to("meta"), "on meta"),
+        (llama().to("meta"), "on meta"),
         (nn.Linear(3, 3), "pass the trainer that saves it"),
         (frozen, "nothing is trained"),
     ):
         report = audit_model(model, round_trip=True)
         assert why in report.skipped[-1]
         assert "SL132" not in {finding.code for finding in report.findings}
+
+
+def test_the_command_goes_the_way_of_an_adapter_without_the_weights_of_its_base(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save_llama(tmp_path / "base", torch.bfloat16)
+    adapter = save_adapter(tmp_path / "adapter", saved, modules_to_save=["lm_head"], trainable_token_indices=[1, 5])
+    for file in saved.glob("*.safetensors*"):
+        file.unlink()
+    assert main(["audit", str(adapter), "--round-trip"]) == 0
+    assert "nothing found" in capsys.readouterr().out
+    assert main(["audit", str(saved), "--round-trip"]) == 1
+    assert "Not checked: round trip: the model is on meta" in capsys.readouterr().out
+    monkeypatch.setattr(round_trip, "_load_adapters", lambda *_: None)
+    assert main(["audit", str(adapter), "--round-trip"]) == 1
+    assert "20 of 20 trained tensors do not come back" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import accelerate
 import pytest
 import torch
 from models import SIZES
@@ -170,6 +171,37 @@ def integrated(**lora: Any) -> Any:
     return model
 
 
+class Turns(Transparent):
+    """Two adapters that take turns in one forward pass, the first as a policy and the other as a critic."""
+
+    thaws: bool
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        this: Any = self
+        this.set_adapter("default")
+        out = super().__call__(*args, **inputs)
+        this.set_adapter("critic")
+        out.loss = out.loss + super().__call__(*args, **inputs).loss
+        if self.thaws:
+            this.set_requires_grad(["default", "critic"])
+        return out
+
+
+def taking_turns(*, thaws: bool) -> Any:
+    model = adapted()
+    model.add_adapter("critic", LoraConfig(**LORA))
+    model.set_requires_grad(["default", "critic"])
+    return wrap_transparent(model, Turns, thaws=thaws).train()
+
+
+def prepared(model: Any) -> Any:
+    """A model as a loop with accelerate has it: its forward runs under autocast. The state is a process's own."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    prepared: Any = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    return prepared
+
+
 class Structure(NamedTuple):
     """A mistake, a code that finds it, what happens, the same without it, and whether rows have labels."""
 
@@ -213,6 +245,12 @@ STRUCTURES = {
         "SL101",
         "refused",
         adapted,
+    ),
+    "two adapters that take turns": Structure(
+        lambda: taking_turns(thaws=False), "SL121", "untrained", lambda: taking_turns(thaws=True)
+    ),
+    "accelerate first": Structure(
+        lambda: prepared(wrong(focal)), "SL101", "refused", lambda: prepared(adapted(lora_dropout=0.1))
     ),
     "DataParallel": Structure(lambda: nn.DataParallel(adapted()), "SL136", "refused, untrained", adapted),
     "a nested adapter": Structure(lambda: adapted(adapted()), "SL137", "lost", adapted),
@@ -282,6 +320,8 @@ def _lost(model: Any, after: dict[str, Any], wanted: set[str], saved: Path) -> s
             set_peft_model_state_dict(model, tensors)
             return {"lost"} if wanted == {"none"} else set()
         set_peft_model_state_dict(model, tensors)
+        for more in saved.glob("*/adapter_model.safetensors"):  # of adapters with other names
+            set_peft_model_state_dict(model, load_file(more), more.parent.name)
     else:
         model.load_state_dict(load_file(saved / "model.safetensors"))
     loaded = dict(model.named_parameters())

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import random
 import warnings
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -19,6 +20,7 @@ from test_trace_truth import SIZES as LLAMA_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from safe_loading import AdapterError, ArgumentError, SafeLoadingError, Spread, TraceError, Workload, predict_memory
+from safe_loading._memory.forecast import build_model
 from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading._sharding.setup import assign_roles
 
@@ -319,3 +321,22 @@ def test_a_step_that_trains_nothing_is_refused() -> None:
         predict_memory(llama("meta"), Workload.train(ROWS, COLUMNS, adapter=config))
     config.inference_mode = False
     assert predict_memory(llama("meta"), Workload.train(ROWS, COLUMNS, adapter=config))
+
+
+@pytest.mark.parametrize("method", ["Shira", "Frod", "MonteCLoRA"])
+def test_what_no_trace_follows_is_refused_before_a_model_is_built(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = {"monteclora_config": peft.MontecloraConfig()}
+    config = CLASSES["Lora"](target_modules=TARGETS, **sampled) if method == "MonteCLoRA" else config_of(method)
+    config.base_model_name_or_path = str(tmp_path / "base")
+    config.save_pretrained(tmp_path / "adapter")
+
+    def build(*_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(build_model, "quantized_meta_model", build)
+    step = Workload.train(ROWS, COLUMNS, adapter=config)
+    for model, workload in ((LlamaConfig(**SIZES), step), (tmp_path / "adapter", step.replace(adapter=None))):
+        with pytest.raises(TraceError, match="cannot be traced"):
+            predict_memory(model, workload)

@@ -17,6 +17,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3MoeConfig,
 )
 
@@ -31,6 +32,7 @@ from safe_loading import (
 )
 from safe_loading._core.interrupts import undone
 from safe_loading._memory.trace.attached_adapter import with_adapter
+from safe_loading._model.quantized.kbit_preparation import prepare_base
 from safe_loading._model.quantized_meta_model import quantized_meta_model
 from safe_loading._model.snapshot import Snapshot
 from safe_loading.errors import ArgumentError, TraceError
@@ -144,11 +146,29 @@ def test_whose_preparation_a_step_in_4_bits_begins_with_is_a_word() -> None:
     assert weights["trl"] == weights["none"] == weights[None] == weights["peft"] - 2 * rest  # four bytes for two
     assert 2 * adapters["trl"] == 2 * adapters[None] == adapters["peft"] == adapters["none"]
     assert [word for word, found_of in assumed.items() if found_of] == [None]
-    with pytest.raises(ArgumentError, match='prepare_for_kbit=True: pass one of "trl", "peft", "none"'):
+    with pytest.raises(
+        ArgumentError, match='prepare_for_kbit=True: pass one of "trl", "peft", "axolotl", "unsloth", "none"'
+    ):
         predict_memory(config, **{**options, "prepare_for_kbit": True})
     for word in ("trl", "peft"):  # the Trainer refuses a packed model without an adapter, and peft freezes it
         with pytest.raises(TraceError, match="Nothing is trained"):
             predict_memory(config, **{**options, "workload": Workload.train(1, 8), "prepare_for_kbit": word})
+
+
+def test_axolotl_casts_back_by_names_and_unsloth_casts_the_adapter_alone() -> None:
+    sizes = {name: getattr(METHODS["nf4"][0], name) for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    config = Qwen2Config(**sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, dtype="bfloat16")
+    config.architectures = ["Qwen2ForCausalLM"]
+    model = quantized_meta_model(config, METHODS["nf4"][1]).model
+    before = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    prepare_base(model, "axolotl")
+    cast = {name for name, parameter in model.named_parameters() if parameter.dtype != before[name]}
+    assert cast == {name for name in before if name.endswith("_proj.bias")}  # and no norm, embedding or output layer
+    work = Workload.train(2, 32, adapter=lora())
+    options: Any = {"workload": work, "quantization_config": METHODS["nf4"][1]}
+    found = {word: predict_memory(config, **options, prepare_for_kbit=word) for word in ("none", "unsloth")}
+    assert found["unsloth"].components == found["none"].components
+    assert any("unsloth's own kernels" in note for note in found["unsloth"].notes)
 
 
 def test_trl_casts_what_is_trained_but_for_the_magnitudes_of_dora() -> None:

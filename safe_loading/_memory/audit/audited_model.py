@@ -96,7 +96,15 @@ class AuditedModel:
                 state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
             storages = {value.untyped_storage()._cdata for value in state.values()}
             saved[adapter] = {n: p for n, p in self.parameters.items() if p.untyped_storage()._cdata in storages}
+            saved[adapter] |= self._parts_of_prompt(adapter)
         return saved
+
+    def _parts_of_prompt(self, adapter: str) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that a prompt is computed from; the file of such an adapter has the prompt itself."""
+        start = f"prompt_encoder.{adapter}."
+        parts = {name: p for name, p in self.parameters.items() if name.startswith(start)}
+        # a method may freeze some, such as the tokens to which another part is added
+        return {name: p for name, p in parts.items() if p.requires_grad} or parts
 
     @functools.cached_property
     def saved(self) -> dict[str, torch.nn.Parameter]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+from peft.tuners.tuners_utils import BaseTuner
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from safe_loading._core.report import Finding, counted, format_bytes
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.records import StepTrace
-from safe_loading._memory.trace.trace_error import FIX_FOR_DEVICES
+from safe_loading._memory.trace.trace_error import FIX_FOR_DEVICES, FIX_FOR_METHODS
 from safe_loading.errors import TraceError
 
 from .audited_model import AuditedModel, size_of
@@ -19,6 +21,8 @@ from .modes import kept_in_eval
 from .traced_step import TracedStep
 from .wrappers import hides
 
+_KNOWN_FIXES = (FIX_FOR_DEVICES, FIX_FOR_METHODS)  # the ends of the errors of a trace
+
 
 def check_step(step: TracedStep, workload: Workload) -> Iterator[Finding]:
     """Yield findings about checkpointing, inputs of 8-bit layers, gradients, surviving tensors, and the loss."""
@@ -26,15 +30,15 @@ def check_step(step: TracedStep, workload: Workload) -> Iterator[Finding]:
     yield from _check_8bit_inputs(step, workload)
     yield from _check_gradients(step.audited, step.trace)
     yield from _check_teachers(step)
-    yield from _check_survivors(step.trace)
+    yield from _check_survivors(step)
     yield from check_denominator(step.audited, workload, step.token_count)
 
 
 def not_run(audited: AuditedModel, error: TraceError) -> Finding:
     """Return the finding for a step that could not be run, without which an audit says little."""
-    reason = str(error).removesuffix(f" {FIX_FOR_DEVICES}")
-    if reason != str(error):
-        fix = FIX_FOR_DEVICES
+    reason, fix = str(error), next((known for known in _KNOWN_FIXES if str(error).endswith(f" {known}")), "")
+    if fix:
+        reason = reason.removesuffix(f" {fix}")
     elif any(parameter.requires_grad for parameter in audited.model.parameters()):
         fix = "pass what the model needs in inputs=, or audit the model inside its wrapper."
     else:
@@ -140,8 +144,9 @@ def _check_teachers(step: TracedStep) -> Iterator[Finding]:
         yield Finding("SL114", "error", where, message, TEACHER_FIX, size_of(trainable))
 
 
-def _check_survivors(trace: StepTrace) -> Iterator[Finding]:
+def _check_survivors(step: TracedStep) -> Iterator[Finding]:
     """Yield a finding for tensors that were made in the step and are alive after it, in an attribute or a closure."""
+    trace, kept_by_peft = step.trace, _only_of_adapters(step.audited)
     freed = {event.allocation for event in trace.events if event.freed}
     survivors = [
         allocation
@@ -151,6 +156,7 @@ def _check_survivors(trace: StepTrace) -> Iterator[Finding]:
         and allocation.component in ("activations", "temporary")
         # floating point of 16 and 32 bits; integers and masks may be kept by the trace itself, with their known values
         and allocation.dtype_bytes in (2, 4)
+        and allocation.module not in kept_by_peft
     ]
     if survivors:
         size = sum(allocation.bytes for allocation in survivors)
@@ -162,3 +168,22 @@ def _check_survivors(trace: StepTrace) -> Iterator[Finding]:
             "values on the CPU."
         )
         yield Finding("SL122", "error", largest.module or "the model", message, fix, size)
+
+
+def _only_of_adapters(audited: AuditedModel) -> set[str]:
+    """Return the paths of modules that run for an adapter alone: tensors that they keep are for peft to know."""
+    tuner: object = getattr(audited.peft, "base_model", None)
+    parts: list[torch.nn.Module] = [tuner] if isinstance(tuner, BaseTuner) else []
+    parts += [module for part in _parts_of_adapters(audited) for module in part.modules()]
+    own = {id(part) for part in parts}
+    return {path for path, module in audited.outermost.named_modules() if id(module) in own}
+
+
+def _parts_of_adapters(audited: AuditedModel) -> Iterator[torch.nn.Module]:
+    """Yield the encoder of a prompt, and the parts of a tuner beside the base."""
+    tuner: object = getattr(audited.peft, "base_model", None)
+    encoder: object = getattr(audited.peft, "prompt_encoder", None)
+    if isinstance(encoder, torch.nn.Module):
+        yield encoder
+    if isinstance(tuner, BaseTuner):
+        yield from (child for name, child in tuner.named_children() if name != "model")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +32,12 @@ def check_trainable(audited: AuditedModel) -> Iterator[Finding]:
         fix = "freeze the base: get_peft_model does, so look for a later requires_grad_(True)."
         # a gradient and Adam's two moments
         yield Finding("SL109", "error", type(audited.inner).__name__, message, fix, 3 * size)
-    elif trainable:
-        found = counted(len(trainable), "parameter outside the adapter is", "parameters outside the adapter are")
+    # what is saved without being the adapter's own was asked for: the biases of bias="all", a method's other parts
+    elif loose := {name: p for name, p in trainable.items() if name not in audited.saved}:
+        found = counted(len(loose), "parameter outside the adapter is", "parameters outside the adapter are")
         message = f"{found} trainable."
         fix = "freeze them, or name them in modules_to_save so that they are saved with the adapter."
-        yield Finding("SL103", "warning", first_names(trainable), message, fix, 3 * size_of(trainable.values()))
+        yield Finding("SL103", "warning", first_names(loose), message, fix, 3 * size_of(loose.values()))
     yield from _check_saved(audited)
 
 
@@ -53,12 +54,33 @@ def _check_saved(audited: AuditedModel) -> Iterator[Finding]:
     active = active() if callable(active) else active
     used = {name: p for adapter in active for name, p in audited.saved_by.get(adapter, {}).items()}
     untrained = {name: p for name, p in used.items() if not p.requires_grad}
+    untrained = {n: p for n, p in untrained.items() if id(p) not in _frozen_by_method(audited, active, untrained)}
     if untrained:
         message = (
             f"{counted(len(untrained), 'parameter is', 'parameters are')} saved with the adapter, but not trained."
         )
         fix = "load the adapter with is_trainable=True, and make it the active one before training."
         yield Finding("SL105", "warning", first_names(untrained), message, fix, size_of(untrained.values()))
+
+
+def _frozen_by_method(
+    audited: AuditedModel, active: Sequence[str], untrained: Mapping[str, torch.nn.Parameter]
+) -> set[int]:
+    """Return which frozen parameters peft leaves so when it trains these adapters, as MiCA does one of its factors."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[Any] = [m for m in audited.inner.modules() if isinstance(m, BaseTunerLayer)] if untrained else []
+    own = {id(p) for layer in layers for p in layer.parameters()}
+    flags = [(p, p.requires_grad) for p in audited.inner.parameters()]
+    try:
+        for layer in layers:
+            if not hasattr(layer, "set_requires_grad"):  # before peft 0.18, which has no such methods either
+                return set()
+            layer.set_requires_grad(list(active))
+        return {id(p) for p in untrained.values() if id(p) in own and not p.requires_grad}
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
 
 
 def check_heads(audited: AuditedModel) -> Iterator[Finding]:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 from pathlib import Path
+from types import CodeType
 
 import torch
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from safe_loading._core.report import Finding
+from safe_loading._core.names import method_name
+from safe_loading._core.report import Finding, counted
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
+from safe_loading._wrapping.transparent import mixins_of
 
 from .audited_model import AuditedModel, size_of
 
 # The heads that peft trains and saves for a task, by their names in transformers.
 _TASKS = {"score": "SEQ_CLS", "classifier": "SEQ_CLS", "qa_outputs": "QUESTION_ANS"}
+_ALLOCATES = "update_and_allocate"
 _FEW = 8  # elements, of which no spread can be told
 
 
@@ -37,6 +41,38 @@ def check_disabled(audited: AuditedModel) -> Iterator[Finding]:
             f"the adapter is {why} in {len(off)} of {len(layers)} layers, which run without it: nothing trains it."
         )
         yield Finding("SL127", "error", name, message, f"model.{undo} before training.", size_of(own.values()))
+
+
+def check_allocated(audited: AuditedModel) -> Iterator[Finding]:
+    """Yield a finding for AdaLoRA under a trainer in which no code gives each layer its rank."""
+    configs = getattr(audited.adapted, "peft_config", {})
+    adapters = [name for name, config in configs.items() if method_name(config.peft_type) == "ADALORA"]
+    if not adapters or audited.trainer is None or _calls(audited, _ALLOCATES):
+        return
+    message = (
+        f"nothing in {type(audited.trainer).__name__} and its callbacks calls {_ALLOCATES}, by which AdaLoRA gives "
+        f"each layer its rank: all keep the first one, init_r={getattr(configs[adapters[0]], 'init_r', None)}."
+    )
+    fix = (
+        f"call model.base_model.{_ALLOCATES}(state.global_step) in on_optimizer_step of a TrainerCallback; for a model "
+        f"of add_adapter, which has no such method, take get_peft_model."
+    )
+    yield Finding("SL139", "warning", type(audited.inner).__name__, message, fix)
+
+
+def _calls(audited: AuditedModel, name: str) -> bool:
+    """Whether code of the trainer, its callbacks or the model's mixins has a name in it."""
+    callbacks = getattr(getattr(audited.trainer, "callback_handler", None), "callbacks", ())
+    owners = [audited.trainer, *callbacks]
+    classes = {cls for owner in owners for cls in type(owner).__mro__} | set(mixins_of(type(audited.inner)))
+    values = [value for each in (*classes, *owners) for value in vars(each).values()]
+    codes: list[object] = [getattr(value, "__code__", None) for value in values if callable(value)]
+    for code in codes:  # which grows: functions may be inside functions
+        if isinstance(code, CodeType):
+            if name in code.co_names:
+                return True
+            codes += code.co_consts
+    return False
 
 
 def check_nested(audited: AuditedModel) -> Iterator[Finding]:
@@ -147,15 +183,25 @@ def _rows_of_checkpoint(base: PreTrainedModel) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
+_REFUSALS = {
+    torch.float16: "'Attempting to unscale FP16 gradients'",
+    torch.bfloat16: "'\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16''",
+}
+
+
 def check_scaled_halves(audited: AuditedModel) -> Iterator[Finding]:
-    """Yield a finding for trained float16 weights under float16 autocast, whose gradients GradScaler refuses."""
+    """Yield a finding for trained 16-bit weights under float16 autocast, whose gradients GradScaler refuses."""
     if getattr(audited.training_arguments, "fp16", False) is not True:
         return
-    halves = {n: p for n, p in audited.model.named_parameters() if p.requires_grad and p.dtype == torch.float16}
-    if halves:
+    trained = {n: p for n, p in audited.model.named_parameters() if p.requires_grad}
+    for dtype, refusal in _REFUSALS.items():
+        halves = {n: p for n, p in trained.items() if p.dtype == dtype}
+        if not halves:
+            continue
         message = (
-            f"{len(halves)} trained parameters are in float16 and the trainer has fp16=True: its GradScaler fails at "
-            f"the first step with 'Attempting to unscale FP16 gradients'."
+            f"{counted(len(halves), 'trained parameter is', 'trained parameters are')} in "
+            f"{str(dtype).removeprefix('torch.')} and the trainer has fp16=True: its GradScaler fails at the first "
+            f"step with {refusal}."
         )
         fix = (
             "cast them: for p in model.parameters(): p.data = p.data.float() if p.requires_grad else p.data; or load "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftConfig
 from transformers import PreTrainedConfig
 
 from safe_loading._checkpoint.hub import HubOptions
@@ -18,6 +19,7 @@ from safe_loading._core.paths import path_text
 from safe_loading._core.workload import Workload
 from safe_loading._loading.peft_config import read_peft_config
 from safe_loading._memory.trace.timeline import Loading, original_name
+from safe_loading._memory.trace.trace_error import refuse_untraced_methods
 from safe_loading._model.formats.format import AMPERE, TargetCard
 from safe_loading._model.formats.packed_linear import StandIn
 from safe_loading._model.layout.packed_modules import modules_in_folder
@@ -63,6 +65,7 @@ def build(
     The options are ``auto_class``, ``dtype``, ``attn_implementation``, ``trust_remote_code`` and
     ``quantization_config``. `preparation` says who prepares what is in 4 or 8 bits and trained.
     """
+    refuse_adapter(workload.adapter)  # before seconds are spent on a model
     if isinstance(source, torch.nn.Module):
         superfluous = [name for name, value in options.items() if value not in (None, False)]
         if superfluous:
@@ -73,6 +76,7 @@ def build(
         asked = Path(path_text(source, "model")).expanduser()
         if os.path.lexists(asked / ADAPTER_CONFIG):
             source, workload = _adapted(asked, workload)
+        refuse_adapter(workload.adapter)
     config, folder = _config_of(source, options, hub)
     made = quantized_meta_model(config, card=card, folder=folder, by_headers=modules_in_folder, **options)
     model = made.model
@@ -101,6 +105,14 @@ def loading_of_layers(model: torch.nn.Module, stand_ins: Mapping[str, StandIn]) 
 
 def _quantized_loading(stand_ins: Mapping[str, StandIn], recast: Mapping[str, int]) -> Loading:
     return Loading(True, {original_name(f"{path}.weight"): unpacked_copies(s) for path, s in stand_ins.items()}, recast)
+
+
+def refuse_adapter(adapter: object) -> None:
+    """Raise `TraceError` for an adapter, a config or its folder, whose layers no trace can follow."""
+    if isinstance(adapter, (str, os.PathLike)):
+        adapter = read_peft_config(adapter)
+    if isinstance(adapter, PeftConfig):
+        refuse_untraced_methods(adapter)
 
 
 def _adapted(folder: Path, workload: Workload) -> tuple[str, Workload]:

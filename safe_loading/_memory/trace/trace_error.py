@@ -32,10 +32,10 @@ _FIX_FOR_VALUES = (
     "or skip the line when its tensor is a torch._subclasses.FakeTensor."
 )
 _SPARSE = {"SHIRA": "SHiRA", "FROD": "FRoD"}
-_FIX_FOR_METHODS = (
+FIX_FOR_METHODS = (
     "Measure a step on the GPU (torch.cuda.max_memory_reserved()), or forecast another method: adapter=LoraConfig(...)."
 )
-_FIX_FOR_SPARSE = f"Sparse tensors have no storage whose bytes could be counted. {_FIX_FOR_METHODS}"
+_FIX_FOR_SPARSE = f"Sparse tensors have no storage whose bytes could be counted. {FIX_FOR_METHODS}"
 FIX_FOR_DEVICES = (
     "Make each tensor where those are that it meets: torch.arange(length, device=input_ids.device), or a buffer of the "
     "module. On the CPU alone the line runs, and on a GPU it fails."
@@ -69,7 +69,7 @@ def refuse_untraced_methods(config: PeftConfig) -> None:
     if kind in _SPARSE:
         raise TraceError(f"{refused} {_SPARSE[kind]} computes with sparse tensors. {_FIX_FOR_SPARSE}")
     if getattr(config, "monteclora_config", None) is not None:
-        raise TraceError(f"{refused} MonteCLoRA draws samples of its own on a GPU that it chooses. {_FIX_FOR_METHODS}")
+        raise TraceError(f"{refused} MonteCLoRA draws samples of its own on a GPU that it chooses. {FIX_FOR_METHODS}")
 
 
 def _fix(model: torch.nn.Module, error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:

@@ -1,8 +1,11 @@
-"""The preparation of a base in 4 or 8 bits for training, by trl, by peft or by nobody: its dtypes and its adapter's.
+"""The preparation of a base in 4 or 8 bits for training, by an engine or by nobody: its dtypes and its adapter's.
 
 trl's trainers leave the base as it was loaded and cast what is trained to bfloat16 (read in 1.16, and so since its pull
 request 4577). peft's ``prepare_model_for_kbit_training`` freezes the base and casts what is not packed to float32, and
-its ``get_peft_model`` makes the adapter in float32. That alone is "none".
+its ``get_peft_model`` makes the adapter in float32. That alone is "none". axolotl calls peft's, and casts norms,
+embeddings and the output layer back (``_configure_embedding_dtypes`` of its ``loaders/model.py``, read in September
+2026). unsloth freezes the base as it was loaded, and casts the adapter to float32 (``prepare_model_for_training`` of
+unsloth-zoo, read at the same time); its own kernels are not those of the model that is traced.
 """
 
 from __future__ import annotations
@@ -17,14 +20,22 @@ from safe_loading.errors import ArgumentError
 
 from .stand_ins import stand_ins_of
 
-KbitPreparation = Literal["trl", "peft", "none"]
+KbitPreparation = Literal["trl", "peft", "axolotl", "unsloth", "none"]
 _NOTES: dict[KbitPreparation, str] = {
     "trl": "as trl does it: the base stays in its dtype, and what is trained is cast to bfloat16",
     "peft": "by peft's prepare_model_for_kbit_training: what is not packed is cast to float32",
+    "axolotl": "as axolotl does it: by peft's preparation, with norms, embeddings and the output layer cast back",
+    "unsloth": (
+        "as unsloth does it: the base stays in its dtype, and the adapter is in float32; unsloth's own kernels and "
+        "offloaded checkpoints, which take less, are not counted"
+    ),
     "none": "by nobody: the base stays in its dtype, and the adapter is in float32",
 }
 # trl leaves it in float32, in which its steps are not lost
 _NOT_CAST = "lora_magnitude_vector"
+# what axolotl casts back, in names of modules: by the model's type the embeddings and the output layer
+_EMBEDDINGS = {"gpt_neox": ("embed_in", "embed_out"), "falcon": ("word_embeddings", "lm_head")}
+_OTHER_EMBEDDINGS = ("embed_tokens", "lm_head")
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
@@ -57,13 +68,25 @@ def prepare_base(model: torch.nn.Module, preparation: KbitPreparation) -> dict[s
     trl freezes nothing, but its Trainer trains no packed model without an adapter, and peft freezes what has one.
     """
     before = {}
+    kept = _cast_back_by_axolotl(model) if preparation == "axolotl" else set()
     for name, parameter in model.named_parameters():
         if preparation != "none":
             parameter.requires_grad = False
-        if preparation == "peft" and parameter.dtype in _SIXTEEN_BITS:
+        if preparation in ("peft", "axolotl") and parameter.dtype in _SIXTEEN_BITS and parameter not in kept:
             before[name] = parameter.nbytes
             parameter.data = parameter.data.to(torch.float32)
     return before
+
+
+def _cast_back_by_axolotl(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Return the parameters that have the model's dtype after axolotl's preparation."""
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    words = _EMBEDDINGS.get(kind, _OTHER_EMBEDDINGS)
+    kept: set[torch.nn.Parameter] = set()
+    for name, module in model.named_modules():
+        if "norm" in name or (any(word in name for word in words) and hasattr(module, "weight")):
+            kept.update(module.parameters())
+    return kept
 
 
 def prepare_adapter(model: torch.nn.Module, preparation: KbitPreparation) -> None:
@@ -86,8 +109,11 @@ def prepare_adapter(model: torch.nn.Module, preparation: KbitPreparation) -> Non
 
 def preparation_of(trainer: Any) -> KbitPreparation | None:
     """Return who prepared the model of a trainer; None where there is none in 4 or 8 bits."""
-    if any(kind.__module__.partition(".")[0] == "trl" for kind in type(trainer).__mro__):
+    engines = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
+    if "trl" in engines:
         return "trl"
+    if "axolotl" in engines:
+        return "axolotl"
     model = getattr(trainer, "model", None)
     if not getattr(model, "is_loaded_in_4bit", False) and not getattr(model, "is_loaded_in_8bit", False):
         return None
