@@ -162,7 +162,7 @@ def faulting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankSe
     from faults import system_calls
 
     try:
-        library = system_calls.build(tmp_path_factory.mktemp("system calls"))
+        library = system_calls.build(tmp_path_factory.mktemp("system_calls"))  # LD_PRELOAD ends a path at a space
     except RuntimeError as error:
         pytest.skip(f"no faults at system calls: {error}")
     with RankServer({"LD_PRELOAD": str(library)}) as server:

@@ -55,7 +55,9 @@ class Sweep:
         self.replaces, self.exchange = TARGETS[target]
         self.old = files(root / "old") if self.replaces else None
         place = self.place("counted")
-        self.names: list[str] = self.faulted(place, 0, Fault(0)).value
+        counted = self.faulted(place, 0, Fault(0))
+        assert counted.value is not None, counted
+        self.names: list[str] = counted.value
         self.new = files(place / "out")
         self.resumed = 0
         self.problems: list[Any] = []

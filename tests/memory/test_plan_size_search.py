@@ -66,9 +66,9 @@ def test_the_answer_is_that_of_whole_plans(
     kind: Any = getattr(transformers, name)
     request = plan_request(tiny_config(name), limits, workload=workload, auto_class=kind)
     best = SizeSearch(request, vary, top).largest()
-    assert 0 < best < top
+    assert 0 < best <= top
     assert fits(request, vary, best)
-    assert not fits(request, vary, best + 1)
+    assert best == top or not fits(request, vary, best + 1)
 
 
 def too_little(trace: StepTrace) -> StepTrace:
