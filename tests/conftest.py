@@ -156,6 +156,19 @@ def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer
         yield server
 
 
+@pytest.fixture(scope="session")
+def faulting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+    """The same over the library of faults/system_calls.py, or a skip with the reason where it cannot be built."""
+    from faults import system_calls
+
+    try:
+        library = system_calls.build(tmp_path_factory.mktemp("system_calls"))  # LD_PRELOAD ends a path at a space
+    except RuntimeError as error:
+        pytest.skip(f"no faults at system calls: {error}")
+    with RankServer({"LD_PRELOAD": str(library)}) as server:
+        yield server
+
+
 ON_DEVICES = ("torch_npu", *MODULES)  # the accelerator before the engines, which look for it once
 
 # Scripts on the simulated accelerator report a dict, where ranks report names and values.
@@ -217,14 +230,12 @@ class Simulated:
         script: str,
         ranks: int,
         *,
-        count: int = 8,
         timeout: float = 180,
         args: Sequence[str | os.PathLike[str]] = (),
-        env: Mapping[str, str] | None = None,
     ) -> list[dict[str, Any]]:
-        """The same in ranks that have torchrun's environment, forked from a process with `env` that has the imports."""
-        with RankServer({**self.env(count), **(env or {})}, ON_DEVICES) as server:
-            return server.run(ONE_DICT + textwrap.dedent(script), ranks, args=args, timeout=timeout).found
+        """The same in ranks that have torchrun's environment."""
+        assert self.server is not None
+        return self.server.run(ONE_DICT + textwrap.dedent(script), ranks, args=args, timeout=timeout).found
 
     def run_ranks(
         self,
@@ -311,14 +322,18 @@ def _reported(folder: Path, rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def cuda() -> CudaRunner:
+def cuda() -> Iterator[CudaRunner]:
     """CUDA devices, real or simulated; skips where there are none."""
     import torch
-    from cuda_runs import CudaRunner, simulated
+    from cuda_runs import FORKED_FROM, CudaRunner, simulated
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device, or hidden without -m gpu; .ci/cuda runs these tests on simulated ones")
-    return CudaRunner(torch.cuda.device_count(), simulated())
+    if not simulated():
+        yield CudaRunner(torch.cuda.device_count(), None)
+        return
+    with RankServer({"SIMCUDA_VALUES": ""}, FORKED_FROM) as server:
+        yield CudaRunner(torch.cuda.device_count(), server)
 
 
 @pytest.fixture(scope="session")

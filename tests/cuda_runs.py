@@ -1,6 +1,8 @@
 """Scripts on CUDA devices, each in a process of its own, since a context lasts as long as its process.
 
-On real devices or on simulated ones (tests/simulated_cuda): the same script, with the same assertions.
+On real devices or on simulated ones (tests/simulated_cuda): the same script, with the same assertions. On simulated
+ones the process is forked from a server of rank_server.py, which has imported the engines and asked for no device: a
+fork still has the cards that its environment says.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_server import MODULES, RankServer
 from torchrun import OUT, environment_of_ranks, reports_of, run_ranks, script_folder
 
 # Ahead of every script: what tests ask of CUDA. `contexts` makes none. `case` runs a function in a process of its own,
@@ -61,6 +64,16 @@ def case(function, name=None):
     return function
 """
 
+FORKED_FROM = ("simulated_cuda_fork", *MODULES)
+# Ahead of a script whose process is forked: what a new process does from its start.
+FORKED_PRELUDE = """
+import os
+if os.environ.get("SIMCUDA_VALUES"):
+    import simulated_cuda_values
+    simulated_cuda_values.install()
+"""
+READ_AT_IMPORT = {"PYTORCH_CUDA_ALLOC_CONF"}
+
 ROWS_PRELUDE = """
 sys.path.insert(0, sys.argv[1])
 from _cuda_rows import Row, forecast, run
@@ -83,10 +96,18 @@ def simulated() -> bool:
 
 @dataclass(frozen=True)
 class CudaRunner:
-    """Runs scripts on the CUDA devices; a script hands facts to the test with ``report(name=value)``."""
+    """Runs scripts on the CUDA devices; a script hands facts to the test with ``report(name=value)``.
+
+    With `server`, of `FORKED_FROM` without ``SIMCUDA_VALUES``, the devices are simulated, and scripts are forked.
+    """
 
     count: int
-    simulated: bool
+    server: RankServer | None
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the devices are simulated ones."""
+        return self.server is not None
 
     def run(
         self,
@@ -96,9 +117,19 @@ class CudaRunner:
         env: Mapping[str, str | None] | None = None,
         timeout: float = 300,
         check: bool = True,
+        fresh: bool = False,
     ) -> dict[str, Any]:
-        """Run a script in a process that no launcher started; return what it reports, and its exit status as `code`."""
-        with self._machine() as machine, script_folder(CUDA_PRELUDE + textwrap.dedent(script)) as folder:
+        """Run a script in a process that no launcher started; return what it reports, and its exit status as `code`.
+
+        With `fresh` the process is never forked, for a script that tests how Python starts or ends.
+        """
+        whole = CUDA_PRELUDE + textwrap.dedent(script)
+        if self.server is not None and not fresh and READ_AT_IMPORT.isdisjoint(env or ()):
+            with self._machine() as machine:
+                forked = {"args": args, "env": _of_fork(machine, env), "timeout": timeout, "check": check}
+                done = self.server.run_alone(FORKED_PRELUDE + whole, **forked)
+            return {**done.found[0], "code": done.code}
+        with self._machine() as machine, script_folder(whole) as folder:
             command = [sys.executable, str(folder / "script.py"), *map(os.fspath, args)]
             wanted = {**environment_of_ranks(), **machine, OUT: str(folder), **(env or {})}
             environment = {name: value for name, value in wanted.items() if value is not None}
@@ -124,12 +155,15 @@ class CudaRunner:
         args: Sequence[str | os.PathLike[str]] = (),
         env: Mapping[str, str | None] | None = None,
         timeout: float = 300,
+        fresh: bool = False,
     ) -> list[dict[str, Any]]:
-        """The same in ranks of torchrun, and what each of them reports."""
+        """The same in ranks, and what each of them reports: with `fresh` those of torchrun, or else as if they were."""
         whole = CUDA_PRELUDE + textwrap.dedent(script)
         with self._machine() as machine:
-            done = run_ranks(whole, ranks, args=args, env={**machine, **(env or {})}, timeout=timeout)
-        return done.found
+            if self.server is None or fresh:
+                return run_ranks(whole, ranks, args=args, env={**machine, **(env or {})}, timeout=timeout).found
+            environment = _of_fork(machine, env)
+            return self.server.run(FORKED_PRELUDE + whole, ranks, args=args, env=environment, timeout=timeout).found
 
     @contextlib.contextmanager
     def _machine(self) -> Iterator[dict[str, str]]:
@@ -146,3 +180,8 @@ class CudaRunner:
         finally:
             for file in Path("/dev/shm").glob(f"simcuda-*{name}*"):
                 file.unlink(missing_ok=True)
+
+
+def _of_fork(machine: Mapping[str, str], env: Mapping[str, str | None] | None) -> dict[str, str | None]:
+    """The variables of a forked process; its server has none that says whose values are computed."""
+    return {"SIMCUDA_VALUES": os.environ.get("SIMCUDA_VALUES"), **machine, **(env or {})}

@@ -6,15 +6,16 @@
         ...  # a process with HF_ENDPOINT=hub.url, or endpoint=hub.url, sees these repositories
     assert hub.requests == ["GET /api/models/org/base/revision/main", ...]
 
-huggingface_hub reads ``HF_ENDPOINT`` when it is imported, so a test that loads from this hub starts a process. It
-answers what huggingface_hub asks for: the info of a revision, the tree of a commit, and the files. Each revision has a
-commit of its own, `commit_of`; the content of a folder may change while it is served.
+huggingface_hub reads ``HF_ENDPOINT`` when it is imported, so a test that loads from this hub starts a process, or has
+one forked that calls `ask`. It answers what huggingface_hub asks for: the info of a revision, the tree of a commit, and
+the files. Each revision has a commit of its own, `commit_of`; the content of a folder may change while it is served.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,18 @@ from pathlib import Path
 def commit_of(repo: str, revision: str = "main") -> str:
     """The commit that the hub gives for a revision."""
     return hashlib.sha1(f"{repo}@{revision}".encode()).hexdigest()
+
+
+def ask(url: str | None, cache: str | os.PathLike[str]) -> None:
+    """Make this process one that started with this ``HF_ENDPOINT``, or with ``HF_HUB_OFFLINE=1``, and this cache."""
+    from huggingface_hub import constants, hf_api
+
+    offline = url is None
+    if url is not None:
+        constants.ENDPOINT = hf_api.api.endpoint = url
+        constants.HUGGINGFACE_CO_URL_TEMPLATE = url + "/{repo_id}/resolve/{revision}/{filename}"
+    constants.HF_HUB_OFFLINE, constants.HF_HUB_CACHE = offline, os.fspath(cache)
+    os.environ.update(dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), str(int(offline))))
 
 
 class Hub:

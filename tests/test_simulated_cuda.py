@@ -128,17 +128,21 @@ def test_expandable_segments(simulated_cuda: CudaRunner) -> None:
     assert facts["emptied"] == 40 * MiB
 
 
+# The variable is read at the first use, so each case is a fork that has not used a device.
 VISIBLE = """
-    names = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-    report(last=[int(name[-2:]) for name in names])
+    def last(listed):
+        os.environ["CUDA_VISIBLE_DEVICES"] = listed
+        names = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        return [int(name[-2:]) for name in names]
+    for listed in sys.argv[1:]:
+        case(lambda: last(listed), listed or "nothing")
 """
+SEEN = {"2,0": [2, 0], "GPU-fa4ec0da-0000-4000-8000-000000000003": [3], "1,7,0": [1], "": []}
 
 
-@pytest.mark.parametrize(
-    ("listed", "seen"), [("2,0", [2, 0]), ("GPU-fa4ec0da-0000-4000-8000-000000000003", [3]), ("1,7,0", [1]), ("", [])]
-)
-def test_visible_devices(simulated_cuda: CudaRunner, listed: str, seen: list[int]) -> None:
-    assert simulated_cuda.run(VISIBLE, env={"CUDA_VISIBLE_DEVICES": listed})["last"] == seen
+def test_visible_devices(simulated_cuda: CudaRunner) -> None:
+    facts = simulated_cuda.run(VISIBLE, args=list(SEEN), fresh=True)
+    assert {listed: facts[listed or "nothing"] for listed in SEEN} == SEEN
 
 
 def test_the_host_cannot_read_device_memory(simulated_cuda: CudaRunner) -> None:
@@ -222,7 +226,7 @@ BUSY = """
 @pytest.mark.parametrize("values", ["all", "1024"])
 def test_a_process_ends_after_the_threads_of_autograd(simulated_cuda: CudaRunner, values: str) -> None:
     """One that waits for Python's lock as Python ends aborts the process; a daemon of that name shows the wait."""
-    assert simulated_cuda.run(BUSY, env={"SIMCUDA_VALUES": values}).get("worked")
+    assert simulated_cuda.run(BUSY, env={"SIMCUDA_VALUES": values}, fresh=True).get("worked")
 
 
 SHARED = """

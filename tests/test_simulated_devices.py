@@ -776,7 +776,7 @@ report({"after out of memory": live()})
 
 @pytest.fixture(scope="module")
 def engines(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return simulated.run(ENGINES, args=[tmp_path_factory.mktemp("engines")])
+    return simulated.run_forked(ENGINES, args=[tmp_path_factory.mktemp("engines")])
 
 
 def test_the_tiny_checkpoint_has_several_shards_and_an_adapter_that_matters(engines: dict[str, Any]) -> None:

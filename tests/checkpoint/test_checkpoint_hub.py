@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +9,17 @@ import pytest
 from fake_hub import commit_of, serve
 from faults import adapters as faults
 from models import save_adapter, save_llama
+from rank_server import RankServer
 
 from safe_loading._checkpoint.hub import adapter_files, base_files, resolve
 from safe_loading.errors import ArgumentError, CheckpointNotFound, PickleRefused
 
-# Forks for each line of stdin, so that each load begins in a process in which nothing was loaded before. The imports,
-# which take longer than all the loads, happen once.
-LOADER = """
-import json, os, sys, warnings
+# In a process in which nothing was loaded before.
+SCRIPT = """
+import json, sys, warnings
 warnings.simplefilter("ignore")
 import torch
-import transformers.models.llama.modeling_llama
-from huggingface_hub import constants
+from fake_hub import ask
 from safe_loading import load_peft_on_rank
 
 def load(call):
@@ -38,48 +33,10 @@ def load(call):
             "sum": out.double().sum().item(),
             "name": [model.get_base_model().name_or_path, model.config._name_or_path]}
 
-for line in sys.stdin:
-    cache, calls = json.loads(line)
-    child = os.fork()
-    if not child:
-        constants.HF_HUB_CACHE = cache
-        print("RESULTS", json.dumps([load(call) for call in calls]), flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
+url, cache, calls = json.loads(sys.argv[1])
+ask(url, cache)
+report(loads=[load(call) for call in calls])
 """
-
-
-class Loader:
-    """A process that loads from a hub, or offline."""
-
-    def __init__(self, folder: Path, endpoint: str | None) -> None:
-        offline = "0" if endpoint else "1"
-        env = {**os.environ, "HF_HUB_OFFLINE": offline, "TRANSFORMERS_OFFLINE": offline, "OMP_NUM_THREADS": "1"}
-        env["HF_ENDPOINT"] = endpoint or "http://127.0.0.1:9"
-        self._errors = folder / f"errors{offline}.txt"
-        with self._errors.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", LOADER],
-                env=env,
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-            )
-
-    def load(self, cache: Path, *calls: dict[str, Any]) -> list[dict[str, Any]]:
-        """What ``load_peft_on_rank`` makes of the arguments of each call, with this folder as the hub's cache."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps([str(cache), calls]), file=self._process.stdin, flush=True)
-        for line in self._process.stdout:
-            if line.startswith("RESULTS "):
-                return json.loads(line.removeprefix("RESULTS "))
-        raise AssertionError(self._errors.read_text())
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
 
 
 FLAT = {"adapter": "org/adapter"}
@@ -93,7 +50,7 @@ NOWHERE = (
 
 
 @pytest.fixture(scope="module")
-def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def loads(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of all loads, and the requests that the hub got for some of them."""
     root = tmp_path_factory.mktemp("hub")
     base, tuned = save_llama(root / "base"), save_llama(root / "tuned", seed=9)
@@ -110,21 +67,23 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
     loads: dict[str, Any] = {}
     cache = root / "cache"
-    with contextlib.ExitStack() as stack:
-        with serve(repositories) as hub:
-            online, offline = Loader(root, hub.url), Loader(root, None)
-            stack.callback(online.close)
-            stack.callback(offline.close)
-            loads["first"] = online.load(cache, FLAT, INNER, TUNED)
-            loads["first requests"] = list(hub.requests)
-            hub.requests.clear()
-            loads["again"] = online.load(cache, FLAT)
-            loads["again requests"] = list(hub.requests)
-            loads["nowhere"] = online.load(root / "other cache", *NOWHERE)
-        # The server is closed: who connects is refused.
-        loads["unreachable"] = online.load(cache, FLAT)
-        loads["offline"] = offline.load(cache, FLAT, INNER, TUNED)
-        loads["offline nowhere"] = offline.load(root / "empty cache", NOWHERE[0])
+
+    def load(url: str | None, cache: Path, *calls: dict[str, Any]) -> list[dict[str, Any]]:
+        """What ``load_peft_on_rank`` makes of the arguments of each call, with this folder as the hub's cache."""
+        found: list[dict[str, Any]] = rank_server.run_alone(SCRIPT, args=[json.dumps([url, str(cache), calls])]).found
+        return found[0]["loads"]
+
+    with serve(repositories) as hub:
+        loads["first"] = load(hub.url, cache, FLAT, INNER, TUNED)
+        loads["first requests"] = list(hub.requests)
+        hub.requests.clear()
+        loads["again"] = load(hub.url, cache, FLAT)
+        loads["again requests"] = list(hub.requests)
+        loads["nowhere"] = load(hub.url, root / "other cache", *NOWHERE)
+    # The server is closed: who connects is refused.
+    loads["unreachable"] = load(hub.url, cache, FLAT)
+    loads["offline"] = load(None, cache, FLAT, INNER, TUNED)
+    loads["offline nowhere"] = load(None, root / "empty cache", NOWHERE[0])
     return loads
 
 

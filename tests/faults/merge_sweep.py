@@ -1,8 +1,4 @@
-"""``merge_lora_checkpoint`` with a fault at each call that changes a file; run with the library of `system_calls`.
-
-It prints JSON: for each kind of target the number of calls, how many files second calls found whole, and what went
-wrong, which is nothing.
-"""
+"""``merge_lora_checkpoint`` with a fault at each call that changes a file; run with the library of `system_calls`."""
 
 from __future__ import annotations
 
@@ -12,11 +8,15 @@ import json
 import random
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from faults.system_calls import FAULTS, Calls, Ended, Fault, in_child
 from safe_loading import merge_lora_checkpoint
+
+if TYPE_CHECKING:
+    from rank_server import RankServer
 
 TARGETS = {
     # what is there before, and whether two folders can be exchanged in one step
@@ -25,6 +25,14 @@ TARGETS = {
     "replaced in two steps": (True, False),
 }
 Files = dict[str, bytes]
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from faults.merge_sweep import sweep
+root, *how = json.loads(sys.argv[1])
+report(**sweep(Path(root), *how))
+"""
 
 
 def files(folder: Path) -> Files | None:
@@ -47,7 +55,9 @@ class Sweep:
         self.replaces, self.exchange = TARGETS[target]
         self.old = files(root / "old") if self.replaces else None
         place = self.place("counted")
-        self.names: list[str] = self.faulted(place, 0, Fault(0)).value
+        counted = self.faulted(place, 0, Fault(0))
+        assert counted.value is not None, counted
+        self.names: list[str] = counted.value
         self.new = files(place / "out")
         self.resumed = 0
         self.problems: list[Any] = []
@@ -136,21 +146,30 @@ def warm(root: Path) -> None:
             importlib.import_module(name)
 
 
-def main(root: Path, sample: int, seed: int, *targets: str) -> None:
-    """Sweep targets (all, when none is named) and faults: at every call, or with `sample`, at so many for each."""
+def sweep(root: Path, sample: int, seed: int, targets: Sequence[str] = ()) -> dict[str, Any]:
+    """Sweep targets (all, when none is named) and faults: at every call, or with `sample`, at so many for each.
+
+    Returns:
+        For each target the calls, how many files second calls found whole, and what went wrong, which is nothing.
+    """
     warm(root)
     found = {}
     for target in targets or TARGETS:
-        sweep, dice = Sweep(root, target), random.Random(f"{seed} {target}")
-        every = range(1, len(sweep.names) + 1)
+        merges, dice = Sweep(root, target), random.Random(f"{seed} {target}")
+        every = range(1, len(merges.names) + 1)
         for kind in FAULTS:
             # The last calls are the commit and what is tidied up after it.
             chosen = every if not sample else {*dice.sample(every, sample - 1), dice.choice(every[-20:])}
             for at in sorted(chosen):
-                sweep.run(at, kind, dice.choice(every) if dice.random() < 0.3 else None)
-        found[target] = {"calls": sweep.names, "resumed": sweep.resumed, "problems": sweep.problems}
-    print(json.dumps(found))  # noqa: T201 - read by the test
+                merges.run(at, kind, dice.choice(every) if dice.random() < 0.3 else None)
+        found[target] = {"calls": merges.names, "resumed": merges.resumed, "problems": merges.problems}
+    return found
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+def swept(
+    server: RankServer, root: Path, sample: int, seed: int, targets: Sequence[str] = (), *, timeout: float = 7200
+) -> dict[str, Any]:
+    """The same in a process of the fixture `faulting_server`."""
+    arguments = json.dumps([str(root), sample, seed, list(targets)])
+    found: dict[str, Any] = server.run_alone(SCRIPT, args=[arguments], timeout=timeout).found[0]
+    return found

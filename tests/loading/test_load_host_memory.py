@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from models import save_adapter, save_llama
+from rank_server import RankServer
 
 MiB = 1 << 20
 SCRIPT = """
@@ -23,19 +21,15 @@ def private():
 warm = load_peft_on_rank(sys.argv[1], sys.argv[3])  # imports and first calls keep memory that no later load takes
 before = private()
 model = load_peft_on_rank(sys.argv[2], sys.argv[4])
-print("RESULT", private() - before, model.load_report.parts[0].bytes, model.load_report.parts[1].bytes)
+grown = private() - before
+report(grown=grown, base=model.load_report.parts[0].bytes, adapter=model.load_report.parts[1].bytes)
 """
 
 
-def test_the_base_costs_no_private_memory(tmp_path: Path) -> None:
+def test_the_base_costs_no_private_memory(rank_server: RankServer, tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8000, "num_hidden_layers": 4}
     small, large = save_llama(tmp_path / "small"), save_llama(tmp_path / "large", **sizes)
     arguments = [small, large, save_adapter(tmp_path / "one", small), save_adapter(tmp_path / "two", large)]
-    command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
-    grown, base, adapter = map(int, line.split()[1:])
-    assert base > 80 * MiB
-    assert grown <= adapter + 10 * MiB
+    (facts,) = rank_server.run_alone(SCRIPT, args=arguments, timeout=180).found
+    assert facts["base"] > 80 * MiB
+    assert facts["grown"] <= facts["adapter"] + 10 * MiB

@@ -17,9 +17,11 @@ SCRIPT = """
     import contextlib, os, sys, time, torch, torch_npu
     import urllib.error, urllib.request
     import torch.distributed as dist
+    from fake_hub import ask
     from safe_loading import load_adapter_on_rank, load_peft_on_rank
 
-    base, adapter, second, broken, cache, other = sys.argv[1:]
+    base, adapter, second, broken, cache, other, hub = sys.argv[1:]
+    ask(hub, f"{cache} by default")
     rank = int(os.environ["RANK"])
     tokens = torch.arange(1, 25).reshape(2, 12)
     dist.init_process_group("gloo")
@@ -54,7 +56,7 @@ SCRIPT = """
     report({"hub": tried(lambda: load_peft_on_rank("org/adapter", base_kwargs={"cache_dir": cache}))})
     if rank == 0:  # what the hub is asked from here on is asked with everything in the cache
         with contextlib.suppress(urllib.error.HTTPError):
-            urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/everything-is-cached")
+            urllib.request.urlopen(hub + "/everything-is-cached")
     dist.barrier()
     report({"hub again": tried(lambda: load_peft_on_rank("org/adapter", base_kwargs={"cache_dir": cache}))})
     report({"alone": tried(lambda: load_peft_on_rank(base, adapter, ranks="self")) if rank == 0 else {}})
@@ -100,8 +102,7 @@ def results(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> d
     named = faults.edited(adapter, root / "named", config=lambda c: c.update(base_model_name_or_path="org/base"))
     arguments = [base, adapter, second, broken, root / "cache", other]
     with serve({"org/base": base, "org/adapter": named}) as hub:
-        env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
-        facts = simulated.fork_ranks(SCRIPT, RANKS, count=4, args=arguments, env=env, timeout=300)
+        facts = simulated.fork_ranks(SCRIPT, RANKS, args=[*arguments, hub.url], timeout=300)
     marker = hub.requests.index("GET /everything-is-cached")
     first, cached = ([r for r in part if "org/" in r] for part in (hub.requests[:marker], hub.requests[marker:]))
     return {"ranks": facts, "first": first, "cached": cached}

@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from safe_loading import MemoryForecast, Spread, Workload, predict_memory
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from cuda_runs import CudaRunner
 
 pytestmark = pytest.mark.gpu
@@ -78,9 +80,9 @@ SCRIPT = """
 
     def peak_of(name, spread, micro_batches):
         torch.cuda.set_device(device)
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         world = int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("nccl", store=dist.PrefixStore(name, store), rank=rank, world_size=world)
+        store = dist.FileStore(os.path.join(sys.argv[1], name), world)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=world)
         product = torch.ones(8, 8, device=device, requires_grad=True)
         (product @ product).sum().backward()  # which makes cuBLAS's workspaces, one for each thread
         del product
@@ -184,11 +186,14 @@ def forecast(job: Job) -> MemoryForecast:
         *(pytest.param(*job, marks=pytest.mark.slow) for job in ((4, False), (2, True), (3, True), (4, True))),
     ],
 )
-def test_ranks_take_what_their_forecast_says(simulated_cuda: CudaRunner, *, ranks: int, rare: bool) -> None:
+def test_ranks_take_what_their_forecast_says(
+    simulated_cuda: CudaRunner, tmp_path: Path, *, ranks: int, rare: bool
+) -> None:
     jobs = {name: job for name, job in JOBS.items() if job.spread.cards == ranks and job.rare == rare}
     texts = {name: (str(job.spread), job.micro_batches) for name, job in jobs.items()}
     script = SCRIPT.replace("SIZES", repr(WIDE)).replace("JOBS", repr(texts))
-    found = simulated_cuda.run_ranks(script, ranks, env={"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "65536"})
+    env = {"SIMCUDA_GPU": "H100", "SIMCUDA_VALUES": "65536"}
+    found = simulated_cuda.run_ranks(script, ranks, args=[tmp_path], env=env)
     asked: dict[str, list[int]] = {}
     allocated: dict[str, float] = {}
     for name, job in jobs.items():

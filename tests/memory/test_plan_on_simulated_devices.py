@@ -209,10 +209,8 @@ def runs(simulated: Simulated, tmp_path_factory: pytest.TempPathFactory) -> dict
     tied = save_llama(folder / "tied", torch.float32, tie_word_embeddings=True, **sizes)
     wide = save_llama(folder / "wide", torch.float32, vocab_size=1000, **sizes)
     save_tiny("MixtralForCausalLM", folder / "mixture")
-    # one process for both scripts, since each imports the engines for several seconds
-    return simulated.run(
-        SETUP + PLANS + STEPS, count=4, timeout=300, args=[untied, tied, wide, folder / "mixture", json.dumps(SAMPLE)]
-    )
+    args = [untied, tied, wide, folder / "mixture", json.dumps(SAMPLE)]
+    return simulated.run_forked(SETUP + PLANS + STEPS, timeout=300, args=args)
 
 
 def plans_of(runs: dict[str, Any]) -> dict[str, dict[str, Any]]:

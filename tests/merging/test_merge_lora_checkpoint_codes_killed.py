@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from engines import needs
-from faults import system_calls
-from faults.merge_sweep import files
+from faults.merge_sweep import files, swept
 from models import save_adapter, save_llama
+from rank_server import RankServer
 from test_merge_lora_checkpoint_codes import save_fp8
 from test_merge_lora_checkpoint_expert_codes import adapter_of
 from test_merge_lora_checkpoint_quantized import gpt_oss, on_disk
-from torchrun import SHARED
 
-import safe_loading
 from safe_loading import merge_lora_checkpoint
 
 SEED = 11
@@ -52,20 +46,16 @@ def mxfp4_base(root: Path) -> None:
     ],
 )
 def test_a_fault_at_any_call_leaves_no_codes_without_their_scales(
-    tmp_path: Path, make: Callable[[Path], None], of_codes: str, sample: int, targets: list[str]
+    faulting_server: RankServer,
+    tmp_path: Path,
+    make: Callable[[Path], None],
+    of_codes: str,
+    sample: int,
+    targets: list[str],
 ) -> None:
-    try:
-        library = system_calls.build(tmp_path)
-    except RuntimeError as error:
-        pytest.skip(f"no faults at system calls: {error}")
     make(tmp_path)
     merge_lora_checkpoint(tmp_path / "base", tmp_path / "other", tmp_path / "old")
-    path = os.pathsep.join([str(Path(safe_loading.__file__).parents[1]), *SHARED])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(library)}
-    run = [sys.executable, "-m", "faults.merge_sweep", str(tmp_path), str(sample), str(SEED), *targets]
-    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=7200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = swept(faulting_server, tmp_path, sample, SEED, targets)
     assert {target: each["problems"] for target, each in found.items()} == {target: [] for target in found}
     merge_lora_checkpoint(tmp_path / "base", tmp_path / "adapter", tmp_path / "whole")
     for target, each in found.items():

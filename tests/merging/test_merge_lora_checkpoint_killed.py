@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import system_calls
+from faults.merge_sweep import swept
 from faults.operations import disk_full, operations
 from models import save_adapter, save_llama
-from torchrun import SHARED
+from rank_server import RankServer
 from transformers import AutoModelForCausalLM
 
 import safe_loading
@@ -37,21 +37,11 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("sample", [2, pytest.param(0, marks=pytest.mark.slow, id="all")])
 def test_a_fault_at_any_call_that_changes_a_file_leaves_the_old_or_the_new_and_a_second_call_completes(
-    tmp_path: Path, pair: tuple[Path, Path], sample: int
+    faulting_server: RankServer, tmp_path: Path, pair: tuple[Path, Path], sample: int
 ) -> None:
     """Each of SIGKILL, ENOSPC, EIO and EROFS, at each call of the C library, over three kinds of target."""
-    try:
-        library = system_calls.build(tmp_path)
-    except RuntimeError as error:
-        pytest.skip(f"no faults at system calls: {error}")
     merge_lora_checkpoint(pair[0], save_adapter(tmp_path / "other", pair[0], seed=5), tmp_path / "old")
-    package = str(Path(safe_loading.__file__).parents[1])
-    path = os.pathsep.join([package, *SHARED])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(library)}
-    run = [sys.executable, "-m", "faults.merge_sweep", str(tmp_path), str(sample), str(SEED)]
-    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=600 if sample else 7200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = swept(faulting_server, tmp_path, sample, SEED, timeout=600 if sample else 7200)
     assert {target: each["problems"] for target, each in found.items()} == {target: [] for target in found}
     for target, each in found.items():
         assert len(each["calls"]) > 100, target

@@ -32,6 +32,7 @@ SCRIPT = """
         threading.Thread.run = followed
 
     root, own = Path(sys.argv[1]), int(sys.argv[2])
+    torch.cuda.init()
 
     def merged(kind, name, **options):
         merge_lora_checkpoint(root / kind, root / f"{kind} {name}", root / "out", overwrite=True, **options)

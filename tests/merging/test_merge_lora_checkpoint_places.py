@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,32 +27,26 @@ from safe_loading._model.layout.layout import CheckpointLayout
 
 if TYPE_CHECKING:
     from conftest import Simulated
-
-
-def run(script: str, *arguments: object, **env: str) -> list[str]:
-    """What a script prints in a process of its own."""
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    from rank_server import RankServer
 
 
 # ------------------------------------------------------------------------------------------------------------ hub
 
 HUB = """
-    import json, sys
-    from huggingface_hub import constants
+    import sys
+    from fake_hub import ask
     from safe_loading import merge_lora_checkpoint
+    output, again, url, cache = sys.argv[1:]
     options = {"base_revision": "v1", "adapter_subfolder": "best"}
-    report = merge_lora_checkpoint("org/base", "org/adapter", sys.argv[1], **options)
-    constants.HF_HUB_OFFLINE = True
-    merge_lora_checkpoint("org/base", "org/adapter", sys.argv[2], **options)
-    print("RESULT", json.dumps([report.base, list(report.adapters)]))
+    ask(url, cache)
+    merged = merge_lora_checkpoint("org/base", "org/adapter", output, **options)
+    ask(None, cache)
+    merge_lora_checkpoint("org/base", "org/adapter", again, **options)
+    report(base=merged.base, adapters=list(merged.adapters))
 """
 
 
-def test_hub_ids_with_their_revisions_and_offline(tmp_path: Path) -> None:
+def test_hub_ids_with_their_revisions_and_offline(rank_server: RankServer, tmp_path: Path) -> None:
     base, other = save_llama(tmp_path / "base"), save_llama(tmp_path / "other", seed=9)
     adapter = save_adapter(tmp_path / "adapter", base)
     for name in ("LICENSE", "chat_template.jinja", "modeling_x.py", "pytorch_model.bin"):
@@ -68,13 +59,11 @@ def test_hub_ids_with_their_revisions_and_offline(tmp_path: Path) -> None:
     adapter = (tmp_path / "moved").rename(inner / "best")
     served = {"org/base": {"main": other, "v1": base}, "org/adapter": inner}
     with serve(served) as hub:
-        online = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": hub.url}
-        said = run(HUB, tmp_path / "out", tmp_path / "again", **online, HF_HUB_OFFLINE="0", TRANSFORMERS_OFFLINE="0")
+        arguments = [tmp_path / "out", tmp_path / "again", hub.url, tmp_path / "cache"]
+        (facts,) = rank_server.run_alone(HUB, args=arguments).found
         assert not [request for request in hub.requests if "pytorch_model.bin" in request]
-    (line,) = [line for line in said if line.startswith("RESULT ")]
-    source, adapters = json.loads(line.removeprefix("RESULT "))
-    assert source == {"source": "org/base", "commit": commit_of("org/base", "v1")}
-    assert adapters[0]["commit"] == commit_of("org/adapter")
+    assert facts["base"] == {"source": "org/base", "commit": commit_of("org/base", "v1")}
+    assert facts["adapters"][0]["commit"] == commit_of("org/adapter")
     merge_lora_checkpoint(base, adapter, tmp_path / "plain")
     ours, theirs = on_disk(tmp_path / "out"), on_disk(tmp_path / "plain")
     assert ours.keys() == theirs.keys()
@@ -105,12 +94,12 @@ MEMORY = """
         merge_lora_checkpoint(large / "base", large / kind, large / f"{kind} out", threads=2)
         assert verify_merge(large / "base", large / kind, large / f"{kind} out", threads=2).ok
         assert not verify_merge(large / "base", large / kind, large / "base", threads=2).ok  # every block differs
-        print("DONE", kind)
+    report(done=True)
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA covers mappings on Linux only")
-def test_64_mib_are_enough_for_tensors_that_are_larger(tmp_path: Path) -> None:
+def test_64_mib_are_enough_for_tensors_that_are_larger(rank_server: RankServer, tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 80_000, "num_hidden_layers": 1}
     for name, config in (("warm", {}), ("large", sizes)):
         base = save_llama(tmp_path / name / "base", torch.bfloat16, **config)
@@ -118,7 +107,7 @@ def test_64_mib_are_enough_for_tensors_that_are_larger(tmp_path: Path) -> None:
             targets = {"target_modules": ["down_proj"], "use_dora": kind == "dora"}
             save_adapter(tmp_path / name / kind, base, **targets)
     assert max(info.nbytes for info in read_checkpoint(tmp_path / "large" / "base").tensors.values()) > 76 << 20
-    assert run(MEMORY, tmp_path)[-2:] == ["DONE plain", "DONE dora"]
+    assert rank_server.run_alone(MEMORY, args=[tmp_path], timeout=240).found == [{"done": True}]
 
 
 def test_an_adapter_is_in_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

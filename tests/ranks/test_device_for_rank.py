@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,6 +11,9 @@ from safe_loading._ranks import device_for_rank as module
 from safe_loading._ranks.device_for_rank import device_for_rank
 from safe_loading._ranks.device_guard import own_device
 from safe_loading.errors import ArgumentError, DeviceError, SafeLoadingError
+
+if TYPE_CHECKING:
+    from cuda_runs import CudaRunner
 
 VARIABLES = (
     "LOCAL_RANK",
@@ -243,29 +246,21 @@ def test_the_seam_asks_torch_and_initializes_nothing():
     assert (kind, count) == (accelerator.type if accelerator else "cpu", torch.accelerator.device_count())
 
 
-@pytest.mark.gpu
-def test_no_context_is_made_on_a_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    import subprocess
-    import sys
-
-    code = """
-import torch
-from safe_loading._ranks.device_guard import own_device
+ASKED = """
 from safe_loading._ranks.device_for_rank import device_for_rank
-device = device_for_rank()
-assert device == torch.device("cuda", 0), device
-assert not torch.cuda.is_initialized(), "CUDA was initialized"
-torch.cuda.init()
-torch.cuda.set_device(torch.cuda.device_count() - 1)
-made = [torch._C._cuda_hasPrimaryContext(i) for i in range(torch.cuda.device_count())]
-assert device_for_rank() == torch.device("cuda", torch.cuda.device_count() - 1)
-assert made == [torch._C._cuda_hasPrimaryContext(i) for i in range(torch.cuda.device_count())]
+last = torch.cuda.device_count() - 1
+report(first=str(device_for_rank()), initialized=torch.cuda.is_initialized())
+torch.cuda.set_device(last)
+made = contexts()
+report(current=str(device_for_rank()), last=last, added=[index for index in contexts() if index not in made])
 """
-    environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_no_context_is_made_on_a_gpu(cuda: CudaRunner) -> None:
+    facts = cuda.run(ASKED)
+    assert (facts["first"], facts["initialized"]) == ("cuda:0", False)
+    assert (facts["current"], facts["added"]) == (f"cuda:{facts['last']}", [])
 
 
 @pytest.mark.parametrize("asked", [-1, 2, 256, 257, "cuda:2"])

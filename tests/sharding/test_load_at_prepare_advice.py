@@ -165,6 +165,6 @@ def test_the_advice_is_right(found: list[dict[str, Any]], kind: str) -> None:
 
 def test_a_mesh_and_a_device_are_made_the_same(simulated: Simulated, tmp_path: Path) -> None:
     folder = save(reference(lambda: llama(num_hidden_layers=1)), tmp_path)
-    facts = simulated.run(ON_A_DEVICE, args=[folder])
+    facts = simulated.run_forked(ON_A_DEVICE, args=[folder])
     assert "mesh is one of cpu devices, device=npu:0. Make them the same." in facts["error"]
     assert facts["equal"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,20 @@ from fsdp_cases import NOTHING, llama, reference, save
 from rank_server import RankServer
 
 SCRIPT = """
-import os, sys, time, warnings
-import huggingface_hub.constants
+import sys, time, warnings
 import torch, torch.distributed as dist
 warnings.simplefilter("ignore")
 from transformers import logging as transformers_logging
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 from peft import PeftModel
+from fake_hub import ask
 from fsdp_cases import *
 from safe_loading import meta_model, wrap_fsdp_meta_safe
 
 dist.init_process_group("gloo")
-base, adapter, where = sys.argv[1:]
-if where == "offline":
-    # as HF_HUB_OFFLINE does in a process that starts with it; every engine reads one of the two when it asks
-    huggingface_hub.constants.HF_HUB_OFFLINE = True
-    os.environ["HF_HUB_OFFLINE"] = "1"
+base, adapter, cache, *url = sys.argv[1:]
+ask(url[0] if url else None, cache)
 kind, _ = llama()
 
 def attached(model):
@@ -53,7 +49,7 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     from peft import LoraConfig, get_peft_model
 
     root: Path = tmp_path_factory.mktemp("hub")
@@ -61,14 +57,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     one = get_peft_model(reference(llama), LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     one.save_pretrained(root / "adapter")
     folders = [root / "base", root / "adapter"]
-    env = {"HF_HUB_CACHE": str(root / "cache"), "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
-    with contextlib.ExitStack() as stack:
-        with serve({"org/base": folders[0], "org/adapter": folders[1]}) as hub:
-            # a server of its own: the address of the hub is read when its client is imported
-            ranks = stack.enter_context(RankServer({**env, "HF_ENDPOINT": hub.url}))
-            online = ranks.run(SCRIPT, 2, args=[*folders, "online"]).found
-            requests = [request for request in hub.requests if "/api/models/" in request]
-        offline = ranks.run(SCRIPT, 2, args=[*folders, "offline"]).found
+    with serve({"org/base": folders[0], "org/adapter": folders[1]}) as hub:
+        online = rank_server.run(SCRIPT, 2, args=[*folders, root / "cache", hub.url]).found
+        requests = [request for request in hub.requests if "/api/models/" in request]
+    offline = rank_server.run(SCRIPT, 2, args=[*folders, root / "cache"]).found
     return {"online": online, "offline": offline, "requests": requests}
 
 

@@ -1,23 +1,23 @@
-"""wrap_fsdp_meta_safe on real CUDA devices, over NCCL: one rank for each."""
+"""wrap_fsdp_meta_safe on CUDA devices, over NCCL: one rank for each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from models import save_llama
-from torchrun import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.accelerator.device_count() == 0 or not torch.cuda.is_available(), reason="no CUDA device"),
-]
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cuda_runs import CudaRunner
+
+pytestmark = pytest.mark.gpu
 
 SCRIPT = """
-import sys, torch, torch.distributed as dist
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from safe_loading import device_for_rank, meta_model, wrap_fsdp_meta_safe
 
@@ -32,9 +32,7 @@ peak = torch.accelerator.max_memory_allocated(own) - start
 units = [unit.bytes for unit in model.fsdp_report.units]
 report(peak=peak, local=model.fsdp_report.local_bytes, largest=max(units), name=torch.cuda.get_device_name(own))
 snapshot = torch.cuda.memory._snapshot(own.index)
-report(segments=sum(each["total_size"] for each in snapshot["segments"]), contexts=[
-    index for index in range(torch.accelerator.device_count()) if torch._C._cuda_hasPrimaryContext(index)
-])
+report(segments=sum(each["total_size"] for each in snapshot["segments"]), contexts=contexts())
 one = AutoModelForCausalLM.from_pretrained(folder, device_map={"": own})
 tokens = torch.arange(1, 25, device=own).reshape(2, 12)
 with torch.no_grad():
@@ -45,11 +43,10 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("version", [2, 1])
 def test_each_device_holds_its_part_and_never_more_than_one_unit_besides(
-    tmp_path: Path, version: int, record_property: Callable[[str, object], None]
+    cuda: CudaRunner, tmp_path: Path, version: int, record_property: Callable[[str, object], None]
 ) -> None:
     base = save_llama(tmp_path / "base", torch.bfloat16)
-    world = torch.cuda.device_count()
-    found: list[dict[str, Any]] = run_ranks(SCRIPT, world, args=[base, str(version)], timeout=300).found
+    found = cuda.run_ranks(SCRIPT, cuda.count, args=[base, str(version)], fresh=version == 2)
     record_property("ranks", found)  # the figures that docs/benchmarks.md records
     for rank, facts in enumerate(found):
         assert facts["equal"]
