@@ -164,7 +164,10 @@ def _more(verdict: str, own: Sequence[CheckedTensor]) -> str:
         said += f": {low:.4g} times" if math.isclose(low, high, rel_tol=0.01) else f": {low:.4g} to {high:.4g} times"
     if verdict == "other":
         said += f": up to {max(tensor.distance for tensor in own):.3g} from it"
-    if own[0].detail:
+    experts = [*dict.fromkeys(tensor.detail for tensor in own if tensor.detail)]
+    if verdict == "missing" and experts:
+        said += f": {', '.join(experts[:_NAMED])}" + f" and {len(experts) - _NAMED} more" * (len(experts) > _NAMED)
+    elif own[0].detail:
         said += f" ({own[0].name}: {own[0].detail})"
     files = {tensor.file for tensor in own}
     if len(own) > 1 and len(files) == 1 and "" not in files:
