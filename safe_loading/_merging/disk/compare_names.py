@@ -14,7 +14,7 @@ from safe_loading._model.layout.disk_blocks import Whole
 
 from .changes import FLOATS, ChangedRows, Changes
 from .compare_files import Pair
-from .compare_layouts import FUSED_DIMS, Gathered, expert_of
+from .compare_layouts import FUSED_DIMS, Gathered, expert_of, fused_codes
 from .compare_report import CheckedTensor, MergeVerdict
 from .output_plan import FilePlan, TensorPlan
 
@@ -54,6 +54,7 @@ def match_tensors(
     name of a tied weight may be absent, by the folder's config.
     """
     matching = _Matching(plans, merged, changes, elsewhere)
+    matching.match_fused_codes()
     matching.match_planned(keeps_ties=keeps_ties)
     matching.match_codes()
     matching.match_rest()
@@ -70,12 +71,15 @@ class _Matching:
         self.checked: list[CheckedTensor] = []
         self._planned = {tensor.target.name: tensor for plan in plans for tensor in plan.tensors}
         self._merged, self._changes, self._elsewhere = merged, changes, elsewhere
-        self._misshapen: set[str] = set()  # that were judged by their shape
+        self._fused: set[str] = set()  # planned codes and scales that lie in fused ones
+        self._met: set[str] = set()  # tensors of the folder that other names stand for, but for those elsewhere
 
     def match_planned(self, *, keeps_ties: bool) -> None:
         """Match the tensors that the merge would write, but for codes that are there."""
         for name, plan in self._planned.items():
             info, gathered = self._info(name), self._elsewhere.get(name)
+            if name in self._fused:
+                continue
             if gathered is not None and plan.codes is None:
                 self._match_parts(plan, gathered)
             elif info is None and self._has_another_shape(name):
@@ -87,6 +91,21 @@ class _Matching:
                 self.checked.append(CheckedTensor(name, "", verdict, plan.action, target.dtype, target.nbytes))
             elif plan.codes is None:
                 self._match(plan, info)
+
+    def match_fused_codes(self) -> None:
+        """Match the experts whose codes and scales the folder holds as rows of fused ones."""
+        for name, plan in self._planned.items():
+            gathered = self._elsewhere.get(name)
+            if plan.codes is None or gathered is None or name in self._merged.tensors:
+                continue
+            found = fused_codes(plan.codes, gathered, self._merged.tensors)
+            if found is None:
+                continue
+            codes, scales, fused = found
+            pair = Pair(dataclasses.replace(plan, target=codes), gathered.paths[0], gathered=gathered)
+            self.pairs.append(dataclasses.replace(pair, scales=(self._merged.file_of[fused], scales)))
+            self._met.add(fused)
+            self._fused |= {name, scales.name}
 
     def _match_parts(self, plan: TensorPlan, gathered: Gathered) -> None:
         """Match a tensor with the parts that the folder has of it, and note those that it lacks."""
@@ -108,15 +127,15 @@ class _Matching:
         if found is None:
             return False
         shape, names = found
-        for info in (self._merged.tensors[other] for other in names if other not in self._misshapen):
+        for info in (self._merged.tensors[other] for other in names if other not in self._met):
             self._judge(info, "shape", "", _shapes(info.shape, shape) if len(names) == 1 else f"{list(info.shape)}")
-        self._misshapen.update(names)
+        self._met.update(names)
         return True
 
     def match_codes(self) -> None:
         """Match the weights that keep their codes, each with its scales."""
         for name, plan in self._planned.items():
-            if plan.codes is None or name != plan.codes.weight.info.name:
+            if plan.codes is None or name != plan.codes.weight.info.name or name in self._fused:
                 continue
             other = self._planned[plan.codes.scales.name]
             both = [(each, info) for each in (plan, other) if (info := self._info(each.target.name)) is not None]
@@ -135,7 +154,7 @@ class _Matching:
 
     def match_rest(self) -> None:
         """Match the others: further names of tied weights, and tensors that belong nowhere."""
-        used = {info.name for gathered in self._elsewhere.values() for info in gathered.infos} | self._misshapen
+        used = {info.name for gathered in self._elsewhere.values() for info in gathered.infos} | self._met
         ties = self._changes.ties
         for name, info in self._merged.tensors.items():
             if name in self._planned or name in used:
