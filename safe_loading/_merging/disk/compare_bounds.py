@@ -7,9 +7,9 @@ row of the left factor and of the column of the right one, times ``|s|``: by Cau
 
 - a product of two float32 factors of rank r is off by no more than ``(r + 1) f D``, scaled by ``(r + 2) f D``;
 - a merge in 16 bits rounds both factors, their product and the scaled product to 16 bits: ``((1 + e)**4 - 1) D``;
-- in float16, what is rounded below its least normal number is off by 2**-25 whatever its size: the scaled product and the
-  sum by that, the product by ``|s|`` times that, a factor by ``|s|`` times that and the sum of the other factor's row
-  (at most the root of r times its norm); twice that is taken, for the roundings that follow;
+- in float16, what is rounded below its least normal number is off by 2**-25 whatever its size: the scaled product and
+  the sum by that, the product by ``|s|`` times that, a factor by ``|s|`` times that and the sum of the other factor's
+  row (at most the root of r times its norm); twice that is taken, for the roundings that follow;
 - a sum that is taken in float32 before it is stored in 16 bits is off by ``f |b + u|``;
 - a base that is stored in another dtype is loaded in 16 bits before it is added to: ``e |b|``;
 - a base of codes is decoded to bfloat16 before it is added to: ``e |b|``, and so is what is encoded again;

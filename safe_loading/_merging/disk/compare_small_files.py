@@ -73,7 +73,7 @@ def _read_otherwise(sources: MergeSources, right: JsonObject, merged: JsonObject
     try:
         with quiet():
             one, other = (kind.from_dict(copy.deepcopy(document)).to_dict() for document in (right, merged))
-    except Exception:  # noqa: BLE001  # of remote code, or of entries that check_checkpoint names
+    except Exception:  # of remote code, or of entries that check_checkpoint names
         return found
     differences = _differences(one, other, "")
     return found + [f"{path} is {own!r:.60} and should be {value!r:.60}" for path, value, own in differences]
