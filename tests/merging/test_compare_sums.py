@@ -8,6 +8,7 @@ import torch
 from safe_loading._merging.disk.changes import ChangedRows
 from safe_loading._merging.disk.compare_bounds import Bound
 from safe_loading._merging.disk.compare_sums import Block, Sums
+from safe_loading._merging.disk.compare_verdicts import _is_scaled
 from safe_loading._merging.weights.update import Term, Update
 
 SIZE = 8
@@ -48,3 +49,16 @@ def test_a_mistake_that_a_block_tells_against_is_asked_of_no_other_block(monkeyp
         twice.add(*block(seed, 2.0), SIZE)
     assert not twice.not_twice  # asked of every block, as long as each one holds it
     assert len(asked) == 5 + 4 + 2
+
+
+@pytest.mark.parametrize("factor", [1.41, 0.5, -1.0])
+def test_a_factor_is_told_in_a_weight_of_few_values(factor: float) -> None:
+    for seed in range(5):
+        sums = Sums()
+        sums.add(*block(seed, factor), SIZE)
+        assert _is_scaled(sums), (seed, factor)
+        sums = Sums()
+        right, bound = block(seed, 1.0)
+        right.merged[3] += 1  # another mistake than a factor
+        sums.add(right, bound, SIZE)
+        assert not _is_scaled(sums)

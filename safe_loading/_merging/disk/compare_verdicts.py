@@ -116,11 +116,15 @@ def _is_whole(sums: Sums) -> bool:
 
 def _is_scaled(sums: Sums) -> bool:
     """Return whether the update times some factor explains the folder's values, but for rounding."""
-    if not sums.update or not sums.change or _is_whole(sums):
+    if not sums.update or not sums.change:
         return False
     explained = sums.along**2 / sums.update
     factor = sums.along / sums.update
     left = max(sums.change - explained, 0.0)
+    # In few values, their distances from the nearest ones are those of the factor itself, and no noise.
+    noise = min(sums.noise, left * sums.update / sums.elements)
+    if abs(sums.along - sums.nearest_along) <= sums.factor * sums.update + _NOISE * math.sqrt(noise):
+        return False
     return explained >= sums.change / 4 and left <= sums.rounding + max(1.0, factor**2) * sums.bound
 
 
