@@ -105,7 +105,7 @@ class Bound:
         return error
 
     def _add_subnormal(self, error: torch.Tensor, row: int, update: Update) -> None:
-        """Add the bound of what is rounded below the least normal number of float16."""
+        """Add the bound of roundings below the least normal number of float16."""
         error += _SMALLEST_HALF * (1 + sum(abs(term.scaling) for term in update.terms))
         if self.left is None or self.right is None:
             return

@@ -11,7 +11,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,9 +23,6 @@ from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.layout.read_blocks import read_in_order, staged
 
 from .thread_buffers import Buffers
-
-if TYPE_CHECKING:
-    from .kept_format import CodesMerge
 
 _EXPERT = re.compile(r"(.*\.)(\d+)(\.[^.\d][^.]*(?:\.\D[^.]*)*)")  # the last number in a name is the expert's
 FUSED_DIMS = 3  # of experts in one tensor, the first of which is their number
@@ -147,36 +143,6 @@ def absent_experts(
             names = (pattern.format(number) for number in range(count) if number not in own)
             absent |= {name: first._replace(name=name, start=0, stop=first.nbytes) for name in names}
     return absent
-
-
-def fused_codes(
-    merge: CodesMerge, gathered: Gathered, tensors: Mapping[str, TensorInfo]
-) -> tuple[TensorInfo, TensorInfo, str] | None:
-    """Return the codes and the scales of an expert that are rows of fused tensors, and the name of the fused scales.
-
-    None where they are no such rows.
-    """
-    (piece, *others), own = gathered.whole.pieces, merge.scales
-    fused, block = gathered.infos[0], merge.weight.facts.get("block")
-    name = fused.name + own.name.removeprefix(merge.weight.info.name)
-    scales = tensors.get(name)
-    is_fused = len(fused.shape) == FUSED_DIMS and piece.size == (1, *merge.weight.info.shape) and not others
-    if block is None or scales is None or not is_fused or piece.dims != (1, 2):
-        return None
-    if (fused.dtype, scales.dtype) != (merge.weight.info.dtype, own.dtype) or fused.shape[2:] != piece.size[2:]:
-        return None
-    expert, row, _ = piece.begin
-    at, beyond = divmod(row, piece.size[1])  # 0 for the gate and 1 for what follows it
-    if beyond or scales.shape != (fused.shape[0], fused.shape[1] // piece.size[1] * own.shape[0], *own.shape[1:]):
-        return None
-    parts = fused.shape[1] // piece.size[1]
-    return _rows(fused, merge.weight.info, expert * parts + at), _rows(scales, own, expert * parts + at), name
-
-
-def _rows(fused: TensorInfo, own: TensorInfo, number: int) -> TensorInfo:
-    """Return the place of one of the equal parts of a fused tensor, under the name that it has apart."""
-    start = fused.start + number * own.nbytes
-    return own._replace(start=start, stop=start + own.nbytes)
 
 
 def expert_of(name: str) -> str:

@@ -13,8 +13,9 @@ from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._model.layout.disk_blocks import Whole
 
 from .changes import FLOATS, ChangedRows, Changes
+from .compare_codes import fused_codes
 from .compare_files import Pair
-from .compare_layouts import FUSED_DIMS, Gathered, expert_of, fused_codes
+from .compare_layouts import FUSED_DIMS, Gathered, expert_of
 from .compare_report import CheckedTensor, MergeVerdict
 from .output_plan import FilePlan, TensorPlan
 
