@@ -169,6 +169,26 @@ def test_a_base_that_is_loaded_in_another_dtype_is_rounded_before_the_sum(
         assert "update-absent" in codes(verify_merge(base, adapter, tmp_path / "without"))
 
 
+@pytest.mark.parametrize(("r", "alpha"), [(1, 64), (4, 1024)])
+def test_products_below_the_normal_numbers_of_float16_are_rounded_by_more_than_their_share(
+    made: Made, tmp_path: Path, r: int, alpha: int
+) -> None:
+    """The product is rounded before it is scaled, so that the scaling multiplies what a subnormal number loses."""
+    base = made.llama(torch.float16)
+    adapter = tmp_path / "adapter"
+    shutil.copytree(made.adapter(base, target_modules="all-linear", r=r, lora_alpha=alpha), adapter)
+    path = adapter / "adapter_model.safetensors"
+    factors = {name: tensor / alpha if "lora_B" in name else tensor for name, tensor in load_file(path).items()}
+    save_file(factors, path, metadata={"format": "pt"})
+    for number, options in enumerate(({}, {"autocast_adapter_dtype": False, "cast": torch.float16})):
+        check = verify_merge(base, adapter, by_peft(base, adapter, tmp_path / str(number), **options))
+        assert check.ok, str(check)
+        assert not codes(check), str(check)
+    wrong = rewritten(base, tmp_path / "wrong", tensors_of(base))
+    assert codes(verify_merge(base, adapter, wrong)) <= {"update-absent", "values-differ", "update-scaled"}
+    assert not verify_merge(base, adapter, wrong).ok
+
+
 def test_several_adapters_with_weights(made: Made, tmp_path: Path) -> None:
     base = made.llama(torch.bfloat16)
     adapters = [made.adapter(base, seed=seed) for seed in (1, 2)]

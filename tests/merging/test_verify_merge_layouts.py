@@ -127,22 +127,48 @@ def test_gate_and_up_of_experts_that_are_swapped_are_named(moe: Moe, tmp_path: P
     assert {tensor.name for tensor in check.of("swapped")} == {apart(0, 3, "gate"), apart(0, 3, "up")}
 
 
-def test_a_missing_expert_is_named(moe: Moe, tmp_path: Path) -> None:
-    last = [apart(1, 3, part) for part in ("gate", "up", "down")]
-    check = moe.check("apart", "apart", tmp_path / "apart", {}, *last)
-    assert {tensor.name for tensor in check.of("missing")} == {*last}
+@pytest.mark.parametrize("base", ["apart", "fused"])
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_a_missing_expert_is_named_once_for_its_layer(moe: Moe, tmp_path: Path, base: str, number: int) -> None:
+    names = {apart(1, number, part) for part in ("gate", "up", "down")}
+    check = moe.check(base, "apart", tmp_path / "apart", {}, *names)
+    assert codes(check) == {"merged-missing"}, str(check)
+    assert {tensor.name for tensor in check.of("missing")} == names
+    assert len(check.of("exact")) == len(moe.merged["apart"]) - len(names)  # the other experts are judged
+    (finding,) = (finding for finding in check.findings if finding.code == "merged-missing")
+    assert f"3 tensors are missing: expert {number} of model.layers.1.mlp.experts." in finding.message
     assert not check.ok
-    check = moe.check("fused", "apart", tmp_path / "other", {}, *last)
-    assert {tensor.name for tensor in check.of("missing")} == {GATE_UP, DOWN}
-    assert not check.ok
-    cut = {name: moe.merged["fused"][name][:-1] for name in (GATE_UP, DOWN)}
-    check = moe.check("apart", "fused", tmp_path / "fused", cut)
-    assert {tensor.name for tensor in check.of("missing")} == {
-        apart(1, expert, part) for expert in range(4) for part in ("gate", "up", "down")
-    }
-    assert not check.ok
-    check = moe.check("fused", "fused", tmp_path / "same", cut)
+
+
+@pytest.mark.parametrize("base", ["apart", "fused"])
+def test_a_part_of_an_expert_that_is_missing_is_named(moe: Moe, tmp_path: Path, base: str) -> None:
+    check = moe.check(base, "apart", tmp_path / "apart", {}, apart(0, 1, "up"))
+    assert codes(check) == {"merged-missing"}, str(check)
+    assert [tensor.name for tensor in check.of("missing")] == [apart(0, 1, "up")]
+    wrong = {apart(1, 2, "up"): moe.base["apart"][apart(1, 2, "up")]}
+    check = moe.check(base, "apart", tmp_path / "two", wrong, apart(1, 0, "up"))
+    assert [tensor.name for tensor in check.of("missing")] == [apart(1, 0, "up")]
+    assert [tensor.name for tensor in check.of("base")] == [*wrong]
+
+
+@pytest.mark.parametrize("base", ["apart", "fused"])
+def test_a_fused_tensor_that_lacks_an_expert_is_named_once(moe: Moe, tmp_path: Path, base: str) -> None:
+    cut = {name: moe.merged["fused"][name][[0, 1, 3]] for name in (GATE_UP, DOWN)}
+    check = moe.check(base, "fused", tmp_path / "fused", cut)
+    assert codes(check) == {"merged-shape"}, str(check)
     assert {tensor.name for tensor in check.of("shape")} == {GATE_UP, DOWN}
+    assert all("3 of 4 experts" in tensor.detail for tensor in check.of("shape"))
+    assert not check.ok
+
+
+def test_all_experts_of_a_layer_that_are_missing(moe: Moe, tmp_path: Path) -> None:
+    every = {apart(1, number, part) for number in range(4) for part in ("gate", "up", "down")}
+    check = moe.check("apart", "apart", tmp_path / "apart", {}, *every)
+    assert {tensor.name for tensor in check.of("missing")} == every
+    check = moe.check("fused", "apart", tmp_path / "other", {}, *every)
+    assert {tensor.name for tensor in check.of("missing")} == {GATE_UP, DOWN}
+    check = moe.check("apart", "fused", tmp_path / "fused", {}, GATE_UP, DOWN)
+    assert {tensor.name for tensor in check.of("missing")} == every
 
 
 def test_other_layouts_in_another_dtype(moe: Moe, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Made, save_tokenizer
+from models import Made, save_adapter, save_llama, save_tokenizer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_verify_merge import LINEAR, Tensors, codes, rewritten, tensors_of
@@ -319,3 +319,61 @@ def test_a_mistake_is_named(made: Made, tmp_path: Path, request: pytest.FixtureR
     assert codes(check) == wrong.codes, str(check)
     assert {tensor.name for tensor in check.of(wrong.verdict)} == names, str(check)
     assert check.ok == (wrong.codes <= WARNINGS)
+
+
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    """A right merge of a base with a chat template."""
+    folder = tmp_path_factory.mktemp("alike")
+    base = save_llama(folder / "base", torch.bfloat16)
+    save_tokenizer(base)
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    return Setting(base, save_adapter(folder / "adapter", base), folder)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("architectures", ["LlamaModel"]),
+        ("tie_word_embeddings", True),
+        ("rope_parameters", {"rope_theta": 7.0, "rope_type": "default"}),
+        ("rms_norm_eps", 0.1),
+        ("num_hidden_layers", 1),
+        ("num_attention_heads", 8),
+        ("hidden_act", "gelu"),
+        ("intermediate_size", None),  # absent, so that the class takes its default
+    ],
+)
+def test_a_config_that_builds_another_model_is_named(alike: Setting, tmp_path: Path, entry: str, value: Any) -> None:
+    merged = Path(shutil.copytree(alike.folder / "right", tmp_path / "merged"))
+    config = {**json.loads((merged / "config.json").read_text()), entry: value}
+    (merged / "config.json").write_text(json.dumps({key: own for key, own in config.items() if own is not None}))
+    check = verify_merge(alike.base, alike.adapter, merged)
+    assert not check.ok
+    (finding,) = (finding for finding in check.findings if finding.code == "merged-config")
+    assert entry in finding.message
+    assert " and should be " in finding.message
+
+
+def test_a_config_that_builds_the_same_model_is_no_mistake(alike: Setting, tmp_path: Path) -> None:
+    merged = Path(shutil.copytree(alike.folder / "right", tmp_path / "merged"))
+    config = json.loads((merged / "config.json").read_text())
+    base = config.pop("rope_parameters")["rope_theta"]
+    # As transformers 4 wrote it, with what programs of training add.
+    added = {"rope_theta": base, "torch_dtype": config.pop("dtype"), "use_cache": False, "pad_token_id": 0}
+    more = {"unsloth_version": "2026.1", "transformers_version": "4.57.0", "max_position_embeddings": 4096}
+    (merged / "config.json").write_text(json.dumps({**config, **added, **more}))
+    check = verify_merge(alike.base, alike.adapter, merged)
+    assert check.ok, str(check)
+    assert not codes(check), str(check)
+
+
+def test_a_chat_template_that_was_lost_is_named(alike: Setting, tmp_path: Path) -> None:
+    merged = Path(shutil.copytree(alike.folder / "right", tmp_path / "merged"))
+    (merged / "chat_template.jinja").unlink()
+    check = verify_merge(alike.base, alike.adapter, merged)
+    assert codes(check) == {"merged-files-lost"}
+    assert "chat_template.jinja of the base or the adapter is not there" in check.findings[0].message
+    settings = json.loads((merged / "tokenizer_config.json").read_text())  # where transformers 4 wrote it
+    (merged / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "{{ messages }}"}))
+    assert not codes(verify_merge(alike.base, alike.adapter, merged))

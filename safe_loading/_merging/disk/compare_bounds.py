@@ -7,6 +7,9 @@ row of the left factor and of the column of the right one, times ``|s|``: by Cau
 
 - a product of two float32 factors of rank r is off by no more than ``(r + 1) f D``, scaled by ``(r + 2) f D``;
 - a merge in 16 bits rounds both factors, their product and the scaled product to 16 bits: ``((1 + e)**4 - 1) D``;
+- in float16, what is rounded below its least normal number is off by 2**-25 whatever its size: the scaled product and
+  the sum by that, the product by ``|s|`` times that, a factor by ``|s|`` times that and the sum of the other factor's
+  row (at most the root of r times its norm); twice that is taken, for the roundings that follow;
 - a sum that is taken in float32 before it is stored in 16 bits is off by ``f |b + u|``;
 - a base that is stored in another dtype is loaded in 16 bits before it is added to: ``e |b|``;
 - a base of codes is decoded to bfloat16 before it is added to: ``e |b|``, and so is what is encoded again;
@@ -20,6 +23,7 @@ over a norm, whose own roundings (norm, quotient, product) are relative to the r
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
@@ -30,7 +34,7 @@ from .changes import ChangedRows
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 _SINGLE = 2.0**-24
 _ROWS = 4096  # of which a copy in float64 is made
-_SMALLEST_HALF = 2.0**-24  # the least subnormal of float16: below it, nothing is relative any more
+_SMALLEST_HALF = 2.0**-24  # the least subnormal of float16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,7 +86,7 @@ class Bound:
         if self.dtype.itemsize == 2 and (self.update is not None or self.by_method):
             error += _SINGLE * exact.abs()
         if self.dtype is torch.float16 and self.update is not None:
-            error += _SMALLEST_HALF
+            self._add_subnormal(error, row, self.update)
         sizes = self.sizes(row, len(exact))
         if sizes is not None and self.update is not None:
             error.add_(sizes, alpha=self.factor)
@@ -99,6 +103,17 @@ class Bound:
         if self.by_method:
             error += 8 * max(unit, _SINGLE) * (exact.abs() + base.abs())
         return error
+
+    def _add_subnormal(self, error: torch.Tensor, row: int, update: Update) -> None:
+        """Add the bound of roundings below the least normal number of float16."""
+        error += _SMALLEST_HALF * (1 + sum(abs(term.scaling) for term in update.terms))
+        if self.left is None or self.right is None:
+            return
+        at = row - self.start + self.first
+        for number, term in enumerate(update.terms):
+            size = _SMALLEST_HALF * math.sqrt(term.left.shape[1])
+            error.add_(self.left[at : at + len(error), number : number + 1], alpha=size)  # times |s| already
+            error.add_(self.right[number], alpha=size * abs(term.scaling))
 
     def transposed_sizes(self, row: int, count: int) -> torch.Tensor:
         """Return ``D`` of rows of the transposed update."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from safe_loading._model.tensor_values import as_buffer
 
 from .changes import ChangedRows
 from .compare_bounds import Bound
+from .compare_layouts import FUSED_DIMS, Gathered
 from .compare_sums import Block, Codes, Sums
 from .compare_tensors import Compared
 from .kept_format import CodesMerge
@@ -172,3 +173,33 @@ def shape_of_codes(merge: CodesMerge) -> tuple[int, ...]:
 def _in_order_of_codes(merge: CodesMerge) -> Iterator[tuple[int, int, ChangedRows | None]]:
     shape = shape_of_codes(merge)
     return sections_of(rows_of_codes(merge), torch.Size(shape[:-1]).numel())
+
+
+def fused_codes(
+    merge: CodesMerge, gathered: Gathered, tensors: Mapping[str, TensorInfo]
+) -> tuple[TensorInfo, TensorInfo, str] | None:
+    """Return the codes and the scales of an expert that are rows of fused tensors, and the name of the fused scales.
+
+    None where they are no such rows.
+    """
+    (piece, *others), own = gathered.whole.pieces, merge.scales
+    fused, block = gathered.infos[0], merge.weight.facts.get("block")
+    name = fused.name + own.name.removeprefix(merge.weight.info.name)
+    scales = tensors.get(name)
+    is_fused = len(fused.shape) == FUSED_DIMS and piece.size == (1, *merge.weight.info.shape) and not others
+    if block is None or scales is None or not is_fused or piece.dims != (1, 2):
+        return None
+    if (fused.dtype, scales.dtype) != (merge.weight.info.dtype, own.dtype) or fused.shape[2:] != piece.size[2:]:
+        return None
+    expert, row, _ = piece.begin
+    at, beyond = divmod(row, piece.size[1])  # 0 for the gate and 1 for what follows it
+    if beyond or scales.shape != (fused.shape[0], fused.shape[1] // piece.size[1] * own.shape[0], *own.shape[1:]):
+        return None
+    parts = fused.shape[1] // piece.size[1]
+    return _rows(fused, merge.weight.info, expert * parts + at), _rows(scales, own, expert * parts + at), name
+
+
+def _rows(fused: TensorInfo, own: TensorInfo, number: int) -> TensorInfo:
+    """Return the place of one of the equal parts of a fused tensor, under the name that it has apart."""
+    start = fused.start + number * own.nbytes
+    return own._replace(start=start, stop=start + own.nbytes)

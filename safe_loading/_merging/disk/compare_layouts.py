@@ -7,6 +7,7 @@ Both are seen in the layouts of the two folders, which lead to the same paramete
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,9 @@ from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.layout.read_blocks import read_in_order, staged
 
 from .thread_buffers import Buffers
+
+_EXPERT = re.compile(r"(.*\.)(\d+)(\.[^.\d][^.]*(?:\.\D[^.]*)*)")  # the last number in a name is the expert's
+FUSED_DIMS = 3  # of experts in one tensor, the first of which is their number
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,7 +67,16 @@ class OtherLayout:
     ) -> None:
         """Read the layout of the folder for ``model`` (on meta); ``names`` are those of the base on disk."""
         there = read_layout(model, merged.tensors)
+        self.absent = absent_experts(there, merged.tensors, model)
+        self._tensors: Mapping[str, TensorInfo] = {**merged.tensors, **self.absent}
+        if self.absent:
+            there = read_layout(model, self._tensors)
         self._merged = merged
+        self._misshapen: dict[str, list[str]] = defaultdict(list)  # the tensors of parameters of another shape
+        for name in merged.tensors if there.mismatched else ():
+            if there.key_of.get(name) in there.mismatched:
+                self._misshapen[there.key_of[name]].append(name)
+        self._shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
         self._base, self._there = _wholes(base), _wholes(there)
         self._keys: dict[str, list[str]] = defaultdict(list)  # the parameters that a tensor of the base is a part of
         for key, whole in self._base.items():
@@ -78,8 +91,8 @@ class OtherLayout:
         whole = self._find(name, shape)
         if whole is None or whole.shape != shape:
             return None
-        infos = tuple(self._merged.tensors[piece.tensor] for piece in whole.pieces)
-        paths = tuple(self._merged.file_of[info.name] for info in infos)
+        infos = tuple(self._tensors[piece.tensor] for piece in whole.pieces)
+        paths = tuple(self._merged.file_of.get(info.name, self._merged.folder) for info in infos)
         if len({info.dtype for info in infos}) != 1 or infos[0].dtype not in DTYPES:
             return None
         return Gathered(whole, infos, paths)
@@ -90,6 +103,13 @@ class OtherLayout:
         absent = {n: shape for n, shape in shapes.items() if n not in there or there[n].shape != shape}
         found = {name: self.find(name, shape) for name, shape in absent.items()}
         return {name: gathered for name, gathered in found.items() if gathered is not None}
+
+    def misshapen(self, name: str) -> tuple[tuple[int, ...], list[str]] | None:
+        """Return the shape that a tensor of the base makes, and the folder's tensors that make another of it."""
+        for key in self._keys.get(name, ()):
+            if key in self._misshapen:
+                return self._shapes[key], self._misshapen[key]
+        return None
 
     def _find(self, name: str, shape: tuple[int, ...]) -> Whole | None:
         keys = self._keys.get(name, [])
@@ -103,6 +123,32 @@ class OtherLayout:
             if _is_as_it_is(here) and _is_as_it_is(there):  # the rows of a vocabulary may be more than the base's
                 return there
         return in_terms_of(name, shape, parameters)
+
+
+def absent_experts(
+    layout: CheckpointLayout, tensors: Mapping[str, TensorInfo], model: torch.nn.Module
+) -> dict[str, TensorInfo]:
+    """Return the tensors of experts that a folder lacks of parameters that the class fuses, as they should be."""
+    shapes = model.state_dict()
+    found: dict[tuple[str, str], dict[int, TensorInfo]] = defaultdict(dict)
+    for name, info in tensors.items():
+        key, match = layout.key_of.get(name, name), _EXPERT.fullmatch(name)
+        if match is not None and key != name and (key in layout.mismatched or key in layout.opaque):
+            found[key, f"{match[1]}{{}}{match[3]}"][int(match[2])] = info
+    absent: dict[str, TensorInfo] = {}
+    for (key, pattern), own in found.items():
+        count = len(shapes[key]) if key in shapes and shapes[key].dim() == FUSED_DIMS else 0
+        if len({info[1:3] for info in own.values()}) == 1 and max(own) < count:
+            first = next(iter(own.values()))
+            names = (pattern.format(number) for number in range(count) if number not in own)
+            absent |= {name: first._replace(name=name, start=0, stop=first.nbytes) for name in names}
+    return absent
+
+
+def expert_of(name: str) -> str:
+    """Return which expert of which layer a tensor belongs to, in words."""
+    match = _EXPERT.fullmatch(name)
+    return "" if match is None else f"expert {match[2]} of {match[1].rstrip('.')}"
 
 
 def _is_as_it_is(whole: Whole) -> bool:

@@ -13,8 +13,9 @@ from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._model.layout.disk_blocks import Whole
 
 from .changes import FLOATS, ChangedRows, Changes
+from .compare_codes import fused_codes
 from .compare_files import Pair
-from .compare_layouts import Gathered
+from .compare_layouts import FUSED_DIMS, Gathered, expert_of
 from .compare_report import CheckedTensor, MergeVerdict
 from .output_plan import FilePlan, TensorPlan
 
@@ -54,6 +55,7 @@ def match_tensors(
     name of a tied weight may be absent, by the folder's config.
     """
     matching = _Matching(plans, merged, changes, elsewhere)
+    matching.match_fused_codes()
     matching.match_planned(keeps_ties=keeps_ties)
     matching.match_codes()
     matching.match_rest()
@@ -70,14 +72,19 @@ class _Matching:
         self.checked: list[CheckedTensor] = []
         self._planned = {tensor.target.name: tensor for plan in plans for tensor in plan.tensors}
         self._merged, self._changes, self._elsewhere = merged, changes, elsewhere
-        self._used = {info.name for gathered in elsewhere.values() for info in gathered.infos}
+        self._fused: set[str] = set()  # planned codes and scales that lie in fused ones
+        self._met: set[str] = set()  # tensors of the folder that other names stand for, but for those elsewhere
 
     def match_planned(self, *, keeps_ties: bool) -> None:
         """Match the tensors that the merge would write, but for codes that are there."""
         for name, plan in self._planned.items():
             info, gathered = self._info(name), self._elsewhere.get(name)
+            if name in self._fused:
+                continue
             if gathered is not None and plan.codes is None:
-                self.pairs += _pairs_of_parts(plan, gathered)
+                self._match_parts(plan, gathered)
+            elif info is None and self._has_another_shape(name):
+                continue
             elif info is None:
                 may_lack = self._is_unknown(plan) or (keeps_ties and self._has_twin(plan))
                 verdict: MergeVerdict = "left out" if may_lack else "missing"
@@ -86,10 +93,50 @@ class _Matching:
             elif plan.codes is None:
                 self._match(plan, info)
 
+    def match_fused_codes(self) -> None:
+        """Match the experts whose codes and scales the folder holds as rows of fused ones."""
+        for name, plan in self._planned.items():
+            gathered = self._elsewhere.get(name)
+            if plan.codes is None or gathered is None or name in self._merged.tensors:
+                continue
+            found = fused_codes(plan.codes, gathered, self._merged.tensors)
+            if found is None:
+                continue
+            codes, scales, fused = found
+            pair = Pair(dataclasses.replace(plan, target=codes), gathered.paths[0], gathered=gathered)
+            self.pairs.append(dataclasses.replace(pair, scales=(self._merged.file_of[fused], scales)))
+            self._met.add(fused)
+            self._fused |= {name, scales.name}
+
+    def _match_parts(self, plan: TensorPlan, gathered: Gathered) -> None:
+        """Match a tensor with the parts that the folder has of it, and note those that it lacks."""
+        absent = {} if self._changes.elsewhere is None else self._changes.elsewhere.absent
+        for pair in _pairs_of_parts(plan, gathered):
+            infos = (pair.plan.target,) if pair.gathered is None else pair.gathered.infos
+            lacking = [info.name for info in infos if info.name in absent]
+            if not lacking:
+                self.pairs.append(pair)
+                continue
+            target, detail = pair.plan.target, ", ".join(dict.fromkeys(map(expert_of, lacking)))
+            self.checked.append(
+                CheckedTensor(target.name, "", "missing", plan.action, target.dtype, target.nbytes, detail=detail)
+            )
+
+    def _has_another_shape(self, name: str) -> bool:
+        """Note the tensors of the folder that make another shape of the parameter that a tensor is a part of."""
+        found = None if self._changes.elsewhere is None else self._changes.elsewhere.misshapen(name)
+        if found is None:
+            return False
+        shape, names = found
+        for info in (self._merged.tensors[other] for other in names if other not in self._met):
+            self._judge(info, "shape", "", _shapes(info.shape, shape) if len(names) == 1 else f"{list(info.shape)}")
+        self._met.update(names)
+        return True
+
     def match_codes(self) -> None:
         """Match the weights that keep their codes, each with its scales."""
         for name, plan in self._planned.items():
-            if plan.codes is None or name != plan.codes.weight.info.name:
+            if plan.codes is None or name != plan.codes.weight.info.name or name in self._fused:
                 continue
             other = self._planned[plan.codes.scales.name]
             both = [(each, info) for each in (plan, other) if (info := self._info(each.target.name)) is not None]
@@ -108,7 +155,7 @@ class _Matching:
 
     def match_rest(self) -> None:
         """Match the others: further names of tied weights, and tensors that belong nowhere."""
-        used = {info.name for gathered in self._elsewhere.values() for info in gathered.infos}
+        used = {info.name for gathered in self._elsewhere.values() for info in gathered.infos} | self._met
         ties = self._changes.ties
         for name, info in self._merged.tensors.items():
             if name in self._planned or name in used:
@@ -131,8 +178,7 @@ class _Matching:
     def _match(self, plan: TensorPlan, info: TensorInfo) -> None:
         """Add a tensor to those that are compared, or its verdict where no value is needed."""
         if info.shape != plan.target.shape:
-            detail = f"{list(info.shape)} in place of {list(plan.target.shape)}"
-            self._judge(info, "shape", plan.action, detail)
+            self._judge(info, "shape", plan.action, _shapes(info.shape, plan.target.shape))
         elif info.dtype != plan.target.dtype and not (info.dtype in FLOATS and plan.target.dtype in FLOATS):
             self._judge(info, "shape", plan.action, f"{info.dtype} in place of {plan.target.dtype}")
         else:
@@ -151,6 +197,13 @@ class _Matching:
         ties, there = self._changes.ties.get(plan.target.name, ()), (self._merged.tensors, self._elsewhere)
         twins = [self._planned.get(other) for other in ties if any(other in names for names in there)]
         return any(twin is not None and twin is not plan and _same_change(plan, twin) for twin in twins)
+
+
+def _shapes(found: tuple[int, ...], right: tuple[int, ...]) -> str:
+    """Return two shapes in words; of experts in one tensor, how many are there."""
+    fewer = len(right) == FUSED_DIMS and found[1:] == right[1:] and found[0] < right[0]
+    said = f"{list(found)} in place of {list(right)}"
+    return f"{said}, {found[0]} of {right[0]} experts" if fewer else said
 
 
 def _pairs_of_parts(plan: TensorPlan, gathered: Gathered) -> list[Pair]:

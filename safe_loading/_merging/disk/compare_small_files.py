@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from safe_loading._checkpoint.files import try_open
 from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG, ModelFolder
+from safe_loading._core.log import quiet
+from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 
 from .output_model import new_config
@@ -14,6 +17,15 @@ from .sources import MergeSources, is_tokenizer
 
 # Entries of config.json that a merge must have as the base has them, unless it changes them.
 _SAID_ALIKE = ("vocab_size", "model_type")
+# Entries that change no value of a forward pass, or that programs of training are used to change.
+_NO_MATTER = {
+    "architectures", "bos_token_id", "chunk_size_feed_forward", "decoder_start_token_id", "dtype", "eos_token_id",
+    "id2label", "is_decoder", "label2id", "max_position_embeddings", "model_type", "name_or_path", "num_labels",
+    "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type",
+    "quantization_config", "return_dict", "sep_token_id", "torch_dtype", "transformers_version", "use_cache",
+    "vocab_size",
+}  # fmt: skip
+_OF_TRAINING = ("dropout", "pdrop", "init", "loss", "router_jitter", "checkpointing")
 
 
 def small_file_findings(
@@ -42,9 +54,40 @@ def _config_findings(sources: MergeSources, changed: Mapping[str, object], merge
         for key in sorted(right.keys() & config.keys() & {*changed, *_SAID_ALIKE} - {"dtype"})
         if config[key] != right[key] and {str(key): value for key, value in _items(config[key])} != right[key]
     ]
+    wrong += _read_otherwise(sources, right, config)
     if wrong:
         fix = "write the entries so; or merge again with merge_lora_checkpoint, which does"
         yield Finding("merged-config", "error", str(path), "; ".join(wrong) + ".", f"{fix}.")
+
+
+def _read_otherwise(sources: MergeSources, right: JsonObject, merged: JsonObject) -> list[str]:
+    """Return the entries with which another model is built than with those that the merge writes.
+
+    Both are read by the class of the base's config, because each version of transformers writes another form.
+    """
+    found = [f"architectures is {own}" for own in (merged.get("architectures"),) if own != right.get("architectures")]
+    found = [f"{said} and should be {right['architectures']}" for said in found if "architectures" in right]
+    if merged.get("model_type") != right.get("model_type"):
+        return found  # which is said already
+    kind = type(sources.base.model_config)
+    try:
+        with quiet():
+            one, other = (kind.from_dict(copy.deepcopy(document)).to_dict() for document in (right, merged))
+    except Exception:  # of remote code, or of entries that check_checkpoint names
+        return found
+    differences = _differences(one, other, "")
+    return found + [f"{path} is {own!r:.60} and should be {value!r:.60}" for path, value, own in differences]
+
+
+def _differences(right: JsonObject, found: JsonObject, outer: str) -> Iterator[tuple[str, object, object]]:
+    for key in sorted(right.keys() & found.keys()):
+        value, other = right[key], found[key]
+        if key in _NO_MATTER or key.startswith("_") or any(part in key for part in _OF_TRAINING) or value == other:
+            continue
+        if isinstance(value, dict) and isinstance(other, dict):
+            yield from _differences(value, other, f"{outer}{key}.")
+        else:
+            yield f"{outer}{key}", value, other
 
 
 def _items(entry: object) -> Iterable[tuple[object, object]]:
@@ -58,14 +101,24 @@ def _lost_files(expected: Mapping[str, bytes], folder: Path) -> Iterator[Finding
         "processor": ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"],
         "code": sorted(name for name in expected if name.endswith(".py")),
     }
+    template = "chat_template.jinja"
     lost = [name for names in kinds.values() for name in names if name in expected and not (folder / name).exists()]
     tokenizer = [name for name in expected if is_tokenizer(name)]
     if tokenizer and not any((folder / name).exists() for name in tokenizer):
         lost += sorted(tokenizer)
+    elif template in expected and not _has_template(folder):
+        lost.append(template)
     if lost:
         fix = f"copy {'it' if len(lost) == 1 else 'them'} from the base or the adapter"
         message = f"{', '.join(lost)} of the base or the adapter {'is' if len(lost) == 1 else 'are'} not there."
         yield Finding("merged-files-lost", "warning", str(folder), message, f"{fix}.")
+
+
+def _has_template(folder: Path) -> bool:
+    """Return whether a folder has a chat template: in a file of its own, or in the tokenizer's settings."""
+    if (folder / "chat_template.jinja").exists() or (folder / "chat_template.json").exists():
+        return True
+    return b'"chat_template"' in (_content(folder / "tokenizer_config.json") or b"")
 
 
 def _content(path: Path) -> bytes | None:

@@ -10,8 +10,10 @@ from collections.abc import Callable
 import torch
 
 from safe_loading._merging.weights.rounding import round_into
+from safe_loading._model.tensor_values import value_range
 
 from .compare_bounds import UNIT, Bound
+from .compare_midpoints import DTYPES, Interval
 
 _KEPT = 16  # numbers of rows that are named
 _SAMPLES, _SAMPLE = 4, 64  # of wrong rows in each half, and elements of each, that are held against other rows
@@ -58,8 +60,23 @@ class Block:
             return _rounded(values, self.dtype)
         return self.codes.values(values, self.codes.limited if limited else self.codes.own)
 
+    @functools.cached_property
+    def interval(self) -> Interval | None:
+        """The values that are rounded to those of the folder; None where only rounding tells."""
+        if self.codes is not None or self.dtype not in DTYPES:
+            return None
+        return Interval.of(self.merged.to(self.dtype))  # exact: they were stored in it
+
+    def differs(self, values: torch.Tensor) -> bool:
+        """Return whether the folder holds anything but these values, rounded to nearest."""
+        if self.interval is not None:
+            return not bool(self.interval.holds(values).all())
+        return not torch.equal(self.rounded(values), self.merged)
+
     def outside(self, exact: torch.Tensor, error: torch.Tensor, *, limited: bool = False) -> torch.Tensor:
         """Return which of the folder's values are no number within ``error`` of the exact one, rounded to nearest."""
+        if self.interval is not None:
+            return ~self.interval.meets(exact, error)
         inside = _inside(self.merged, exact, error, lambda end: self.rounded(end, limited=limited))
         return ~inside if self.codes is None else ~inside | (exact.abs() - error > self.codes.most)
 
@@ -81,15 +98,15 @@ class Sums:
     elements: int = 0
     wrong: int = 0  # other values than the nearest
     outside: int = 0  # of them, beyond what rounding explains
-    not_base: int = 0  # other values than the base's
-    not_twice: int = 0  # beyond rounding of the base and twice its update; so the following
-    not_negated: int = 0
-    not_transposed: int = 0
+    # Whether some value tells against a mistake; the first one that does settles it, and it is asked no more.
+    not_base: bool = False  # another value than the base's
+    not_twice: bool = False  # beyond rounding of the base and twice its update; so the following
+    not_negated: bool = False
+    not_transposed: bool = False
     not_finite: int = 0
     has_base: bool = True
-    not_narrow: dict[torch.dtype, int] = dataclasses.field(default_factory=dict)  # beyond rounding through a dtype
+    not_narrow: dict[torch.dtype, bool] = dataclasses.field(default_factory=dict)  # beyond rounding through a dtype
     distance: float = 0.0  # the largest from the exact value
-    squares: float = 0.0  # of the distances
     update: float = 0.0  # <u, u>
     change: float = 0.0  # <m - b, m - b>
     along: float = 0.0  # <m - b, u>
@@ -110,7 +127,7 @@ class Sums:
         self.elements += differ.numel()
         self.wrong += int(differ.sum())
         self.outside += int(differ.sum())
-        self.not_base += int(differ.sum())
+        self.not_base = self.not_base or bool(differ.any())
         if self.first < 0:
             self.first = at + int(differ.nonzero()[0])
 
@@ -123,16 +140,22 @@ class Sums:
         if not count:  # zeros of another sign
             return
         self.wrong += count
-        finite = merged.isfinite()
-        self.not_finite += int((~finite).sum())
+        squares = _dot(merged, merged)
+        if not math.isfinite(squares):
+            finite = merged.isfinite()
+            self.not_finite += int((~finite).sum())
+            merged = merged.where(finite, nearest)
+            squares = _dot(merged, merged)
         base = torch.zeros_like(exact) if block.base is None else block.base
         self.has_base = self.has_base and block.base is not None
-        self.not_base += int(block.rounded(base).ne(merged).sum())
+        self.not_base = self.not_base or block.differs(base)
         self.factor = max(self.factor, bound.factor)
-        self._add_products(block, base, merged.where(finite, nearest), bound)
+        self._add_products(block, base, merged)
+        gaps = 4 * UNIT[block.dtype] ** 2 * squares if block.codes is None else _dot(block.codes.gaps, block.codes.gaps)
+        self.rounding += gaps / 4
         width = columns if columns and not len(merged) % columns and not block.first % columns else len(merged)
         error = bound.error(block.first // width, base.view(-1, width), exact.view(-1, width)).view(-1)
-        self.bound += float(error.square().sum())
+        self.bound += _dot(error, error)
         outside = block.outside(exact, error, limited=True)
         beyond = int(outside.sum())
         self.outside += beyond
@@ -144,52 +167,52 @@ class Sums:
             else:
                 self.codes_off = max(self.codes_off, int(block.codes.off(exact)[outside].max()))
 
-    def _add_products(self, block: Block, base: torch.Tensor, merged: torch.Tensor, bound: Bound) -> None:
+    def _add_products(self, block: Block, base: torch.Tensor, merged: torch.Tensor) -> None:
         update, change, off = block.exact - base, merged - base, merged - block.exact
-        self.distance = max(self.distance, float(off.abs().max()))
-        self.squares += float(off.square().sum())
-        self.update += float(update.square().sum())
-        self.change += float(change.square().sum())
-        self.along += float((change * update).sum())
-        self.nearest_along += float(((block.nearest - base) * update).sum())
-        self.noise += float(((merged - block.nearest) * update).square().sum())
-        half_gaps = UNIT[block.dtype] * merged if block.codes is None else block.codes.gaps / 2
-        self.rounding += float(half_gaps.square().sum())
+        low, high = value_range(off)
+        self.distance = max(self.distance, -low, high)
+        self.update += _dot(update, update)
+        self.change += _dot(change, change)
+        self.along += _dot(change, update)
+        self.nearest_along += _dot(torch.sub(block.nearest, base, out=change), update)
+        noise = torch.sub(merged, block.nearest, out=off).mul_(update)
+        self.noise += _dot(noise, noise)
 
     def _add_candidates(self, block: Block, base: torch.Tensor, error: torch.Tensor, bound: Bound, width: int) -> None:
-        update, count = block.exact - base, len(block.merged)
-        self.not_twice += int(block.outside(base + 2 * update, 2 * error).sum())
-        self.not_negated += int(block.outside(base - update, error).sum())
-        if bound.update is None:
-            self.not_transposed += count
-            return
-        turned = bound.transposed_rows(block.first // width, count // width)
-        if turned is None:
-            self.not_transposed += count
-        else:
-            sizes = bound.transposed_sizes(block.first // width, count // width)
-            off = bound.factor * sizes.reshape(-1) + error
-            self.not_transposed += int(block.outside(base + turned.reshape(-1), off).sum())
+        update, row, count = block.exact - base, block.first // width, len(block.merged) // width
+        if not self.not_twice:
+            self.not_twice = bool(block.outside(base + 2 * update, 2 * error).any())
+        if not self.not_negated:
+            self.not_negated = bool(block.outside(base - update, error).any())
+        if not self.not_transposed:
+            turned = None if bound.update is None else bound.transposed_rows(row, count)
+            if turned is None:
+                self.not_transposed = True
+                return
+            off = bound.factor * bound.transposed_sizes(row, count).reshape(-1) + error
+            self.not_transposed = bool(block.outside(base + turned.reshape(-1), off).any())
 
     def _add_narrow(self, block: Block, base: torch.Tensor, bound: Bound, width: int) -> None:
-        """Count the values that no merge in another 16-bit dtype, stored in this one, would give."""
+        """Look for values that no merge in another 16-bit dtype, stored in this one, would give."""
         exact, merged = block.exact, block.merged
         for dtype in (torch.float16, torch.bfloat16):
-            if dtype is not block.dtype:
+            if dtype is not block.dtype and not self.not_narrow.get(dtype):
                 narrow = dataclasses.replace(bound, dtype=dtype, cast=not torch.equal(_rounded(base, dtype), base))
                 error = narrow.error(block.first // width, base.view(-1, width), exact.view(-1, width)).view(-1)
                 stored = functools.partial(_rounded_twice, first=dtype, then=block.dtype)
                 inside = _inside(merged, exact, error, stored) & _rounded(merged, dtype).eq(merged)
-                self.not_narrow[dtype] = self.not_narrow.get(dtype, 0) + int((~inside).sum())
+                self.not_narrow[dtype] = not bool(inside.all())
 
     def _note(self, block: Block, outside: torch.Tensor, columns: int) -> None:
         """Keep the place of the first element, and the numbers of the first rows."""
-        places = outside.nonzero()[:, 0]
         if self.first < 0:
-            at = int(places[0])
+            at = int(outside.nonzero()[0])
             self.first, self.one = block.first + at, (float(block.nearest[at]), float(block.merged[at]))
         columns = max(columns, 1)
-        rows = ((places + block.first) // columns).unique()  # type: ignore[no-untyped-call]
+        if len(outside) % columns or block.first % columns:
+            rows = ((outside.nonzero()[:, 0] + block.first) // columns).unique()  # type: ignore[no-untyped-call]
+        else:
+            rows = outside.view(-1, columns).any(1).nonzero()[:, 0] + block.first // columns
         self.wrong_rows += len(rows)
         self.rows += rows[: _KEPT - len(self.rows)].tolist()
         for is_behind in (False, True):
@@ -205,6 +228,10 @@ class Sums:
     def scale(self) -> float:
         """The factor of the update by least squares, as a share of the nearest values' factor; NaN without one."""
         return self.along / self.nearest_along if self.nearest_along > 0 else math.nan
+
+
+def _dot(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.dot(one.reshape(-1), other.reshape(-1)))
 
 
 def _inside(

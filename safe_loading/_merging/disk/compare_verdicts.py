@@ -116,11 +116,15 @@ def _is_whole(sums: Sums) -> bool:
 
 def _is_scaled(sums: Sums) -> bool:
     """Return whether the update times some factor explains the folder's values, but for rounding."""
-    if not sums.update or not sums.change or _is_whole(sums):
+    if not sums.update or not sums.change:
         return False
     explained = sums.along**2 / sums.update
     factor = sums.along / sums.update
     left = max(sums.change - explained, 0.0)
+    # In few values, their distances from the nearest ones are those of the factor itself, and no noise.
+    noise = min(sums.noise, left * sums.update / sums.elements)
+    if abs(sums.along - sums.nearest_along) <= sums.factor * sums.update + _NOISE * math.sqrt(noise):
+        return False
     return explained >= sums.change / 4 and left <= sums.rounding + max(1.0, factor**2) * sums.bound
 
 
@@ -164,7 +168,10 @@ def _more(verdict: str, own: Sequence[CheckedTensor]) -> str:
         said += f": {low:.4g} times" if math.isclose(low, high, rel_tol=0.01) else f": {low:.4g} to {high:.4g} times"
     if verdict == "other":
         said += f": up to {max(tensor.distance for tensor in own):.3g} from it"
-    if own[0].detail:
+    experts = [*dict.fromkeys(tensor.detail for tensor in own if tensor.detail)]
+    if verdict == "missing" and experts:
+        said += f": {', '.join(experts[:_NAMED])}" + f" and {len(experts) - _NAMED} more" * (len(experts) > _NAMED)
+    elif own[0].detail:
         said += f" ({own[0].name}: {own[0].detail})"
     files = {tensor.file for tensor in own}
     if len(own) > 1 and len(files) == 1 and "" not in files:
