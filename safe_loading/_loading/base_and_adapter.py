@@ -57,8 +57,9 @@ def in_order(base: object, adapter: object, subfolder: str | None = None) -> tup
     is_swapped = _has(base, ADAPTER_CONFIG, subfolder) or (_has(adapter, CONFIG) and _is_other_folder(base))
     if not is_swapped or _has(adapter, ADAPTER_CONFIG, subfolder):
         return base, adapter
-    is_one = isinstance(adapter, (list, tuple)) and len(adapter) == 1  # a list of the only adapter, as it was meant
-    return adapter[0] if is_one else adapter, base
+    if isinstance(adapter, (list, tuple)) and len(adapter) == 1:  # a list of the only adapter, as it was meant
+        (adapter,) = adapter
+    return adapter, base
 
 
 def _is_other_folder(source: object) -> bool:
