@@ -7,6 +7,8 @@ import os
 import re
 from typing import Any
 
+from docutils import nodes
+
 from safe_loading import __version__
 
 project = "safe_loading"
@@ -45,6 +47,7 @@ python_use_unqualified_type_names = True
 
 _TABLE_OF_CODES = re.compile(r"^\| code \|.*\n\| ---.*\n(?:\|.*\n)+", re.MULTILINE)
 _ROW = re.compile(r"^\| `([\w-]+)` \|", re.MULTILINE)
+_COLUMNS = re.compile(r"\S {2,}\S|---|├")
 
 
 def _anchor_codes(app: Any, docname: str, source: list[str]) -> None:
@@ -52,6 +55,21 @@ def _anchor_codes(app: Any, docname: str, source: list[str]) -> None:
     source[0] = _TABLE_OF_CODES.sub(lambda table: _ROW.sub(r'| <a id="\1"></a>`\1` |', table.group()), source[0])
 
 
+def _mark_prose(_: Any, page: nodes.document) -> None:
+    """Give printed text without columns a class, so that its lines are wrapped."""
+    for block in page.findall(nodes.literal_block):
+        if block.get("language") == "text" and not _COLUMNS.search(block.astext()):
+            block["classes"].append("prose")
+
+
+def _name_made_defaults(*event: Any) -> tuple[str | None, str | None]:
+    """Show a field's default that is made by a function as `...`: Sphinx cannot read `<factory>`."""
+    signature, returned = event[-2:]
+    return signature and signature.replace("<factory>", "..."), returned
+
+
 def setup(app: Any) -> None:
     """Register what this project adds to a build."""
     app.connect("source-read", _anchor_codes)
+    app.connect("doctree-read", _mark_prose)
+    app.connect("autodoc-process-signature", _name_made_defaults)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from . import __version__, _commands
 from ._commands.answer import (
@@ -22,6 +22,7 @@ from ._commands.answer import (
     as_json,
     error_as_json,
     log_lines,
+    refuse_options,
 )
 from ._commands.quantization import without_kernel_notice
 from .errors import ArgumentError, CheckpointNotFound, DeviceMapInfeasible, SafeLoadingError, printable
@@ -37,14 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 when all is well, 1 when it is not, 2 for wrong usage or a path that is not there, 3 for what
         does not fit, 130 after Ctrl-C.
     """
-    parser = _parser()
+    parser, commands = _parsers()
     if "_ARGCOMPLETE" in os.environ:
         # Set by a shell in which argcomplete is registered, to ask how the command line may go on.
         import argcomplete
 
         argcomplete.autocomplete(parser)
     try:
-        arguments = parser.parse_args(argv)
+        arguments, unknown = parser.parse_known_args(argv)
+        if unknown:
+            refuse_options(commands.get(arguments.command, parser), unknown)
     except SystemExit as stop:
         # argparse exits after --help and after wrong usage; a caller of main() wants a status instead.
         return stop.code if isinstance(stop.code, int) else USAGE
@@ -79,7 +82,7 @@ def _status(error: SafeLoadingError) -> int:
     return USAGE if isinstance(error, (ArgumentError, CheckpointNotFound)) else NOT_OK
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(
         prog="python -m safe_loading",
         description="Safe loading of large PyTorch / Hugging Face models.",
@@ -88,8 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"safe_loading {__version__}")
     parser.set_defaults(run=None)
-    _commands.add_all(parser.add_subparsers(title="commands", metavar="COMMAND"))
-    return parser
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    _commands.add_all(commands)
+    return parser, commands.choices
 
 
 if __name__ == "__main__":

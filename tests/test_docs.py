@@ -186,6 +186,15 @@ def test_every_block_says_what_it_is() -> None:
         assert {fence.split("}")[0] for fence in opening if fence.startswith("{")} <= {"{toctree", "{eval-rst"}, page
 
 
+def test_every_row_belongs_to_a_table() -> None:
+    row = re.compile(r"^\|.*\|$")
+    for page in PAGES:
+        lines = ["", *page.read_text(encoding="utf-8").splitlines(), ""]
+        for before, first, second in zip(lines, lines[1:], lines[2:], strict=False):
+            if row.match(first) and not row.match(before):
+                assert re.fullmatch(r"(\| :?-+:? )+\|", second), f"{page.name}: no table begins with {first[:80]}"
+
+
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -195,6 +204,14 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     summary = (tmp_path / "api.html").read_text(encoding="utf-8")
     for name in public_functions():
         assert f'href="api/{name}.html#safe_loading.{name}"' in summary
+    signature = (tmp_path / "api" / "predict_memory.html").read_text(encoding="utf-8")
+    assert "factory" not in signature, "Sphinx shows it on one line, with the paths of modules"
+    errors = (tmp_path / "errors.html").read_text(encoding="utf-8")
+    begin = r'highlight-text [^>]*><div class="highlight"><pre><span></span>'
+    assert re.search(f'<div class="prose {begin}The model has', errors)
+    loading = (tmp_path / "loading.html").read_text(encoding="utf-8")
+    assert re.search(f'<div class="{begin}rank 0 of 1 on cpu', loading), "a table keeps its columns"
+    assert ".prose pre { white-space: pre-wrap; }" in (tmp_path / "_static" / "tables.css").read_text(encoding="utf-8")
     for page in DOCS.glob("*.md"):
         html = (tmp_path / page.with_suffix(".html").name).read_text(encoding="utf-8")
         for code in table_codes(page.name):  # a link leads to the row

@@ -24,13 +24,13 @@ def fault(code: str, where: object, message: str, fix: str, size: int = 0) -> Fi
 
 
 def note(severity: Severity, code: str, where: object, message: str, fix: str, size: int = 0) -> Finding:
-    """Return a finding whose message and fix are whole sentences; ``size`` is in bytes."""
+    """Return a finding whose message and fix are whole sentences, or no fix (""); ``size`` is in bytes."""
     # A fix of several lines ends with a command, which a period would break.
     return Finding(code, severity, str(where), _sentence(message), fix if "\n" in fix else _sentence(fix), size)
 
 
 def _sentence(text: str) -> str:
-    return text if text.endswith(".") else f"{text}."
+    return text if not text or text.endswith((".", "?")) else f"{text}."
 
 
 def raise_faults(subject: object, findings: Sequence[Finding]) -> NoReturn:

@@ -67,7 +67,7 @@ def resolve(
     if not is_hub_id(text):
         raise CheckpointNotFound(
             f"{text!r:.300} is not a folder on this machine (working folder {Path.cwd()}) and cannot be a hub id, "
-            f"which is 'name' or 'owner/name'. Check the path.{_did_you_mean(path)}"
+            f"which is 'name' or 'owner/name'. Check the path.{did_you_mean(path)}"
         )
     return _resolve_on_hub(text, choose, revision, subfolder, dict(hub or {}))
 
@@ -185,7 +185,7 @@ def _refuse_address(text: str) -> None:
         raise CheckpointNotFound(f"{text!r:.300} {page.message}; {page.fix}.")
 
 
-def _did_you_mean(path: Path) -> str:
+def did_you_mean(path: Path) -> str:
     """Return a sentence with the folders beside a missing one whose names are like its name; "" if none is."""
     try:
         folders = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
@@ -223,7 +223,7 @@ def _resolve_on_hub(
         raise CheckpointNotFound(
             f"{repo!r} (revision {revision or 'main'}) is not a folder here, and could not be fetched from the hub: "
             f"{type(error).__name__}: {error}. Check the name, the token and the network; set HF_HUB_OFFLINE=1 to "
-            f"use what was downloaded before; or pass a local folder.{_did_you_mean(Path(repo))}"
+            f"use what was downloaded before; or pass a local folder.{did_you_mean(Path(repo))}"
         ) from error
     if not paths:
         raise CheckpointError(
@@ -292,6 +292,6 @@ def _cached_snapshot(repo: str, revision: str | None, cache_dir: str | os.PathLi
         raise CheckpointNotFound(
             f"{repo!r} (revision {revision or 'main'}) is not a folder here and not in the cache {root.parent}, and "
             f"the hub must not be asked (HF_HUB_OFFLINE or local_files_only). Download it first, or pass a "
-            f"local folder.{_did_you_mean(Path(repo))}"
+            f"local folder.{did_you_mean(Path(repo))}"
         )
     return folder

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import logging
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from safe_loading._core import progress
 from safe_loading._core.log import logger
@@ -73,6 +75,14 @@ def error_as_json(error: Exception) -> str:
     return json.dumps(
         {"schema": SCHEMA, "error": type(error).__name__, "message": str(error), "problems": problems}, indent=2
     )
+
+
+def refuse_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
+    """End with the usage of a command and the words that it does not know, each with the option that is like it."""
+    options = re.findall(r"--[\w-]+", parser.format_usage())
+    near = [like for word in words for like in difflib.get_close_matches(word, options, n=1)]
+    meant = f"; did you mean {' and '.join(near)}?" if near else ""
+    parser.error(f"unrecognized arguments: {' '.join(words)}{meant}")
 
 
 Run = Callable[[argparse.Namespace], Answer]

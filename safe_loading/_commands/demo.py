@@ -25,7 +25,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
         return Answer(_in_temporary_folder())
     from safe_loading._demo import chapters
 
-    folder = Path(arguments.folder)
+    folder = Path(arguments.folder).expanduser().absolute()  # the adapter names its base by it, from anywhere
     try:
         folder.mkdir(parents=True, exist_ok=True)
         used = any(folder.iterdir())

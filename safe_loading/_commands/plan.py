@@ -78,7 +78,7 @@ def _infeasible_json(error: DeviceMapInfeasible) -> str:
 
     shortages = {str(device): size for device, size in error.shortages.items()}
     facts = {"missing_bytes": error.missing_bytes, "device": error.device, "shortages": shortages}
-    return to_json({"error": "DeviceMapInfeasible", "message": str(error), **facts})
+    return to_json({"error": "DeviceMapInfeasible", "message": str(error), "problems": list(error.problems), **facts})
 
 
 def _limits(pairs: list[str] | None) -> dict[str, str] | None:

@@ -55,7 +55,11 @@ def in_order(base: object, adapter: object, subfolder: str | None = None) -> tup
         return adapter, base
     # An adapter that another library wrote has no config of peft's: the one that is a model tells the order then.
     is_swapped = _has(base, ADAPTER_CONFIG, subfolder) or (_has(adapter, CONFIG) and _is_other_folder(base))
-    return (adapter, base) if is_swapped and not _has(adapter, ADAPTER_CONFIG, subfolder) else (base, adapter)
+    if not is_swapped or _has(adapter, ADAPTER_CONFIG, subfolder):
+        return base, adapter
+    if isinstance(adapter, (list, tuple)) and len(adapter) == 1:  # a list of the only adapter, as it was meant
+        (adapter,) = adapter
+    return adapter, base
 
 
 def _is_other_folder(source: object) -> bool:

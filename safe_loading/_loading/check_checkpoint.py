@@ -12,7 +12,7 @@ from typing import Literal
 from safe_loading._checkpoint.faults import fault, raise_faults
 from safe_loading._checkpoint.files import size_of, unreadable
 from safe_loading._checkpoint.header import Header, try_header
-from safe_loading._checkpoint.hub import is_hub_id
+from safe_loading._checkpoint.hub import did_you_mean, is_hub_id
 from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._checkpoint.other_things import address, other_thing
 from safe_loading._checkpoint.published_hashes import compare_hashes
@@ -142,7 +142,7 @@ def check_checkpoint(
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         finding = unreadable(checked, error)
         if finding.code in ("not-found", "broken-link"):
-            raise_faults(checked, [_with_download(finding, str(path))])
+            raise_faults(checked, [_with_other_roads(finding, checked, str(path))])
         return _report(checked, "file", {}, [finding])
     other = other_thing(checked)
     if other is not None and checked.suffix not in _CHECKED_ALONE:
@@ -162,13 +162,16 @@ def _with_hashes(report: CheckpointReport, path: Path, signer: Signer | None) ->
     return replace(report, findings=findings, hashed=compared.files)
 
 
-def _with_download(finding: Finding, text: str) -> Finding:
-    """Return the finding on a path that is not there; where it may be a hub id, its fix says how to download it."""
+def _with_other_roads(finding: Finding, path: Path, text: str) -> Finding:
+    """Return the finding on a path that is not there, with the names like it and, of a hub id, the download."""
     if page := address(text):
         return fault("not-found", text, page.message, f"{page.fix}; it is downloaded first: `{page.download}`")
-    if finding.code != "not-found" or "/" not in text or not is_hub_id(text):
+    if finding.code != "not-found":
         return finding
-    return replace(finding, fix=f"{finding.fix}; a hub id is downloaded first: `hf download {text}`")
+    fix = f"{finding.fix}{did_you_mean(path)}"
+    if "/" in text and is_hub_id(text):
+        fix += f" A hub id is downloaded first: `hf download {text}`."
+    return replace(finding, fix=fix)
 
 
 def _check_file(path: Path, values: bool) -> CheckpointReport:

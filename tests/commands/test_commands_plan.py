@@ -70,6 +70,8 @@ def test_what_does_not_fit_leaves_with_3(folder: str, capsys: pytest.CaptureFixt
     assert command_line.main([*words[3:], "--json"]) == 3
     facts = json.loads(capsys.readouterr().out)
     assert facts["error"] == "DeviceMapInfeasible"
+    assert facts["problems"]
+    assert all(problem in facts["message"] for problem in facts["problems"])
     assert facts["missing_bytes"] > 0
     assert facts["device"] == 0
 

@@ -10,6 +10,7 @@ import pytest
 from transformers.utils import logging as engine
 
 from safe_loading import _demo
+from safe_loading.__main__ import main
 
 
 def test_the_engines_are_silent_while_a_chapter_runs_and_speak_afterwards(
@@ -35,3 +36,12 @@ def test_the_engines_are_silent_while_a_chapter_runs_and_speak_afterwards(
     assert len(said) == len(caplog.records) == 1
     assert bars == [False, False]
     assert engine.is_progress_bar_enabled() is shown
+
+
+def test_the_pair_of_the_demo_is_named_by_a_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr(_demo, "chapters", lambda folder: map(str, made.append(folder) or ()))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert [main(["demo", "--folder", name]) for name in ("try", "~/try")] == [0, 0]
+    assert made == [tmp_path / "try", tmp_path / "home" / "try"]

@@ -57,6 +57,24 @@ def test_a_path_that_is_not_there_is_told_on_stderr_with_2(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def test_a_folder_that_is_spelt_otherwise_is_named(good, capsys):
+    assert command_line.main(["check", str(good.with_name("god"))]) == 2
+    said = capsys.readouterr().err
+    assert "or copy the file. Did you mean" in said
+    assert f"Did you mean '{good}'?" in said
+
+
+def test_an_option_that_a_command_lacks_is_told_with_that_command_and_the_nearest(good, capsys):
+    assert command_line.main(["check", str(good), "--header-only"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: python -m safe_loading check ")
+    assert "check: error: unrecognized arguments: --header-only; did you mean --headers?" in said
+    assert command_line.main(["check", str(good), "--colour"]) == 2
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --colour\n")
+    assert command_line.main(["--colour"]) == 2
+    assert "safe_loading: error: unrecognized arguments: --colour" in capsys.readouterr().err
+
+
 def test_json_is_one_object(good, bad, capsys):
     assert command_line.main(["check", str(good), "--json", "--headers"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
@@ -94,7 +112,7 @@ def test_the_help_of_a_command_ends_with_a_line_that_it_takes(command, capsys, m
     assert command_line.main([command, "--help"]) == 0
     start, words = capsys.readouterr().out.rstrip().splitlines()[-1].split("python -m safe_loading ")
     assert start == "example: "
-    assert command_line._parser().parse_args(words.split()).run is not None
+    assert command_line._parsers()[0].parse_args(words.split()).run is not None
     assert words.split()[0] == command
 
 
@@ -115,7 +133,7 @@ def test_json_says_its_schema_and_every_command_has_it(good, capsys):
     for words in (["check", "--headers", str(good)], ["explain", "truncated"], ["doctor"]):
         command_line.main([*words, "--json"])
         assert next(iter(json.loads(capsys.readouterr().out).items())) == ("schema", 1), words
-    commands = command_line._parser()._subparsers._group_actions[0].choices
+    commands = command_line._parsers()[0]._subparsers._group_actions[0].choices
     assert {name for name, command in commands.items() if "--json" not in command.format_help()} == {"demo"}
 
 

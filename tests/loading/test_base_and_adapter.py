@@ -69,9 +69,11 @@ def test_a_merge_and_its_verification_take_either_order(tmp_path: Path, tiny_lla
     merge_lora_checkpoint(tiny_llama, tiny_adapter, tmp_path / "one")
     merge_lora_checkpoint(tiny_adapter, tiny_llama, tmp_path / "other")
     merge_lora_checkpoint([tiny_adapter], tiny_llama, tmp_path / "listed")
-    shards = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "other", "listed")]
+    as_the_command_does: Any = (tiny_llama,)
+    merge_lora_checkpoint(tiny_adapter, as_the_command_does, tmp_path / "swapped")
+    shards = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "other", "listed", "swapped")]
     weights = [[shard.read_bytes() for shard in of_one] for of_one in shards]
-    assert weights[0] == weights[1] == weights[2]
+    assert weights[0] == weights[1] == weights[2] == weights[3]
     assert verify_merge(tiny_adapter, tiny_llama, tmp_path / "one").ok
 
 

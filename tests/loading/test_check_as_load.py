@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,14 @@ def test_a_model_of_two_layers_is_judged_as_a_load_judges_it(
     headers = check_checkpoint(folder, headers=True)
     assert headers.ok
     assert headers.checked_on == "headers alone"
+
+
+def test_a_refusal_that_holds_its_fix_is_given_no_empty_one(tmp_path: Path, tiny_adapter: Path) -> None:
+    folder = shutil.copytree(tiny_adapter, tmp_path / "renamed")
+    (folder / "adapter_model.safetensors").rename(folder / "adapters.safetensors")
+    (finding,) = check_checkpoint(folder).findings
+    assert finding.code == "load-refused"
+    assert str(finding).endswith("Copy or download it, too.")
 
 
 def test_every_weight_that_is_missing_is_a_finding(tmp_path: Path) -> None:

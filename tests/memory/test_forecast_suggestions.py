@@ -73,6 +73,16 @@ def test_changes_that_are_not_enough_alone_are_tried_together() -> None:
     assert together.forecast == changed(forecast, together)
 
 
+def test_where_one_card_is_not_enough_cards_are_tried_with_the_other_changes() -> None:
+    forecast = predict_memory(CONFIG, Workload.train(4, 256))
+    step = forecast.workload.replace(gradient_checkpointing=True)
+    spread = predict_memory(CONFIG, step, spread=Spread.fsdp2(8))
+    found = forecast.suggestions(spread.total_bytes)
+    assert [suggestion.fits for suggestion in found] == [False] * (len(found) - 1) + [True]
+    assert found[-1].change == "gradient_checkpointing=True, spread=Spread.fsdp2(8)"
+    assert found[-1].forecast == spread
+
+
 def test_only_changes_that_apply_are_listed() -> None:
     full = predict_memory(CONFIG, Workload.train(1, 64), attn_implementation="eager")
     names = set(names_of(full.suggestions(full.context_bytes + 1)))

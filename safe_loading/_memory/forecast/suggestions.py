@@ -62,13 +62,16 @@ def suggestions_for(origin: Origin, forecast: MemoryForecast, memory: int) -> tu
         return ()  # no step at all runs there
     found: list[Suggestion] = []
     useful: list[_Change] = []
+    cards: list[_Change] = []
     for sizes in _changes(forecast.workload, origin):
         made = _first_that_fits(sizes, forecast.workload, origin, memory)
         if made is not None and _helps(made[1], forecast):
             useful += [made[0]] if made[0].combines else []
+            cards += [made[0]] if "spread" in made[0].options else []
             found.append(made[1])
     if not any(each.fits for each in found):
         steps = [_joined(useful[:count]) for count in range(2, len(useful) + 1)]
+        steps += [_joined([*useful[:count], *cards]) for count in range(1, len(useful) + 1) if cards]
         together = _first_that_fits(steps, forecast.workload, origin, memory)
         found += [together[1]] if together is not None and together[1].fits else []
     return tuple(found)
