@@ -53,11 +53,13 @@ MERGERS: dict[str, Callable[[PeftModel], Any]] = {
 
 # peft merges the head's LoRA into the embeddings that are tied to it, too.
 TRAINS_THE_TIE = ("BlipForConditionalGeneration",)
+# CpmAnt has a tie flag and ties nothing; peft takes the flag back.
+FIRST = [*CHOSEN, ("CpmAntForCausalLM", False)]
 
 
 @pytest.mark.parametrize(
     ("name", "dora"),
-    [*CHOSEN, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in CHOSEN)],
+    [*FIRST, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in FIRST)],
 )
 def test_right_merges_raise_no_alarm(tmp_path: Path, name: str, dora: bool) -> None:
     kind: Any = getattr(transformers, name)

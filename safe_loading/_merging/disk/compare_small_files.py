@@ -15,6 +15,7 @@ from safe_loading._core.report import Finding
 from .output_model import new_config
 from .sources import MergeSources, is_tokenizer
 
+_TIE_FLAG = "tie_word_embeddings"
 # Entries of config.json that a merge must have as the base has them, unless it changes them.
 _SAID_ALIKE = ("vocab_size", "model_type")
 # Entries that change no value of a forward pass, or that programs of training are used to change.
@@ -29,20 +30,28 @@ _OF_TRAINING = ("dropout", "pdrop", "init", "loss", "router_jitter", "checkpoint
 
 
 def small_file_findings(
-    sources: MergeSources, changed: Mapping[str, object], expected: Mapping[str, bytes], merged: ModelFolder
+    sources: MergeSources,
+    changed: Mapping[str, object],
+    expected: Mapping[str, bytes],
+    merged: ModelFolder,
+    *,
+    has_ties: bool,
 ) -> list[Finding]:
     """Return the findings about the files beside the weights.
 
-    ``changed`` is what the merge changes in config.json, ``expected`` holds the files that it would write by name.
+    ``changed`` is what the merge changes in config.json, ``expected`` holds the files that it would write by name, and
+    ``has_ties`` says whether the model's class ties weights at all.
     """
     return [
-        *_config_findings(sources, changed, merged),
+        *_config_findings(sources, changed, merged, has_ties=has_ties),
         *_lost_files(expected, merged.path),
         *_tokenizer_findings(sources, expected, merged.path),
     ]
 
 
-def _config_findings(sources: MergeSources, changed: Mapping[str, object], merged: ModelFolder) -> Iterator[Finding]:
+def _config_findings(
+    sources: MergeSources, changed: Mapping[str, object], merged: ModelFolder, *, has_ties: bool
+) -> Iterator[Finding]:
     config, path = merged.config, merged.path / CONFIG
     if config is None:
         return
@@ -54,13 +63,13 @@ def _config_findings(sources: MergeSources, changed: Mapping[str, object], merge
         for key in sorted(right.keys() & config.keys() & {*changed, *_SAID_ALIKE} - {"dtype"})
         if config[key] != right[key] and {str(key): value for key, value in _items(config[key])} != right[key]
     ]
-    wrong += _read_otherwise(sources, right, config)
+    wrong += _read_otherwise(sources, right, config, has_ties=has_ties)
     if wrong:
         fix = "write the entries so; or merge again with merge_lora_checkpoint, which does"
         yield Finding("merged-config", "error", str(path), "; ".join(wrong) + ".", f"{fix}.")
 
 
-def _read_otherwise(sources: MergeSources, right: JsonObject, merged: JsonObject) -> list[str]:
+def _read_otherwise(sources: MergeSources, right: JsonObject, merged: JsonObject, *, has_ties: bool) -> list[str]:
     """Return the entries with which another model is built than with those that the merge writes.
 
     Both are read by the class of the base's config, because each version of transformers writes another form.
@@ -75,7 +84,9 @@ def _read_otherwise(sources: MergeSources, right: JsonObject, merged: JsonObject
             one, other = (kind.from_dict(copy.deepcopy(document)).to_dict() for document in (right, merged))
     except Exception:  # of remote code, or of entries that check_checkpoint names
         return found
-    differences = _differences(one, other, "")
+    differences = list(_differences(one, other, ""))
+    if not has_ties:  # peft takes back a flag that is without effect (BigBirdPegasus)
+        differences = [each for each in differences if each != (_TIE_FLAG, True, False)]
     return found + [f"{path} is {own!r:.60} and should be {value!r:.60}" for path, value, own in differences]
 
 
