@@ -144,7 +144,7 @@ class _Chain:
             self._segments[number, "backward"] = range(first, last)
 
     def _shared(self, number: int, way: _Way) -> list[int]:
-        """Return the allocations of a layer that its successor in this pass frees, in the order in which they are made."""
+        """Return the allocations of a layer that its successor in this pass frees, in order."""
         other = (self._after if way == "forward" else self._before).get(number)
         made = (self._events[place] for place in self._segments.get((number, way), ()))
         found = [event.allocation for event in made if not event.freed]

@@ -116,7 +116,7 @@ def _sign_of(layer: torch.nn.Module, number: _Number) -> tuple[object, ...]:
 
 
 def _value(value: object, number: _Number, depth: int) -> object:
-    """Return the part of an attribute's value that is compared; a layer's own number equals that of every other layer."""
+    """Return the part of an attribute's value that is compared; every layer's own number is equal."""
     if type(value) is int:
         return "its number" if value == number.itself else value
     if isinstance(value, str):
