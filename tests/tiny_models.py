@@ -184,7 +184,7 @@ NOT_TINY: dict[str, str] = {
 
 def tiny_config(model: str | type) -> PreTrainedConfig:
     """Return the config of a model type ("llama") or of a class (its name, or itself), shrunk."""
-    kind = _config_class(model)
+    kind = config_class(model)
     config = kind()
     special = SPECIAL.get(config.model_type, {})
     facts = _shrunk(config.to_dict(), special)
@@ -200,7 +200,8 @@ def tiny_config(model: str | type) -> PreTrainedConfig:
     return tiny
 
 
-def _config_class(model: str | type) -> type[PreTrainedConfig]:
+def config_class(model: str | type) -> type[PreTrainedConfig]:
+    """Return the class of the configs of a model type, or of a class of models."""
     if isinstance(model, str) and model in CONFIG_MAPPING:
         return CONFIG_MAPPING[model]
     kind: Any = getattr(transformers, model) if isinstance(model, str) else model

@@ -135,7 +135,7 @@ def _own_loss_uses_count(audited: AuditedModel) -> bool:
         return True  # the user's own loss, which should divide by it
     try:
         with _passing_count(model, mixins_and_original(type(model))[1]) as use:
-            trace_step(model, Workload.train(1, 16, optimizer="none"))
+            trace_step(model, Workload.train(1, 16, optimizer="none"), every_layer=True)
     except TraceError:
         return False
     return use.used

@@ -157,7 +157,7 @@ def _prepare_as_peft(audited: AuditedModel) -> None:
 
 def _trace(model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None) -> StepTrace:
     with cuda_paths(_CAPABILITY), scan_stand_ins(model):
-        return trace_step(model, workload, inputs=inputs)
+        return trace_step(model, workload, inputs=inputs, every_layer=True)
 
 
 def _peak_or_none(model: torch.nn.Module, workload: Workload, inputs: Mapping[str, torch.Tensor] | None) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,13 +40,16 @@ from .function_mode import TraceFunctionMode
 from .fused_lm_head import with_fused_lm_head
 from .inputs import StepInputs
 from .known_values import KnownValues
+from .layer_segments import NotAlikeError, whole_step
 from .ledger import Ledger, device_traces, fake_device
 from .operation_cache import CachedOutputs, OperationCache
 from .records import StepTrace
+from .repeated_layers import repeated_layers
 from .replicated_step import ReplicatedParameters, replicated, shares
 from .run_generation import run_generation
 from .run_training import run_training
 from .sharded_step import ShardedParameters, alike, fake_ranks, sharded
+from .skipped_layers import GradientsOfSkipped, SkippedLayers
 from .trace_error import trace_error
 from .trained_parameters import TrainedParameters
 from .zero3_fetching import linear_layers
@@ -72,6 +75,7 @@ def trace_step(
     rank: int = 0,
     attached_there: bool = False,
     prepare_for_kbit: KbitPreparation = "none",
+    every_layer: bool = False,
 ) -> StepTrace:
     """Run one step of `model` on fake tensors, and return all the memory that it takes; or raise `TraceError`.
 
@@ -85,37 +89,66 @@ def trace_step(
     `offload_buffers` is as for `accelerate.dispatch_model`.
     With a `spread` the step is that of one of its ranks. `attached_there` is for a model that is on its device when the
     adapter is attached: what peft leaves on the host then stays there, such as the permutations of BOFT.
-    `prepare_for_kbit` is for the adapter of a base in 4 or 8 bits.
+    `prepare_for_kbit` is for the adapter of a base in 4 or 8 bits. Of layers that are alike a few run and stand for the
+    others where their steps are found to be equal; with `every_layer` all of them run, for whoever watches them.
     """
+    options = _Options(
+        workload, placement, inputs, cached_outputs, offload_buffers, spread, rank, attached_there, prepare_for_kbit
+    )
+    one_device = placement is None or len(set(placement.values())) == 1
     with _ONE_AT_A_TIME:
-        ledger, values = Ledger(), KnownValues()
-        where = TracePlacement(placement, offload_buffers=offload_buffers, attached_there=attached_there)
-        with contextlib.ExitStack() as stack:
-            mesh = stack.enter_context(fake_ranks(spread, rank))
-            stack.enter_context(undone(Snapshot(model).restore))
-            adapted = with_adapter(model, workload.adapter, where.left_on_host, prepare_for_kbit=prepare_for_kbit)
-            running = stack.enter_context(adapted)
-            where.around = next((f"{path}." for path, inner in running.named_modules() if path and inner is model), "")
-            stack.enter_context(with_fused_lm_head(running, workload))
-            attached = workload.adapter is not None
-            widened, starts = (widened_adapters(running), computed_starts(running)) if attached else ({}, {})
-            fake = FakeTensorMode(allow_non_fake_inputs=True)
-            maker = FakeTensorMaker(fake)
-            mode = TraceDispatchMode(ledger, values, OperationCache(maker, cached_outputs), multi_device=where.hooked)
-            try:
-                sharding = None if spread is None or mesh is None else (spread, mesh, rank)
-                _run(running, workload, where, inputs, mode, maker, sharding)
-            except Exception as error:
-                raise trace_error(running, workload, error, inputs) from error
+        if workload.kind == "train" and spread is None and one_device and not every_layer:
+            with contextlib.suppress(NotAlikeError, TraceError):  # an error is told of the whole step
+                return _traced(model, options, skip_layers=True)
+        return _traced(model, options)
+
+
+class _Options(NamedTuple):
+    workload: Workload
+    placement: Mapping[str, int | str] | None
+    inputs: Mapping[str, torch.Tensor] | None
+    cached_outputs: CachedOutputs | None
+    offload_buffers: bool
+    spread: Spread | None
+    rank: int
+    attached_there: bool
+    prepare_for_kbit: KbitPreparation
+
+
+def _traced(model: torch.nn.Module, options: _Options, *, skip_layers: bool = False) -> StepTrace:
+    """Trace a step, in which one of each few equal layers stands for the others if they may be skipped."""
+    workload, placement, inputs, cached_outputs, offload_buffers, spread, rank, attached_there, preparation = options
+    ledger, values = Ledger(), KnownValues()
+    where = TracePlacement(placement, offload_buffers=offload_buffers, attached_there=attached_there)
+    with contextlib.ExitStack() as stack:
+        mesh = stack.enter_context(fake_ranks(spread, rank))
+        stack.enter_context(undone(Snapshot(model).restore))
+        adapted = with_adapter(model, workload.adapter, where.left_on_host, prepare_for_kbit=preparation)
+        running = stack.enter_context(adapted)
+        where.around = next((f"{path}." for path, inner in running.named_modules() if path and inner is model), "")
+        stack.enter_context(with_fused_lm_head(running, workload))
+        attached = workload.adapter is not None
+        widened, starts = (widened_adapters(running), computed_starts(running)) if attached else ({}, {})
+        skipped = SkippedLayers(repeated_layers(running) if skip_layers else (), ledger)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        maker = FakeTensorMaker(fake)
+        mode = TraceDispatchMode(ledger, values, OperationCache(maker, cached_outputs), multi_device=where.hooked)
+        try:
+            sharding = None if spread is None or mesh is None else (spread, mesh, rank)
+            _run(running, workload, where, inputs, mode, maker, sharding, skipped)
+        except Exception as error:
+            raise trace_error(running, workload, error, inputs) from error
+    assumptions = (*values.assumptions, *ledger.left_out)
+    allocations, events, calls = whole_step(ledger, skipped, assumptions)
     return StepTrace(
         workload=workload,
-        allocations=tuple(ledger.allocations),
-        events=tuple(ledger.events),
-        devices=device_traces(ledger.allocations, ledger.events),
-        calls=dict(ledger.calls),
+        allocations=tuple(allocations),
+        events=tuple(events),
+        devices=device_traces(allocations, events),
+        calls=calls,
         crossings=mode.crossings,
         problems=tuple(mode.problems),
-        assumptions=(*values.assumptions, *ledger.left_out),
+        assumptions=assumptions,
         first_update=ledger.first_update,
         widened=widened,
         starts=starts,
@@ -131,6 +164,7 @@ def _run(
     mode: TraceDispatchMode,
     maker: FakeTensorMaker,
     sharding: tuple[Spread, DeviceMesh, int] | None,
+    skipped: SkippedLayers,
 ) -> None:
     ledger = mode.ledger
     functions = TraceFunctionMode(mode.content, fake_device(where.main))
@@ -147,10 +181,12 @@ def _run(
             _enable_checkpointing(model)
         inputs = StepInputs(model, mode.values, fake_device(where.main), user_inputs)
         install_hooks(model, where, ledger, mode.in_hook)
+        skipped.install()
         main = fake_device(where.main)
         with _progress_bar(model), mode, _spread(model, list(tensors.trainable()), sharding, main, ledger) as of_rank:
             tensors.forget()
             running, trained = of_rank
+            trained = GradientsOfSkipped(trained.parameters, skipped) if skipped.lists else trained
             if workload.kind == "train":
                 run_training(running, workload, inputs, ledger, trained)
                 cache = None

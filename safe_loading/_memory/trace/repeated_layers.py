@@ -1,0 +1,171 @@
+"""The layers of a model that are alike, of which a trace runs a few: which they are, and which of them run.
+
+Of each kind five run: the first and the last, which may make or free what all of them use; the second, the last but one
+and one in the middle, whose steps must be equal (see ``layer_segments``). The others hand their input on, and the step
+of the middle one stands for theirs.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+_FEWEST = 8  # a shorter list is run as it is
+_DEPTH = 4  # of the attributes that are compared
+_NOT_COMPARED = frozenset({"_parameters", "_buffers", "_modules", "layer_idx"})
+
+
+class _Number(NamedTuple):
+    """The number of a layer, as an attribute has it, and in a name."""
+
+    itself: int
+    in_names: str
+
+
+class RepeatedLayers(NamedTuple):
+    """One list of layers."""
+
+    path: str
+    layers: tuple[torch.nn.Module, ...]
+    kinds: tuple[int, ...]  # equal for layers that are alike
+    skipped: dict[int, int]  # from the number of a layer that does not run to that of the layer which stands for it
+
+    def prefix(self, number: int) -> str:
+        """The name of a layer."""
+        return f"{self.path}.{number}"
+
+    @property
+    def run(self) -> list[int]:
+        """The layers that run, in order."""
+        return [number for number in range(len(self.layers)) if number not in self.skipped]
+
+    def compared(self) -> dict[int, tuple[int, int]]:
+        """The layers whose steps must be equal: those that stand for others, with the second and the last but one."""
+        kinds = {self.kinds[number]: number for number in self.skipped.values()}
+        return {kinds[self.kinds[of[0]]]: (of[1], of[-2]) for of in _by_kind(self.kinds) if self.kinds[of[0]] in kinds}
+
+
+def repeated_layers(model: torch.nn.Module) -> list[RepeatedLayers]:
+    """Return the lists of a model with layers that need not run, outermost lists alone."""
+    found: list[RepeatedLayers] = []
+    configs = _configs(getattr(model, "config", None))
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.nn.ModuleList) or len(module) < _FEWEST:
+            continue
+        if any(path.startswith(f"{outer.path}.") for outer in found):
+            continue
+        if not _share_nothing(model, path, module):
+            continue
+        name = path.rpartition(".")[2]
+        signs = [
+            (_sign_of(layer, _Number(number, f"{name}.{number}.")), _in_config(configs, number, len(module)))
+            for number, layer in enumerate(module)
+        ]
+        numbers = {sign: number for number, sign in reversed(list(enumerate(signs)))}
+        kinds = tuple(numbers[sign] for sign in signs)
+        skipped = _skipped(kinds)
+        if 2 * len(skipped) >= len(kinds):
+            found.append(RepeatedLayers(path, tuple(module), kinds, skipped))
+    return found
+
+
+def _skipped(kinds: tuple[int, ...]) -> dict[int, int]:
+    skipped: dict[int, int] = {}
+    for numbers in _by_kind(kinds):
+        middle = numbers[len(numbers) // 2]
+        skipped |= {number: middle for number in numbers[2:-2] if number != middle}
+    return dict(sorted(skipped.items()))
+
+
+def _by_kind(kinds: tuple[int, ...]) -> list[list[int]]:
+    found: dict[int, list[int]] = defaultdict(list)
+    for number, kind in enumerate(kinds):
+        found[kind].append(number)
+    return list(found.values())
+
+
+def _share_nothing(model: torch.nn.Module, path: str, layers: torch.nn.ModuleList) -> bool:
+    """Whether each layer is a module of its own, whose tensors no other one holds."""
+    owners: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        inside = name.removeprefix(f"{path}.").partition(".")[0] if name.startswith(f"{path}.") else ""
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and owners.setdefault(id(tensor), inside) != inside:
+                return False
+    return len({id(layer) for layer in layers}) == len(layers)
+
+
+def _sign_of(layer: torch.nn.Module, number: _Number) -> tuple[object, ...]:
+    """Return all that tells a layer from another one but its number and the values of its tensors."""
+    parts: list[object] = []
+    for path, module in layer.named_modules():
+        parts += (path, type(module))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            kept = None
+            if tensor is not None:
+                kept = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, type(tensor))
+            parts.append((name, kept))
+        for name, value in vars(module).items():
+            if name not in _NOT_COMPARED:
+                parts.append((name, _value(value, number, _DEPTH)))
+    return tuple(parts)
+
+
+def _value(value: object, number: _Number, depth: int) -> object:
+    """Return the part of an attribute's value that is compared; every layer's own number is equal."""
+    if type(value) is int:
+        return "its number" if value == number.itself else value
+    if isinstance(value, str):
+        return value.replace(number.in_names, "its number.")
+    if value is None or isinstance(value, (bool, float, bytes, type, torch.dtype, torch.device)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.dtype, value.requires_grad)
+    if isinstance(value, PreTrainedConfig) or depth == 0:
+        return id(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return (type(value), *(_value(each, number, depth - 1) for each in value))
+    if isinstance(value, dict):
+        # the numbers of hooks count those of all modules
+        return (
+            type(value),
+            *(
+                (str(key) if isinstance(key, str) else "", _value(each, number, depth - 1))
+                for key, each in value.items()
+            ),
+        )
+    if isinstance(value, types.MethodType):
+        return value.__func__.__qualname__
+    if isinstance(value, types.FunctionType):
+        return value.__qualname__
+    if isinstance(value, torch.nn.Module):
+        return type(value)
+    kept = getattr(value, "__dict__", None)
+    return (type(value), _value(dict(kept), number, depth - 1)) if kept is not None else type(value)
+
+
+def _configs(config: object) -> list[PreTrainedConfig]:
+    return _with_inner(config) if isinstance(config, PreTrainedConfig) else []
+
+
+def _with_inner(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    inner = [
+        each for value in vars(config).values() if isinstance(value, PreTrainedConfig) for each in _with_inner(value)
+    ]
+    return [config, *inner]
+
+
+def _in_config(configs: Any, number: int, layers: int) -> tuple[object, ...]:
+    """Return a config's words on a layer by its number: from lists of all layers, and from lists of numbers."""
+    said: list[object] = []
+    for config in configs:
+        for value in vars(config).values():
+            if isinstance(value, (list, tuple)) and len(value) == layers:
+                said.append(str(value[number]))
+            elif isinstance(value, (list, tuple, set)):
+                said.append(number in value)
+    return tuple(said)
