@@ -57,6 +57,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
     return of
 
 
+def _make_nothing(_: object) -> None:
+    """Make a trainer without its parts."""
+
+
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("kind", PACKINGS)
 def test_a_whole_folder_works_in_every_verb(folders: Any, tmp_path: Path, kind: str, width: int) -> None:
@@ -326,3 +330,5 @@ def test_a_forecast_has_the_dtypes_of_whoever_prepares_the_base(folders: Any, tm
         assert report.forecast is not None
         assert report.forecast.components == found
     assert preparation_of(SimpleNamespace(model=torch.nn.Linear(2, 2))) is None
+    of_both = type("Trainer", (trl.SFTTrainer,), {"__module__": "axolotl.core.trainers.dpo", "__init__": _make_nothing})
+    assert preparation_of(of_both()) == "axolotl"

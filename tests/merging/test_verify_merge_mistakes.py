@@ -368,6 +368,15 @@ def test_a_config_that_builds_the_same_model_is_no_mistake(alike: Setting, tmp_p
     assert not codes(check), str(check)
 
 
+def test_the_class_of_the_type_is_right_where_transformers_lacks_the_bases(alike: Setting, tmp_path: Path) -> None:
+    base = shutil.copytree(alike.base, tmp_path / "base")
+    merged = shutil.copytree(alike.folder / "right", tmp_path / "merged")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForMyHead"]}))
+    check = verify_merge(base, alike.adapter, merged)
+    assert check.ok, str(check)
+
+
 def test_a_chat_template_that_was_lost_is_named(alike: Setting, tmp_path: Path) -> None:
     merged = Path(shutil.copytree(alike.folder / "right", tmp_path / "merged"))
     (merged / "chat_template.jinja").unlink()

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import transformers
+
 from safe_loading._checkpoint.files import try_open
 from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG, ModelFolder
 from safe_loading._core.log import quiet
@@ -74,8 +76,11 @@ def _read_otherwise(sources: MergeSources, right: JsonObject, merged: JsonObject
 
     Both are read by the class of the base's config, because each version of transformers writes another form.
     """
-    found = [f"architectures is {own}" for own in (merged.get("architectures"),) if own != right.get("architectures")]
-    found = [f"{said} and should be {right['architectures']}" for said in found if "architectures" in right]
+    found: list[str] = []
+    own, classes = merged.get("architectures"), right.get("architectures")
+    # where transformers lacks the base's class, it writes that of the model type
+    if own != classes and isinstance(classes, list) and any(hasattr(transformers, str(name)) for name in classes):
+        found.append(f"architectures is {own} and should be {classes}")
     if merged.get("model_type") != right.get("model_type"):
         return found  # which is said already
     kind = type(sources.base.model_config)

@@ -110,10 +110,10 @@ def prepare_adapter(model: torch.nn.Module, preparation: KbitPreparation) -> Non
 def preparation_of(trainer: Any) -> KbitPreparation | None:
     """Return who prepared the model of a trainer; None where there is none in 4 or 8 bits."""
     engines = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
+    if "axolotl" in engines:  # before trl, of whose trainers some of axolotl's derive
+        return "axolotl"
     if "trl" in engines:
         return "trl"
-    if "axolotl" in engines:
-        return "axolotl"
     model = getattr(trainer, "model", None)
     if not getattr(model, "is_loaded_in_4bit", False) and not getattr(model, "is_loaded_in_8bit", False):
         return None
