@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_models import causal_lm_classes, config_class, image_text_classes, skip_unless_buildable
+from tiny_models import causal_lm_classes, config_class, image_text_classes, skip_unless_buildable, tiny_config
 from transformers import (
     BertConfig,
     Gemma3TextConfig,
+    GlmMoeDsaConfig,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
@@ -115,6 +116,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 def test_architectures(name: str, ran: list[bool]) -> None:
     model = meta_model(CONFIGS[name], auto_class="BertForMaskedLM" if name == "BERT" else None)
     found = trace_step(model, STEP)
+    assert_equal(found, trace_step(model, STEP, every_layer=True))
+
+
+def test_what_a_layer_returns_beside_its_output_is_handed_on(ran: list[bool]) -> None:
+    """GLM-5: the positions that a layer attends to go to the next one."""
+    tiny = tiny_config("GlmMoeDsaForCausalLM").to_dict()
+    of_layers = dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types"))
+    model = meta_model(GlmMoeDsaConfig(**tiny | of_layers | {"num_hidden_layers": 30}))
+    found = trace_step(model, STEP)
+    assert ran == [True]
     assert_equal(found, trace_step(model, STEP, every_layer=True))
 
 

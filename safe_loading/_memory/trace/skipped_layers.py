@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -31,8 +32,7 @@ class SkippedLayers:
         self.gradients: dict[int, tuple[str, str]] = {}  # of a layer that ran: its prefix, and the parameter inside it
         self.copied: dict[tuple[str, str], int] = {}  # the same of those that did not run
         self._ledger = ledger
-        self._tuples: set[int] = set()
-        self._nodes: set[object] = set()
+        self._others: dict[int, list[weakref.ref[torch.Tensor] | None]] = {}  # of a tuple that a layer returned last
 
     def install(self) -> None:
         """Note when layers begin, and let the skipped ones hand their input on; the caller's snapshot undoes it."""
@@ -60,12 +60,12 @@ class SkippedLayers:
         self.marks.append(Moment(len(self._ledger.events), "gradient", place, number))
 
     def _ends(self, place: int, _: object, __: object, output: object) -> None:
-        if isinstance(output, tuple):
-            self._tuples.add(place)
+        if isinstance(output, tuple):  # not kept alive: the model holds what it passes on to the next layer
+            self._others[place] = [None if each is None else weakref.ref(each) for each in output[1:]]
 
     def _hand_on(self, place: int, *args: Any, **kwargs: Any) -> Any:
-        hidden = _hidden(args, kwargs)
-        return (hidden,) if place in self._tuples else hidden
+        hidden, others = _hidden(args, kwargs), self._others.get(place)
+        return hidden if others is None else (hidden, *(each if each is None else each() for each in others))
 
     def note(self, kind: Literal["forward", "backward", "end"]) -> None:
         """Note that a pass begins, or that the backward pass has ended."""
