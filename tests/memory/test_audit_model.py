@@ -331,6 +331,30 @@ def test_a_step_that_trains_nothing_is_mended_by_what_trains() -> None:
     assert "SL126" not in codes(model, STEP)
 
 
+class LostHead(torch.nn.Module):
+    """A head beside a frozen model, whose output the loss leaves out."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.used = model.requires_grad_(requires_grad=False), False
+        self.head = torch.nn.Linear(SIZES["hidden_size"], 1)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        out = self.model(input_ids, attention_mask, labels=labels, output_hidden_states=True)
+        score = self.head(out.hidden_states[-1]).mean()
+        out.loss = out.loss + score if self.used else out.loss
+        return out
+
+
+def test_a_loss_without_what_is_trained_is_mended_by_it() -> None:
+    model = LostHead(base())
+    found = codes(model, STEP)["SL126"]
+    assert "the loss depends on no parameter that has requires_grad" in found.message
+    assert found.fix.startswith("compute the loss from what is trained, head.bias, head.weight; or")
+    model.used = True
+    assert "SL126" not in codes(model, STEP)
+
+
 def test_tokens_that_were_added_to_frozen_embeddings(tiny_llama: Path) -> None:
     def grown(**lora: Any) -> Any:
         llama = LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)

@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from safe_loading._core.report import Finding, counted, format_bytes
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.records import StepTrace
+from safe_loading._memory.trace.run_training import NOTHING_TRAINED
 from safe_loading._memory.trace.trace_error import FIX_FOR_DEVICES, FIX_FOR_METHODS
 from safe_loading.errors import TraceError
 
@@ -19,6 +20,7 @@ from .kept_memory import TEACHER_FIX
 from .loss import check_denominator
 from .modes import kept_in_eval
 from .traced_step import TracedStep
+from .training import first_names
 from .wrappers import hides
 
 _KNOWN_FIXES = (FIX_FOR_DEVICES, FIX_FOR_METHODS)  # the ends of the errors of a trace
@@ -37,9 +39,13 @@ def check_step(step: TracedStep, workload: Workload) -> Iterator[Finding]:
 def not_run(audited: AuditedModel, error: TraceError) -> Finding:
     """Return the finding for a step that could not be run, without which an audit says little."""
     reason, fix = str(error), next((known for known in _KNOWN_FIXES if str(error).endswith(f" {known}")), "")
+    trained = [name for name, parameter in audited.model.named_parameters() if parameter.requires_grad]
     if fix:
         reason = reason.removesuffix(f" {fix}")
-    elif any(parameter.requires_grad for parameter in audited.model.parameters()):
+    elif trained and NOTHING_TRAINED in reason:
+        reason = reason.replace(NOTHING_TRAINED, "the loss depends on no parameter that has requires_grad.")
+        fix = f"compute the loss from what is trained, {first_names(trained)}; or train what it is computed from."
+    elif trained:
         fix = "pass what the model needs in inputs=, or audit the model inside its wrapper."
     else:
         fix = "load the adapter with is_trainable=True, enable its layers, or call requires_grad_() on what is trained."
