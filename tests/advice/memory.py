@@ -56,8 +56,6 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_memory/audit/step_checks.py": {
         "call model.train()": _AUDIT,
-        "compute the loss from what is trained": "memory/test_audit_model.py::"
-        "test_a_loss_without_what_is_trained_is_mended_by_it",
         "pass what the model needs": _AUDIT,
         "load the adapter with is_trainable=True": "memory/test_audit_model.py::"
         "test_a_step_that_trains_nothing_is_mended_by_what_trains",
