@@ -76,7 +76,6 @@ def build(
         asked = Path(path_text(source, "model")).expanduser()
         if os.path.lexists(asked / ADAPTER_CONFIG):
             source, workload = _adapted(asked, workload)
-        refuse_adapter(workload.adapter)
     config, folder = _config_of(source, options, hub)
     made = quantized_meta_model(config, card=card, folder=folder, by_headers=modules_in_folder, **options)
     model = made.model
@@ -108,16 +107,17 @@ def _quantized_loading(stand_ins: Mapping[str, StandIn], recast: Mapping[str, in
 
 
 def refuse_adapter(adapter: object) -> None:
-    """Raise `TraceError` for an adapter, a config or its folder, whose layers no trace can follow."""
-    if isinstance(adapter, (str, os.PathLike)):
-        adapter = read_peft_config(adapter)
+    """Raise `TraceError` for the config of an adapter whose layers no trace can follow; a folder it reads itself."""
     if isinstance(adapter, PeftConfig):
         refuse_untraced_methods(adapter)
 
 
 def _adapted(folder: Path, workload: Workload) -> tuple[str, Workload]:
     """Return the base of an adapter's folder, and the workload with the adapter."""
-    base = read_peft_config(folder).base_model_name_or_path
+    config = read_peft_config(folder)
+    if workload.adapter is None:
+        refuse_adapter(config)
+    base = config.base_model_name_or_path
     if not base or not isinstance(base, str):
         raise ArgumentError(
             f"{folder} names no base model ({base!r:.80}). Pass the base, and this adapter in the workload."
