@@ -48,6 +48,9 @@ python_use_unqualified_type_names = True
 _TABLE_OF_CODES = re.compile(r"^\| code \|.*\n\| ---.*\n(?:\|.*\n)+", re.MULTILINE)
 _ROW = re.compile(r"^\| `([\w-]+)` \|", re.MULTILINE)
 _COLUMNS = re.compile(r"\S {2,}\S|---|├")
+_NAMES = re.compile(r'(<span class="pre">|<h1>|<td[^>]*><p>)([^<]+)')
+_INSIDE_A_NAME = re.compile(r"(?<=\w[_.,/=(:#\[])(?=[A-Za-z0-9])|(?<=[a-z])(?=[A-Z][a-z])")
+_OPTION = re.compile(r"(?<![\w-])--[a-z]+")
 
 
 def _anchor_codes(app: Any, docname: str, source: list[str]) -> None:
@@ -62,6 +65,27 @@ def _mark_prose(_: Any, page: nodes.document) -> None:
             block["classes"].append("prose")
 
 
+def _write_dashes(_: Any, page: nodes.document) -> None:
+    """Write the two hyphens that Sphinx puts between a parameter and its meaning as a dash: lines end between them."""
+    for text in list(page.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
+
+
+def _breakable(name: str) -> str:
+    """Return the HTML of a name with the places at which a line may end, as browsers know none in `a_long_name`."""
+    return _INSIDE_A_NAME.sub("<wbr>", _OPTION.sub(r'<span class="option">\g<0></span>', name))
+
+
+def _break_names(app: Any, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+    """Let long names be broken where a reader would break them, on the page and in the links to the next ones."""
+    if doctree is not None:
+        context["body"] = _NAMES.sub(lambda part: part[1] + _breakable(part[2]), context["body"])
+    for side in ("prev", "next"):
+        if context.get(side):
+            context[side]["title"] = _INSIDE_A_NAME.sub("<wbr>", context[side]["title"])
+
+
 def _name_made_defaults(*event: Any) -> tuple[str | None, str | None]:
     """Show a field's default that is made by a function as `...`: Sphinx cannot read `<factory>`."""
     signature, returned = event[-2:]
@@ -72,4 +96,6 @@ def setup(app: Any) -> None:
     """Register what this project adds to a build."""
     app.connect("source-read", _anchor_codes)
     app.connect("doctree-read", _mark_prose)
+    app.connect("doctree-resolved", lambda app, page, _: _write_dashes(app, page))
+    app.connect("html-page-context", _break_names)
     app.connect("autodoc-process-signature", _name_made_defaults)

@@ -212,6 +212,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     loading = (tmp_path / "loading.html").read_text(encoding="utf-8")
     assert re.search(f'<div class="{begin}rank 0 of 1 on cpu', loading), "a table keeps its columns"
     assert ".prose pre { white-space: pre-wrap; }" in (tmp_path / "_static" / "tables.css").read_text(encoding="utf-8")
+    assert "<h1>check_<wbr>checkpoint<" in (tmp_path / "api" / "check_checkpoint.html").read_text(encoding="utf-8")
+    methods = (tmp_path / "methods.html").read_text(encoding="utf-8")
+    assert '<span class="option">--merge</span>' in methods, "or the line ends behind the hyphens"
+    for page in (tmp_path / "api").glob("*.html"):
+        html = page.read_text(encoding="utf-8")
+        assert " -- " not in re.sub("<[^>]*>", "", html), f"{page.name}: a line can end between the hyphens"
+        assert not re.search(">(Return t|T)ype<", html), f"{page.name}: a sentence before a colon is taken for a type"
     for page in DOCS.glob("*.md"):
         html = (tmp_path / page.with_suffix(".html").name).read_text(encoding="utf-8")
         for code in table_codes(page.name):  # a link leads to the row

@@ -116,6 +116,7 @@ MADE_BY_TESTS = {
         "too-few-devices": DEVICES,
         "devices-renumbered": f"{DOCTOR}test_renumbered_devices_are_told",
         "stray-context": f"{DOCTOR}test_a_process_on_two_gpus_is_a_stray",
+        "not-writable": f"{DOCTOR}test_an_output_that_cannot_be_written_is_told",
         "no-exchange": DISKS,
         "little-room": DISKS,
         "network-disk": DISKS,

@@ -27,6 +27,7 @@ class Place:
     total: int  # the bytes of the file system
     free: int  # the bytes that a user can still write
     exchanges: bool | None = None  # whether two folders can be exchanged atomically there; None if not tried
+    refusal: str = ""  # what the system said when a folder was to be made there
 
 
 def read_places(output: Path) -> tuple[Place, ...]:
@@ -47,6 +48,10 @@ def judge_places(places: tuple[Place, ...]) -> list[Finding]:
     """Return findings about failures that a place may cause later."""
     findings = []
     for place in places:
+        if place.refusal:
+            message = f"the {place.what} cannot be written: {place.refusal}."
+            fix = "name a folder that this user may write to."
+            findings.append(Finding("not-writable", "warning", place.path, message, fix))
         if place.exchanges is False:
             message = f"this file system cannot exchange two folders atomically ({place.kind or 'unknown'})."
             fix = (
@@ -80,17 +85,17 @@ def _place(what: str, path: Path, *, try_exchange: bool = False) -> Place:
     absolute = path.expanduser().absolute()
     existing = next(parent for parent in (absolute, *absolute.parents) if is_there(parent))
     usage = shutil.disk_usage(existing)
-    exchanges = _try_exchange(existing) if try_exchange else None
-    return Place(what, str(absolute), file_system_of(existing), usage.total, usage.free, exchanges)
+    exchanges, refusal = _try_exchange(existing) if try_exchange else (None, "")
+    return Place(what, str(absolute), file_system_of(existing), usage.total, usage.free, exchanges, refusal)
 
 
-def _try_exchange(folder: Path) -> bool | None:
+def _try_exchange(folder: Path) -> tuple[bool | None, str]:
     # Only trying tells: the kernel, the C library and the file system must all have it.
     try:
         with tempfile.TemporaryDirectory(prefix=".safe_loading-doctor-", dir=folder) as work:
             one, other = Path(work) / "one", Path(work) / "other"
             one.mkdir()
             other.mkdir()
-            return exchange(one, other)
-    except OSError:  # not writable, so nothing will be exchanged there
-        return None
+            return exchange(one, other), ""
+    except OSError as error:
+        return None, error.strerror or str(error)

@@ -105,7 +105,7 @@ def plan_device_map(
             ``no_split_module_classes`` is ``no_split_modules``.
 
     Returns:
-        The map: a ``dict`` for ``device_map=`` that has a table, a picture and ``verified``.
+        A ``dict`` for ``device_map=`` that has a table, a picture and ``verified``.
 
     Raises:
         DeviceMapInfeasible: It does not fit. The text says how much is missing where, and which change is enough.

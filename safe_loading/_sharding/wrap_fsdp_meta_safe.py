@@ -119,7 +119,7 @@ def wrap_fsdp_meta_safe(
             ``mesh``, ``device_id`` is ``device``.
 
     Returns:
-        The model: with version 2 the same object, with version 1 the module that wraps it.
+        The same object with version 2, and with version 1 the module that wraps it.
 
     Raises:
         ArgumentError: The arguments contradict each other or the model.

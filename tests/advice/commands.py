@@ -60,6 +60,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "install it again": OUTSIDE,
     },
     "_doctor/disks.py": {
+        "name a folder": f"{_DOCTOR}test_an_output_that_cannot_be_written_is_told",
         "load from a local disk": OUTSIDE,
         "free some space": OUTSIDE,
     },

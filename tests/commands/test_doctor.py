@@ -112,10 +112,19 @@ def test_a_cache_that_may_not_be_looked_into_is_no_traceback(tmp_path, monkeypat
     assert disks.read_places(tmp_path)[0].path == str(closed)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_has_no_verdict(tmp_path):
-    tmp_path.chmod(0o500)
-    assert disks.read_places(tmp_path)[1].exchanges is None
+def test_an_output_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+    def refuse(*_, **options):
+        raise PermissionError(13, "Permission denied", str(options["dir"]))
+
+    monkeypatch.setattr(disks.tempfile, "TemporaryDirectory", refuse)
+    output = disks.read_places(tmp_path / "merged")[1]
+    assert output.exchanges is None
+    told = [finding for finding in disks.judge_places((output,)) if finding.code == "not-writable"]
+    assert [(finding.where, finding.message) for finding in told] == [
+        (str(tmp_path / "merged"), "the output cannot be written: Permission denied.")
+    ]
+    monkeypatch.undo()  # what it advises: a folder that may be written to
+    assert "not-writable" not in codes(disks.judge_places(disks.read_places(tmp_path)))
 
 
 def test_places_are_judged():

@@ -120,7 +120,7 @@ class MemoryForecast(Report):
 
     @property
     def total_bytes(self) -> int:
-        """Reserved memory and context: the figure that ``nvidia-smi`` will show for the process."""
+        """Reserved memory and context, the figure that ``nvidia-smi`` will show for the process."""
         return self.reserved_peak_bytes + self.context_bytes
 
     def fits(self, max_memory: int | str) -> bool:
