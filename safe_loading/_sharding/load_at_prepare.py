@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from safe_loading._core.log import logger
 from safe_loading._core.thread_patches import patched, seen_here
 from safe_loading.errors import ArgumentError
 
@@ -59,8 +60,11 @@ def load_at_prepare(
         return
     shard_at_prepare(verify=verify, timeout=timeout)
 
+    made: list[type[PreTrainedModel]] = []
+
     @functools.wraps(load)
     def from_pretrained(cls: type[PreTrainedModel], *args: Any, **options: Any) -> Any:
+        made.append(cls)
         # transformers may call it again for models inside
         with patched(PreTrainedModel, "from_pretrained", classmethod(load)):
             return load_later(load, cls, *args, **options)
@@ -68,6 +72,11 @@ def load_at_prepare(
     vars(from_pretrained)[_MARK] = True
     with patched(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
         yield
+    if not made:
+        logger.warning(
+            "load_at_prepare: no from_pretrained of transformers ran in its block, so no model is read at prepare. Put "
+            "the call that makes the model into the block; a trainer and its train() may stand after it."
+        )
 
 
 def _has_several_ranks() -> bool:

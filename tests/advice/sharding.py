@@ -72,7 +72,11 @@ TAKEN: dict[str, dict[str, str]] = {
         "pass classes, or names of classes": _SHARDED,
     },
     "_sharding/later_values.py": {"Attach an adapter whose values come from the base": _PREPARE},
-    "_sharding/load_at_prepare.py": {"pass 'off', 'structure' or 'bytes'": _SHARDED},
+    "_sharding/load_at_prepare.py": {
+        "pass 'off', 'structure' or 'bytes'": _SHARDED,
+        "Put the call that makes the model": "sharding/test_load_at_prepare_block.py::"
+        "test_a_block_around_the_wrong_lines_is_told",
+    },
     "_sharding/mesh.py": {
         "pass (shards,)": _SHARDED,
         "Use version=2": f"{_WRAP}.py::test_replicas_are_sent_their_part_once",
