@@ -51,7 +51,7 @@ def base_config(folder: Path, base_kwargs: EngineKwargs, document: JsonObject | 
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=base_kwargs["gguf_file"])
         return config
     config = read_config(folder, trust_remote_code=trusted, document=document, asked=base_kwargs.keys())
-    ignored = None if document is None else ignored_sizes(folder / CONFIG, document, config)
+    ignored = ignored_sizes(folder, document, config)
     if ignored is not None:  # of the vocabulary alone, too: its weights have other shapes
         raise CheckpointError(ignored.problem)
     return config

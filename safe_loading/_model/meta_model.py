@@ -15,7 +15,7 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig
 from transformers import core_model_loading as loader
 
 from safe_loading._checkpoint.hub import HubOptions
-from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
+from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._checkpoint.modelopt import refuse_modelopt
 from safe_loading._core.engines import dtype_plan, set_config_dtype, tie_on_meta
 from safe_loading._core.log import logger, quiet
@@ -121,8 +121,7 @@ def meta_model(
             trust_remote_code=trust_remote_code,
         )
     guessed = class_assumed(config, built, trust_remote_code=trust_remote_code) if auto_class is None else None
-    document = None if opened is None else opened.config
-    ignored = None if folder is None or document is None else ignored_sizes(folder / CONFIG, document, config)
+    ignored = None if opened is None else ignored_sizes(opened.path, opened.config, config)
     for note in filter(None, (assumed, ignored, guessed if folder is not None else None)):
         logger.warning("%s: %s %s", note.where, note.message, note.fix)
     if quantization_config is not None:

@@ -15,7 +15,7 @@ from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG
 from safe_loading._checkpoint.other_things import not_a_model
 from safe_loading._checkpoint.strict_json import read_json_object
 from safe_loading._core.protocols import JsonObject
-from safe_loading._core.report import Finding
+from safe_loading._core.report import Finding, Severity
 from safe_loading.errors import ArgumentError, CheckpointError, CheckpointNotFound, SafeLoadingError
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -52,7 +52,7 @@ def read_config(
         if isinstance(error, ValueError) and (unknown := _unknown_type(document, str(error))):
             raise CheckpointError(f"{path}{unknown}") from error
         raise CheckpointError(f"{path}: transformers refuses this config: {_one_line(error)}") from error
-    ignored = ignored_sizes(path, document, config)
+    ignored = ignored_sizes(folder, document, config)
     if ignored is not None and ignored.severity == "error":
         raise CheckpointError(ignored.problem)
     return config
@@ -130,14 +130,14 @@ def _unknown_type(document: JsonObject, error: str) -> str | None:
     return None
 
 
-def ignored_sizes(path: Path, document: JsonObject, config: PreTrainedConfig) -> Finding | None:
-    """Return a finding about sizes at the top of a file whose class takes its defaults for those of a sub-config.
+def ignored_sizes(folder: Path, document: JsonObject | None, config: PreTrainedConfig) -> Finding | None:
+    """Return a finding about sizes at the top of a config.json whose class takes its defaults for a sub-config's.
 
     It is an error where they are those of another model, and a warning for the vocabulary alone.
     """
     parts = {name: getattr(config, name, None) for name in ("text_config", "llm_config")}
     part, text = next(((name, part) for name, part in parts.items() if isinstance(part, PreTrainedConfig)), ("", None))
-    if text is None or part in document:
+    if document is None or text is None or part in document:
         return None
     taken = {name: getattr(text, name, None) for name in _SIZES}
     ignored = {
@@ -152,7 +152,8 @@ def ignored_sizes(path: Path, document: JsonObject, config: PreTrainedConfig) ->
         f"model in {part!r}, which the file lacks."
     )
     fix = "take the checkpoint that was converted for transformers, or write these sizes there."
-    return Finding("sizes-ignored", "warning" if set(ignored) == {"vocab_size"} else "error", str(path), message, fix)
+    severity: Severity = "warning" if set(ignored) == {"vocab_size"} else "error"
+    return Finding("sizes-ignored", severity, str(folder / CONFIG), message, fix)
 
 
 def _one_line(error: Exception) -> str:

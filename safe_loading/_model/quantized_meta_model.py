@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
+from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._checkpoint.modelopt import refuse_modelopt
 from safe_loading._core.report import Finding
 from safe_loading.errors import ArgumentError, SafeLoadingError
@@ -79,7 +79,8 @@ def quantized_meta_model(
     request = read_request(on_disk, quantization_config)
     with without_packages():
         model = meta_model(plain, dtype=weights.dtype, **options)
-    known = [*filter(None, (weights.assumed, _ignored_sizes(folder, config)))]
+    ignored = None if folder is None else ignored_sizes(folder.path, folder.config, config)
+    known = [*filter(None, (weights.assumed, ignored))]
     if options.get("auto_class") is None:
         trusted = bool(options.get("trust_remote_code"))
         known += filter(None, [class_assumed(plain, model, trust_remote_code=trusted)])
@@ -112,11 +113,6 @@ def quantized_meta_model(
     if not request.pre_quantized and chosen.loading_not_counted:
         findings.append(_of_loading(request.method))
     return QuantizedModel(model, request.method, findings)
-
-
-def _ignored_sizes(folder: ModelFolder | None, config: PreTrainedConfig) -> Finding | None:
-    document = None if folder is None else folder.config
-    return None if folder is None or document is None else ignored_sizes(folder.path / CONFIG, document, config)
 
 
 def _known_format(request: QuantizationRequest) -> Format:

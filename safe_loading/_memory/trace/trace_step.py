@@ -98,7 +98,7 @@ def trace_step(
     one_device = placement is None or len(set(placement.values())) == 1
     with _ONE_AT_A_TIME:
         if workload.kind == "train" and spread is None and one_device and not every_layer:
-            with contextlib.suppress(NotAlikeError, TraceError):  # an error is told of the whole step
+            with contextlib.suppress(NotAlikeError):
                 return _traced(model, options, skip_layers=True)
         return _traced(model, options)
 
@@ -137,6 +137,8 @@ def _traced(model: torch.nn.Module, options: _Options, *, skip_layers: bool = Fa
             sharding = None if spread is None or mesh is None else (spread, mesh, rank)
             _run(running, workload, where, inputs, mode, maker, sharding, skipped)
         except Exception as error:
+            if skipped.lists:
+                raise NotAlikeError("a layer may miss what another one makes") from error
             raise trace_error(running, workload, error, inputs) from error
     assumptions = (*values.assumptions, *ledger.left_out)
     allocations, events, calls = whole_step(ledger, skipped, assumptions)
