@@ -49,6 +49,7 @@ def case(function, name=None):
     pid = os.fork()
     if not pid:
         torch.cuda._is_in_bad_fork = lambda: False  # no device was used before the fork
+        torch.set_num_threads(torch.get_num_threads())  # as in FORKED_PRELUDE
         try:
             result = function()
         except BaseException:
@@ -65,9 +66,12 @@ def case(function, name=None):
 """
 
 FORKED_FROM = ("simulated_cuda_fork", *MODULES)
-# Ahead of a script whose process is forked: what a new process does from its start.
+# Ahead of a script whose process is forked: what a new process does from its start. The first call of set_num_threads
+# after a fork replaces torch's pool of threads. Autograd makes a thread for each device, each of them calls it, and the
+# one that meets another's replacement ends the process with "Invalid thread pool!".
 FORKED_PRELUDE = """
-import os
+import os, torch
+torch.set_num_threads(torch.get_num_threads())
 if os.environ.get("SIMCUDA_VALUES"):
     import simulated_cuda_values
     simulated_cuda_values.install()
