@@ -84,12 +84,12 @@ def above_start(trace: StepTrace, *phases: str) -> int:
     """The most bytes that were alive in some phases of a trace, above those at the start of the first of them."""
     live = start = most = 0
     begun = False
-    for event in trace.events:
-        block = trace.allocations[event.allocation]
-        counts = not event.freed and block.phase in phases
+    for index, freed in trace.events:
+        block = trace.allocations[index]
+        counts = not freed and block.phase in phases
         if counts and not begun:
             begun, start = True, live
-        live += event.sign * block.bytes
+        live += -block.bytes if freed else block.bytes
         if counts:
             most = max(most, live - start)
     return most

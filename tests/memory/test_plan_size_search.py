@@ -85,7 +85,7 @@ def nothing(trace: StepTrace) -> StepTrace:
 
 def scaled(trace: StepTrace, factor: float) -> StepTrace:
     """The same step with other bytes, which no step has."""
-    allocations = [replace(allocation, bytes=int(allocation.bytes * factor)) for allocation in trace.allocations]
+    allocations = [allocation._replace(bytes=int(allocation.bytes * factor)) for allocation in trace.allocations]
     devices = {d: replace(use, peak_bytes=int(use.peak_bytes * factor)) for d, use in trace.devices.items()}
     return replace(trace, allocations=tuple(allocations), devices=devices)
 
@@ -143,7 +143,7 @@ def test_what_grows_otherwise_than_foretold_is_put_on_a_line() -> None:
     step = traces.step(request.workload.replace(sequence_length=steps.prime), None)
 
     def affine(size: int) -> StepTrace:
-        first = replace(step.allocations[-1], bytes=1000 + 7 * size)
+        first = step.allocations[-1]._replace(bytes=1000 + 7 * size)
         return replace(step, allocations=(*step.allocations[:-1], first))
 
     for size in (steps.prime, 1000):

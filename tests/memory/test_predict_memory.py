@@ -23,7 +23,7 @@ from safe_loading._core.cards import CARDS
 from safe_loading._core.report import MiB
 from safe_loading._memory.trace.allocator import EMPTY_CACHE
 from safe_loading._memory.trace.cuda_paths import cuda_paths
-from safe_loading._memory.trace.records import Allocation, Event, StepTrace
+from safe_loading._memory.trace.records import Allocation, StepTrace
 from safe_loading._memory.trace.timeline import Loading, natural_key, run_events
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 
@@ -118,9 +118,7 @@ def test_a_run_is_loaded_as_the_engines_do_and_each_thread_takes_its_scratch_at_
     )
     step = [Allocation(size, 0, "temporary", "", phase, op) for size, phase, op in made]
     blocks = (*load, adapter, *step)
-    trace = StepTrace(
-        Workload.weights_only(), blocks, tuple(Event(index, freed=False) for index in range(len(blocks))), {}, {}
-    )
+    trace = StepTrace(Workload.weights_only(), blocks, tuple((index, False) for index in range(len(blocks))), {}, {})
     loading = Loading(True, {"m.layers.10.q.weight": (50, 51)}, {"m.embed.weight": 60})
     events = run_events(trace, 0, loading, (8, 9))
     sizes = {key: size for key, size in events if size > 0}
@@ -140,11 +138,10 @@ def test_biases_of_quantized_layers_come_by_themselves_and_are_cast_once() -> No
     bias = Allocation(16, 0, "weights", "q", "load", "q.bias")
     recast = Allocation(8, 0, "temporary", "q", "forward", "aten._to_copy.default")
     output = Allocation(300, 0, "activations", "q", "forward", "aten.mm.default")
-    steps = [(0, False), (1, False), (2, False), (1, True), (3, False), (3, True)]
     trace = StepTrace(
         Workload.weights_only(),
         (weight, bias, recast, output),
-        tuple(Event(i, freed=freed) for i, freed in steps),
+        ((0, False), (1, False), (2, False), (1, True), (3, False), (3, True)),
         {},
         {},
     )
@@ -335,7 +332,7 @@ def test_a_held_output_is_counted() -> None:
 def test_an_output_that_the_loop_holds_across_steps_is_alive_in_the_next_forward_pass() -> None:
     output = Allocation(300, 0, "activations", "", "forward", "aten.add.Tensor")
     gradient = Allocation(302, 0, "temporary", "", "backward", "aten.add.Tensor")
-    made = (Event(0, freed=False), Event(1, freed=False), Event(1, freed=True))
+    made = ((0, False), (1, False), (1, True))
     trace = StepTrace(Workload.weights_only(), (output, gradient), made, {}, {})
 
     def sizes(*, left_across_steps: bool) -> list[int]:

@@ -29,7 +29,7 @@ from safe_loading import TraceError, Workload
 from safe_loading._memory.trace import dispatch_mode
 from safe_loading._memory.trace.operation import OperationCall
 from safe_loading._memory.trace.operation_cache import CachedOutputs, OperationCache
-from safe_loading._memory.trace.records import Event, StepTrace
+from safe_loading._memory.trace.records import StepTrace
 from safe_loading._memory.trace.trace_step import trace_step
 
 SIZES: dict[str, Any] = {
@@ -286,7 +286,7 @@ def test_models_take_the_branch_of_a_real_run_and_what_they_ask_with_is_not_kept
     assert import_utils.is_fake_tensor is before
     transient = next(i for i, block in enumerate(trace.allocations) if block.bytes == 77 * 4)
     after = next(i for i, block in enumerate(trace.allocations) if block.op.startswith("aten.embedding"))
-    assert trace.events.index(Event(transient, freed=True)) < trace.events.index(Event(after, freed=False))
+    assert trace.events.index((transient, True)) < trace.events.index((after, False))
 
 
 class Undetermined(nn.Module):

@@ -153,7 +153,7 @@ def _check_teachers(step: TracedStep) -> Iterator[Finding]:
 def _check_survivors(step: TracedStep) -> Iterator[Finding]:
     """Yield a finding for tensors that were made in the step and are alive after it, in an attribute or a closure."""
     trace, kept_by_peft = step.trace, _only_of_adapters(step.audited)
-    freed = {event.allocation for event in trace.events if event.freed}
+    freed = {index for index, gone in trace.events if gone}
     survivors = [
         allocation
         for index, allocation in enumerate(trace.allocations)

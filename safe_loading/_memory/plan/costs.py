@@ -79,15 +79,15 @@ class _Timeline:
         for allocation in trace.allocations:
             self.sums[self._unit(allocation.module), allocation.component] += allocation.bytes
         alive, most = 0, dict[str, tuple[int, int]]()
-        for event in trace.events:
-            allocation = trace.allocations[event.allocation]
-            size = event.sign * allocation.bytes
+        for index, freed in trace.events:
+            allocation = trace.allocations[index]
+            size = -allocation.bytes if freed else allocation.bytes
             unit = self._unit(allocation.module)
             if allocation.component == "kv_cache":
                 self.cache[unit] += size
             elif allocation.component not in _RESIDENT:
                 alive += size
-            if not event.freed and alive + self.cache[unit] > sum(most.get(unit, (0, 0))):
+            if not freed and alive + self.cache[unit] > sum(most.get(unit, (0, 0))):
                 most[unit] = alive, self.cache[unit]
         for unit, (transient, cache) in most.items():
             # while keys are joined to a cache, the old and the new one are there

@@ -158,8 +158,8 @@ class _Sizes:
     @cached_property
     def _events(self) -> tuple[_Bytes, _Bytes]:
         """The allocation of each event, and whether it is made (1) or freed (-1)."""
-        events = self.trace.events
-        return np.array([e.allocation for e in events], np.int64), np.array([e.sign for e in events], np.int64)
+        indices, freed = zip(*self.trace.events, strict=True)
+        return np.array(indices, np.int64), 1 - 2 * np.array(freed, np.int64)
 
     @cached_property
     def _powers(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:

@@ -7,7 +7,6 @@ segments of one of them are repeated for those that did not run. Where they diff
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,7 +79,7 @@ def _rebuilt(
             made.append(allocation)
         if key not in number:
             raise NotAlikeError("something is freed before it is made")
-        numbered.append(Event(number[key], freed=allocation is None))
+        numbered.append((number[key], allocation is None))
 
     for place in range(len(events) + 1):
         for key, allocation in edits.put_in.get(place, ()):
@@ -146,8 +145,8 @@ class _Chain:
     def _shared(self, number: int, way: _Way) -> list[int]:
         """Return the allocations of a layer that its successor in this pass frees, in order."""
         other = (self._after if way == "forward" else self._before).get(number)
-        made = (self._events[place] for place in self._segments.get((number, way), ()))
-        found = [event.allocation for event in made if not event.freed]
+        events = (self._events[place] for place in self._segments.get((number, way), ()))
+        found = [index for index, freed in events if not freed]
         frees = [(other, "forward"), (other, "backward")] if way == "forward" else [(other, "backward")]
         return [index for index in found if self._freed_in.get(index) in frees]
 
@@ -219,7 +218,7 @@ class _Chain:
         if inside == allocation.module or inside[:1] not in ("", "."):
             return allocation
         name = self._layers.path if new == old else self._layers.prefix(new)
-        return dataclasses.replace(allocation, module=name + inside)
+        return allocation._replace(module=name + inside)
 
     def _fill(self, first: int, second: int, edits: _Edits) -> None:
         """Repeat segments between two layers that ran, for those that did not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -28,6 +27,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if shard is None else shard
 
 
+class _Watch(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage, and its address; one object for each, where a finalizer would be four."""
+
+    __slots__ = ("address",)
+    address: int
+
+
 class Ledger:
     """Records each storage when it is made and when it is freed.
 
@@ -45,6 +51,7 @@ class Ledger:
         self.left_out: list[str] = []  # what a step allocates and is not recorded, in sentences
         self.first_update: tuple[FirstUpdate, ...] = ()
         self._open = True
+        self._watches: dict[int, _Watch] = {}
         self._kept_alive: list[torch.Tensor] = []
 
     def enter(self, name: str) -> None:
@@ -91,7 +98,7 @@ class Ledger:
                 tensor.itemsize,
             )
         )
-        self.events.append(Event(index, freed=False))
+        self.events.append((index, False))
         self._watch(storage, index)
         return index
 
@@ -102,23 +109,28 @@ class Ledger:
         for size in sizes:
             self.allocations.append(Allocation(size, device_key(device), "temporary", module, self.phase, op, 1))
         taken = range(first, len(self.allocations))
-        self.events += (Event(index, freed=False) for index in taken)
+        self.events += ((index, False) for index in taken)
         return taken
 
     def give_back(self, taken: range) -> None:
         """Record that an operation frees its buffers, the last one first."""
-        self.events += (Event(index, freed=True) for index in reversed(taken))
+        self.events += ((index, True) for index in reversed(taken))
 
     def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
         address = storage._cdata
-        self.live[address] = index
-        # not at exit: what still lives then was not freed
-        weakref.finalize(storage, self._free, address).atexit = False
+        watch = self._watches[address] = _Watch(storage, self._ended)
+        watch.address, self.live[address] = address, index
+
+    def _ended(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(watch, _Watch)
+        if self._watches.get(watch.address) is watch:  # or the address is another storage's already
+            del self._watches[watch.address]
+            self._free(watch.address)
 
     def _free(self, address: int) -> None:
         index = self.live.pop(address, None)
         if index is not None and self._open:
-            self.events.append(Event(index, freed=True))
+            self.events.append((index, True))
 
     def release(self, tensor: torch.Tensor) -> None:
         """Note that a storage gives its memory back, although it lives on, empty."""
@@ -148,15 +160,15 @@ class Ledger:
         if index is None or index < 0:
             return
         old = self.allocations[index]
-        self.allocations[index] = dataclasses.replace(
-            old, component=component, module=old.module if module is None else module, op=old.op if op is None else op
+        self.allocations[index] = old._replace(
+            component=component, module=old.module if module is None else module, op=old.op if op is None else op
         )
 
     def take_back(self, tensor: torch.Tensor) -> None:
         """Note that a storage was never made."""
         index = self.index_of(tensor)
         if index is not None:
-            self.allocations[index] = dataclasses.replace(self.allocations[index], bytes=0)
+            self.allocations[index] = self.allocations[index]._replace(bytes=0)
 
     def make_resident(self, first_update: slice = slice(0)) -> None:
         """Forget the allocations that were freed so far: those alive now were there before the step.
@@ -170,8 +182,8 @@ class Ledger:
             for index, freed in self.events[first_update]
             for made in (self.allocations[index],)
         )
-        self.allocations[:] = [dataclasses.replace(self.allocations[old], phase="load") for old in alive]
-        self.events[:] = [Event(index, freed=False) for index in range(len(alive))]
+        self.allocations[:] = [self.allocations[old]._replace(phase="load") for old in alive]
+        self.events[:] = [(index, False) for index in range(len(alive))]
         self.calls.clear()
         self.live = {address: new_index[old] for address, old in self.live.items()}
 
@@ -189,10 +201,10 @@ def device_traces(allocations: Sequence[Allocation], events: Sequence[Event]) ->
     # only the first event that reaches a peak counts, so that the phase and the module are those that caused it
     live: defaultdict[int | str, int] = defaultdict(int)
     peaks: dict[int | str, tuple[int, int]] = {}  # the bytes, and the index of the event that reached them
-    for position, event in enumerate(events):
-        allocation = allocations[event.allocation]
+    for position, (index, freed) in enumerate(events):
+        allocation = allocations[index]
         device = allocation.device
-        live[device] += event.sign * allocation.bytes
+        live[device] += -allocation.bytes if freed else allocation.bytes
         if live[device] > peaks.get(device, (0, 0))[0]:
             peaks[device] = live[device], position
     return {
@@ -206,10 +218,10 @@ def _device_trace(
     device: int | str, peak: int, position: int, allocations: Sequence[Allocation], events: Sequence[Event]
 ) -> DeviceTrace:
     components: defaultdict[str, int] = defaultdict(int)
-    for event in events[: position + 1]:
-        allocation = allocations[event.allocation]
+    for index, freed in events[: position + 1]:
+        allocation = allocations[index]
         if allocation.device == device:
-            components[allocation.component] += event.sign * allocation.bytes
-    last = allocations[events[position].allocation]
+            components[allocation.component] += -allocation.bytes if freed else allocation.bytes
+    last = allocations[events[position][0]]
     at_peak = {component: size for component, size in components.items() if size}
     return DeviceTrace(device, peak, at_peak, position, last.phase, last.module)

@@ -14,8 +14,14 @@ Component = Literal[
 Phase = Literal["load", "prefill", "decode", "forward", "backward", "optimizer"]
 
 
-@dataclass(frozen=True)
-class Allocation:
+Event = tuple[int, bool]
+"""An index in `StepTrace.allocations`, and whether that is freed then or made.
+
+A trace has up to a hundred thousand; Python's collector does not follow plain tuples of numbers.
+"""
+
+
+class Allocation(NamedTuple):
     """One allocation: a storage, from the moment it is made until nothing refers to it."""
 
     bytes: int  # as the model requested them, before an allocator rounds them
@@ -25,18 +31,6 @@ class Allocation:
     phase: Phase  # when it was made
     op: str  # that made it, such as ``"aten.mm"``; for what was there before the step, the tensor's name
     dtype_bytes: int = 0  # of one element
-
-
-class Event(NamedTuple):
-    """An allocation is made or freed."""
-
-    allocation: int  # its index in `StepTrace.allocations`
-    freed: bool
-
-    @property
-    def sign(self) -> int:
-        """The sign of its bytes: 1 when they are taken, -1 when they are given back."""
-        return -1 if self.freed else 1
 
 
 class FirstUpdate(NamedTuple):

@@ -139,21 +139,19 @@ class _Step:
 
     def __init__(self, trace: StepTrace, device: int | str) -> None:
         allocations = trace.allocations
-        own = [event for event in trace.events if allocations[event.allocation].device == device]
+        own = [event for event in trace.events if allocations[event[0]].device == device]
         resident = [index for index, freed in own if not freed and allocations[index].phase == "load"]
         at_start = set(resident)
         # a resident tensor that the step itself frees stays, since the next step finds it again, or what replaced it
-        made = {event.allocation for event in own} - at_start
-        survivors = made - {event.allocation for event in own if event.freed}
+        made = {index for index, _ in own} - at_start
+        survivors = made - {index for index, freed in own if freed}
         self._allocations = allocations
         self._replaced = _replaced_state(own, at_start, survivors, allocations)
         self._recast = _recast(own, at_start, survivors, allocations)
         self._survivors = survivors - {*self._replaced.values(), *self._recast}
         gone = {*self._replaced, *self._recast}
         self.base = len(allocations)
-        self.events = [
-            event for event in own if event.allocation not in at_start or (event.freed and event.allocation in gone)
-        ]
+        self.events = [(index, freed) for index, freed in own if index not in at_start or (freed and index in gone)]
         # an optimizer that makes its state parameter by parameter, as Adafactor does, works before all of it is there
         self._first_update = [_first_event(update) for update in trace.first_update if update.device == device]
         made_then = {key for key, _ in self._first_update}
@@ -199,7 +197,7 @@ def _replaced_state(
     for index in sorted(survivors, reverse=True):
         if allocations[index].phase == "optimizer":
             made[allocations[index].bytes].append(index)
-    old = [event.allocation for event in events if event.freed and event.allocation in at_start]
+    old = [index for index, freed in events if freed and index in at_start]
     old = [index for index in old if allocations[index].component == "optimizer"]
     return {index: made[allocations[index].bytes].pop() for index in old if made[allocations[index].bytes]}
 
@@ -208,7 +206,7 @@ def _recast(
     events: Sequence[Event], at_start: set[int], survivors: set[int], allocations: Sequence[Allocation]
 ) -> set[int]:
     """Return the base's tensors that their module casts for good, as 4-bit layers their biases, and the results."""
-    freed = [event.allocation for event in events if event.freed and event.allocation in at_start]
+    freed = [index for index, gone in events if gone and index in at_start]
     old = {index for index in freed if allocations[index].component in _OF_THE_BASE}
     modules = {allocations[index].module for index in old}
     made = (index for index in survivors if allocations[index].op.startswith("aten._to_copy"))
@@ -217,7 +215,7 @@ def _recast(
 
 def _end_of_forward(step: Sequence[Event], allocations: Sequence[Allocation]) -> int:
     """Return the place of the first event that makes something after the forward pass, or the number of events."""
-    after = (place for place, event in enumerate(step) if not event.freed and _is_after(allocations[event.allocation]))
+    after = (place for place, (index, freed) in enumerate(step) if not freed and _is_after(allocations[index]))
     return next(after, len(step))
 
 
@@ -230,11 +228,11 @@ def _start_of_optimizer(step: Sequence[Event], allocations: Sequence[Allocation]
 
     A fused optimizer allocates nothing but its state, which the trace has among what is resident.
     """
-    made = [place for place, event in enumerate(step) if not event.freed]
-    phases = {place: allocations[step[place].allocation].phase for place in made}
+    made = [place for place, (_, freed) in enumerate(step) if not freed]
+    phases = {place: allocations[step[place][0]].phase for place in made}
     after = 1 + max((place for place in made if phases[place] != "optimizer"), default=-1)
     for place in range(after, len(step)):
-        if place in phases or allocations[step[place].allocation].component == "gradients":
+        if place in phases or allocations[step[place][0]].component == "gradients":
             return place
     return len(step)
 
