@@ -16,7 +16,7 @@ from safe_loading._memory.trace.inputs import forward_arguments
 
 ROWS, COLUMNS = 2, 8
 STEP = Workload.generate(ROWS, COLUMNS)
-CACHES = ("past_key_values", "cache_params", "state", "past_buckets_states")
+CACHES = ("cache", "past_key_values", "cache_params", "state", "past_buckets_states")
 
 
 def save_tiny(name: str, folder: Any) -> Any:

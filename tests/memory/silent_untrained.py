@@ -9,6 +9,7 @@ from typing import Any
 
 import accelerate
 import torch
+from engines import skip_unless_transformers_takes_peft
 from models import SIZES
 from peft import (
     AdaLoraConfig,
@@ -385,6 +386,7 @@ def adalora_in_a_model_without_the_method(right: bool, folder: Path) -> Script:
     script = adalora_whose_ranks_nobody_allocates(right, folder)
     if right:
         return script
+    skip_unless_transformers_takes_peft()
     model = base()
     sizes: dict[str, Any] = {"init_r": 4, "target_r": 1, "tinit": 0, "tfinal": 1, "deltaT": 1, "total_step": 4}
     model.add_adapter(AdaLoraConfig(r=8, target_modules=["q_proj"], **sizes))
@@ -400,6 +402,7 @@ def adalora_in_a_model_without_the_method(right: bool, folder: Path) -> Script:
 
 @mended("huggingface/peft#2494")
 def a_module_to_save_whose_original_is_frozen(right: bool, folder: Path) -> Script:
+    skip_unless_transformers_takes_peft()
     model = base()
     model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
 

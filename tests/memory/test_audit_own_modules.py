@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import skip_unless_transformers_takes_peft
 from models import SIZES
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_audit_model import Wrapper, adapted, base, codes
@@ -266,6 +267,7 @@ def test_a_trainer_that_sees_several_gpus_puts_data_parallel_around_a_model() ->
 
 
 def test_an_adapter_of_transformers_own_is_looked_at() -> None:
+    skip_unless_transformers_takes_peft()
     model = base()
     model.add_adapter(LoraConfig(**LORA))
     assert codes(model) == {}

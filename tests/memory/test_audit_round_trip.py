@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import skip_unless_transformers_takes_peft
 from models import SIZES, save_adapter, save_llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -184,6 +185,7 @@ def loose(model: Any = None) -> Any:
 
 
 def integrated(**options: Any) -> Any:
+    skip_unless_transformers_takes_peft()
     model = llama()
     model.add_adapter(lora(**options))
     return model

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import accelerate
 import pytest
 import torch
+from engines import skip_unless_transformers_takes_peft
 from models import SIZES
 from peft import LoraConfig, get_peft_model
 from test_audit_model import Wrapper, adapted, base
@@ -164,6 +165,7 @@ def aliased() -> Any:
 
 
 def integrated(**lora: Any) -> Any:
+    skip_unless_transformers_takes_peft()
     model = base()
     model.add_adapter(LoraConfig(**{**LORA, **lora}))
     if not lora:

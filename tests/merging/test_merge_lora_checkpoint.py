@@ -75,9 +75,11 @@ def check_same(base: Path, adapter: Path | list[Path], root: Path, auto_class: A
     found, before = on_disk(root / "out"), on_disk(base)
     assert found.keys() == before.keys()
     assert expected.keys() <= found.keys()
+    merged = {tensor.name for tensor in report.of("merged")}
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
+        kept = tensor.dtype == torch.float32 and name not in merged  # as transformers loads some routers
+        assert kept or found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name].to(tensor.dtype), tensor), name
     changed = {name for name in found if found[name].dtype != before[name].dtype or not _equal(found, before, name)}
     assert changed == {tensor.name for tensor in (*report.of("merged"), *report.of("replaced"))} - _unmoved(report)
     assert changed

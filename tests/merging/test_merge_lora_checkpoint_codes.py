@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import needs
+from engines import before, needs
 from faults.operations import disk_full, operations
 from models import save_adapter, save_llama
 from peft import PeftModel
@@ -189,6 +189,7 @@ def load_plain(folder: Path, name: str) -> torch.Tensor:
 
 
 @needs("transformers", "5.10")
+@before("transformers", "5.24")
 def test_a_base_that_transformers_wrote_is_read_back_by_it(tmp_path: Path) -> None:
     """transformers dequantizes fp8 on a CPU when it loads, and quantizes again, by its own code, when it saves."""
     first, base, adapter = save_fp8(tmp_path / "first", [16, 16]), tmp_path / "base", adapter_of(tmp_path)

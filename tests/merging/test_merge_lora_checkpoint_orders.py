@@ -139,7 +139,7 @@ def test_rows_that_are_permuted_for_rope_are_merged_in_the_order_of_the_disk(
 def test_experts_whose_rows_alternate_on_disk_are_merged_there(
     tmp_path: Path, inkling: Path, targets: list[str]
 ) -> None:
-    adapter = save_adapter(tmp_path / "adapter", inkling, target_modules=["q_proj"], target_parameters=targets)
+    adapter = save_adapter(tmp_path / "adapter", inkling, target_modules=["sink_proj"], target_parameters=targets)
     report = check_same(inkling, adapter, tmp_path)
     assert "model.llm.layers.1.mlp.experts.w13_weight" in {tensor.name for tensor in report.of("merged")}
 

@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from engines import skip_unless_transformers_takes_peft
 from models import save_adapter, save_llama
 from peft.tuners.tuners_utils import BaseTunerLayer
 from test_lora_update import nearest
@@ -198,6 +199,7 @@ def test_a_merged_value_that_is_not_finite_leaves_everything_as_it_was(
 
 @pytest.mark.parametrize("fields", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=str)
 def test_an_adapter_that_transformers_loaded_is_merged(tmp_path: Path, tiny_llama: Path, fields: Any) -> None:
+    skip_unless_transformers_takes_peft()
     adapter = save_adapter(tmp_path / "adapter", tiny_llama, **fields)
     second = save_adapter(tmp_path / "second", tiny_llama, seed=3)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)

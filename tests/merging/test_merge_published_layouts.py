@@ -346,6 +346,6 @@ def test_its_folder_is_planned_and_forecast(tmp_path: Path, name: str) -> None:
     held = sum(tensor.nbytes for tensor in of_model.values())
     plan = plan_device_map(str(made.base), {0: "1GB", 1: "1GB"}, workload=Workload.generate(1, 8), capability=(9, 0))
     assert plan.ok
-    assert sum(use.weights for use in plan.devices) == pytest.approx(held, rel=0.01)
+    assert sum(use.weights for use in plan.devices) == pytest.approx(held, rel=0.02)  # routers may be in float32
     forecast = predict_memory(str(made.base), Workload.generate(1, 8), capability=(9, 0))
     assert forecast.allocated_peak_bytes > held
