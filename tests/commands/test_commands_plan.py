@@ -14,9 +14,10 @@ from models import save_llama
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, FineGrainedFP8Config
 
-from safe_loading import DeviceMapPlan, Workload, plan_device_map
+from safe_loading import DeviceMapPlan, Workload, fewest_cards, plan_device_map
 from safe_loading import __main__ as command_line
-from safe_loading._commands.answer import NOT_OK, USAGE
+from safe_loading._commands.answer import INFEASIBLE, NOT_OK, USAGE
+from safe_loading._memory.plan.device_memory import CUDA_CONTEXT
 
 LIMITS = ["--max-memory", "0=100KB", "1=100KB"]
 
@@ -42,6 +43,25 @@ def test_json_is_the_plan(folder: str, capsys: pytest.CaptureFixture[str]) -> No
     assert plan.verified
     assert plan.facts.workload == Workload.generate(1, 16)
     assert sum(use.kv_cache for use in plan.devices) > 0
+
+
+def test_cards_are_told_by_name_or_size(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*words: str) -> DeviceMapPlan:
+        assert command_line.main(["plan", folder, *words, "--json"]) == 0
+        return DeviceMapPlan.from_json(capsys.readouterr().out)
+
+    named = told("--card", "rtx 4090", "--gpus", "2")
+    limits = dict.fromkeys(range(2), int(23.52 * 2**30))
+    by_hand = plan_device_map(folder, limits, capability=(8, 9), overhead=CUDA_CONTEXT)
+    assert named == by_hand
+    assert [(use.limit, use.overhead) for use in named.devices] == [
+        (use.limit, use.overhead) for use in by_hand.devices
+    ]
+    assert set(told("--card", "120KB", "--gpus", "2", "--max-memory", "cpu=1GB").values()) == {0, 1}
+    fewest = told("--card", "120KB", "--gpus", "fewest")
+    assert fewest == fewest_cards(folder, "120KB")
+    assert len(fewest.devices) > 1
+    assert command_line.main(["plan", folder, "--card", "10KB"]) == INFEASIBLE
 
 
 def test_training_counts_gradients(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +104,12 @@ def test_what_does_not_fit_leaves_with_3(folder: str, capsys: pytest.CaptureFixt
         (["--max-memory", "0"], "is not DEVICE=SIZE"),
         (["--max-memory", "0=1GB", "0=2GB"], "for the second time"),
         (["--max-memory", "0=1GB", "--train", "8", "--context", "8"], "cannot be combined"),
+        (["--gpus", "2"], "--gpus: has no effect without --card"),
+        (["--card", "h100", "--gpus", "0"], "--gpus 0: write a number of cards from 1 on, or fewest"),
+        (["--card", "h1oo"], "write h100"),
+        (["--card", "2x24GB"], "pass 24GB with --gpus 2"),
+        (["--card", "h100", "--max-memory", "0=1GB"], "two limits of one card"),
+        (["--card", "h100", "--gpus", "fewest", "--offload", "cpu"], "drop --offload and --max-memory"),
         (["--max-memory", "0=1GB", "--train", "2x8", "--batch", "4"], "--train 2x8 has 2 rows, but --batch is 4"),
         (["--max-memory", "0=1GB", "--optimizer", "sgd", "--context", "8"], "--optimizer: has no effect"),
         (
