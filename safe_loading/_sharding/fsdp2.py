@@ -69,9 +69,9 @@ def check(parameters: Sequence[ModelTensor]) -> list[str]:
                 f"{name} is a scalar: make it a tensor of one element, or pass it in ignored_params= of "
                 f"wrap_fsdp_meta_safe"
             )
-        elif not tensor.numel():
+        elif len(tensor) and not tensor.numel():  # torch splits a tensor without rows
             problems.append(
-                f"{name} {list(tensor.shape)} has no elements to split: pass it in ignored_params= of "
+                f"{name} {list(tensor.shape)} has rows without elements: pass it in ignored_params= of "
                 f"wrap_fsdp_meta_safe"
             )
         elif not tensor.is_contiguous():

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fsdp_cases import CASES, NOTHING
+import torch
+from fsdp_cases import CASES, NOTHING, inputs
 from fsdp_sweep import CANNOT_STEP, NOT_COMPARED, OTHER_SUMS
 from rank_server import RankServer
 from tiny_models import causal_lm_classes, image_text_classes
@@ -235,3 +236,44 @@ def test_replicas_are_sent_their_part_once(four_ranks: list[dict[str, Any]]) -> 
     wanted = facts[0]["model"] + facts[1]["own"]
     assert 0 <= total - wanted < 0.01 * facts[0]["model"]
     assert facts[2]["sent"] == facts[3]["sent"] == 0
+
+
+EMPTY = """
+import sys, torch, torch.distributed as dist
+from safe_loading import meta_model, wrap_fsdp_meta_safe
+from fsdp_cases import inputs
+dist.init_process_group("gloo")
+def with_empty(model, device):
+    for module in (model, model.model.layers[0]):
+        for number, shape in enumerate([(0,), (0, 4)]):
+            module.register_parameter(f"empty_{number}", torch.nn.Parameter(torch.empty(shape, device=device)))
+    return model
+losses = {}
+for version in (2, 1):
+    model = with_empty(meta_model(sys.argv[1]), "meta")
+    wrapped = wrap_fsdp_meta_safe(model, sys.argv[1], version=version, init_new=lambda module: None)
+    optimizer = torch.optim.AdamW(wrapped.parameters())
+    for _ in range(2):
+        loss = wrapped(**inputs("llama")).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    losses[version] = loss.item()
+report(losses=losses)
+dist.destroy_process_group()
+"""
+
+
+def test_parameters_without_rows_are_sharded_as_torch_does(rank_server: RankServer, tmp_path: Path) -> None:
+    kind, config = CASES["llama"]()
+    torch.manual_seed(0)
+    model = kind(config)
+    model.save_pretrained(tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        loss = model(**inputs("llama")).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in rank_server.run(EMPTY, 2, args=[tmp_path]).found:
+        assert found["losses"] == {"2": loss.item(), "1": loss.item()}

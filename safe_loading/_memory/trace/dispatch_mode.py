@@ -91,7 +91,7 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             return self._record(OperationCall(func, args, kwargs or {}))
 
     def _record(self, call: OperationCall) -> Any:
-        """Run one operation, and record what it takes."""
+        """Run one operation, and record its allocations."""
         func, args = call.func, call.args
         if func is aten._local_scalar_dense.default:  # Tensor.item()
             return self.values.item(args[0], self._module)

@@ -118,11 +118,10 @@ class Ledger:
 
     def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
         address = storage._cdata
-        watch = self._watches[address] = _Watch(storage, self._ended)
+        watch = self._watches[address] = _Watch(storage, self._ended)  # type: ignore[arg-type]  # typeshed: of the class itself
         watch.address, self.live[address] = address, index
 
-    def _ended(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(watch, _Watch)
+    def _ended(self, watch: _Watch) -> None:
         if self._watches.get(watch.address) is watch:  # or the address is another storage's already
             del self._watches[watch.address]
             self._free(watch.address)
