@@ -34,6 +34,10 @@ TAKEN: dict[str, dict[str, str]] = {
         "load evenly": HELP,
         "run the repository's own code": HELP,
         "write one limit per device": _RUN,
+        "plan for cards": HELP,
+        "drop one of them": _RUN,
+        "write a number of cards": _RUN,
+        "drop --offload and --max-memory": _RUN,
     },
     "_commands/predict.py": {
         "train a LoRA": HELP,

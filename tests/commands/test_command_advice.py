@@ -35,6 +35,21 @@ PAIRS: dict[str, tuple[list[str], str, list[str]]] = {
         "write whole numbers with commas between them: 1,2,4.",
         [*PREDICT, "--train", "8", "--sweep", "batch", "--values", "1,2,4"],
     ),
+    "two limits of a card": (
+        [*PLAN, "0=1GB", "--card", "h100"],
+        "are two limits of one card: drop one of them.",
+        ["plan", "BASE", "--card", "h100"],
+    ),
+    "a number of cards": (
+        ["plan", "BASE", "--card", "h100", "--gpus", "few"],
+        "write a number of cards from 1 on, or fewest.",
+        ["plan", "BASE", "--card", "h100", "--gpus", "fewest"],
+    ),
+    "the fewest cards of a plan": (
+        ["plan", "BASE", "--card", "h100", "--gpus", "fewest", "--offload", "cpu"],
+        "drop --offload and --max-memory, or give a number.",
+        ["plan", "BASE", "--card", "h100", "--gpus", "2", "--offload", "cpu", "--max-memory", "cpu=1GB"],
+    ),
     "the fewest cards": (
         [*PREDICT, "--train", "8", "--gpus", "fewest"],
         "name the card, such as --card h100.",
