@@ -83,6 +83,11 @@ def judge(plan: TensorPlan, file: str, compared: Compared, shape: tuple[int, ...
     return CheckedTensor(info.name, file, verdict, action, info.dtype, info.nbytes, wrong, distance, scale, detail)
 
 
+def is_better(one: CheckedTensor, other: CheckedTensor) -> bool:
+    """Return whether one verdict on a tensor explains more of it than another."""
+    return (_WORST.index(one.verdict), -one.wrong) > (_WORST.index(other.verdict), -other.wrong)
+
+
 def _section_verdict(plan: TensorPlan, changed: ChangedRows | None, sums: Sums) -> MergeVerdict:
     """Return the verdict on one section; the likeliest mistake that explains every value comes first."""
     if not sums.wrong:
@@ -96,7 +101,7 @@ def _section_verdict(plan: TensorPlan, changed: ChangedRows | None, sums: Sums) 
     if sums.has_base and not sums.not_base and (added or replaced or changed is not None):
         return "base"
     if added and sums.has_base:
-        if not sums.not_twice:
+        if not sums.not_twice and not sums.scale <= 1:  # an update below the bound may be told by its factor alone
             return "twice"
         if not sums.not_transposed:
             return "transposed"
