@@ -16,8 +16,12 @@ row of the left factor and of the column of the right one, times ``|s|``: by Cau
 - each adapter but the last rounds the sum to the stored dtype once more: ``e (|b| + D)``.
 
 The bound is their sum. What is stored is then some number within it of ``b + u``, rounded to nearest once: as rounding
-keeps the order of numbers, it lies between the rounded ends of that interval. DoRA multiplies the sum by a magnitude
-over a norm, whose own roundings (norm, quotient, product) are relative to the result.
+keeps the order of numbers, it lies between the rounded ends of that interval.
+
+DoRA multiplies the sum ``w`` of a row by a magnitude over its norm. Let ``E`` be the bound of that sum and its
+rounding, ``e |w|``: the row is off by ``E`` times the quotient, and by ``|m|`` times the relative errors of magnitude,
+norm and quotient: each is rounded, ``3 e``, and by the triangle inequality the norm is off by no more than that of the
+row's bounds, ``||E|| / ||w||``.
 """
 
 from __future__ import annotations
@@ -88,21 +92,43 @@ class Bound:
         if self.dtype is torch.float16 and self.update is not None:
             self._add_subnormal(error, row, self.update)
         sizes = self.sizes(row, len(exact))
+        if self.cast or self.decoded:
+            error.add_(base.abs(), alpha=unit)
         if sizes is not None and self.update is not None:
             error.add_(sizes, alpha=self.factor)
             if len(self.update.terms) > 1:
                 error.add_(base.abs().add_(sizes), alpha=(len(self.update.terms) - 1) * unit)
-            if self.update.has_magnitude:
+            if self._scales_rows:
+                self._scale_rows(error, row, base, exact)
+            elif self.update.has_magnitude:
                 error.add_(exact.abs().add_(sizes), alpha=self.factor + 2 * unit)
-        if self.cast:
-            error.add_(base.abs(), alpha=unit)
-            if self.update is not None and self.update.has_magnitude:  # which a quotient of norms multiplies
-                error.add_(exact.abs(), alpha=2 * unit)
+        if self.cast and self.update is not None and self.update.has_magnitude and not self._scales_rows:
+            error.add_(exact.abs(), alpha=2 * unit)  # which a quotient of norms multiplies
         if self.decoded:
-            error += unit * (base.abs() + exact.abs())
+            error.add_(exact.abs(), alpha=unit)
         if self.by_method:
             error += 8 * max(unit, _SINGLE) * (exact.abs() + base.abs())
         return error
+
+    @property
+    def _scales_rows(self) -> bool:
+        """Whether the update is one DoRA with a magnitude for each row."""
+        update = self.update
+        return update is not None and update.has_magnitude and len(update.terms) == 1 and update.axis == 0
+
+    def _scale_rows(self, error: torch.Tensor, row: int, base: torch.Tensor, exact: torch.Tensor) -> None:
+        """From the bound of the sum of a row to that of the row that DoRA scales to its magnitude."""
+        if self.update is None:
+            return
+        (term,), unit, at = self.update.terms, UNIT[self.dtype], row - self.start + self.first
+        left = term.left[at : at + len(error)].double()
+        total = torch.addmm(base.double(), left, term.right.double(), alpha=term.scaling)
+        error.add_(total.abs(), alpha=unit)
+        norm = total.norm(dim=1, keepdim=True)
+        inverse = torch.where(norm > 0, 1 / norm, 0.0)
+        relative = error.norm(dim=1, keepdim=True) * inverse  # of the norm, by the triangle inequality
+        error.mul_(exact.norm(dim=1, keepdim=True) * inverse)
+        error.add_(exact.abs() * (relative + 3 * unit))
 
     def _add_subnormal(self, error: torch.Tensor, row: int, update: Update) -> None:
         """Add the bound of roundings below the least normal number of float16."""

@@ -10,8 +10,10 @@ import torch
 
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._core.report import Finding, Severity, counted
+from safe_loading._model.dtypes import DTYPES
 
 from .changes import ChangedRows
+from .compare_bounds import UNIT
 from .compare_report import CheckedTensor, MergeVerdict
 from .compare_sums import Sums
 from .compare_tensors import Compared
@@ -107,16 +109,20 @@ def _section_verdict(plan: TensorPlan, changed: ChangedRows | None, sums: Sums) 
             return "transposed"
         if not sums.not_negated or _is_scaled(sums):
             return "scaled"
-    if not all(sums.not_narrow.values()):
-        return "narrowed"
-    return "other"
+    narrow = [dtype for dtype, is_wrong in sums.not_narrow.items() if not is_wrong]
+    for dtype in narrow:  # the base's own precision is none that is lost
+        own = plan.source is not None and DTYPES.get(plan.source.dtype) is dtype
+        if own and (not added or _is_whole(sums, (1 + UNIT[dtype]) ** 4 - 1)):
+            return "rounding"
+    return "narrowed" if narrow else "other"
 
 
-def _is_whole(sums: Sums) -> bool:
+def _is_whole(sums: Sums, error: float = 0.0) -> bool:
     """Return whether the update as a whole has the factor 1, as far as rounding lets one tell."""
     if not sums.update:
         return True
-    return abs(sums.along - sums.nearest_along) <= sums.factor * sums.update + _NOISE * math.sqrt(sums.noise)
+    factor = max(error, sums.factor)
+    return abs(sums.along - sums.nearest_along) <= factor * sums.update + _NOISE * math.sqrt(sums.noise)
 
 
 def _is_scaled(sums: Sums) -> bool:
