@@ -15,7 +15,15 @@ from models import save_adapter, save_llama
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_verify_merge import Tensors, codes, rewritten, tensors_of
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from safe_loading import merge_lora_checkpoint, merge_lora_inplace, verify_merge
 
@@ -44,6 +52,9 @@ class Setting:
         torch.manual_seed(0)
         if kind == "llama":
             save_llama(self.base, torch.bfloat16, **SIZES)
+        elif kind == "gpt2":
+            of_gpt2 = GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+            GPT2LMHeadModel(of_gpt2).to(torch.float16).save_pretrained(self.base)
         else:
             heads: Any = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
             model: Any = (
@@ -55,6 +66,11 @@ class Setting:
         self.adapter = smaller(save_adapter(folder / "adapter", self.base, **{"r": 8, "lora_alpha": 16, **lora}))
         merge_lora_checkpoint(self.base, self.adapter, folder / "right")
         self.right, self.before = tensors_of(folder / "right"), tensors_of(self.base)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the base."""
+        return next(iter(self.before.values())).dtype
 
     @cached_property
     def updates(self) -> Tensors:
@@ -264,8 +280,8 @@ def _by_peft(of: Setting, dtype: torch.dtype) -> Any:
 
 
 RIGHT: dict[str, Callable[[Setting, Path], object]] = {
-    "peft in 16 bits": lambda of, to: _by_peft(of, torch.bfloat16).save_pretrained(to),
-    "a float64 sum, cast": lambda of, to: _by_peft(of, torch.float64).to(torch.bfloat16).save_pretrained(to),
+    "peft in 16 bits": lambda of, to: _by_peft(of, of.dtype).save_pretrained(to),
+    "a float64 sum, cast": lambda of, to: _by_peft(of, torch.float64).to(of.dtype).save_pretrained(to),
     "a float32 sum, kept": lambda of, to: _by_peft(of, torch.float32).save_pretrained(to),
     "in place": lambda of, to: merge_lora_inplace(
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(of.base, dtype="auto"), of.adapter)
@@ -275,9 +291,10 @@ RIGHT: dict[str, Callable[[Setting, Path], object]] = {
 }
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # which has its magnitudes along columns
 @pytest.mark.parametrize("magnitude", [None, 8.0, 1.0, 0.1])
-def test_right_merges_by_other_roads_raise_no_alarm(tmp_path: Path, magnitude: float | None) -> None:
-    of = Setting(tmp_path, "llama", **(ALL if magnitude is None else DORA))
+def test_right_merges_by_other_roads_raise_no_alarm(tmp_path: Path, kind: str, magnitude: float | None) -> None:
+    of = Setting(tmp_path, kind, **(ALL if magnitude is None else DORA))
     if magnitude is not None:
         shutil.rmtree(tmp_path / "right")
         merge_lora_checkpoint(of.base, smaller(of.adapter, magnitude), tmp_path / "right")

@@ -18,10 +18,10 @@ row of the left factor and of the column of the right one, times ``|s|``: by Cau
 The bound is their sum. What is stored is then some number within it of ``b + u``, rounded to nearest once: as rounding
 keeps the order of numbers, it lies between the rounded ends of that interval.
 
-DoRA multiplies the sum ``w`` of a row by a magnitude over its norm. Let ``E`` be the bound of that sum and its
-rounding, ``e |w|``: the row is off by ``E`` times the quotient, and by ``|m|`` times the relative errors of magnitude,
-norm and quotient: each is rounded, ``3 e``, and by the triangle inequality the norm is off by no more than that of the
-row's bounds, ``||E|| / ||w||``.
+DoRA multiplies the sum ``w`` of a row (or column) by a magnitude over its norm. Let ``E`` be the bound of that sum and
+its rounding, ``e |w|``: the row is off by ``E`` times the quotient, and by ``|m|`` times the relative errors of
+magnitude, norm and quotient: each is rounded, ``3 e``, and by the triangle inequality the norm is off by no more than
+that of the row's bounds, ``||E|| / ||w||``.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ class Bound:
             error.add_(sizes, alpha=self.factor)
             if len(self.update.terms) > 1:
                 error.add_(base.abs().add_(sizes), alpha=(len(self.update.terms) - 1) * unit)
-            if self._scales_rows:
-                self._scale_rows(error, row, base, exact)
+            if self._is_dora:
+                self._add_quotient(error, row, base, exact)
             elif self.update.has_magnitude:
                 error.add_(exact.abs().add_(sizes), alpha=self.factor + 2 * unit)
-        if self.cast and self.update is not None and self.update.has_magnitude and not self._scales_rows:
+        if self.cast and self.update is not None and self.update.has_magnitude and not self._is_dora:
             error.add_(exact.abs(), alpha=2 * unit)  # which a quotient of norms multiplies
         if self.decoded:
             error.add_(exact.abs(), alpha=unit)
@@ -111,24 +111,29 @@ class Bound:
         return error
 
     @property
-    def _scales_rows(self) -> bool:
-        """Whether the update is one DoRA with a magnitude for each row."""
-        update = self.update
-        return update is not None and update.has_magnitude and len(update.terms) == 1 and update.axis == 0
+    def _is_dora(self) -> bool:
+        """Whether the update is one DoRA."""
+        return self.update is not None and self.update.has_magnitude and len(self.update.terms) == 1
 
-    def _scale_rows(self, error: torch.Tensor, row: int, base: torch.Tensor, exact: torch.Tensor) -> None:
-        """From the bound of the sum of a row to that of the row that DoRA scales to its magnitude."""
-        if self.update is None:
+    def _add_quotient(self, error: torch.Tensor, row: int, base: torch.Tensor, exact: torch.Tensor) -> None:
+        """From the bound of the sum to that of the sum times DoRA's quotient, of a magnitude and a norm."""
+        if self.update is None or self.left is None or self.right is None:
             return
         (term,), unit, at = self.update.terms, UNIT[self.dtype], row - self.start + self.first
-        left = term.left[at : at + len(error)].double()
+        left, dim = term.left[at : at + len(error)].double(), 1 - self.update.axis
         total = torch.addmm(base.double(), left, term.right.double(), alpha=term.scaling)
         error.add_(total.abs(), alpha=unit)
-        norm = total.norm(dim=1, keepdim=True)
-        inverse = torch.where(norm > 0, 1 / norm, 0.0)
-        relative = error.norm(dim=1, keepdim=True) * inverse  # of the norm, by the triangle inequality
-        error.mul_(exact.norm(dim=1, keepdim=True) * inverse)
-        error.add_(exact.abs() * (relative + 3 * unit))
+        norm = total.norm(dim=dim, keepdim=True)  # along columns, of these rows alone: the quotient is the same
+        quotient = torch.where(norm > 0, exact.norm(dim=dim, keepdim=True) / norm, 0.0)
+        if dim:
+            of_norm = error.norm(dim=1, keepdim=True)
+        else:  # of all rows: the norm is the magnitude over the quotient, and the base no larger than sum and update
+            magnitude = torch.ones(1) if term.magnitude is None else term.magnitude.double().abs().reshape(1, -1)
+            norm = torch.where(quotient > 0, magnitude / quotient, 0.0)
+            size, loaded = self.left.norm() * self.right[0], unit * (self.cast or self.decoded)
+            of_norm = (self.factor + loaded) * size + (unit + loaded) * norm
+        relative = torch.where(norm > 0, of_norm / norm, 0.0)
+        error.mul_(quotient).add_(exact.abs() * (relative + 3 * unit))
 
     def _add_subnormal(self, error: torch.Tensor, row: int, update: Update) -> None:
         """Add the bound of roundings below the least normal number of float16."""
