@@ -292,7 +292,7 @@ RIGHT: dict[str, Callable[[Setting, Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])  # which has its magnitudes along columns
-@pytest.mark.parametrize("magnitude", [None, 8.0, 1.0, 0.1])
+@pytest.mark.parametrize("magnitude", [None, 64.0, 1.0, 0.1])
 def test_right_merges_by_other_roads_raise_no_alarm(tmp_path: Path, kind: str, magnitude: float | None) -> None:
     of = Setting(tmp_path, kind, **(ALL if magnitude is None else DORA))
     if magnitude is not None:
