@@ -103,6 +103,7 @@ MADE_BY_TESTS = {
         "merged-unchecked": f"{VERIFY_CODES}test_codes_without_their_scales_are_unchecked_and_not_ok",
         "merged-config": f"{VERIFY}test_the_files_beside_the_weights",
         "merged-files-lost": f"{VERIFY}test_the_files_beside_the_weights",
+        "merged-files-changed": f"{VERIFY_MISTAKES}test_a_file_beside_the_weights_that_changed_is_named",
         "merged-tokenizer-of-base": f"{VERIFY}test_the_files_beside_the_weights",
     },
     "doctor.md": {

@@ -25,16 +25,21 @@ from safe_loading._core.report import Finding, worst_first
 from safe_loading._loading.base_arguments import as_model_class
 from safe_loading._loading.check_checkpoint import check_checkpoint
 from safe_loading._loading.sources import BaseRequest, LoadRequest, Source
-from safe_loading._model.formats.registry import FORMATS
+from safe_loading._model.formats.registry import FORMATS, STORED
+from safe_loading._model.formats.stored import QuantizedTensor
 from safe_loading.errors import ArgumentError, CheckpointNotFound, MergeError
 
-from .disk.compare_files import compare_files
+from .disk.changes import Changes
+from .disk.compare_files import Pair, compare_files
+from .disk.compare_layouts import Gathered
 from .disk.compare_names import find_elsewhere, match_tensors, merged_dtypes
 from .disk.compare_report import CheckedTensor, MergeCheck
 from .disk.compare_small_files import small_file_findings
 from .disk.compare_verdicts import dtype_findings, findings_of
 from .disk.find_changes import find_changes
-from .disk.output_plan import plan_files
+from .disk.match_blocks import are_transposed, verdicts_of_parts, with_blocks
+from .disk.output_plan import FilePlan, plan_files
+from .disk.quantized_base import read_as_plain
 from .disk.record import adapters_of, weights_of
 from .disk.small_files import small_files
 from .disk.sources import MergeSources, checked_weights, merge_request, open_sources
@@ -112,32 +117,34 @@ def verify_merge(
     weights, model_class = checked_weights(adapter_weights, request), as_model_class(auto_class)
     with one_torch_thread(), _progress.engine_bars(0):
         sources = _open(request, weights, judged, key_mapping)
-        changes, _ = find_changes(sources, None, model_class, judged.checkpoint)
+        changes, _ = find_changes(sources, None, model_class, judged.plain)
         elsewhere = find_elsewhere(sources.base.template.tensors, changes)
-        dtypes = merged_dtypes(judged.checkpoint, sources.base.checkpoint.tensors, changes, elsewhere)
+        dtypes = merged_dtypes(judged.plain, sources.base.checkpoint.tensors, changes, elsewhere)
     base = sources.base
     # Other programs encode every weight anew, so that unchanged ones are judged by their values, too.
     for name, weight in base.quantized.items() if base.keeps_codes else ():
         changes.merges.setdefault(name, ((), weight.shape[-1]))
     plans = plan_files(base, changes, {} if base.keeps_codes else dtypes, None)
     small, _ = small_files(sources, changes, plans, resharded=False, tokenizer=tokenizer)
-    pairs, checked = match_tensors(plans, judged.checkpoint, changes, elsewhere, keeps_ties=judged.keeps_ties)
+    pairs, checked = judged.matched(plans, changes, elsewhere)
     nbytes = sum(pair.plan.target.nbytes + (pair.scales[1].nbytes if pair.scales else 0) for pair in pairs)
     shown = _progress.wanted(0) if progress is None else progress
     with _progress.Bar("verifying", nbytes, shown=shown) as bar:
         checked += compare_files(pairs, judged.folder, threads or min(4, cores()), bar.advance)
+    checked += verdicts_of_parts(checked, judged.blocks, judged.checkpoint, judged.plain)
     for opened in (base.opened, judged.opened):
         opened.require_unchanged()
     order = {name: number for number, name in enumerate(judged.checkpoint.tensors)}
     checked.sort(key=lambda tensor: (order.get((tensor.name, *tensor.within)[-1], len(order)), tensor.name))
     findings = [
         *findings_of(checked),
-        *dtype_findings(checked, {pair.plan.target.name: pair.plan.source for pair in pairs}),
+        *dtype_findings(checked, {pair.plan.target.name: pair.base for pair in pairs}),
         *small_file_findings(sources, changes.config, small, judged.opened, has_ties=bool(changes.ties)),
         *judged.findings,
     ]
     read = sum(pair.plan.source.nbytes for pair in pairs if pair.plan.source is not None and pair.plan.value is None)
-    report = _report(judged, sources, checked, findings, nbytes + read, time.perf_counter() - begin)
+    read += sum(pair.stored_bytes for pair in pairs)
+    report = _report(judged, sources, checked, findings, read, time.perf_counter() - begin)
     logger.info("%s", report)
     return report
 
@@ -158,6 +165,34 @@ class _Judged:
         if checkpoint is None:
             raise_faults(folder, [finding for finding in faults if finding.severity == "error"])
         self.checkpoint: Checkpoint = checkpoint
+        self.plain, self.blocks = checkpoint, dict[str, QuantizedTensor]()  # where codes stand for other tensors
+
+    @property
+    def method(self) -> object:
+        """The method by which its config says that it is quantized; None without one."""
+        settings = (self.opened.config or {}).get("quantization_config")
+        return settings.get("quant_method") if isinstance(settings, Mapping) else None
+
+    def read_blocks(self) -> bool:
+        """Describe codes in blocks as the plain weights that they stand for; False where there are none."""
+        try:
+            plain, quantized, _ = read_as_plain(self.checkpoint, self.opened.config or {})
+        except MergeError:  # some of its codes are of a kind that nothing here reads
+            return False
+        if any(STORED[weight.kind].in_blocks is None for weight in quantized.values()):
+            return False
+        self.plain, self.blocks = plain, dict(quantized)
+        return True
+
+    def matched(
+        self, plans: Sequence[FilePlan], changes: Changes, elsewhere: Mapping[str, Gathered]
+    ) -> tuple[list[Pair], list[CheckedTensor]]:
+        """Return the tensors to compare, and the verdicts on those that need no value."""
+        if are_transposed(plans, self.blocks):
+            raise MergeError(_not_judged(self, self.method, "its codes are of transposed weights (Conv1D)"))
+        pairs, checked = match_tensors(plans, self.plain, changes, elsewhere, keeps_ties=self.keeps_ties)
+        pairs, unchecked = with_blocks(pairs, self.blocks)
+        return pairs, [*checked, *unchecked]
 
     @property
     def keeps_ties(self) -> bool:
@@ -170,11 +205,14 @@ def _open(
 ) -> MergeSources:
     """Open base and adapters; a quantized base is decoded where the folder that is judged holds no codes."""
     codes = {name: info for name, info in judged.checkpoint.tensors.items() if info.dtype in _CODES}
-    settings = (judged.opened.config or {}).get("quantization_config")
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    method = judged.method
     if not codes or method is None:
         return open_sources(request, weights, dequantize=not codes, key_mapping=key_mapping)
     known = FORMATS.get(method) if isinstance(method, str) else None
+    if known is not None and known.read_on_disk and not known.merged_on_disk and judged.read_blocks():
+        if len(request.adapters) > 1:
+            raise MergeError(_not_judged(judged, method, "several adapters are rounded to codes one after the other"))
+        return open_sources(request, weights, dequantize=True, key_mapping=key_mapping)
     if known is None or not known.merged_on_disk:
         raise MergeError(_not_judged(judged, method, "codes of that kind are not compared"))
     sources = open_sources(request, weights, key_mapping=key_mapping)

@@ -161,6 +161,19 @@ def test_a_fused_tensor_that_lacks_an_expert_is_named_once(moe: Moe, tmp_path: P
     assert not check.ok
 
 
+@pytest.mark.parametrize("base", ["apart", "fused"])
+@pytest.mark.parametrize("kept", [[0, 1, 3], [3, 2]])
+def test_the_experts_that_a_fused_tensor_lacks_are_named(moe: Moe, tmp_path: Path, base: str, kept: list[int]) -> None:
+    update = moe.merged["fused"][GATE_UP].double() - moe.base["fused"][GATE_UP].double()
+    small = (moe.base["fused"][GATE_UP].double() + 0.05 * update).to(moe.base["fused"][GATE_UP].dtype)
+    (tensor,) = moe.check(base, "fused", tmp_path / "fused", {GATE_UP: small[kept]}).of("shape")
+    lacking = ", ".join(str(number) for number in range(4) if number not in kept)
+    assert tensor.detail.endswith(f"{len(kept)} of 4 experts, without {lacking}")
+    same = moe.base["fused"][GATE_UP][[0, 0, 1]]  # which of the others is lacking cannot be said of a double one
+    (tensor,) = moe.check(base, "fused", tmp_path / "double", {GATE_UP: same}).of("shape")
+    assert tensor.detail.endswith("3 of 4 experts")
+
+
 def test_all_experts_of_a_layer_that_are_missing(moe: Moe, tmp_path: Path) -> None:
     every = {apart(1, number, part) for number in range(4) for part in ("gate", "up", "down")}
     check = moe.check("apart", "apart", tmp_path / "apart", {}, *every)

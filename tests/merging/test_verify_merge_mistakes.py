@@ -386,3 +386,60 @@ def test_a_chat_template_that_was_lost_is_named(alike: Setting, tmp_path: Path) 
     settings = json.loads((merged / "tokenizer_config.json").read_text())  # where transformers 4 wrote it
     (merged / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "{{ messages }}"}))
     assert not codes(verify_merge(alike.base, alike.adapter, merged))
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    """A right merge of a base with a generation config, a chat template and a processor."""
+    folder = tmp_path_factory.mktemp("chatty")
+    base = save_llama(folder / "base", torch.bfloat16)
+    save_tokenizer(base)
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    generation = {"eos_token_id": [2, 3], "temperature": 0.6, "do_sample": True, "transformers_version": "4.40.0"}
+    (base / "generation_config.json").write_text(json.dumps(generation))
+    processor = {"image_mean": [0.5, 0.5], "size": {"height": 224}, "image_processor_type": "CLIPImageProcessor"}
+    (base / "preprocessor_config.json").write_text(json.dumps(processor))
+    return Setting(base, save_adapter(folder / "adapter", base), folder)
+
+
+CHANGED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "one of the ids that end an answer": ("generation_config.json", {"eos_token_id": 2}, "eos_token_id is [2]"),
+    "sampling": ("generation_config.json", {"temperature": 1.3}, "temperature is 1.3 and should be 0.6"),
+    "sampling that was lost": ("generation_config.json", {"temperature": None, "do_sample": None}, "do_sample is"),
+    "the mean of images": ("preprocessor_config.json", {"image_mean": [0.4, 0.5]}, "image_mean is [0.4, 0.5]"),
+    "the size of images": ("preprocessor_config.json", {"size": {"height": 336}}, "size.height is 336"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_file_beside_the_weights_that_changed_is_named(chatty: Setting, tmp_path: Path, change: str) -> None:
+    file, entries, said = CHANGED[change]
+    merged = Path(shutil.copytree(chatty.folder / "right", tmp_path / "merged"))
+    document = {**json.loads((merged / file).read_text()), **entries}
+    (merged / file).write_text(json.dumps({key: value for key, value in document.items() if value is not None}))
+    check = verify_merge(chatty.base, chatty.adapter, merged)
+    assert codes(check) == {"merged-files-changed"}, str(check)
+    assert check.ok
+    assert f"{file}: {said}" in check.findings[0].message
+
+
+def test_a_chat_template_that_changed_is_named_wherever_it_is(chatty: Setting, tmp_path: Path) -> None:
+    merged = Path(shutil.copytree(chatty.folder / "right", tmp_path / "merged"))
+    (merged / "chat_template.jinja").unlink()
+    settings = json.loads((merged / "tokenizer_config.json").read_text())
+    for template, expected in (("{{ messages }}\n", set()), ("{{ messages[0] }}", {"merged-files-changed"})):
+        (merged / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+        assert codes(verify_merge(chatty.base, chatty.adapter, merged)) == expected
+
+
+def test_what_engines_write_in_their_own_form_is_no_change(chatty: Setting, tmp_path: Path) -> None:
+    merged = Path(shutil.copytree(chatty.folder / "right", tmp_path / "merged"))
+    AutoModelForCausalLM.from_pretrained(merged, dtype="auto").save_pretrained(tmp_path / "again")
+    document = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    more = {"max_length": 4096, "pad_token_id": 0, "use_cache": False, "eos_token_id": [3, 2]}
+    (merged / "generation_config.json").write_text(json.dumps({**document, **more}))
+    processor = json.loads((merged / "preprocessor_config.json").read_text())
+    more = {"image_processor_type": "CLIPImageProcessorFast", "processor_class": "CLIPProcessor", "do_pad": None}
+    (merged / "preprocessor_config.json").write_text(json.dumps({**processor, **more, "size": 224}, indent=1))
+    check = verify_merge(chatty.base, chatty.adapter, merged)
+    assert not codes(check), str(check)

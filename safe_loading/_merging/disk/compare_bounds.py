@@ -16,8 +16,12 @@ row of the left factor and of the column of the right one, times ``|s|``: by Cau
 - each adapter but the last rounds the sum to the stored dtype once more: ``e (|b| + D)``.
 
 The bound is their sum. What is stored is then some number within it of ``b + u``, rounded to nearest once: as rounding
-keeps the order of numbers, it lies between the rounded ends of that interval. DoRA multiplies the sum by a magnitude
-over a norm, whose own roundings (norm, quotient, product) are relative to the result.
+keeps the order of numbers, it lies between the rounded ends of that interval.
+
+DoRA multiplies the sum ``w`` of a row (or column) by a magnitude over its norm. Let ``E`` be the bound of that sum and
+its rounding, ``e |w|``: the row is off by ``E`` times the quotient, and by ``|m|`` times the relative errors of
+magnitude, norm and quotient: each is rounded, ``3 e``, and by the triangle inequality the norm is off by no more than
+that of the row's bounds, ``||E|| / ||w||``.
 """
 
 from __future__ import annotations
@@ -88,21 +92,48 @@ class Bound:
         if self.dtype is torch.float16 and self.update is not None:
             self._add_subnormal(error, row, self.update)
         sizes = self.sizes(row, len(exact))
+        if self.cast or self.decoded:
+            error.add_(base.abs(), alpha=unit)
         if sizes is not None and self.update is not None:
             error.add_(sizes, alpha=self.factor)
             if len(self.update.terms) > 1:
                 error.add_(base.abs().add_(sizes), alpha=(len(self.update.terms) - 1) * unit)
-            if self.update.has_magnitude:
+            if self._is_dora:
+                self._add_quotient(error, row, base, exact)
+            elif self.update.has_magnitude:
                 error.add_(exact.abs().add_(sizes), alpha=self.factor + 2 * unit)
-        if self.cast:
-            error.add_(base.abs(), alpha=unit)
-            if self.update is not None and self.update.has_magnitude:  # which a quotient of norms multiplies
-                error.add_(exact.abs(), alpha=2 * unit)
+        if self.cast and self.update is not None and self.update.has_magnitude and not self._is_dora:
+            error.add_(exact.abs(), alpha=2 * unit)  # which a quotient of norms multiplies
         if self.decoded:
-            error += unit * (base.abs() + exact.abs())
+            error.add_(exact.abs(), alpha=unit)
         if self.by_method:
             error += 8 * max(unit, _SINGLE) * (exact.abs() + base.abs())
         return error
+
+    @property
+    def _is_dora(self) -> bool:
+        """Whether the update is one DoRA."""
+        return self.update is not None and self.update.has_magnitude and len(self.update.terms) == 1
+
+    def _add_quotient(self, error: torch.Tensor, row: int, base: torch.Tensor, exact: torch.Tensor) -> None:
+        """From the bound of the sum to that of the sum times DoRA's quotient, of a magnitude and a norm."""
+        if self.update is None or self.left is None or self.right is None:
+            return
+        (term,), unit, at = self.update.terms, UNIT[self.dtype], row - self.start + self.first
+        left, dim = term.left[at : at + len(error)].double(), 1 - self.update.axis
+        total = torch.addmm(base.double(), left, term.right.double(), alpha=term.scaling)
+        error.add_(total.abs(), alpha=unit)
+        norm = total.norm(dim=dim, keepdim=True)  # along columns, of these rows alone: the quotient is the same
+        quotient = torch.where(norm > 0, exact.norm(dim=dim, keepdim=True) / norm, 0.0)
+        if dim:
+            of_norm = error.norm(dim=1, keepdim=True)
+        else:  # of all rows: the norm is the magnitude over the quotient, and the base no larger than sum and update
+            magnitude = torch.ones(1) if term.magnitude is None else term.magnitude.double().abs().reshape(1, -1)
+            norm = torch.where(quotient > 0, magnitude / quotient, 0.0)
+            size, loaded = self.left.norm() * self.right[0], unit * (self.cast or self.decoded)
+            of_norm = (self.factor + loaded) * size + (unit + loaded) * norm
+        relative = torch.where(norm > 0, of_norm / norm, 0.0)
+        error.mul_(quotient).add_(exact.abs() * (relative + 3 * unit))
 
     def _add_subnormal(self, error: torch.Tensor, row: int, update: Update) -> None:
         """Add the bound of roundings below the least normal number of float16."""

@@ -124,8 +124,8 @@ class CodesComparer(CodesWriter):
             return nearest(values, scales).float().double() * scales
 
         gaps, most = steps_of_fp8(codes) * spread, largest * own * _CLIPPED
-        held = Codes(codes.view(torch.uint8), own, spread, nearest, decoded, gaps, most, 128)
-        return codes.float().double() * own, held
+        merged = codes.float().double() * own
+        return merged, Codes(codes.view(torch.uint8), merged, own, spread, nearest, decoded, gaps, most, 128)
 
     def _row_codes(self, rows: Measured, kind: RowCodes) -> tuple[torch.Tensor, Codes]:
         """Return the folder's values of some rows of experts, and its codes; the scale that is its own is bounded."""
@@ -141,7 +141,8 @@ class CodesComparer(CodesWriter):
 
         infinite = torch.full(codes.shape, torch.inf, dtype=torch.float64)
         most, gaps = decoded(infinite, own) * kind.clipped, kind.steps(codes, spread)
-        return kind.decode(codes, own), Codes(codes, own, spread, kind.nearest, decoded, gaps, most, 8)
+        merged = kind.decode(codes, own)
+        return merged, Codes(codes, merged, own, spread, kind.nearest, decoded, gaps, most, 8)
 
 
 _Scales = tuple[Path, TensorInfo]

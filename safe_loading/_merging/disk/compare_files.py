@@ -14,13 +14,15 @@ import torch
 from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._core.interrupts import signals_held
+from safe_loading._model.formats.stored import QuantizedTensor
 
+from .compare_blocks import BlocksComparer, may_be_quantized_first
 from .compare_codes import CodesComparer, rows_of_codes, shape_of_codes
 from .compare_layouts import Gathered
-from .compare_report import CheckedTensor
+from .compare_report import RIGHT, CheckedTensor
 from .compare_swaps import Judged, with_swaps
 from .compare_tensors import TensorComparer
-from .compare_verdicts import judge
+from .compare_verdicts import is_better, judge
 from .output_plan import TensorPlan
 from .thread_buffers import Buffers
 from .write_files import one_torch_thread
@@ -34,12 +36,25 @@ class Pair:
     file: Path
     scales: tuple[Path, TensorInfo] | None = None  # of the folder, where the tensor is codes that change
     gathered: Gathered | None = None  # where the folder holds it in parts, or as a part of another tensor
+    blocks: QuantizedTensor | None = None  # where the folder holds it in codes, and the plan is of what they stand for
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that are read for it."""
         source = () if self.plan.path is None else (self.plan.path,)
         return (self.file, *source, *(() if self.gathered is None else self.gathered.paths))
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of it that the folder has."""
+        if self.blocks is not None:
+            return self.blocks.info.nbytes
+        return self.plan.target.nbytes + (self.scales[1].nbytes if self.scales else 0)
+
+    @property
+    def base(self) -> TensorInfo | None:
+        """The base's tensor on disk."""
+        return self.plan.source if self.plan.quantized is None else self.plan.quantized.info
 
 
 def compare_files(
@@ -89,6 +104,8 @@ def _compare(
     if codes is not None and pair.scales is not None:
         comparer = CodesComparer(codes, source, plan.target, target, pair.scales)
         plan = dataclasses.replace(plan, rows=rows_of_codes(codes))
+    elif pair.blocks is not None:
+        return _compare_blocks(pair, pair.blocks, (source, target), folder, buffers, advance, stop)
     else:
         comparer = TensorComparer(plan, source, target, buffers, pair.gathered, files)
     for count in comparer.compare():
@@ -105,6 +122,36 @@ def _compare(
     if pair.scales is not None and isinstance(comparer, CodesComparer):
         judged.append(Judged(_scales_of(tensor, pair.scales, folder, differ=comparer.scales_differ)))
     return judged
+
+
+def _compare_blocks(
+    pair: Pair,
+    found: QuantizedTensor,
+    descriptors: tuple[int, int],
+    folder: Path,
+    buffers: Buffers,
+    advance: Callable[[int], None],
+    stop: threading.Event,
+) -> list[Judged]:
+    """Compare one weight of codes with the merge; where it is not that, with a merge into the base's own codes."""
+    best: Judged | None = None
+    for quantized_first in (False, True) if may_be_quantized_first(pair.plan) else (False,):
+        comparer = BlocksComparer(pair.plan, *descriptors, buffers, found, quantized_first=quantized_first)
+        for count in comparer.compare():
+            if best is None:
+                advance(count)
+            if stop.is_set():
+                return []
+        result = comparer.result
+        tensor = judge(pair.plan, pair.file.relative_to(folder).as_posix(), result, found.shape)
+        tensor = dataclasses.replace(tensor, dtype=found.info.dtype, bytes=found.info.nbytes)
+        if quantized_first and tensor.verdict in RIGHT:
+            tensor = dataclasses.replace(tensor, detail="merged into the base's codes")
+        if best is None or is_better(tensor, best.tensor):
+            best = Judged(tensor, [sample for _, sums in result.sections for sample in sums.samples])
+        if best.tensor.verdict in RIGHT:
+            break
+    return [] if best is None else [best]
 
 
 def _scales_of(codes: CheckedTensor, scales: tuple[Path, TensorInfo], folder: Path, *, differ: bool) -> CheckedTensor:

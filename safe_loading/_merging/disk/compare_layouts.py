@@ -111,6 +111,10 @@ class OtherLayout:
                 return self._shapes[key], self._misshapen[key]
         return None
 
+    def base_of(self, name: str) -> Whole | None:
+        """Return the parameter that a tensor of the base is a part of, of tensors of the base."""
+        return next((self._base[key] for key in self._keys.get(name, ()) if key in self._misshapen), None)
+
     def _find(self, name: str, shape: tuple[int, ...]) -> Whole | None:
         keys = self._keys.get(name, [])
         parameters = [(self._base[key], self._there[key]) for key in keys if key in self._there]

@@ -10,12 +10,13 @@ import torch
 
 from safe_loading._checkpoint.header import BITS, TensorInfo
 from safe_loading._checkpoint.index import Checkpoint
-from safe_loading._model.layout.disk_blocks import Whole
+from safe_loading._model.layout.disk_blocks import Whole, on_disk
 
 from .changes import FLOATS, ChangedRows, Changes
 from .compare_codes import fused_codes
 from .compare_files import Pair
-from .compare_layouts import FUSED_DIMS, Gathered, expert_of
+from .compare_lacking import has_fewer_experts, lacking_experts
+from .compare_layouts import Gathered, expert_of
 from .compare_report import CheckedTensor, MergeVerdict
 from .output_plan import FilePlan, TensorPlan
 
@@ -129,9 +130,24 @@ class _Matching:
             return False
         shape, names = found
         for info in (self._merged.tensors[other] for other in names if other not in self._met):
-            self._judge(info, "shape", "", _shapes(info.shape, shape) if len(names) == 1 else f"{list(info.shape)}")
+            detail = f"{list(info.shape)}"
+            if len(names) == 1 and self._changes.elsewhere is not None:
+                detail = _shapes(info.shape, shape) + self._lacking(self._changes.elsewhere.base_of(name), info)
+            self._judge(info, "shape", "", detail)
         self._met.update(names)
         return True
+
+    def _lacking(self, whole: Whole | None, info: TensorInfo) -> str:
+        """Return which experts of the base a fused tensor lacks, in words; empty where that is not clear."""
+        if whole is None or not has_fewer_experts(info.shape, whole.shape):
+            return ""
+        plans = [self._planned.get(piece.tensor) for piece in whole.pieces]
+        parts = [(p.source, p.path) for p in plans if p is not None and p.source and p.path and not p.quantized]
+        if len(parts) < len(plans):
+            return ""
+        base = Gathered(whole, tuple(source for source, _ in parts), tuple(path for _, path in parts))
+        lacking = lacking_experts(base, info, self._merged.file_of[info.name])
+        return f", without {', '.join(map(str, lacking))}" if lacking else ""
 
     def match_codes(self) -> None:
         """Match the weights that keep their codes, each with its scales."""
@@ -178,7 +194,9 @@ class _Matching:
     def _match(self, plan: TensorPlan, info: TensorInfo) -> None:
         """Add a tensor to those that are compared, or its verdict where no value is needed."""
         if info.shape != plan.target.shape:
-            self._judge(info, "shape", plan.action, _shapes(info.shape, plan.target.shape))
+            whole = None if plan.source is None else on_disk(plan.source.name, plan.source.shape)
+            detail = _shapes(info.shape, plan.target.shape) + self._lacking(whole, info)
+            self._judge(info, "shape", plan.action, detail)
         elif info.dtype != plan.target.dtype and not (info.dtype in FLOATS and plan.target.dtype in FLOATS):
             self._judge(info, "shape", plan.action, f"{info.dtype} in place of {plan.target.dtype}")
         else:
@@ -201,9 +219,8 @@ class _Matching:
 
 def _shapes(found: tuple[int, ...], right: tuple[int, ...]) -> str:
     """Return two shapes in words; of experts in one tensor, how many are there."""
-    fewer = len(right) == FUSED_DIMS and found[1:] == right[1:] and found[0] < right[0]
     said = f"{list(found)} in place of {list(right)}"
-    return f"{said}, {found[0]} of {right[0]} experts" if fewer else said
+    return f"{said}, {found[0]} of {right[0]} experts" if has_fewer_experts(found, right) else said
 
 
 def _pairs_of_parts(plan: TensorPlan, gathered: Gathered) -> list[Pair]:

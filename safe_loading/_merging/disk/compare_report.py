@@ -52,7 +52,8 @@ class CheckedTensor:
         wrong: How many of its values differ from the right one by more than rounding; of an ``"exact"`` one 0.
         distance: The largest distance of a value from the exact sum; 0 where it is ``"exact"``.
         scale: The factor of the update by least squares; None where nothing tells it.
-        detail: More of it in words: which rows, and the first value that differs.
+        detail: More of it in words: which rows, the first value that differs, or that a right merge was made into the
+            codes of a base that is quantized while it is loaded.
         within: The tensors of the folder that hold it, where they hold other tensors too or it lies in several.
     """
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import transformers
 
-from safe_loading._checkpoint.files import try_open
 from safe_loading._checkpoint.model_folder import CONFIG, GENERATION_CONFIG, ModelFolder
 from safe_loading._core.log import quiet
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding
 
+from .compare_changed_files import changed_files, content_here
 from .output_model import new_config
 from .sources import MergeSources, is_tokenizer
 
@@ -44,10 +44,12 @@ def small_file_findings(
     ``changed`` is what the merge changes in config.json, ``expected`` holds the files that it would write by name, and
     ``has_ties`` says whether the model's class ties weights at all.
     """
+    stale = [*_tokenizer_findings(sources, expected, merged.path)]
     return [
         *_config_findings(sources, changed, merged, has_ties=has_ties),
         *_lost_files(expected, merged.path),
-        *_tokenizer_findings(sources, expected, merged.path),
+        *stale,
+        *changed_files({} if stale else expected, merged.path),  # a template of the base's is said already
     ]
 
 
@@ -134,15 +136,7 @@ def _has_template(folder: Path) -> bool:
     """Return whether a folder has a chat template: in a file of its own, or in the tokenizer's settings."""
     if (folder / "chat_template.jinja").exists() or (folder / "chat_template.json").exists():
         return True
-    return b'"chat_template"' in (_content(folder / "tokenizer_config.json") or b"")
-
-
-def _content(path: Path) -> bytes | None:
-    file = try_open(path)
-    if isinstance(file, Finding):
-        return None
-    with file:
-        return file.read()
+    return b'"chat_template"' in (content_here(folder / "tokenizer_config.json") or b"")
 
 
 def _tokenizer_findings(sources: MergeSources, expected: Mapping[str, bytes], folder: Path) -> Iterator[Finding]:
@@ -151,8 +145,8 @@ def _tokenizer_findings(sources: MergeSources, expected: Mapping[str, bytes], fo
         name
         for name, path in sources.carried.items()
         if is_tokenizer(name)
-        and (own := _content(folder / name)) is not None
-        and own == _content(path)
+        and (own := content_here(folder / name)) is not None
+        and own == content_here(path)
         and own != expected.get(name, own)
     ]
     if stale:

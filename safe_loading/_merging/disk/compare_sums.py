@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -19,11 +20,36 @@ _KEPT = 16  # numbers of rows that are named
 _SAMPLES, _SAMPLE = 4, 64  # of wrong rows in each half, and elements of each, that are held against other rows
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Codes:
+class HeldCodes(Protocol):
     """Codes of a folder under its scales, one for each element of a block."""
 
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that the codes of values stand for."""
+
+    def differs(self, values: torch.Tensor) -> bool:
+        """Return whether the folder holds other codes than those of these values."""
+
+    def outside(self, values: torch.Tensor, error: torch.Tensor, *, limited: bool) -> torch.Tensor:
+        """Return which codes no values within ``error`` of these have; ``limited``: under scales no larger than due."""
+
+    def off(self, values: torch.Tensor) -> torch.Tensor:
+        """Return by how many codes each element is off the nearest one."""
+
+    @property
+    def gaps(self) -> torch.Tensor:
+        """The distances of the numbers around each code."""
+
+    @property
+    def telling(self) -> torch.Tensor | None:
+        """The elements that tell the factor of an update; None for all."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Codes:
+    """Codes whose scales others may choose otherwise."""
+
     found: torch.Tensor  # what the folder holds
+    merged: torch.Tensor  # what that stands for
     own: torch.Tensor  # the scale of each
     limited: torch.Tensor  # no larger than a right merge has reason to choose
     nearest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # values to the nearest codes under scales
@@ -31,6 +57,25 @@ class Codes:
     gaps: torch.Tensor  # the distances of the numbers around each code
     most: torch.Tensor  # beyond it, a value was clipped, and not rounded
     sign: int  # the bit of a code that is its sign
+
+    @property
+    def telling(self) -> torch.Tensor | None:
+        """The elements that tell the factor of an update: all."""
+        return None
+
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that the codes of values stand for."""
+        return self.values(values, self.own)
+
+    def differs(self, values: torch.Tensor) -> bool:
+        """Return whether the folder holds other numbers than those of these values' codes."""
+        return not torch.equal(self.rounded(values), self.merged)
+
+    def outside(self, values: torch.Tensor, error: torch.Tensor, *, limited: bool) -> torch.Tensor:
+        """Return which codes no values within ``error`` of these have, or values that are clipped."""
+        scales = self.limited if limited else self.own
+        inside = _inside(self.merged, values, error, lambda end: self.values(end, scales))
+        return ~inside | (values.abs() - error > self.most)
 
     def off(self, exact: torch.Tensor) -> torch.Tensor:
         """Return by how many codes each element is off the nearest one."""
@@ -52,13 +97,12 @@ class Block:
     exact: torch.Tensor  # the sum before it is rounded
     base: torch.Tensor | None  # what the base holds there
     dtype: torch.dtype  # that is stored; of codes, the dtype in which other programs add
-    codes: Codes | None = None  # where the folder holds codes
+    codes: HeldCodes | None = None  # where the folder holds codes
+    error: torch.Tensor | None = None  # of the exact sum itself, where the base is not known to the bit
 
-    def rounded(self, values: torch.Tensor, *, limited: bool = False) -> torch.Tensor:
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Return values as the folder could hold them, each rounded to nearest."""
-        if self.codes is None:
-            return _rounded(values, self.dtype)
-        return self.codes.values(values, self.codes.limited if limited else self.codes.own)
+        return _rounded(values, self.dtype) if self.codes is None else self.codes.rounded(values)
 
     @functools.cached_property
     def interval(self) -> Interval | None:
@@ -69,16 +113,19 @@ class Block:
 
     def differs(self, values: torch.Tensor) -> bool:
         """Return whether the folder holds anything but these values, rounded to nearest."""
+        if self.codes is not None:
+            return self.codes.differs(values)
         if self.interval is not None:
             return not bool(self.interval.holds(values).all())
         return not torch.equal(self.rounded(values), self.merged)
 
     def outside(self, exact: torch.Tensor, error: torch.Tensor, *, limited: bool = False) -> torch.Tensor:
         """Return which of the folder's values are no number within ``error`` of the exact one, rounded to nearest."""
+        if self.codes is not None:
+            return self.codes.outside(exact, error, limited=limited)
         if self.interval is not None:
             return ~self.interval.meets(exact, error)
-        inside = _inside(self.merged, exact, error, lambda end: self.rounded(end, limited=limited))
-        return ~inside if self.codes is None else ~inside | (exact.abs() - error > self.codes.most)
+        return ~_inside(self.merged, exact, error, self.rounded)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,7 +182,6 @@ class Sums:
         """Add a block that differs; ``columns`` are those of the matrix that the tensor is seen as."""
         nearest, merged, exact = block.nearest, block.merged, block.exact
         wrong = nearest.ne(merged)  # NaN is unequal to all
-        self.elements += len(merged)
         count = int(wrong.sum())
         if not count:  # zeros of another sign
             return
@@ -150,12 +196,11 @@ class Sums:
         self.has_base = self.has_base and block.base is not None
         self.not_base = self.not_base or block.differs(base)
         self.factor = max(self.factor, bound.factor)
-        self._add_products(block, base, merged)
-        gaps = 4 * UNIT[block.dtype] ** 2 * squares if block.codes is None else _dot(block.codes.gaps, block.codes.gaps)
-        self.rounding += gaps / 4
         width = columns if columns and not len(merged) % columns and not block.first % columns else len(merged)
         error = bound.error(block.first // width, base.view(-1, width), exact.view(-1, width)).view(-1)
-        self.bound += _dot(error, error)
+        if block.error is not None:
+            error = error + block.error
+        self._add_products(block, base, merged, error)
         outside = block.outside(exact, error, limited=True)
         beyond = int(outside.sum())
         self.outside += beyond
@@ -167,16 +212,29 @@ class Sums:
             else:
                 self.codes_off = max(self.codes_off, int(block.codes.off(exact)[outside].max()))
 
-    def _add_products(self, block: Block, base: torch.Tensor, merged: torch.Tensor) -> None:
-        update, change, off = block.exact - base, merged - base, merged - block.exact
+    def _add_products(self, block: Block, base: torch.Tensor, merged: torch.Tensor, error: torch.Tensor) -> None:
+        """Add to the sums that tell the factor of the update."""
+        exact, nearest = block.exact, block.nearest
+        gaps = 2 * UNIT[block.dtype] * merged if block.codes is None else block.codes.gaps
+        off = merged - exact
         low, high = value_range(off)
         self.distance = max(self.distance, -low, high)
+        telling = None if block.codes is None else block.codes.telling
+        if telling is not None:
+            exact, nearest, base, merged, error, gaps = (
+                each[telling] for each in (exact, nearest, base, merged, error, gaps)
+            )
+            off = merged - exact
+        update, change = exact - base, merged - base
+        self.elements += len(merged)
         self.update += _dot(update, update)
         self.change += _dot(change, change)
         self.along += _dot(change, update)
-        self.nearest_along += _dot(torch.sub(block.nearest, base, out=change), update)
-        noise = torch.sub(merged, block.nearest, out=off).mul_(update)
+        self.nearest_along += _dot(torch.sub(nearest, base, out=change), update)
+        noise = torch.sub(merged, nearest, out=off).mul_(update)
         self.noise += _dot(noise, noise)
+        self.rounding += _dot(gaps, gaps) / 4
+        self.bound += _dot(error, error)
 
     def _add_candidates(self, block: Block, base: torch.Tensor, error: torch.Tensor, bound: Bound, width: int) -> None:
         update, row, count = block.exact - base, block.first // width, len(block.merged) // width

@@ -10,8 +10,10 @@ import torch
 
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._core.report import Finding, Severity, counted
+from safe_loading._model.dtypes import DTYPES
 
 from .changes import ChangedRows
+from .compare_bounds import UNIT
 from .compare_report import CheckedTensor, MergeVerdict
 from .compare_sums import Sums
 from .compare_tensors import Compared
@@ -83,6 +85,11 @@ def judge(plan: TensorPlan, file: str, compared: Compared, shape: tuple[int, ...
     return CheckedTensor(info.name, file, verdict, action, info.dtype, info.nbytes, wrong, distance, scale, detail)
 
 
+def is_better(one: CheckedTensor, other: CheckedTensor) -> bool:
+    """Return whether one verdict on a tensor explains more of it than another."""
+    return (_WORST.index(one.verdict), -one.wrong) > (_WORST.index(other.verdict), -other.wrong)
+
+
 def _section_verdict(plan: TensorPlan, changed: ChangedRows | None, sums: Sums) -> MergeVerdict:
     """Return the verdict on one section; the likeliest mistake that explains every value comes first."""
     if not sums.wrong:
@@ -96,22 +103,26 @@ def _section_verdict(plan: TensorPlan, changed: ChangedRows | None, sums: Sums) 
     if sums.has_base and not sums.not_base and (added or replaced or changed is not None):
         return "base"
     if added and sums.has_base:
-        if not sums.not_twice:
+        if not sums.not_twice and not sums.scale <= 1:  # an update below the bound may be told by its factor alone
             return "twice"
         if not sums.not_transposed:
             return "transposed"
         if not sums.not_negated or _is_scaled(sums):
             return "scaled"
-    if not all(sums.not_narrow.values()):
-        return "narrowed"
-    return "other"
+    narrow = [dtype for dtype, is_wrong in sums.not_narrow.items() if not is_wrong]
+    for dtype in narrow:  # the base's own precision is none that is lost
+        own = plan.source is not None and DTYPES.get(plan.source.dtype) is dtype
+        if own and (not added or _is_whole(sums, (1 + UNIT[dtype]) ** 4 - 1)):
+            return "rounding"
+    return "narrowed" if narrow else "other"
 
 
-def _is_whole(sums: Sums) -> bool:
+def _is_whole(sums: Sums, error: float = 0.0) -> bool:
     """Return whether the update as a whole has the factor 1, as far as rounding lets one tell."""
     if not sums.update:
         return True
-    return abs(sums.along - sums.nearest_along) <= sums.factor * sums.update + _NOISE * math.sqrt(sums.noise)
+    factor = max(error, sums.factor)
+    return abs(sums.along - sums.nearest_along) <= factor * sums.update + _NOISE * math.sqrt(sums.noise)
 
 
 def _is_scaled(sums: Sums) -> bool:

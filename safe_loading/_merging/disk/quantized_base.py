@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -39,13 +39,20 @@ class PlainCheckpoint(NamedTuple):
     stale_headers: frozenset[str]  # the files whose headers on disk do not describe ``checkpoint``
 
 
+class RowDecoder(Protocol):
+    """Gives the values of rows of a weight that are not on disk as such."""
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Return some rows in float64."""
+
+
 class Decoder:
     """Reads rows of one quantized weight from an open file; its scales are in memory as long as it is."""
 
     def __init__(self, weight: QuantizedTensor, source: int) -> None:
         self._weight, self._source = weight, source
         codes = STORED[weight.kind]
-        self._tables = codes.tables(weight, {role: _read_tensor(*at) for role, at in weight.scales.items()})
+        self._tables = codes.tables(weight, {role: read_tensor(*at) for role, at in weight.scales.items()})
         self._rows = codes.decoder(weight, self._tables, self.stored)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
@@ -125,6 +132,7 @@ def _plain_dtype(config: JsonObject) -> str:
     return {"float32": "F32", "float16": "F16", "float64": "F64"}.get(str(dtype), "BF16")
 
 
-def _read_tensor(path: Path, info: TensorInfo) -> torch.Tensor:
+def read_tensor(path: Path, info: TensorInfo) -> torch.Tensor:
+    """Return a small tensor of a file."""
     dtype = torch.float8_e8m0fnu if info.dtype == "F8_E8M0" else DTYPES[info.dtype]
     return torch.frombuffer(range_of(path, info.start, info.nbytes), dtype=dtype).view(info.shape)

@@ -19,7 +19,7 @@ from safe_loading.errors import MergeError
 
 from .changes import ChangedRows
 from .output_plan import TensorPlan
-from .quantized_base import Decoder
+from .quantized_base import Decoder, RowDecoder
 from .thread_buffers import BLOCK_BYTES, Buffers
 
 _COPY_BYTES = 16 << 20
@@ -53,7 +53,7 @@ class TensorWriter:
         info = plan.source or plan.target
         self._ahead = ReadAhead(source, info.start, info.nbytes)
         self._from, self._to = DTYPES.get(info.dtype), DTYPES.get(plan.target.dtype)
-        self._decoder: Decoder | None = None
+        self._decoder: RowDecoder | None = None
         self._mergers: dict[Update, RowMerger] = {}
         self._merger: RowMerger | None = None  # of the section that is written
         self._uses_left = Counter(changed.update for changed in plan.rows)
@@ -113,7 +113,7 @@ class TensorWriter:
             raise ValueError(f"{plan.target.name} cannot be changed")
         width = plan.columns * self._from.itemsize
         total = math.prod(plan.target.shape) // plan.columns if width else 0
-        self._decoder = None if plan.quantized is None else Decoder(plan.quantized, self._source)
+        self._decoder = self._open_decoder()
         # Whole groups of ROWS rows, which RowMerger sums alike whatever the block.
         rows = max(ROWS, BLOCK_BYTES // max(width, 1) // ROWS * ROWS)
         for begin, end, changed in sections_of(plan.rows, total):
@@ -125,6 +125,9 @@ class TensorWriter:
             for start in range(begin, end, rows):
                 block = change(self._read(start, min(end, start + rows)), start)
                 yield self._write(self._buffers.bytes_of(block), start * plan.columns * self._to.itemsize)
+
+    def _open_decoder(self) -> RowDecoder | None:
+        return None if self._plan.quantized is None else Decoder(self._plan.quantized, self._source)
 
     def _write_by_peft(self, merge: TunerMerge, total: int, rows: int) -> Iterator[tuple[int, int]]:
         """Write a whole tensor as another method than LoRA makes it, rounded once; all of it is in memory meanwhile."""

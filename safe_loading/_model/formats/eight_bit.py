@@ -18,6 +18,7 @@ from torch import nn
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.protocols import JsonObject
 
+from .block_codes import BlockCodes, CodeTable, as_they_are, rounded_to
 from .packed_linear import StandIn, frozen, frozen_bias
 from .packed_on_disk import EIGHT_BITS, WEIGHT_FORMAT
 from .stored import QuantizedTensor, Rows, Stored, StoredCodes, Tables, packed_tensor
@@ -137,4 +138,16 @@ def _eight_bit_rows(weight: QuantizedTensor, tables: Tables, stored: Stored) -> 
     return rows
 
 
-STORED_EIGHT_BITS = StoredCodes(EIGHT_BITS, find_eight_bits, _eight_bit_rows, described_by=(f".{WEIGHT_FORMAT}",))
+def _in_blocks(weight: QuantizedTensor, tables: Tables) -> BlockCodes:
+    scales, numbers = tables["SCB"], torch.arange(256, dtype=torch.uint8).view(torch.int8).double() / 127
+    read = rounded_to(scales.dtype, scales)
+    return BlockCodes(CodeTable(numbers), weight.shape[-1], 1, lambda data: data, read, as_they_are)
+
+
+STORED_EIGHT_BITS = StoredCodes(
+    EIGHT_BITS,
+    find_eight_bits,
+    _eight_bit_rows,
+    described_by=(f".{WEIGHT_FORMAT}",),
+    in_blocks=_in_blocks,
+)

@@ -24,6 +24,7 @@ from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, counted
 
+from .four_bit_blocks import four_bit_blocks
 from .packed_linear import StandIn, frozen, frozen_bias
 from .packed_on_disk import FOUR_BITS, NESTED_BLOCK, STATES
 from .stored import QuantizedTensor, Rows, Stored, StoredCodes, Tables, entries, packed_tensor
@@ -303,4 +304,5 @@ STORED_FOUR_BITS = StoredCodes(
     _four_bit_rows,
     tables=_with_plain_scales,
     described_by=tuple(STATES),
+    in_blocks=four_bit_blocks,
 )

@@ -12,6 +12,7 @@ from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.protocols import JsonObject
 
+from .block_codes import BlockCodes
 from .packed_on_disk import read_packed_weight
 
 Tables = Mapping[str, torch.Tensor]  # the tensors that decode a weight, by their role
@@ -67,6 +68,8 @@ class StoredCodes:
     described_by: tuple[str, ...] = ()  # how the names of tensors end that only describe codes
     beside: tuple[str, ...] = ()  # the same, in a layer whose ``weight`` is such codes
     experts: RowCodes | None = None  # where a weight is all experts of a layer, each transposed
+    # Where each block of a weight has one scale, which is its largest value: what decodes it, from what was read of it.
+    in_blocks: Callable[[QuantizedTensor, Tables], BlockCodes] | None = None
 
 
 def with_files(checkpoint: Checkpoint, named: Mapping[str, TensorInfo | None]) -> dict[str, tuple[Path, TensorInfo]]:

@@ -1,0 +1,117 @@
+"""The files beside the weights that a merged folder has with other contents than the merge would write.
+
+An engine writes its own form of them: other versions, defaults written out or left out, other orders. Held against one
+another are the entries that both have, and those of the generation config as its class reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from transformers import GenerationConfig
+
+from safe_loading._checkpoint.files import try_open
+from safe_loading._checkpoint.model_folder import GENERATION_CONFIG
+from safe_loading._checkpoint.strict_json import try_parse
+from safe_loading._core.log import quiet
+from safe_loading._core.protocols import JsonObject
+from safe_loading._core.report import Finding
+
+from .sources import is_processor
+
+_TEMPLATE, _TEMPLATE_JSON, _TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
+# Entries that say where a file came from or how a batch is made, and not what the model is asked or answers.
+_NO_MATTER = frozenset({
+    "auto_map", "cache_implementation", "max_length", "name_or_path", "output_attentions", "output_hidden_states",
+    "pad_token_id", "processor_class", "return_dict_in_generate", "transformers_version", "use_cache",
+})  # fmt: skip
+
+
+def changed_files(expected: Mapping[str, bytes], folder: Path) -> Iterator[Finding]:
+    """Yield the finding of files with other contents than ``expected``, by the entries that differ."""
+    found = [
+        *_generation(expected, folder),
+        *_templates(expected, folder),
+        *_processors(expected, folder),
+    ]
+    if found:
+        fix = "copy the files of the base or the adapter; none, if the change was meant"
+        yield Finding("merged-files-changed", "warning", str(folder), "; ".join(found) + ".", f"{fix}.")
+
+
+def content_here(path: Path) -> bytes | None:
+    """Return the bytes of a file; None where there is none that may be read."""
+    file = try_open(path)
+    if isinstance(file, Finding):
+        return None
+    with file:
+        return file.read()
+
+
+def _parsed(content: bytes | None, name: str) -> JsonObject | None:
+    document = None if content is None else try_parse(content, name)
+    return None if isinstance(document, Finding) else document  # check_checkpoint names what is no JSON
+
+
+def _generation(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:
+    documents = [
+        _parsed(content, GENERATION_CONFIG)
+        for content in (expected.get(GENERATION_CONFIG), content_here(folder / GENERATION_CONFIG))
+    ]
+    right, own = documents
+    if right is None or own is None:
+        return
+    try:
+        with quiet():
+            right, own = (GenerationConfig.from_dict(dict(each)).to_dict() for each in (right, own))
+    except Exception:  # entries that no class takes
+        return
+    yield from (f"{GENERATION_CONFIG}: {text}" for text in _differences(right, own, ""))
+
+
+def _templates(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:
+    """Yield the chat template where it is another one; transformers keeps it in any of three files."""
+    right = _template_of({name: expected.get(name) for name in (_TEMPLATE, _TEMPLATE_JSON, _TOKENIZER)})
+    own = _template_of({name: content_here(folder / name) for name in (_TEMPLATE, _TEMPLATE_JSON, _TOKENIZER)})
+    if right is not None and own is not None and right != own:
+        yield "the chat template is another one"
+
+
+def _template_of(contents: Mapping[str, bytes | None]) -> str | None:
+    text = contents[_TEMPLATE]
+    if text is not None:
+        return text.decode(errors="replace").strip()
+    for name in (_TEMPLATE_JSON, _TOKENIZER):
+        template = (_parsed(contents[name], name) or {}).get("chat_template")
+        if isinstance(template, str):
+            return template.strip()
+    return None
+
+
+def _processors(expected: Mapping[str, bytes], folder: Path) -> Iterator[str]:
+    for name in sorted(filter(is_processor, expected)):
+        right, own = _parsed(expected[name], name), _parsed(content_here(folder / name), name)
+        if right is not None and own is not None:
+            yield from (f"{name}: {text}" for text in _differences(right, own, ""))
+
+
+def _differences(right: JsonObject, own: JsonObject, outer: str) -> Iterator[str]:
+    for key in sorted(right.keys() & own.keys() - _NO_MATTER):
+        value, other = right[key], own[key]
+        if key.endswith("_token_id"):  # of one id, or of several
+            value, other = _listed(value), _listed(other)
+        if value == other or key.startswith("_") or key.endswith("_type"):  # a class in Python or the fast one
+            continue
+        if isinstance(value, dict) and isinstance(other, dict):
+            yield from _differences(value, other, f"{outer}{key}.")
+        elif type(value) is type(other) or (_is_number(value) and _is_number(other)) or None in (value, other):
+            yield f"{outer}{key} is {other!r:.60} and should be {value!r:.60}"
+
+
+def _listed(ids: object) -> object:
+    return sorted(ids, key=str) if isinstance(ids, list) else [ids]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))

@@ -1,0 +1,46 @@
+"""Blocks of codes in 4 bits: their tables and scales, and how its encoder rounds scales to 8 bits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from .block_codes import ROUNDED, BlockCodes, BlockScales, CodeTable, as_they_are, rounded_to
+from .packed_on_disk import NESTED_BLOCK
+from .stored import QuantizedTensor, Tables
+
+
+def four_bit_blocks(weight: QuantizedTensor, tables: Tables) -> BlockCodes:
+    """Return the decoding and encoding of a weight; ``tables`` are as the disk has them."""
+    plain = "nested_absmax" not in tables
+    scales = rounded_to(tables["absmax"].dtype, tables["absmax"]) if plain else _decoded(weight, tables)
+    round_scales = as_they_are if plain else partial(_rounded, CodeTable(tables["nested_quant_map"]))
+    block = int(weight.facts["blocksize"])
+    return BlockCodes(CodeTable(tables["quant_map"]), block, 2, _unpacked, scales, round_scales)
+
+
+def _unpacked(data: torch.Tensor) -> torch.Tensor:
+    return torch.stack([data >> 4, data & 15], 1).view(-1)
+
+
+def _decoded(weight: QuantizedTensor, tables: Tables) -> BlockScales:
+    """Return scales that are codes of 8 bits, each for its distance from an offset."""
+    table, offset = CodeTable(tables["nested_quant_map"]), float(weight.facts["nested_offset"])
+    at, outer = table.ranks_of(tables["absmax"]), tables["nested_absmax"].double().reshape(-1)
+    outer = outer.repeat_interleave(NESTED_BLOCK)[: len(at)]
+    slack = ROUNDED * (outer + abs(offset))
+    low, high = table.low[at].clamp(min=-1.0), table.high[at].clamp(max=1.0)
+    return BlockScales(offset + outer * table.numbers[at], offset + outer * low - slack, offset + outer * high + slack)
+
+
+def _rounded(table: CodeTable, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round scales as the encoder does; next to a middle between two codes, its float32 may fall to either side."""
+    offset = float(largest.mean())
+    outer = torch.cat(
+        [(group - offset).abs().amax().expand(len(group)) for group in torch.split(largest, NESTED_BLOCK)]
+    )
+    unit = outer.where(outer > 0, 1.0)
+    places, slack = (largest - offset) / unit, ROUNDED * (1 + abs(offset) / unit)
+    at, low, high = (table.numbers[table.nearest(each)] for each in (places, places - slack, places + slack))
+    return offset + outer * at, outer * torch.maximum(at - low, high - at)
