@@ -118,7 +118,7 @@ class Ledger:
 
     def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
         address = storage._cdata
-        watch = self._watches[address] = _Watch(storage, self._ended)  # type: ignore[arg-type]  # of any reference
+        watch = self._watches[address] = _Watch(storage, self._ended)
         watch.address, self.live[address] = address, index
 
     def _ended(self, watch: _Watch) -> None:
