@@ -99,6 +99,7 @@ class Workload:
         batch_size: Rows of a batch; of a micro-batch on one device when training; 0 where a search is to find it.
         sequence_length: Tokens of a row; the context length when generating; 0 where a search is to find it.
         decode_steps: Steps of one token each after the prompt.
+        new_tokens: Tokens that are written after the prompt, up to the last; 0 where `decode_steps` says how many.
         gradient_checkpointing: Whether layers keep their inputs only and are computed again in the backward pass.
         optimizer: A name of ``OPTIMIZERS``, or a ``torch.optim`` class.
         adapter: A ``peft`` config, or the folder of an adapter; only what it trains is trained.
@@ -123,6 +124,7 @@ class Workload:
     activation_offload: bool = False
     use_cache: bool = False
     fused_lm_head: bool = False
+    new_tokens: int = 0
 
     @staticmethod
     def weights_only() -> Workload:
@@ -137,6 +139,7 @@ class Workload:
         decode_steps: int = 1,
         autocast: str | None = None,
         adapter: PeftConfig | str | os.PathLike[str] | None = None,
+        new_tokens: int = 0,
     ) -> Workload:
         """A prompt of `context_length` tokens, then one step of one token, with the model's own cache.
 
@@ -144,7 +147,8 @@ class Workload:
         the last position's logits are computed where the model can do that. The decode step that follows has the whole
         prompt in its cache, whose memory is what the model's cache class takes: for a ``DynamicCache`` that is
         ``context_length`` positions after the prompt, and ``context_length + 1`` after the step, twice while a
-        layer's keys are concatenated. To plan for a conversation that ends at N tokens, give N.
+        layer's keys are concatenated. To plan for a conversation that ends at N tokens, give N; or give the prompt and
+        `new_tokens`, and a forecast tells the peak of the prompt from that of the end (`MemoryForecast.phases`).
 
         Args:
             batch_size: Rows of the batch, beams included; None where a search is to find it.
@@ -152,6 +156,9 @@ class Workload:
             decode_steps: How many steps of one token follow the prompt, at most 256.
             autocast: ``"bfloat16"`` or ``"float16"`` to run under ``torch.autocast``.
             adapter: A ``peft`` config or the folder of an adapter that is attached, unmerged.
+            new_tokens: How many tokens are written after a prompt of `context_length`, as ``max_new_tokens`` says to
+                ``generate()``: the last of them is written with a cache of all the others. `decode_steps` does not
+                count then. Not for models that read a prompt with an encoder.
 
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown dtype.
@@ -164,6 +171,7 @@ class Workload:
                 decode_steps=decode_steps,
                 autocast=autocast,
                 adapter=adapter,
+                new_tokens=new_tokens,
             )
         )
 
@@ -334,8 +342,8 @@ def _checked(workload: Workload) -> Workload:
     problems: list[str] = []
     numbers: dict[str, Any] = {}
     written_as = {"sequence_length": "context_length"} if workload.kind == "generate" else {}
-    least = {"decode_steps": 0}
-    for name in ("batch_size", "sequence_length", "decode_steps", "gradient_accumulation_steps"):
+    least = {"decode_steps": 0, "new_tokens": 0}
+    for name in ("batch_size", "sequence_length", "decode_steps", "gradient_accumulation_steps", "new_tokens"):
         value, low = getattr(workload, name), least.get(name, 1)
         # Numpy's integers have __index__ too, and 2.0 does not; what has none fails the check below.
         try:

@@ -37,6 +37,7 @@ from .trace.records import StepTrace
 from .trace.scan_kernels import scan_stand_ins
 from .trace.timeline import context_of, run_events, workspaces_of
 from .trace.trace_step import ranks_alike, trace_step
+from .trace.two_ends import peaks_of_phases, trace_two_ends
 from .trace.zero3_step import is_stage_3
 
 SHARDED_ALREADY = (
@@ -44,6 +45,7 @@ SHARDED_ALREADY = (
     "spread=Spread.fsdp2(ranks)."
 )
 
+_PHASES = {"prefill": "prompt", "decode": "end"}  # of a generation, and what a report calls them
 _OF_THE_BUILD = ("auto_class", "dtype", "attn_implementation", "trust_remote_code", "quantization_config")
 
 
@@ -162,6 +164,7 @@ def predict_memory(
         components=components_at_peak(trace, device, sum(workspaces), run.allocated_peak_bytes),
         modules=modules_at_peak(trace, device),
         peak_at=peak_in_words(trace, device),
+        phases=peaks_of_phases(trace, device, _PHASES, sum(workspaces)) if workload.kind == "generate" else {},
         notes=(f"Context: {source}.", *_spread_notes(spread), *_scan_notes(of_scans), *made.notes, *trace.assumptions),
         events=events,
         expandable_segments=expandable_segments,
@@ -214,8 +217,14 @@ def _traces(
     if is_sharded(model):
         raise ArgumentError(SHARDED_ALREADY)
     if spread is None:
-        trace = trace_step(model, workload, inputs=inputs, attached_there=attached_there, prepare_for_kbit=preparation)
-        return {0: trace}
+
+        def trace(work: Workload) -> StepTrace:
+            return trace_step(model, work, inputs=inputs, attached_there=attached_there, prepare_for_kbit=preparation)
+
+        if not workload.new_tokens:
+            return {0: trace(workload)}
+        encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        return {0: trace_two_ends(workload, trace, encoder_decoder=encodes)}
     if not isinstance(spread, Spread):
         raise ArgumentError(f"spread={spread!r:.80}: pass a Spread, for example Spread.fsdp2(ranks=8).")
     if not spread.ranks:
@@ -223,6 +232,12 @@ def _traces(
     if workload.fused_lm_head:
         raise ArgumentError(
             "trl's fused LM head was not held against ranks. Forecast one card, or the job with fused_lm_head=False."
+        )
+    if workload.new_tokens:
+        raise ArgumentError(
+            f"new_tokens= was not held against ranks. Forecast the ends one by one, with spread=: "
+            f"{workload.replace(new_tokens=0)} and "
+            f"{workload.replace(new_tokens=0, sequence_length=workload.sequence_length + workload.new_tokens)}."
         )
     if workload.kind == "weights_only":
         raise ArgumentError("spread= needs a step, because units are gathered in it: Workload.train(...) or generate.")

@@ -45,7 +45,6 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_memory/audit/base_values.py": {
         "save the base as it is": f"{_NUMBERS}test_a_base_that_was_changed_is_saved_and_loaded_again",
-        "attach the adapter to what": _LOST,
     },
     "_memory/audit/optimizer_steps.py": {
         "give the group its own lr": _LOST,

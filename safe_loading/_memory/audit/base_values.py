@@ -35,7 +35,7 @@ _RANDOM_START = "pissa_niter"  # what init_lora_weights begins with where peft d
 _OF_PEFT = (".base_layer", ".original_module")
 _FIX = (
     "save the base as it is, model.get_base_model().save_pretrained(folder) before the adapter is attached, and load "
-    "it from there, so that name_or_path is that folder; or attach the adapter to what from_pretrained loads."
+    "it from there, so that name_or_path is that folder."
 )
 
 

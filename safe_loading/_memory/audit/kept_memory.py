@@ -86,7 +86,7 @@ def check_reference(audited: AuditedModel) -> Iterator[Finding]:
                 f"moves with it, so that nothing holds the model back. get_peft_model puts its layers into the base "
                 f"that it is given."
             )
-            fix = "with an adapter pass ref_model=None, and else a copy: copy.deepcopy(model) or a second load."
+            fix = "with an adapter pass ref_model=None, and else a second load of the model."
             yield Finding("SL144", "error", f"trainer.{name}", message, fix, size_of(shared))
 
 

@@ -95,6 +95,9 @@ def trace_step(
     options = _Options(
         workload, placement, inputs, cached_outputs, offload_buffers, spread, rank, attached_there, prepare_for_kbit
     )
+    if workload.new_tokens:
+        end = workload.replace(new_tokens=0, sequence_length=workload.sequence_length + workload.new_tokens)
+        raise ArgumentError(f"new_tokens= is for predict_memory alone. Pass the whole length: {end}.")
     one_device = placement is None or len(set(placement.values())) == 1
     with _ONE_AT_A_TIME:
         if workload.kind == "train" and spread is None and one_device and not every_layer:
@@ -154,6 +157,7 @@ def _traced(model: torch.nn.Module, options: _Options, *, skip_layers: bool = Fa
         first_update=ledger.first_update,
         widened=widened,
         starts=starts,
+        begun=tuple(ledger.begun),
         around=where.around,
     )
 

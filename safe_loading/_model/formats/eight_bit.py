@@ -59,6 +59,10 @@ def eight_bit_class() -> Callable[[nn.Linear, float], StandIn]:
                 self.bias.data = self.bias.data.to(x.dtype)
             return _product_8bit(x, self.weight, self.scales, self.bias, self.state.threshold)
 
+        def unpacked(self) -> torch.Tensor:
+            """Return the weight in float32, as ``int8_vectorwise_dequant`` computes it."""
+            return self.weight.detach() * self.scales.view(-1, 1) * (1 / 127)
+
     return Linear8bitLt
 
 

@@ -111,6 +111,14 @@ def four_bit_class() -> Callable[[nn.Linear, FourBitOptions], StandIn]:
             product = _product_4bit(x, self.weight, self.absmax, bias, self.out_features, self.original_dtype)
             return product.to(input_dtype)
 
+        def unpacked(self) -> torch.Tensor:
+            """Return the weight in 16 bits, as ``dequantize_4bit`` allocates it."""
+            nested = self.absmax.dtype == torch.uint8
+            statistics = self.absmax.new_empty(self.absmax.shape, dtype=torch.float32) if nested else self.absmax
+            values = self.weight.new_empty((self.out_features, self.in_features), dtype=self.original_dtype)
+            del statistics  # alive until the values are there
+            return values
+
     return Linear4bit
 
 
