@@ -42,11 +42,8 @@ def add(commands: Commands) -> None:
     )
     declare = parser.add_argument
     declare("model", metavar="MODEL", help="folder or hub id of a model or an adapter; its config is enough")
-    declare(
-        "--generate",
-        metavar="[ROWSx]TOKENS[+NEW]",
-        help="a prompt of ROWS x TOKENS and one token more, or NEW tokens more: the peaks of both ends",
-    )
+    ends = "a prompt of ROWS x TOKENS and one token more, or NEW tokens more: the peaks of both ends"
+    declare("--generate", metavar="[ROWSx]TOKENS[+NEW]", help=ends)
     add_training(parser)
     declare("--lora", nargs="+", metavar="FIELD=VALUE", help="train a LoRA: r=16 alpha=32 targets=q_proj,v_proj")
     add_quantization(parser)

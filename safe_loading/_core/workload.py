@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 Kind = Literal["weights_only", "generate", "train"]
+Reference = Literal["model", "adapter_off"]
+REFERENCES = ("model", "adapter_off")
 AUTOCAST = ("bfloat16", "float16")
 _NOT_WRITTEN = ("peft_type", "peft_version", "auto_mapping")  # what a config of peft sets itself
 _SOUGHT = {"batch_size": "largest_micro_batch", "sequence_length": "largest_workload"}  # and the verb that finds it
@@ -99,6 +101,7 @@ class Workload:
         batch_size: Rows of a batch; of a micro-batch on one device when training; 0 where a search is to find it.
         sequence_length: Tokens of a row; the context length when generating; 0 where a search is to find it.
         decode_steps: Steps of one token each after the prompt.
+        reference: The reference whose forward pass belongs to the step: a ``"model"``, or the ``"adapter_off"``.
         new_tokens: Tokens that are written after the prompt, up to the last; 0 where `decode_steps` says how many.
         gradient_checkpointing: Whether layers keep their inputs only and are computed again in the backward pass.
         optimizer: A name of ``OPTIMIZERS``, or a ``torch.optim`` class.
@@ -125,6 +128,7 @@ class Workload:
     use_cache: bool = False
     fused_lm_head: bool = False
     new_tokens: int = 0
+    reference: Reference | None = None
 
     @staticmethod
     def weights_only() -> Workload:
@@ -189,6 +193,7 @@ class Workload:
         activation_offload: bool = False,
         use_cache: bool = False,
         fused_lm_head: bool = False,
+        reference: Reference | None = None,
     ) -> Workload:
         """A steady-state training step (optimizer state already allocated): forward, loss, backward, optimizer.
 
@@ -215,6 +220,10 @@ class Workload:
                 ``model.config.use_cache`` is False or the model checkpoints.
             fused_lm_head: Whether the loss is computed by trl's fused LM head, as in its trainers for SFT, DPO, KTO and
                 GRPO since trl 1.16: in tiles, so that no logits are made. Needs trl, whose code is run.
+            reference: The reference of DPO, KTO or GRPO, which runs without a graph after the model: ``"model"`` is a
+                copy of the base on the same device, as ``ref_model=``; ``"adapter_off"`` the base itself, as trl does
+                with an adapter. None where its log-probabilities were computed before, or there is none. A pair of
+                preferences is two rows.
 
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown name.
@@ -233,6 +242,7 @@ class Workload:
                 activation_offload=activation_offload,
                 use_cache=use_cache,
                 fused_lm_head=fused_lm_head,
+                reference=reference,
             )
         )
 
@@ -365,8 +375,9 @@ def _checked(workload: Workload) -> Workload:
     problems += [f"{name}={flag!r}: True or False." for name, flag in flags.items() if not isinstance(flag, bool)]
     if workload.fused_lm_head and workload.labels is False:
         problems.append("fused_lm_head=True computes the loss from labels: leave labels=False out.")
-    if workload.autocast not in (None, *AUTOCAST):
-        problems.append(f"autocast={workload.autocast!r}: one of {list(AUTOCAST)}, or None.")
+    for name, words in (("reference", REFERENCES), ("autocast", AUTOCAST)):
+        if getattr(workload, name) not in (None, *words):
+            problems.append(f"{name}={getattr(workload, name)!r}: one of {list(words)}, or None.")
     known = isinstance(workload.optimizer, type) or (
         isinstance(workload.optimizer, str) and workload.optimizer in OPTIMIZERS
     )

@@ -43,6 +43,7 @@ from .audit import (
     wrappers,
 )
 from .audit.audited_model import AuditedModel
+from .audit.reference import reference_of
 from .audit.report import AuditReport
 from .audit.round_trip import check_round_trip
 from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
@@ -142,6 +143,8 @@ def audit_model(
     model_source(model, "model", torch.nn.Module, PreTrainedConfig)
     _refuse(model, workload, optimizer, quantization_config)
     preparation = check_preparation(prepare_for_kbit or preparation_of(trainer))
+    if workload is not None and workload.kind == "train" and workload.reference is None:
+        workload = workload.replace(reference=reference_of(trainer))
     source, requested, hub = model, workload, HubOptions(revision, subfolder, token)
     if not isinstance(model, torch.nn.Module):
         model, workload = _build_on_meta(model, workload, trust_remote_code, quantization_config, hub, preparation)

@@ -144,8 +144,7 @@ def predict_memory(
     with with_stand_ins(made.model) as stand_ins, cuda_paths(capability), scans as of_scans, kept:
         loading = loading_of_layers(made.model, stand_ins) if stand_ins else made.loading
         loading = dataclasses.replace(loading, warmed=loading.warmed or loaded_by == "device_map")
-        there = loaded_by == "device_map"
-        traces = _traces(made.model, made.workload, inputs, spread, preparation, attached_there=there)
+        traces = _traces(made.model, made.workload, inputs, spread, preparation, loaded_by == "device_map")
     trace = max(traces.values(), key=lambda of_rank: of_rank.devices[0].peak_bytes if 0 in of_rank.devices else 0)
     # accelerators come first; the host follows where the model's own code makes tensors on it
     device = next(iter(trace.devices))
@@ -210,7 +209,6 @@ def _traces(
     inputs: Mapping[str, torch.Tensor] | None,
     spread: Spread | None,
     preparation: KbitPreparation,
-    *,
     attached_there: bool,
 ) -> dict[int, StepTrace]:
     """Return the step of each rank under its number; ranks that hold the same share one."""
@@ -225,6 +223,18 @@ def _traces(
             return {0: trace(workload)}
         encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         return {0: trace_two_ends(workload, trace, encoder_decoder=encodes)}
+    _refuse_spread(spread, workload)
+    if is_stage_3(spread):
+        _check_stage_3(workload)
+    traces: dict[int, StepTrace] = {}
+    for group in ranks_alike(model, workload, spread, preparation):
+        of_rank = trace_step(model, workload, inputs=inputs, spread=spread, rank=group[0], prepare_for_kbit=preparation)
+        traces |= dict.fromkeys(group, of_rank)
+    return dict(sorted(traces.items()))
+
+
+def _refuse_spread(spread: Spread, workload: Workload) -> None:
+    """Refuse a job over several ranks that was not held against one, with the jobs that can be forecast."""
     if not isinstance(spread, Spread):
         raise ArgumentError(f"spread={spread!r:.80}: pass a Spread, for example Spread.fsdp2(ranks=8).")
     if not spread.ranks:
@@ -232,6 +242,11 @@ def _traces(
     if workload.fused_lm_head:
         raise ArgumentError(
             "trl's fused LM head was not held against ranks. Forecast one card, or the job with fused_lm_head=False."
+        )
+    if workload.reference is not None:
+        raise ArgumentError(
+            f"reference= was not held against ranks. Forecast one card, or the job with reference=None: "
+            f"{workload.replace(reference=None)}."
         )
     if workload.new_tokens:
         raise ArgumentError(
@@ -245,13 +260,6 @@ def _traces(
         raise ArgumentError("Spread.ddp is for training: a rank that generates holds its model as one GPU alone does.")
     if spread.kind in ("fsdp1", "zero") and workload.kind != "train":
         raise ArgumentError(f"Spread.{spread.kind} is for training. Spread.fsdp2 can be forecast for generation too.")
-    if is_stage_3(spread):
-        _check_stage_3(workload)
-    traces: dict[int, StepTrace] = {}
-    for group in ranks_alike(model, workload, spread, preparation):
-        of_rank = trace_step(model, workload, inputs=inputs, spread=spread, rank=group[0], prepare_for_kbit=preparation)
-        traces |= dict.fromkeys(group, of_rank)
-    return dict(sorted(traces.items()))
 
 
 def _check_stage_3(workload: Workload) -> None:

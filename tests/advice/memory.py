@@ -123,6 +123,12 @@ TAKEN: dict[str, dict[str, str]] = {
         "Pass Workload.train": _CALL,
         ", or train an adapter": f"{_ADVISED}test_a_row_that_is_too_much_is_made_to_fit",
     },
+    "_memory/trace/two_ends.py": {
+        "Pass {}": "memory/test_two_ends.py::test_a_prompt_that_an_encoder_reads_takes_steps",
+    },
+    "_memory/trace/reference_pass.py": {
+        "Pass reference='model'": "memory/test_reference_pass.py::test_what_cannot_be_forecast_is_refused_with_what_can"
+    },
     "_memory/largest_workload.py": {"pass for example Workload.generate": VALUES},
     "_memory/plan/device_map_plan.py": {"plan again with plan_device_map": _CALL},
     "_memory/plan/device_memory.py": {"Pass the limits": f"{_ADVISED}test_free_memory_that_cannot_be_read_is_passed"},
@@ -185,6 +191,7 @@ TAKEN: dict[str, dict[str, str]] = {
     },
     "_memory/trace/zero_step.py": {"pass param_dtype=": "memory/test_forecast_zero.py::test_what_is_refused"},
     "_memory/trace/trace_step.py": {
-        "Switch it on in the model itself": f"{_ADVISED}test_checkpointing_is_switched_on_in_the_model_itself"
+        "Pass the whole length": "memory/test_two_ends.py::test_where_the_ends_are_not_known_they_are_refused",
+        "Switch it on in the model itself": f"{_ADVISED}test_checkpointing_is_switched_on_in_the_model_itself",
     },
 }

@@ -108,13 +108,13 @@ def _grow(
 
 
 def _replaced(trace: StepTrace, begin: int) -> set[int]:
-    """Return what the steps after the prompt replace by something longer."""
+    """Return the tensors that each step after the prompt replaces by longer ones."""
     made = max(place for place, event in enumerate(trace.events) if not event.freed)
     return {event.allocation for event in trace.events[begin:made] if event.freed}
 
 
 def _alive(trace: StepTrace, events: Sequence[Event]) -> list[int]:
-    """Return what is alive after some events, without what was there before the step, in the order in which it came."""
+    """Return the tensors of the step that are alive after some events, in the order in which they came."""
     alive: dict[int, None] = {}
     for index, freed in events:
         if freed:

@@ -61,7 +61,9 @@ def eight_bit_class() -> Callable[[nn.Linear, float], StandIn]:
 
         def unpacked(self) -> torch.Tensor:
             """Return the weight in float32, as ``int8_vectorwise_dequant`` computes it."""
-            return self.weight.detach() * self.scales.view(-1, 1) * (1 / 127)
+            layer: Any = self
+            values: torch.Tensor = layer.weight.detach() * layer.scales.view(-1, 1) * (1 / 127)
+            return values
 
     return Linear8bitLt
 

@@ -112,14 +112,19 @@ def four_bit_class() -> Callable[[nn.Linear, FourBitOptions], StandIn]:
             return product.to(input_dtype)
 
         def unpacked(self) -> torch.Tensor:
-            """Return the weight in 16 bits, as ``dequantize_4bit`` allocates it."""
-            nested = self.absmax.dtype == torch.uint8
-            statistics = self.absmax.new_empty(self.absmax.shape, dtype=torch.float32) if nested else self.absmax
-            values = self.weight.new_empty((self.out_features, self.in_features), dtype=self.original_dtype)
-            del statistics  # alive until the values are there
-            return values
+            """Return the weight in 16 bits."""
+            return _unpacked_weight(self)
 
     return Linear4bit
+
+
+def _unpacked_weight(layer: Any) -> torch.Tensor:
+    """Return a stand-in's weight in 16 bits, as ``dequantize_4bit`` allocates it."""
+    nested = layer.absmax.dtype == torch.uint8
+    statistics = layer.absmax.new_empty(layer.absmax.shape, dtype=torch.float32) if nested else layer.absmax
+    values: torch.Tensor = layer.weight.new_empty((layer.out_features, layer.in_features), dtype=layer.original_dtype)
+    del statistics  # alive until the values are there
+    return values
 
 
 def bytes_of_four_bit(tensor: torch.Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 
 import torch
@@ -60,7 +60,7 @@ def _unpacked_for_adapters() -> Iterator[None]:
     """Inside, peft gets the unpacked weight of a stand-in where DoRA takes the norm of one: it knows its own alone."""
     from peft.tuners.lora import dora
 
-    original = dora.dequantize_module_weight
+    original: Callable[[nn.Module], torch.Tensor] = vars(dora)["dequantize_module_weight"]
 
     def unpack(module: nn.Module) -> torch.Tensor:
         unpacked = getattr(module, "unpacked", None)
