@@ -211,8 +211,8 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)(?:\+(\d+))?", arguments.generate.lower())
     if match is None:
         raise ArgumentError(
-            f"--generate {arguments.generate}: write ROWSxTOKENS, such as 1x4096, or only TOKENS, and +512 behind it "
-            f"for 512 new tokens."
+            f"--generate {arguments.generate}: write ROWSxTOKENS, such as 1x4096, or only TOKENS. 1x4096+512 has 512 "
+            f"new tokens."
         )
     return Workload.generate(int(match[1] or 1), int(match[2]), adapter=adapter, new_tokens=int(match[3] or 0))
 

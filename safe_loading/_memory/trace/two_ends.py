@@ -43,12 +43,12 @@ def trace_two_ends(
 def peaks_of_phases(trace: StepTrace, device: int | str, names: Mapping[str, str], more: int) -> dict[str, int]:
     """Return the most bytes on a device in each phase, in the allocator's blocks, with `more` that are always there."""
     live, peaks = more, dict.fromkeys(names.values(), 0)
-    for event in trace.events:
-        allocation = trace.allocations[event.allocation]
+    for index, freed in trace.events:
+        allocation = trace.allocations[index]
         if allocation.device == device:
-            live += event.sign * -(-allocation.bytes // 512) * 512
+            live += (-1 if freed else 1) * -(-allocation.bytes // 512) * 512
             name = names.get(allocation.phase)
-            if name is not None and not event.freed:
+            if name is not None and not freed:
                 peaks[name] = max(peaks[name], live)
     return peaks
 
@@ -75,7 +75,7 @@ def _joined(workload: Workload, first: StepTrace, last: StepTrace, tokens: int) 
         if index not in place:
             place[index] = len(allocations)
             allocations.append(last.allocations[index])
-        events.append(Event(place[index], freed))
+        events.append((place[index], freed))
     return dataclasses.replace(
         first,
         workload=workload,
@@ -101,16 +101,16 @@ def _grow(
         for at, (_, end) in enumerate(pairs):
             size = begun[at] + (end.bytes - begun[at]) * written // tokens
             if size != allocations[held[at]].bytes or (stage == stages and end.bytes != begun[at]):
-                events += [Event(len(allocations), freed=False), Event(held[at], freed=True)]
+                events += [(len(allocations), False), (held[at], True)]
                 held[at] = len(allocations)
-                allocations.append(dataclasses.replace(end, bytes=size, phase="decode"))
+                allocations.append(end._replace(bytes=size, phase="decode"))
     return held
 
 
 def _replaced(trace: StepTrace, begin: int) -> set[int]:
     """Return the tensors that each step after the prompt replaces by longer ones."""
-    made = max(place for place, event in enumerate(trace.events) if not event.freed)
-    return {event.allocation for event in trace.events[begin:made] if event.freed}
+    made = max(place for place, (_, freed) in enumerate(trace.events) if not freed)
+    return {index for index, freed in trace.events[begin:made] if freed}
 
 
 def _alive(trace: StepTrace, events: Sequence[Event]) -> list[int]:
