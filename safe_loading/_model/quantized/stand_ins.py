@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,9 +64,9 @@ def _unpacked_for_adapters() -> Iterator[None]:
     original: Callable[[nn.Module], torch.Tensor] = vars(dora)["dequantize_module_weight"]
 
     def unpack(module: nn.Module) -> torch.Tensor:
-        unpacked = getattr(module, "unpacked", None)
-        if isinstance(module, StandIn) and callable(unpacked):
-            values: torch.Tensor = unpacked()
+        layer: Any = module
+        if isinstance(module, StandIn) and hasattr(module, "unpacked"):
+            values: torch.Tensor = layer.unpacked()
             return values
         return original(module)
 
