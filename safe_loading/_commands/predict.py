@@ -42,7 +42,8 @@ def add(commands: Commands) -> None:
     )
     declare = parser.add_argument
     declare("model", metavar="MODEL", help="folder or hub id of a model or an adapter; its config is enough")
-    declare("--generate", metavar="[ROWSx]TOKENS", help="a prompt of ROWS x TOKENS and one token more")
+    ends = "a prompt of ROWS x TOKENS and one token more, or NEW tokens more: the peaks of both ends"
+    declare("--generate", metavar="[ROWSx]TOKENS[+NEW]", help=ends)
     add_training(parser)
     declare("--lora", nargs="+", metavar="FIELD=VALUE", help="train a LoRA: r=16 alpha=32 targets=q_proj,v_proj")
     add_quantization(parser)
@@ -207,10 +208,13 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     if kinds == ["train"]:
         return training(arguments).replace(adapter=adapter, activation_offload=arguments.activation_offload)
     refuse_unused(arguments, *OF_A_STEP, "activation_offload", "empties_cache", "packing")
-    match = re.fullmatch(r"(?:(\d+)x)?(\d+)", arguments.generate.lower())
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)(?:\+(\d+))?", arguments.generate.lower())
     if match is None:
-        raise ArgumentError(f"--generate {arguments.generate}: write ROWSxTOKENS, such as 1x4096, or only TOKENS.")
-    return Workload.generate(int(match[1] or 1), int(match[2]), adapter=adapter)
+        raise ArgumentError(
+            f"--generate {arguments.generate}: write ROWSxTOKENS, such as 1x4096, or only TOKENS. 1x4096+512 has 512 "
+            f"new tokens."
+        )
+    return Workload.generate(int(match[1] or 1), int(match[2]), adapter=adapter, new_tokens=int(match[3] or 0))
 
 
 def _lora(pairs: list[str]) -> LoraConfig:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 # what describes a training step alone, by the names under which argparse keeps it
-OF_A_STEP = ("gradient_checkpointing", "optimizer", "kbit", "bf16", "fp16", "accumulation")
+OF_A_STEP = ("gradient_checkpointing", "optimizer", "kbit", "bf16", "fp16", "accumulation", "reference")
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +33,10 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     declare("--accumulation", "--gradient-accumulation", type=int, metavar="N", help=batches)
     who = "prepares a base in 4 or 8 bits: trl (the default), peft's prepare_model_for_kbit_training, or another"
     declare("--kbit", choices=("trl", "peft", "axolotl", "unsloth", "none"), help=who)
+    more = (
+        "DPO, KTO or GRPO with a reference: a copy of the base (model), or the base without the adapter (adapter_off)"
+    )
+    declare("--reference", choices=("model", "adapter_off"), help=more)
     declare("--adapter", metavar="DIR", help="the folder of the adapter that is trained")
 
 
@@ -53,6 +57,7 @@ def training(arguments: argparse.Namespace, rows: int = 1) -> Workload:
         optimizer=arguments.optimizer or "adamw",
         adapter=arguments.adapter,
         autocast="bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None,
+        reference=arguments.reference,
         gradient_accumulation_steps=1 if arguments.accumulation is None else arguments.accumulation,
     )
 

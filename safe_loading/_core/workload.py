@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 Kind = Literal["weights_only", "generate", "train"]
+Reference = Literal["model", "adapter_off"]
+REFERENCES = ("model", "adapter_off")
 AUTOCAST = ("bfloat16", "float16")
 _NOT_WRITTEN = ("peft_type", "peft_version", "auto_mapping")  # what a config of peft sets itself
 _SOUGHT = {"batch_size": "largest_micro_batch", "sequence_length": "largest_workload"}  # and the verb that finds it
@@ -99,6 +101,8 @@ class Workload:
         batch_size: Rows of a batch; of a micro-batch on one device when training; 0 where a search is to find it.
         sequence_length: Tokens of a row; the context length when generating; 0 where a search is to find it.
         decode_steps: Steps of one token each after the prompt.
+        reference: The reference whose forward pass belongs to the step: a ``"model"``, or the ``"adapter_off"``.
+        new_tokens: Tokens that are written after the prompt, up to the last; 0 where `decode_steps` says how many.
         gradient_checkpointing: Whether layers keep their inputs only and are computed again in the backward pass.
         optimizer: A name of ``OPTIMIZERS``, or a ``torch.optim`` class.
         adapter: A ``peft`` config, or the folder of an adapter; only what it trains is trained.
@@ -123,6 +127,8 @@ class Workload:
     activation_offload: bool = False
     use_cache: bool = False
     fused_lm_head: bool = False
+    new_tokens: int = 0
+    reference: Reference | None = None
 
     @staticmethod
     def weights_only() -> Workload:
@@ -137,6 +143,7 @@ class Workload:
         decode_steps: int = 1,
         autocast: str | None = None,
         adapter: PeftConfig | str | os.PathLike[str] | None = None,
+        new_tokens: int = 0,
     ) -> Workload:
         """A prompt of `context_length` tokens, then one step of one token, with the model's own cache.
 
@@ -144,7 +151,8 @@ class Workload:
         the last position's logits are computed where the model can do that. The decode step that follows has the whole
         prompt in its cache, whose memory is what the model's cache class takes: for a ``DynamicCache`` that is
         ``context_length`` positions after the prompt, and ``context_length + 1`` after the step, twice while a
-        layer's keys are concatenated. To plan for a conversation that ends at N tokens, give N.
+        layer's keys are concatenated. To plan for a conversation that ends at N tokens, give N; or give the prompt and
+        `new_tokens`, and a forecast tells the peak of the prompt from that of the end (`MemoryForecast.phases`).
 
         Args:
             batch_size: Rows of the batch, beams included; None where a search is to find it.
@@ -152,6 +160,9 @@ class Workload:
             decode_steps: How many steps of one token follow the prompt, at most 256.
             autocast: ``"bfloat16"`` or ``"float16"`` to run under ``torch.autocast``.
             adapter: A ``peft`` config or the folder of an adapter that is attached, unmerged.
+            new_tokens: How many tokens are written after a prompt of `context_length`, as ``max_new_tokens`` says to
+                ``generate()``: the last of them is written with a cache of all the others. `decode_steps` does not
+                count then. Not for models that read a prompt with an encoder.
 
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown dtype.
@@ -164,6 +175,7 @@ class Workload:
                 decode_steps=decode_steps,
                 autocast=autocast,
                 adapter=adapter,
+                new_tokens=new_tokens,
             )
         )
 
@@ -181,6 +193,7 @@ class Workload:
         activation_offload: bool = False,
         use_cache: bool = False,
         fused_lm_head: bool = False,
+        reference: Reference | None = None,
     ) -> Workload:
         """A steady-state training step (optimizer state already allocated): forward, loss, backward, optimizer.
 
@@ -207,6 +220,10 @@ class Workload:
                 ``model.config.use_cache`` is False or the model checkpoints.
             fused_lm_head: Whether the loss is computed by trl's fused LM head, as in its trainers for SFT, DPO, KTO and
                 GRPO since trl 1.16: in tiles, so that no logits are made. Needs trl, whose code is run.
+            reference: The reference of DPO, KTO or GRPO, which runs without a graph after the model: ``"model"`` is a
+                copy of the base on the same device, as ``ref_model=``; ``"adapter_off"`` the base itself, as trl does
+                with an adapter. None where its log-probabilities were computed before, or there is none. A pair of
+                preferences is two rows.
 
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown name.
@@ -225,6 +242,7 @@ class Workload:
                 activation_offload=activation_offload,
                 use_cache=use_cache,
                 fused_lm_head=fused_lm_head,
+                reference=reference,
             )
         )
 
@@ -334,8 +352,8 @@ def _checked(workload: Workload) -> Workload:
     problems: list[str] = []
     numbers: dict[str, Any] = {}
     written_as = {"sequence_length": "context_length"} if workload.kind == "generate" else {}
-    least = {"decode_steps": 0}
-    for name in ("batch_size", "sequence_length", "decode_steps", "gradient_accumulation_steps"):
+    least = {"decode_steps": 0, "new_tokens": 0}
+    for name in ("batch_size", "sequence_length", "decode_steps", "gradient_accumulation_steps", "new_tokens"):
         value, low = getattr(workload, name), least.get(name, 1)
         # Numpy's integers have __index__ too, and 2.0 does not; what has none fails the check below.
         try:
@@ -357,8 +375,9 @@ def _checked(workload: Workload) -> Workload:
     problems += [f"{name}={flag!r}: True or False." for name, flag in flags.items() if not isinstance(flag, bool)]
     if workload.fused_lm_head and workload.labels is False:
         problems.append("fused_lm_head=True computes the loss from labels: leave labels=False out.")
-    if workload.autocast not in (None, *AUTOCAST):
-        problems.append(f"autocast={workload.autocast!r}: one of {list(AUTOCAST)}, or None.")
+    for name, words in (("reference", REFERENCES), ("autocast", AUTOCAST)):
+        if getattr(workload, name) not in (None, *words):
+            problems.append(f"{name}={getattr(workload, name)!r}: one of {list(words)}, or None.")
     known = isinstance(workload.optimizer, type) or (
         isinstance(workload.optimizer, str) and workload.optimizer in OPTIMIZERS
     )

@@ -26,12 +26,15 @@ from safe_loading._model.torch_state import undone_when_raised
 from safe_loading.errors import ArgumentError, TraceError
 
 from .audit import (
+    base_values,
     costly_options,
     device_checks,
     dtypes_and_ties,
     kept_memory,
     loss,
     modes,
+    optimizer_steps,
+    positions,
     shared_names,
     step_checks,
     training,
@@ -40,6 +43,7 @@ from .audit import (
     wrappers,
 )
 from .audit.audited_model import AuditedModel
+from .audit.reference import reference_of
 from .audit.report import AuditReport
 from .audit.round_trip import check_round_trip
 from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
@@ -52,6 +56,7 @@ Check = Callable[[AuditedModel], Iterator[Finding]]
 # The checks of what each rank holds: FSDP's units, its devices, and the parameters that it trains.
 OF_RANKS: tuple[Check, ...] = (
     training.check_optimizer,
+    optimizer_steps.check_rates,
     device_checks.check_device_map,
     device_checks.check_contexts,
     device_checks.check_data_parallel,
@@ -80,6 +85,13 @@ CHECKS: tuple[Check, ...] = (
     kept_memory.check_kept,
     kept_memory.check_second_base,
     kept_memory.check_teachers,
+    kept_memory.check_reference,
+    kept_memory.check_statistics,
+    positions.check_frequencies,
+    optimizer_steps.check_rounded_steps,
+    optimizer_steps.check_unmoved_factors,
+    optimizer_steps.check_scales,
+    base_values.check_random_start,
 )
 
 
@@ -131,6 +143,8 @@ def audit_model(
     model_source(model, "model", torch.nn.Module, PreTrainedConfig)
     _refuse(model, workload, optimizer, quantization_config)
     preparation = check_preparation(prepare_for_kbit or preparation_of(trainer))
+    if workload is not None and workload.kind == "train" and workload.reference is None:
+        workload = workload.replace(reference=reference_of(trainer))
     source, requested, hub = model, workload, HubOptions(revision, subfolder, token)
     if not isinstance(model, torch.nn.Module):
         model, workload = _build_on_meta(model, workload, trust_remote_code, quantization_config, hub, preparation)
@@ -152,6 +166,7 @@ def audit_model(
         dtypes = dtypes_and_ties.bytes_by_dtype(audited)
     if round_trip:
         findings += check_round_trip(audited, skipped)
+        findings += base_values.check_base_values(audited)
     checked = [check.__name__.removeprefix("check_") for check in (*OF_RANKS, *CHECKS)]
     checked += ["wrappers", *(["step"] if step is not None and not skipped else [])]
     checked += ["round_trip"] if round_trip else []

@@ -37,6 +37,7 @@ from .trace.records import StepTrace
 from .trace.scan_kernels import scan_stand_ins
 from .trace.timeline import context_of, run_events, workspaces_of
 from .trace.trace_step import ranks_alike, trace_step
+from .trace.two_ends import peaks_of_phases, trace_two_ends
 from .trace.zero3_step import is_stage_3
 
 SHARDED_ALREADY = (
@@ -44,6 +45,7 @@ SHARDED_ALREADY = (
     "spread=Spread.fsdp2(ranks)."
 )
 
+_PHASES = {"prefill": "prompt", "decode": "end"}  # of a generation, and what a report calls them
 _OF_THE_BUILD = ("auto_class", "dtype", "attn_implementation", "trust_remote_code", "quantization_config")
 
 
@@ -142,8 +144,7 @@ def predict_memory(
     with with_stand_ins(made.model) as stand_ins, cuda_paths(capability), scans as of_scans, kept:
         loading = loading_of_layers(made.model, stand_ins) if stand_ins else made.loading
         loading = dataclasses.replace(loading, warmed=loading.warmed or loaded_by == "device_map")
-        there = loaded_by == "device_map"
-        traces = _traces(made.model, made.workload, inputs, spread, preparation, attached_there=there)
+        traces = _traces(made.model, made.workload, inputs, spread, preparation, loaded_by == "device_map")
     trace = max(traces.values(), key=lambda of_rank: of_rank.devices[0].peak_bytes if 0 in of_rank.devices else 0)
     # accelerators come first; the host follows where the model's own code makes tensors on it
     device = next(iter(trace.devices))
@@ -162,6 +163,7 @@ def predict_memory(
         components=components_at_peak(trace, device, sum(workspaces), run.allocated_peak_bytes),
         modules=modules_at_peak(trace, device),
         peak_at=peak_in_words(trace, device),
+        phases=peaks_of_phases(trace, device, _PHASES, sum(workspaces)) if workload.kind == "generate" else {},
         notes=(f"Context: {source}.", *_spread_notes(spread), *_scan_notes(of_scans), *made.notes, *trace.assumptions),
         events=events,
         expandable_segments=expandable_segments,
@@ -207,15 +209,32 @@ def _traces(
     inputs: Mapping[str, torch.Tensor] | None,
     spread: Spread | None,
     preparation: KbitPreparation,
-    *,
     attached_there: bool,
 ) -> dict[int, StepTrace]:
     """Return the step of each rank under its number; ranks that hold the same share one."""
     if is_sharded(model):
         raise ArgumentError(SHARDED_ALREADY)
     if spread is None:
-        trace = trace_step(model, workload, inputs=inputs, attached_there=attached_there, prepare_for_kbit=preparation)
-        return {0: trace}
+
+        def trace(work: Workload) -> StepTrace:
+            return trace_step(model, work, inputs=inputs, attached_there=attached_there, prepare_for_kbit=preparation)
+
+        if not workload.new_tokens:
+            return {0: trace(workload)}
+        encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        return {0: trace_two_ends(workload, trace, encoder_decoder=encodes)}
+    _refuse_spread(spread, workload)
+    if is_stage_3(spread):
+        _check_stage_3(workload)
+    traces: dict[int, StepTrace] = {}
+    for group in ranks_alike(model, workload, spread, preparation):
+        of_rank = trace_step(model, workload, inputs=inputs, spread=spread, rank=group[0], prepare_for_kbit=preparation)
+        traces |= dict.fromkeys(group, of_rank)
+    return dict(sorted(traces.items()))
+
+
+def _refuse_spread(spread: Spread, workload: Workload) -> None:
+    """Refuse a job over several ranks that was not held against one, with the jobs that can be forecast."""
     if not isinstance(spread, Spread):
         raise ArgumentError(f"spread={spread!r:.80}: pass a Spread, for example Spread.fsdp2(ranks=8).")
     if not spread.ranks:
@@ -224,19 +243,23 @@ def _traces(
         raise ArgumentError(
             "trl's fused LM head was not held against ranks. Forecast one card, or the job with fused_lm_head=False."
         )
+    if workload.reference is not None:
+        raise ArgumentError(
+            f"reference= was not held against ranks. Forecast one card, or the job with reference=None: "
+            f"{workload.replace(reference=None)}."
+        )
+    if workload.new_tokens:
+        raise ArgumentError(
+            f"new_tokens= was not held against ranks. Forecast the ends one by one, with spread=: "
+            f"{workload.replace(new_tokens=0)} and "
+            f"{workload.replace(new_tokens=0, sequence_length=workload.sequence_length + workload.new_tokens)}."
+        )
     if workload.kind == "weights_only":
         raise ArgumentError("spread= needs a step, because units are gathered in it: Workload.train(...) or generate.")
     if spread.kind == "ddp" and workload.kind != "train":
         raise ArgumentError("Spread.ddp is for training: a rank that generates holds its model as one GPU alone does.")
     if spread.kind in ("fsdp1", "zero") and workload.kind != "train":
         raise ArgumentError(f"Spread.{spread.kind} is for training. Spread.fsdp2 can be forecast for generation too.")
-    if is_stage_3(spread):
-        _check_stage_3(workload)
-    traces: dict[int, StepTrace] = {}
-    for group in ranks_alike(model, workload, spread, preparation):
-        of_rank = trace_step(model, workload, inputs=inputs, spread=spread, rank=group[0], prepare_for_kbit=preparation)
-        traces |= dict.fromkeys(group, of_rank)
-    return dict(sorted(traces.items()))
 
 
 def _check_stage_3(workload: Workload) -> None:

@@ -13,7 +13,7 @@ from peft import (
     get_peft_model,
     prepare_model_for_kbit_training,
 )
-from silent_scripts import HIDDEN, LORA, Script, adapted, base, mended, saved, trained, trouble
+from silent_scripts import HIDDEN, LORA, Script, adapted, base, halved, mended, saved, trained, trouble
 from torch import nn
 from transformers import (
     LlamaForCausalLM,
@@ -228,16 +228,9 @@ def a_checkpoint_of_a_wrapper(right: bool, folder: Path) -> Script:
     return Script(model, save=save, again=None if right else load)
 
 
-@trouble("huggingface/trl#4713", None, "lost")
-def a_base_that_only_memory_has(right: bool, folder: Path) -> Script:
-    merged = PeftModel.from_pretrained(base(), saved(folder)).merge_and_unload()
-    model = adapted(base() if right else merged)
-    return Script(model)
-
-
 @trouble("MakazhanAlpamys/Soup#425", "SL129", "16 bits")
 def bfloat16_under_a_scaler(right: bool, folder: Path) -> Script:
-    make = lambda: base(dtype="bfloat16").to(torch.bfloat16)  # noqa: E731
+    make = lambda: halved(base(dtype="bfloat16"))  # noqa: E731
     model = adapted(make())
     if not right:
         model = model.to(torch.bfloat16)
@@ -249,7 +242,7 @@ def bfloat16_under_a_scaler(right: bool, folder: Path) -> Script:
 
 @trouble("axolotl-ai-cloud/axolotl#2621", "SL108", "float32")
 def embeddings_that_a_preparation_casts(right: bool, folder: Path) -> Script:
-    make = lambda: base(dtype="bfloat16").to(torch.bfloat16)  # noqa: E731
+    make = lambda: halved(base(dtype="bfloat16"))  # noqa: E731
     model = adapted(make() if right else prepare_model_for_kbit_training(make(), use_gradient_checkpointing=False))
     wide = {"float32"} if model.get_base_model().model.embed_tokens.weight.dtype == torch.float32 else set()
     load = lambda: make() if right else make().float()  # noqa: E731

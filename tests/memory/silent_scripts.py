@@ -42,7 +42,7 @@ class Script:
         save: None calls ``save_pretrained``.
         recomputes: Whether the layers are to be checkpointed.
         round_trip: Whether the audit goes that way too.
-        inputs: What the model takes beside tokens and labels, or in their place.
+        inputs: What the model takes beside tokens and labels, or in their place; None for what it is not to get.
         trainer: What an audit gets beside the arguments: callbacks and the like.
         also: Returns further troubles after the three steps.
         after_a_step: Runs after each step of the optimizer.
@@ -79,7 +79,6 @@ SILENT = {
     "a_part_that_was_to_be_trained_before_the_adapter": "get_peft_model freezes the base, on purpose",
     "half_of_the_experts": "an adapter on a part of the layers is the rule",
     "a_pattern_that_leaves_a_layer_out": "of a pattern nobody can say what it was to match",
-    "a_base_that_only_memory_has": "the weights in memory are not compared with those on disk",
 }
 
 
@@ -103,6 +102,14 @@ def base(cls: Any = LlamaForCausalLM, config: Any = LlamaConfig, **changes: Any)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return cls(config(**{**SIZES, **changes})).train()
+
+
+def halved(model: Any) -> Any:
+    """The parameters in bfloat16, and the buffers as they were, as a load makes them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    model.config.dtype = torch.bfloat16
+    return model
 
 
 def adapted(model: Any = None, **fields: Any) -> Any:

@@ -32,7 +32,10 @@ from safe_loading import (
 )
 from safe_loading._core.interrupts import undone
 from safe_loading._memory.trace.attached_adapter import with_adapter
+from safe_loading._memory.trace.records import StepTrace
+from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading._model.quantized.kbit_preparation import prepare_base
+from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading._model.quantized_meta_model import quantized_meta_model
 from safe_loading._model.snapshot import Snapshot
 from safe_loading.errors import ArgumentError, TraceError
@@ -353,3 +356,27 @@ def test_what_was_not_traced_is_not_ok_and_enters_no_search() -> None:
         plan_device_map(model, {0: "1MB"}, workload=Workload.generate(1, 4), overhead="1KB").devices[0].overhead == 1000
     )
     assert smallest_limits(model, 1)[0] >= 16 * 8 * 4
+
+
+@pytest.mark.parametrize(("bits", "nested"), [(4, False), (4, True), (8, False)])
+def test_the_norm_of_dora_is_of_the_unpacked_weight(bits: int, nested: bool) -> None:
+    """What peft asks bitsandbytes for, which gives 16 bits for 4 and float32 for 8."""
+    options = {"load_in_4bit": True, "bnb_4bit_use_double_quant": nested} if bits == 4 else {"load_in_8bit": True}
+    config = {"quant_method": "bitsandbytes", **options}
+    layers = {"r": 4, "target_modules": ["down_proj"], "task_type": "CAUSAL_LM"}
+    traces = [
+        trace_of(config, Workload.train(1, 8, optimizer="none", adapter=LoraConfig(use_dora=dora, **layers)))
+        for dora in (False, True)
+    ]
+    size = 256 * 512 * (2 if bits == 4 else 4)
+    plain, dora = (
+        sum(a.bytes == size for a in trace.allocations if "down_proj" in a.module and a.phase == "forward")
+        for trace in traces
+    )
+    assert dora >= plain + SIZES["num_hidden_layers"]
+
+
+def trace_of(config: dict[str, Any], workload: Workload) -> StepTrace:
+    model = quantized_meta_model(LLAMA, config).model
+    with with_stand_ins(model):
+        return trace_step(model, workload)

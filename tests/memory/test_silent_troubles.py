@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import silent_losses  # noqa: F401  # enters its scripts
+import silent_numbers  # noqa: F401  # enters its scripts
 import silent_untrained  # noqa: F401  # enters its scripts
 import torch
 from adapter_methods import METHODS
@@ -53,7 +54,9 @@ def quietly() -> Iterator[None]:
 def inputs_of(script: Script) -> dict[str, torch.Tensor]:
     inputs = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS), "labels": TOKENS}
     inputs |= script.inputs
-    return inputs if "input_ids" not in script.inputs else {**inputs, "labels": inputs["input_ids"]}
+    if "input_ids" in script.inputs:
+        inputs["labels"] = inputs["input_ids"]
+    return {name: value for name, value in inputs.items() if value is not None}
 
 
 def happens(script: Script, folder: Path) -> set[str]:
@@ -100,7 +103,8 @@ def found(script: Script) -> dict[str, str]:
         arguments = types.SimpleNamespace(**(script.arguments or {}))
         trainer = types.SimpleNamespace(model=script.model, args=arguments, optimizer=None, **(script.trainer or {}))
     workload = Workload.train(2, 16, gradient_checkpointing=script.recomputes)
-    options: dict[str, Any] = {"inputs": script.inputs or None, "round_trip": script.round_trip, "forecast": False}
+    inputs = {name: value for name, value in script.inputs.items() if value is not None}
+    options: dict[str, Any] = {"inputs": inputs or None, "round_trip": script.round_trip, "forecast": False}
     report = audit_model(script.model, workload, trainer, script.optimizer, **options)
     return {finding.code: finding.severity for finding in report.findings}
 

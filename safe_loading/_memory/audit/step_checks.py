@@ -19,6 +19,7 @@ from .audited_model import AuditedModel, size_of
 from .kept_memory import TEACHER_FIX
 from .loss import check_denominator
 from .modes import kept_in_eval
+from .packed_rows import check_rows
 from .traced_step import TracedStep
 from .training import first_names
 from .wrappers import hides
@@ -32,6 +33,7 @@ def check_step(step: TracedStep, workload: Workload) -> Iterator[Finding]:
     yield from _check_8bit_inputs(step, workload)
     yield from _check_gradients(step.audited, step.trace)
     yield from _check_teachers(step)
+    yield from check_rows(step.audited, step.inputs, step.rows)
     yield from _check_survivors(step)
     yield from check_denominator(step.audited, workload, step.token_count)
 
@@ -60,9 +62,9 @@ def not_run(audited: AuditedModel, error: TraceError) -> Finding:
 
 
 def _checkpointed_layers(step: TracedStep) -> tuple[list[str], list[str]]:
-    """Return the layers that were recomputed, and all layers that ran."""
+    """Return the layers that were recomputed, and all layers through which a gradient went."""
     modules = step.audited.outermost.named_modules()
-    layers = [n for n, m in modules if isinstance(m, GradientCheckpointingLayer) and n in step.trace.calls]
+    layers = [n for n, m in modules if isinstance(m, GradientCheckpointingLayer) and n in step.reached]
     return [name for name in layers if name in step.recomputed], layers
 
 

@@ -23,6 +23,7 @@ from safe_loading.errors import TraceError
 
 from .audited_model import AuditedModel
 from .loss import TokenCountUse, watching_token_count
+from .packed_rows import RowsSeen, fills_cache, watching_rows
 
 # by layer: the bytes of the storages that it keeps, by their addresses
 LayerInputs = dict[str, dict[int, int]]
@@ -42,6 +43,8 @@ class TracedStep:
         token_count: The use that the model made of the number of tokens.
         inputs_of_8bit: What layers in 8 bits keep.
         recomputed: The layers that ran again in the backward pass, whole or in part.
+        reached: The layers to whose output a gradient came, or that ran again.
+        rows: Whether the mask was made with the bounds of packed rows.
         teachers: The modules beside the model in its wrapper that built a graph, and got no gradient.
     """
 
@@ -53,6 +56,8 @@ class TracedStep:
     token_count: TokenCountUse
     inputs_of_8bit: LayerInputs
     recomputed: set[str]
+    reached: set[str]
+    rows: RowsSeen
     teachers: dict[str, torch.nn.Module]
 
     @property
@@ -79,17 +84,20 @@ def trace_configured(
 ) -> TracedStep:
     """Run the step as the model is configured, or raise `TraceError`."""
     model = audited.outermost
-    configured = workload.replace(gradient_checkpointing=False, optimizer="none")
+    configured = workload.replace(gradient_checkpointing=False, optimizer="none", reference=None)
+    configured = configured.replace(use_cache=configured.use_cache or fills_cache(audited, inputs))
     with (
         mode_kept(audited),
         watching_token_count(audited) as count,
         _inputs_of_8bit_layers(model) as kept,
-        _recomputed_layers(model) as recomputed,
+        _recomputed_layers(model) as (recomputed, used),
+        watching_rows() as rows,
         _graphs_of_others(audited) as (built, reached),
     ):
         trace = _trace(model, configured, inputs)
     teachers = {where: other for where, other in audited.others() if where in built - reached}
-    return TracedStep(audited, configured, planned, inputs, trace, count, kept, recomputed, teachers)
+    layers = (recomputed, used | recomputed)
+    return TracedStep(audited, configured, planned, inputs, trace, count, kept, *layers, rows, teachers)
 
 
 def peaks_of_wrapped(
@@ -99,7 +107,7 @@ def peaks_of_wrapped(
 
     The model inside it is traced then, as it is configured.
     """
-    plain = workload.replace(gradient_checkpointing=False, optimizer="none")
+    plain = workload.replace(gradient_checkpointing=False, optimizer="none", reference=None)
     with _in_right_order(audited) as model:
         with mode_kept(audited):
             as_it_is = _peak_or_none(model, plain, inputs)
@@ -192,23 +200,32 @@ def _inputs_of_8bit_layers(model: torch.nn.Module) -> Iterator[LayerInputs]:
 
 
 @contextlib.contextmanager
-def _recomputed_layers(model: torch.nn.Module) -> Iterator[set[str]]:
-    """Record the layers that run in the backward pass; in a forward pass an encoder may well run twice."""
+def _recomputed_layers(model: torch.nn.Module) -> Iterator[tuple[set[str], set[str]]]:
+    """Record the layers that run in the backward pass, and those to whose output a gradient comes.
+
+    In a forward pass an encoder may well run twice, and a layer whose output nothing reads, or that is frozen below
+    all that is trained, has nothing to recompute.
+    """
     recomputed: set[str] = set()
+    reached: set[str] = set()
 
     def record(name: str, _: torch.nn.Module, __: tuple[object, ...]) -> None:
         if torch._C._current_graph_task_id() != -1:
             recomputed.add(name)
 
+    def record_output(name: str, _: torch.nn.Module, __: object, output: object) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, torch.Tensor) and first.requires_grad and torch._C._current_graph_task_id() == -1:
+            first.register_hook(lambda _: reached.add(name))  # type: ignore[no-untyped-call]  # of torch
+
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
     # a recomputation enters the layer itself again, or only the modules inside it
     handles = [
-        module.register_forward_pre_hook(partial(record, name))
-        for name, layer in model.named_modules()
-        if isinstance(layer, GradientCheckpointingLayer)
-        for module in layer.modules()
+        module.register_forward_pre_hook(partial(record, name)) for name, m in layers.items() for module in m.modules()
     ]
+    handles += [layer.register_forward_hook(partial(record_output, name)) for name, layer in layers.items()]
     try:
-        yield recomputed
+        yield recomputed, reached
     finally:
         for handle in handles:
             handle.remove()

@@ -27,6 +27,7 @@ MEANINGS = {
     "workspaces": "cuBLAS's scratch, taken from the allocator",
     "rounding": "blocks are multiples of 512 B; tails of large blocks",
 }
+_WHEN = {"prompt": "while the prompt is read", "end": "as the last token is written"}
 COMPONENTS = tuple(MEANINGS)  # in the order of the tables and of the picture
 MODEL_IS_GONE = "This forecast does not know its model any more. Call predict_memory here."
 _USUAL_CARDS = ("t4", "rtx-4090", "a100-40gb", "l40s", "h100", "h200", "b200")  # one of each size that people have
@@ -90,6 +91,8 @@ class MemoryForecast(Report):
         components: The bytes of each component at the peak; they sum to `allocated_peak_bytes`.
         modules: The top of the module tree, children included.
         peak_at: When the peak is reached: the phase, and the module that is running.
+        phases: For generation the most bytes allocated while the prompt is read (``"prompt"``), and while tokens are
+            written (``"end"``, the last of them); empty for training.
         notes: What was assumed, in sentences.
         ranks: For a job over several ranks, the most bytes that are alive on each rank of a group, by its number. The
             forecast is that of the rank that takes the most.
@@ -109,6 +112,7 @@ class MemoryForecast(Report):
     expandable_segments: bool = False
     ranks: Mapping[int, int] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
+    phases: Mapping[str, int] = field(default_factory=dict)
     suggest: Callable[[MemoryForecast, int], tuple[Suggestion, ...]] | None = field(
         default=None, repr=False, compare=False
     )
@@ -179,7 +183,12 @@ class MemoryForecast(Report):
         ]
 
     def _notes(self) -> list[str]:
-        return [f"The peak is reached in the {self.peak_at}.", *self.notes, findings_text(self.findings)]
+        told = [f"The peak is reached in the {self.peak_at}."]
+        if any(self.phases.values()):
+            told += [
+                f"Allocated at most: {' and '.join(f'{_WHEN[k]} {format_bytes(v)}' for k, v in self.phases.items())}."
+            ]
+        return [*told, *self.notes, findings_text(self.findings)]
 
     def _repr_html_(self) -> str:
         return super()._repr_html_() + findings_html(self.findings)

@@ -47,6 +47,7 @@ class Ledger:
         self.calls: Counter[str] = Counter()  # how often each module was entered
         self.stack: list[str] = []  # the modules that are running, the innermost last
         self.phase: Phase = "load"
+        self.begun: list[int] = []  # the number of events before each step of one token
         self.live: dict[int, int] = {}  # from the address of a live storage to the index of its allocation
         self.left_out: list[str] = []  # what a step allocates and is not recorded, in sentences
         self.first_update: tuple[FirstUpdate, ...] = ()

@@ -110,6 +110,7 @@ class StepTrace:
     first_update: tuple[FirstUpdate, ...] = ()
     widened: Mapping[str, int] = field(default_factory=dict)  # an adapter's bytes before peft cast it, by parameter
     starts: Mapping[str, Start] = field(default_factory=dict)  # of an adapter's tensors that are computed, by parameter
+    begun: tuple[int, ...] = ()  # for each step of one token in a generation, the number of events before it
     around: str = ""  # what a workload's adapter puts before the names of the model's modules, such as "base_model."
 
     def own_name(self, name: str) -> str:

@@ -47,6 +47,7 @@ def run_generation(model: torch.nn.Module, workload: Workload, inputs: StepInput
         decoder = inputs.of_next_token(model)
         with inputs.decoding():
             for _ in range(workload.decode_steps if cache is not None and name else 0):
+                ledger.begun.append(len(ledger.events))
                 arguments = sequences.last_token()  # those of the step before are alive until these are there
                 output = decoder(**arguments, **again, **{name: cache}, **options)
                 cache = field(output, name)
@@ -72,6 +73,7 @@ def _forward_passes(
     classify_cache(cache, ledger)
     ledger.phase = "decode"
     for step in range(workload.decode_steps if cache is not None and name else 0):
+        ledger.begun.append(len(ledger.events))
         rows = inputs.rows(workload.batch_size)
         following = {"input_ids": inputs.tokens(rows, 1)}
         if "attention_mask" in batch:

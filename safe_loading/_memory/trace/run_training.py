@@ -16,6 +16,7 @@ from safe_loading.errors import TraceError
 
 from .inputs import StepInputs
 from .ledger import Ledger
+from .reference_pass import Reference, reference_pass
 from .step_tensors import autocast, classify_inputs, field, tensors_of
 from .trained_parameters import TrainedParameters
 
@@ -45,12 +46,13 @@ def run_training(
         parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # of torch
             lambda p: ledger.classify(ledger.index_of(p.grad), "gradients") if p.grad is not None else None
         )
+    reference = reference_pass(model, workload, ledger)
     micro_batches = min(workload.gradient_accumulation_steps, 2)  # every further one is like the first
     if trained.rehearses:
-        _run_micro_batches(model, workload, inputs, ledger, trained, micro_batches)
+        _run_micro_batches(model, workload, inputs, ledger, trained, micro_batches, reference)
         trained.rehearsed()
     ledger.make_resident(first_update)
-    _run_micro_batches(model, workload, inputs, ledger, trained, micro_batches)
+    _run_micro_batches(model, workload, inputs, ledger, trained, micro_batches, reference)
     ledger.phase = "optimizer"
     trained.before_step()
     with _no_function_mode(optimizer):
@@ -73,6 +75,7 @@ def _run_micro_batches(
     ledger: Ledger,
     trained: TrainedParameters,
     micro_batches: int,
+    reference: Reference | None,
 ) -> None:
     """Run the forward and the backward pass of each micro-batch."""
     for number in range(micro_batches):
@@ -87,6 +90,8 @@ def _run_micro_batches(
         options |= {"fused_lm_head": True} if workload.fused_lm_head else {}
         with torch.enable_grad(), autocast(workload), _offloaded(workload):
             output = model(**batch, **options)
+            if reference is not None:
+                reference({**batch, **options})
             loss = _loss_of(output)
             if not loss.requires_grad:
                 raise TraceError(NOTHING_TRAINED)

@@ -38,7 +38,9 @@ def classify_cache(cache: object, ledger: Ledger) -> None:
 def field(output: object, *names: str) -> object:
     """Return the first of a model output's fields that is there and not None."""
     for name in names:
-        value: object = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
+        value: object = output.get(name) if isinstance(output, dict) else None
+        # an attribute that code of the user's put on an output of transformers is no key of it
+        value = getattr(output, name, None) if value is None else value
         if value is not None:
             return value
     return None

@@ -44,6 +44,7 @@ from .layer_segments import NotAlikeError, whole_step
 from .ledger import Ledger, device_traces, fake_device
 from .operation_cache import CachedOutputs, OperationCache
 from .records import StepTrace
+from .reference_pass import refuse_reference
 from .repeated_layers import repeated_layers
 from .replicated_step import ReplicatedParameters, replicated, shares
 from .run_generation import run_generation
@@ -95,9 +96,14 @@ def trace_step(
     options = _Options(
         workload, placement, inputs, cached_outputs, offload_buffers, spread, rank, attached_there, prepare_for_kbit
     )
+    if workload.new_tokens:
+        end = workload.replace(new_tokens=0, sequence_length=workload.sequence_length + workload.new_tokens)
+        raise ArgumentError(f"new_tokens= is for predict_memory alone. Pass the whole length: {end}.")
+    refuse_reference(model, workload)
     one_device = placement is None or len(set(placement.values())) == 1
     with _ONE_AT_A_TIME:
-        if workload.kind == "train" and spread is None and one_device and not every_layer:
+        alike = workload.kind == "train" and workload.reference is None  # which runs the layers once more
+        if alike and spread is None and one_device and not every_layer:
             with contextlib.suppress(NotAlikeError):
                 return _traced(model, options, skip_layers=True)
         return _traced(model, options)
@@ -154,6 +160,7 @@ def _traced(model: torch.nn.Module, options: _Options, *, skip_layers: bool = Fa
         first_update=ledger.first_update,
         widened=widened,
         starts=starts,
+        begun=tuple(ledger.begun),
         around=where.around,
     )
 

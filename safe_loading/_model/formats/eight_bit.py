@@ -60,6 +60,12 @@ def eight_bit_class() -> Callable[[nn.Linear, float], StandIn]:
                 self.bias.data = self.bias.data.to(x.dtype)
             return _product_8bit(x, self.weight, self.scales, self.bias, self.state.threshold)
 
+        def unpacked(self) -> torch.Tensor:
+            """Return the weight in float32, as ``int8_vectorwise_dequant`` computes it."""
+            layer: Any = self
+            values: torch.Tensor = layer.weight.detach() * layer.scales.view(-1, 1) * (1 / 127)
+            return values
+
     return Linear8bitLt
 
 

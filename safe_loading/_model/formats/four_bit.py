@@ -112,7 +112,20 @@ def four_bit_class() -> Callable[[nn.Linear, FourBitOptions], StandIn]:
             product = _product_4bit(x, self.weight, self.absmax, bias, self.out_features, self.original_dtype)
             return product.to(input_dtype)
 
+        def unpacked(self) -> torch.Tensor:
+            """Return the weight in 16 bits."""
+            return _unpacked_weight(self)
+
     return Linear4bit
+
+
+def _unpacked_weight(layer: Any) -> torch.Tensor:
+    """Return a stand-in's weight in 16 bits, as ``dequantize_4bit`` allocates it."""
+    nested = layer.absmax.dtype == torch.uint8
+    statistics = layer.absmax.new_empty(layer.absmax.shape, dtype=torch.float32) if nested else layer.absmax
+    values: torch.Tensor = layer.weight.new_empty((layer.out_features, layer.in_features), dtype=layer.original_dtype)
+    del statistics  # alive until the values are there
+    return values
 
 
 def bytes_of_four_bit(tensor: torch.Tensor) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from typing import Any
 
+import torch
 from torch import nn
 
 from safe_loading._core.interrupts import undone
+from safe_loading._core.thread_patches import patched
 from safe_loading._model.formats.packed_linear import StandIn
 from safe_loading._model.formats.registry import FORMATS
 from safe_loading.errors import ArgumentError
@@ -47,10 +50,28 @@ def with_stand_ins(model: nn.Module) -> Iterator[Mapping[str, StandIn]]:
         for path, module in originals.items():
             model.set_submodule(path, module)
 
-    with undone(put_back):
+    with undone(put_back), _unpacked_for_adapters():
         for path, replacement in made.items():
             model.set_submodule(path, replacement)
         yield {path: layer for path, layer in made.items() if isinstance(layer, StandIn)}
+
+
+@contextlib.contextmanager
+def _unpacked_for_adapters() -> Iterator[None]:
+    """Inside, peft gets the unpacked weight of a stand-in where DoRA takes the norm of one: it knows its own alone."""
+    from peft.tuners.lora import dora
+
+    original: Callable[[nn.Module], torch.Tensor] = vars(dora)["dequantize_module_weight"]
+
+    def unpack(module: nn.Module) -> torch.Tensor:
+        layer: Any = module
+        if isinstance(module, StandIn) and hasattr(module, "unpacked"):
+            values: torch.Tensor = layer.unpacked()
+            return values
+        return original(module)
+
+    with patched(dora, "dequantize_module_weight", unpack):
+        yield
 
 
 @cache

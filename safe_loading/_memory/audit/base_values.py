@@ -1,0 +1,155 @@
+"""Checks of the base's weights: an adapter is loaded onto its checkpoint, and that may hold others than the memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers.utils.hub import cached_file
+
+from safe_loading._checkpoint.model_folder import ModelFolder
+from safe_loading._core.log import quiet
+from safe_loading._core.names import method_name
+from safe_loading._core.report import Finding, counted
+from safe_loading._loading.peft_config import changes_base
+from safe_loading._model.dtypes import dtype_named
+from safe_loading._model.layout.checkpoint_source import CheckpointSource, ExpectedTensor
+from safe_loading._model.layout.convert import made_by
+from safe_loading._model.layout.layout import Conversion, read_layout
+from safe_loading._model.layout.reading import ShardTarget, differing
+from safe_loading._model.meta_model import meta_model
+from safe_loading._model.quantized.recognize import is_quantized
+from safe_loading._wrapping.transparent import mixins_and_original
+from safe_loading.errors import SafeLoadingError
+
+from .audited_model import AuditedModel, size_of
+from .training import first_names
+
+_COMPARED = 2**16  # elements of each weight: a merge or another start changes nearly all
+_RANDOM_START = "pissa_niter"  # what init_lora_weights begins with where peft draws random numbers for the base
+# Parts that peft puts into the names of a base's weights.
+_OF_PEFT = (".base_layer", ".original_module")
+_FIX = (
+    "save the base as it is, model.get_base_model().save_pretrained(folder) before the adapter is attached, and load "
+    "it from there, so that name_or_path is that folder."
+)
+
+
+def check_random_start(audited: AuditedModel) -> Iterator[Finding]:
+    """Yield a finding for each adapter whose start changes the base by random numbers, which a load draws anew."""
+    for adapter, config in getattr(audited.adapted, "peft_config", {}).items():
+        start = str(getattr(config, "init_lora_weights", ""))
+        if audited.training and start.lower().startswith(_RANDOM_START):
+            message = (
+                f"init_lora_weights={start!r} of adapter {adapter!r} takes a part out of the base that is found with "
+                f"random numbers: a load of the adapter draws others, and so takes another part out."
+            )
+            yield Finding(
+                "SL140", "warning", type(audited.inner).__name__, message, "init_lora_weights='pissa' is exact."
+            )
+
+
+def check_base_values(audited: AuditedModel) -> Iterator[Finding]:
+    """Yield a finding for frozen weights that the checkpoint has not, or has with other values.
+
+    The checkpoint is what ``name_or_path`` names, if it is on this machine. Of each weight the beginning is read.
+    """
+    base: Any = audited.base
+    folder = _folder_of(base) if audited.adapted is not None else None
+    if folder is None or any(is_quantized(module) for module in base.modules()) or _starts_on_base(audited):
+        return
+    frozen = _frozen(audited)
+    if not frozen:
+        return
+    try:
+        with quiet():
+            source = _source(base, folder)
+            wrong = _other_values(source, frozen, dtype_named(getattr(base.config, "dtype", None)))
+    except SafeLoadingError:
+        return  # of another layout or format: nothing was compared, and check_checkpoint says why
+    if wrong:
+        told = "; ".join(f"{', '.join(names)} ({why})" for why, names in _by_reason(wrong).items())
+        message = (
+            f"{counted(len(wrong), 'weight')} of the frozen base {'is' if len(wrong) == 1 else 'are'} not what "
+            f"{folder} holds, onto which the adapter will be loaded: {told}."
+        )
+        size = size_of(frozen[name] for name in wrong)
+        yield Finding("SL140", "error", first_names(wrong), message, _FIX, size)
+
+
+def _folder_of(base: Any) -> Path | None:
+    """Return the folder of the checkpoint that a model says it was loaded from; None if it is not on this machine."""
+    name = getattr(getattr(base, "config", None), "_name_or_path", "") or getattr(base, "name_or_path", "")
+    try:
+        found = cached_file(name, "config.json", local_files_only=True) if name else None
+    except (OSError, ValueError):
+        return None
+    return None if found is None else Path(str(found)).parent
+
+
+def _starts_on_base(audited: AuditedModel) -> bool:
+    """Whether an adapter changed the base as it was attached, which peft does again when it is loaded."""
+    configs = getattr(audited.adapted, "peft_config", {}).values()
+    return any(changes_base(config) or method_name(config.peft_type) == "OSF" for config in configs)
+
+
+def _frozen(audited: AuditedModel) -> dict[str, torch.Tensor]:
+    """Return the base's own weights that have values and are not trained, by the names that its class gives them."""
+    base: Any = audited.base
+    added = {id(p) for p in audited.adapter_parameters.values()} | {id(p) for p in audited.saved.values()}
+    found = {}
+    for name, parameter in base.named_parameters():
+        if id(parameter) in added or parameter.requires_grad or parameter.is_meta or isinstance(parameter, DTensor):
+            continue
+        for part in _OF_PEFT:
+            name = name.replace(part, "")
+        found[name] = parameter
+    return found
+
+
+def _source(base: Any, folder: Path) -> CheckpointSource:
+    """Return the checkpoint, matched with a model of the base's class on meta."""
+    config = copy.deepcopy(base.config)
+    plain = meta_model(config, mixins_and_original(type(base))[1])
+    slots = {name: ExpectedTensor(tuple(value.shape), value.dtype) for name, value in plain.state_dict().items()}
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in plain.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    same = {name: tuple(names) for names in names_of.values() if len(names) > 1 for name in names}
+    opened = ModelFolder(folder)
+    checkpoint = opened.read_checkpoint()
+    layout = read_layout(plain, checkpoint.tensors, slots)
+    conversions: dict[str, Conversion] = {}
+    for conversion in layout.conversions:
+        made, _ = made_by(conversion, checkpoint.tensors, slots, config)
+        conversions.update(dict.fromkeys(made, conversion))
+    return CheckpointSource(opened, checkpoint, layout, slots, same, conversions, config)
+
+
+def _other_values(
+    source: CheckpointSource, frozen: dict[str, torch.Tensor], loaded_as: torch.dtype | None
+) -> dict[str, str]:
+    """Return why each weight is not the checkpoint's."""
+    wrong, targets = {}, []
+    for name, tensor in frozen.items():
+        if name in source.layout.mismatched:
+            wrong[name] = f"there of shape {list(source.layout.mismatched[name])}"
+        elif source.stored_as(name) is None:
+            wrong[name] = "not there"
+        elif tensor.is_floating_point():
+            begin = tensor.detach().reshape(-1)[:_COMPARED].cpu().contiguous()
+            narrower = loaded_as is not None and loaded_as.itemsize < begin.dtype.itemsize
+            through = loaded_as if narrower else None  # it was rounded by the load, and cast back
+            targets.append(ShardTarget(name, 0, begin.numel(), begin, through))
+    return wrong | dict.fromkeys(differing(source, targets), "there with other values")
+
+
+def _by_reason(wrong: dict[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, why in wrong.items():
+        found.setdefault(why, []).append(name)
+    return {why: [first_names(names)] for why, names in found.items()}
