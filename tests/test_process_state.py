@@ -93,6 +93,7 @@ PATCHED = {
     "_memory/trace/trace_step.py": "transformers asks whether a tensor is a fake one",
     "_memory/trace/zero3_fetching.py": "functions that are composed of linear() switch function modes off",
     "_model/attention_names.py": "transformers asks for packages that a plan does not need",
+    "_model/formats/four_bit.py": "bitsandbytes decodes some widths wrongly on the CPU, inside peft's merge",
     "_model/formats/fbgemm.py": "kernels that this machine may lack",
     "_model/formats/fp8_kernels.py": "kernels that this machine may lack",
     "_model/quantized/stand_ins.py": "peft unpacks weights by a function of a module",

@@ -30,6 +30,7 @@ from torch import nn
 from safe_loading import ArgumentError, MergeError, merge_lora_inplace
 from safe_loading._merging.weights import fp8_merge
 from safe_loading._merging.weights.rounding import round_to_fp8
+from safe_loading._model.formats.four_bit import decode_four_bit_layer
 from safe_loading._model.formats.fp8 import Fp8Matrix
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -132,6 +133,25 @@ def test_requantized_by_peft_with_what_that_rounds_away(kind: str) -> None:
     findings = {finding.code: finding for finding in merged.merge_report.findings}
     assert set(findings) - {"codes-reordered"} == {"merged-by-peft", "requantized"}  # that one on CPUs with AVX-512
     assert "% of what the adapters add" in findings["requantized"].message
+
+
+@pytest.mark.parametrize("columns", [32, 64, 96, 160, 200])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_bitsandbytes_misreads_on_a_cpu_are_merged_as_what_they_stand_for(
+    columns: int, nested: bool, dtype: torch.dtype
+) -> None:
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed").nn
+    torch.manual_seed(0)
+    layer = bnb.Linear4bit(columns, 48, bias=False, compute_dtype=dtype, compress_statistics=nested, quant_type="nf4")
+    layer.load_state_dict({"weight": torch.randn(48, columns, dtype=dtype)})
+    model: Any = nn.Sequential(layer).to("cpu")
+    model.is_loaded_in_4bit = True
+    model = adapted(model, target_modules=["0"])
+    before, delta = decode_four_bit_layer(layer), model.base_model.model[0].get_delta_weight("default").detach()
+    merged = merge_lora_inplace(model)
+    error = (decode_four_bit_layer(merged[0]) - before - delta).norm() / (before + delta).norm()
+    assert error < 0.12, error  # 4 bits round by about 0.09
 
 
 def packed_for_cpu(model: Any, *, state_dict: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from safe_loading._core.interrupts import HeldSignals, finish
 from safe_loading._core.report import Finding, format_bytes
-from safe_loading._model.formats.four_bit import undo_cpu_packing
+from safe_loading._model.formats.four_bit import decoded_rightly_on_the_cpu, undo_cpu_packing
 from safe_loading._model.peft_layers import TunerModule, is_lora_layer
 from safe_loading._model.quantized.decode import decoded_weight
 from safe_loading._model.quantized.recognize import is_quantized
@@ -55,7 +55,8 @@ def merge_all_by_peft(
             if job in in_float64:
                 merge_in_float64(job.layer, job.names, check_finite=check_finite)
                 continue
-            job.layer.merge(safe_merge=check_finite, adapter_names=list(job.names))
+            with decoded_rightly_on_the_cpu():
+                job.layer.merge(safe_merge=check_finite, adapter_names=list(job.names))
             lost = None if before is None else _relative_error(job, before)
             if lost is not None:
                 errors[path] = lost

@@ -8,14 +8,16 @@ the weight in 16 bits for the time of a product, as 0.45 to 0.50 do (``dequantiz
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ from torch import nn
 from safe_loading._checkpoint.index import Checkpoint
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, counted
+from safe_loading._core.thread_patches import patched
 
 from .four_bit_blocks import four_bit_blocks
 from .packed_linear import StandIn, frozen, frozen_bias
@@ -148,7 +151,10 @@ def bytes_of_four_bit(tensor: torch.Tensor) -> int:
 def decode_four_bit_layer(module: nn.Module) -> torch.Tensor:
     """Return the values of a 4-bit weight as a matrix, in float32."""
     weight: Any = module.weight
-    codes, state = weight.data, weight.quant_state
+    return _decode(weight.data, weight.quant_state)
+
+
+def _decode(codes: torch.Tensor, state: Any) -> torch.Tensor:
     if _is_packed(state):
         codes, state = _unpacked_for_cpu(codes, state)
     packed = codes.view(torch.uint8).view(-1)
@@ -164,9 +170,10 @@ def decode_four_bits(
 ) -> torch.Tensor:
     """Return the values of 4-bit codes of bitsandbytes in float32: the product of code and scale.
 
-    bitsandbytes' own ``dequantize_4bit`` is wrong on the CPU where a row is shorter than a block (0.50.2), and rounds
-    to the dtype of the checkpoint. Each byte of ``packed`` has two codes, the first in the high half, beginning with
-    that of element ``start``; the blocks of ``blocksize`` elements are counted through the whole weight.
+    bitsandbytes' own ``dequantize_4bit`` is wrong on the CPU for some rows that are no whole number of blocks (0.50.2:
+    32, 96 and 160 columns in blocks of 64), and rounds to the dtype of the checkpoint. Each byte of ``packed`` has two
+    codes, the first in the high half, beginning with that of element ``start``; the blocks of ``blocksize`` elements
+    are counted through the whole weight.
     """
     # A byte is looked up with both of its values at once: half the indices, and they are the largest temporary. An odd
     # element is the second code of its byte, so the first one is cut off.
@@ -182,6 +189,25 @@ def decode_four_bits(
     whole = values[first - start : last - start].view(-1, blocksize)
     whole.mul_(scales[first // blocksize : last // blocksize, None])
     return values
+
+
+@contextlib.contextmanager
+def decoded_rightly_on_the_cpu() -> Iterator[None]:
+    """Inside, ``dequantize_4bit`` of bitsandbytes is right on the CPU too, rounded as it rounds; see above."""
+    engine = sys.modules.get("bitsandbytes.functional")
+    if engine is None:
+        yield
+        return
+    own = engine.dequantize_4bit
+
+    def dequantize_4bit(codes: torch.Tensor, quant_state: Any = None, *args: Any, **options: Any) -> torch.Tensor:
+        if quant_state is None or args or options or codes.device.type != "cpu":
+            return cast("torch.Tensor", own(codes, quant_state, *args, **options))
+        values = _decode(codes, quant_state).to(quant_state.dtype)
+        return values.t() if codes.shape[0] == 1 else values
+
+    with patched(engine, "dequantize_4bit", dequantize_4bit):
+        yield
 
 
 def decode_nested_scales(
