@@ -15,6 +15,10 @@ _CODES = f"{_DISK}_codes.py::"
 _VERIFIED = "merging/test_verify_merge.py::"
 
 TAKEN: dict[str, dict[str, str]] = {
+    "_merging/disk/compare_changed_files.py": {
+        "copy the files of the base or the adapter": "merging/test_verify_merge_mistakes.py::"
+        "test_a_file_beside_the_weights_that_changed_is_named",
+    },
     "_merging/disk/compare_small_files.py": {
         "write the entries so": f"{_VERIFIED}test_the_files_beside_the_weights",
         "copy {} from the base or the adapter": f"{_VERIFIED}test_the_files_beside_the_weights",

@@ -421,6 +421,11 @@ def test_a_file_beside_the_weights_that_changed_is_named(chatty: Setting, tmp_pa
     assert codes(check) == {"merged-files-changed"}, str(check)
     assert check.ok
     assert f"{file}: {said}" in check.findings[0].message
+    assert check.findings[0].fix is not None
+    assert check.findings[0].fix.startswith("copy the files of the base or the adapter")
+    source = next(folder for folder in (chatty.adapter, chatty.base) if (folder / file).is_file())
+    shutil.copy(source / file, merged / file)
+    assert codes(verify_merge(chatty.base, chatty.adapter, merged)) == set()
 
 
 def test_a_chat_template_that_changed_is_named_wherever_it_is(chatty: Setting, tmp_path: Path) -> None:
