@@ -9,7 +9,7 @@ them copied there before its forward and dropped after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -69,11 +69,18 @@ class TracePlacement:
         return self.main if self.is_offloaded(path) else self.stored_on(path)
 
 
-def install_hooks(model: torch.nn.Module, placement: TracePlacement, ledger: Ledger, in_hook: InHook) -> None:
-    """Register the hooks on every module; the caller's snapshot of the model removes them."""
+def install_hooks(
+    model: torch.nn.Module,
+    placement: TracePlacement,
+    ledger: Ledger,
+    in_hook: InHook,
+    never_called: Collection[torch.nn.Module] = (),
+) -> None:
+    """Register the hooks on every module that may be called; the caller's snapshot of the model removes them."""
     skip_keys: object = getattr(model, "_skip_keys_device_placement", None)
     for name, module in model.named_modules():
-        _note_calls(name, module, ledger)
+        if module not in never_called:
+            _note_calls(name, module, ledger)
         if not placement.hooked:
             continue
         if name and placement.entry(name) is not None and has_tensors(module):

@@ -28,10 +28,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Watch(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, and its address; one object for each, where a finalizer would be four."""
+    """A weak reference to a storage, for a ledger; one object for each, where a finalizer would be four."""
 
-    __slots__ = ("address",)
+    __slots__ = ("address", "ledger")
     address: int
+    ledger: Ledger
+
+
+def _ended(watch: _Watch) -> None:
+    watch.ledger.ended(watch)
 
 
 class Ledger:
@@ -119,10 +124,11 @@ class Ledger:
 
     def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
         address = storage._cdata
-        watch = self._watches[address] = _Watch(storage, self._ended)
-        watch.address, self.live[address] = address, index
+        watch = self._watches[address] = _Watch(storage, _ended)
+        watch.ledger, watch.address, self.live[address] = self, address, index
 
-    def _ended(self, watch: _Watch) -> None:
+    def ended(self, watch: _Watch) -> None:
+        """Note that the storage of a weak reference has ended."""
         if self._watches.get(watch.address) is watch:  # or the address is another storage's already
             del self._watches[watch.address]
             self._free(watch.address)
@@ -194,6 +200,7 @@ class Ledger:
     def close(self) -> None:
         """Record no more: storages freed from now on are freed because the trace is over."""
         self._open = False
+        self._watches.clear()
 
 
 def device_traces(allocations: Sequence[Allocation], events: Sequence[Event]) -> dict[int | str, DeviceTrace]:

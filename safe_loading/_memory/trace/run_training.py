@@ -42,10 +42,13 @@ def run_training(
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     optimizer, first_update = _make_optimizer(workload, trained.stepped, embeddings, ledger)
     importance = _Importance(model, trained, ledger)
+
+    def classify(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            ledger.classify(ledger.index_of(parameter.grad), "gradients")
+
     for parameter in trained.parameters:
-        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # of torch
-            lambda p: ledger.classify(ledger.index_of(p.grad), "gradients") if p.grad is not None else None
-        )
+        parameter.register_post_accumulate_grad_hook(classify)  # type: ignore[no-untyped-call]  # of torch
     reference = reference_pass(model, workload, ledger)
     micro_batches = min(workload.gradient_accumulation_steps, 2)  # every further one is like the first
     if trained.rehearses:

@@ -34,6 +34,11 @@ class SkippedLayers:
         self._ledger = ledger
         self._others: dict[int, list[weakref.ref[torch.Tensor] | None]] = {}  # of a tuple that a layer returned last
 
+    def inner_modules(self) -> set[torch.nn.Module]:
+        """Return the modules inside the layers that do not run."""
+        layers = (each.layers[number] for each in self.lists for number in each.skipped)
+        return {module for layer in layers for module in layer.modules() if module is not layer}
+
     def install(self) -> None:
         """Note when layers begin, and let the skipped ones hand their input on; the caller's snapshot undoes it."""
         for place, each in enumerate(self.lists):

@@ -189,7 +189,7 @@ def _run(
         if workload.gradient_checkpointing:
             _enable_checkpointing(model)
         inputs = StepInputs(model, mode.values, fake_device(where.main), user_inputs)
-        install_hooks(model, where, ledger, mode.in_hook)
+        install_hooks(model, where, ledger, mode.in_hook, skipped.inner_modules())
         skipped.install()
         main = fake_device(where.main)
         with _progress_bar(model), mode, _spread(model, list(tensors.trainable()), sharding, main, ledger) as of_rank:
