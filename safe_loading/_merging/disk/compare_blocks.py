@@ -79,7 +79,7 @@ class FoundBlocks:
         """Return by how many codes each element is off the nearest one."""
         return (self.ranks - self._nearest(values)).abs()
 
-    @functools.cached_property
+    @property
     def telling(self) -> torch.Tensor:
         """The elements that are the largest of their block for certain."""
         outermost = (self.ranks == 0) | (self.ranks == len(self.codes.table.numbers) - 1)

@@ -25,23 +25,29 @@ class HeldCodes(Protocol):
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Return the numbers that the codes of values stand for."""
+        ...
 
     def differs(self, values: torch.Tensor) -> bool:
         """Return whether the folder holds other codes than those of these values."""
+        ...
 
     def outside(self, values: torch.Tensor, error: torch.Tensor, *, limited: bool) -> torch.Tensor:
         """Return which codes no values within ``error`` of these have; ``limited``: under scales no larger than due."""
+        ...
 
     def off(self, values: torch.Tensor) -> torch.Tensor:
         """Return by how many codes each element is off the nearest one."""
+        ...
 
     @property
     def gaps(self) -> torch.Tensor:
         """The distances of the numbers around each code."""
+        ...
 
     @property
     def telling(self) -> torch.Tensor | None:
         """The elements that tell the factor of an update; None for all."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,9 +83,9 @@ class Codes:
         inside = _inside(self.merged, values, error, lambda end: self.values(end, scales))
         return ~inside | (values.abs() - error > self.most)
 
-    def off(self, exact: torch.Tensor) -> torch.Tensor:
+    def off(self, values: torch.Tensor) -> torch.Tensor:
         """Return by how many codes each element is off the nearest one."""
-        return (self._ranks(self.found) - self._ranks(self.nearest(exact, self.own))).abs()
+        return (self._ranks(self.found) - self._ranks(self.nearest(values, self.own))).abs()
 
     def _ranks(self, codes: torch.Tensor) -> torch.Tensor:
         number = codes.view(torch.uint8).int()

@@ -44,6 +44,7 @@ class RowDecoder(Protocol):
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Return some rows in float64."""
+        ...
 
 
 class Decoder:
