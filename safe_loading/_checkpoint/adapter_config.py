@@ -32,6 +32,7 @@ SIZES = frozenset(
         "xlora_depth", "xlora_size",
     }
 )  # fmt: skip
+_BIASES = ("none", "all", "lora_only")
 _PATTERNS_OF_SIZES = frozenset({"rank", "block_size", "n_frequency"})
 _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
 # An adapter may be smaller on disk than in memory: what training has pruned, what is drawn again from a seed.
@@ -65,18 +66,46 @@ def config_problems(config: Mapping[str, object]) -> list[str]:
         for name, value in config.items()
         if name.endswith("_pattern") and name != "layers_pattern" and not isinstance(value, (dict, NoneType))
     ]
-    if not _is_lora(config):
-        return problems
+    return [*problems, *_lora_problems(config)] if _is_lora(config) else problems
+
+
+def _lora_problems(config: Mapping[str, object]) -> Iterator[str]:
+    """Yield the problems of the values by which peft builds and scales a LoRA."""
     for name in ("r", "lora_alpha"):
         value = config.get(name)
         if name not in config:
             # LoraConfig has a default for both, so the adapter would be scaled by a number that nobody chose.
-            problems.append(f"{name} is missing; peft would silently take its default, 8")
-        elif isinstance(value, bool) or not isinstance(value, (int, float)):
-            problems.append(f"{name} is {value!r}; it must be a number, because it scales the adapter")
-        elif name == "r" and value < 1:
-            problems.append(f"r is {value!r}; a rank must be at least 1")
-    return problems
+            yield f"{name} is missing; peft would silently take its default, 8"
+        elif not _is_number(value):
+            yield f"{name} is {value!r}; it must be a number, because it scales the adapter"
+        elif name == "r":
+            yield from _rank_problems(name, value)
+    dropout, bias = config.get("lora_dropout", 0), config.get("bias", "none")
+    if not _is_number(dropout) or not 0 <= _number(dropout) <= 1:
+        yield f"lora_dropout is {dropout!r:.80}; it must be a number from 0 to 1, and 0 where there is none"
+    if bias not in _BIASES:
+        yield f"bias is {bias!r:.80}; it must be one of {', '.join(_BIASES)}"
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(name, {})
+        if patterns is None:
+            yield f"{name} is null, in which peft looks for patterns; it must be {{}} where there are none"
+        for pattern, value in patterns.items() if isinstance(patterns, Mapping) else ():
+            field = f"{name}[{pattern!r:.80}]"
+            if not _is_number(value):
+                yield f"{field} is {value!r:.80}; it must be a number, because it scales the adapter"
+            elif name == "rank_pattern":
+                yield from _rank_problems(field, value)
+
+
+def _rank_problems(name: str, value: object) -> Iterator[str]:
+    if _number(value) < 1:
+        yield f"{name} is {value!r}; a rank must be at least 1"
+    elif not isinstance(value, int):
+        yield f"{name} is {value!r}; a rank must be a whole number, as the length of a tensor is"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def factors_of_other_rank(config: Mapping[str, object], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:

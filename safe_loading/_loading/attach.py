@@ -340,10 +340,12 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
     with _in_the_model(injected, adapter.name):
         routed = _route(injected, adapter, tensors)
         slots = new_slots(routed.places, before)  # after peft has routed, which replaces parameters of AdaLoRA
+        matched = slots
         if config.is_prompt_learning:
-            # peft loads these straight into the prompt encoder, so no tensor goes through a state-dict key
-            return Injection(injected, Match({}, {}, file.findings), slots, file.renamed, file.tensors, on_meta)
-        match = match_tensors(injected, adapter.name, adapter.file, slots, routed, embeddings)
+            # peft loads the prompt straight into its encoder; what goes through the state dict are saved modules
+            routed = routed._replace(tensors={key: value for key, value in routed.tensors.items() if "." in key})
+            matched = {key: slot for key, slot in slots.items() if ".modules_to_save." in key}
+        match = match_tensors(injected, adapter.name, adapter.file, matched, routed, embeddings)
     match.findings[:0] = (*file.findings, *fitted)
     return Injection(injected, match, slots, file.renamed, file.tensors, on_meta)
 

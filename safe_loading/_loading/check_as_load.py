@@ -25,7 +25,7 @@ from .attach import prepare
 from .base_model import base_config
 from .load import BaseOnDisk, LoadOptions, check_before_load
 from .sources import BaseRequest, resolve_base
-from .starts import builds_on_meta
+from .starts import builds_on_meta, random_start
 
 _SAVE_AGAIN = "save it again with `save_pretrained`, copy or download the whole folder again, or correct its config"
 
@@ -58,7 +58,8 @@ def check_adapter(opened: ModelFolder, base_model: str | os.PathLike[str] | None
     def check() -> LoadCheck:
         facts = read_adapter(Resolved(str(opened.path), opened.path, None), folder=opened)
         adapter = prepare("default", facts, is_trainable=False)
-        errors = [finding for finding in adapter.findings if finding.severity == "error"]
+        start = random_start(adapter.config, adapter.file)
+        errors = [*(finding for finding in adapter.findings if finding.severity == "error"), *start]
         if base_model is None and not facts.config.get("base_model_name_or_path"):
             return LoadCheck("headers alone: it names no base; pass base_model=", errors)
         try:
@@ -74,7 +75,7 @@ def check_adapter(opened: ModelFolder, base_model: str | os.PathLike[str] | None
         own = {} if facts.header is None else facts.header.tensors
         rows = max(rows_of(own), rows_of(checked.opened.read_checkpoint().tensors))
         return answer._replace(
-            findings=answer.findings + tokenizer_findings(facts.path, rows, known=words_in(base.folder))
+            findings=[*answer.findings, *start, *tokenizer_findings(facts.path, rows, known=words_in(base.folder))]
         )
 
     return _asked(opened.path, check)

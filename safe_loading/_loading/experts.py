@@ -72,7 +72,10 @@ def fit_experts(
         return FittedAdapter(config, tensors, findings)
     fitting = _Fitting(config, tensors, base, parameters, facts)
     fitted = FittedAdapter(config, tensors, [], is_fused=bool(config.target_parameters))
-    fitted = fitting.result() if fitting.factors else fitted
+    if fitting.factors:
+        fitted = fitting.result()
+    elif fitting.has_routers_alone:
+        fitted = fitting.without_dropout()
     return fitted._replace(config=named_as_others(fitted.config, model, parameters)) if fitted.is_fused else fitted
 
 
@@ -92,6 +95,7 @@ class _Fitting:
         self._missing: list[str] = []  # the keys that the config asks for and the file has not
         self._owners: dict[str, str] = {}  # an owner's name on disk, its layer's number left out, by its last part
         self._parameters = parameters
+        self.has_routers_alone = False
         # By the numbers of its layer, its expert and the module's name.
         self.factors: dict[tuple[tuple[str, ...], int | None, str], _Factors] = {}
         self._collect()
@@ -112,7 +116,8 @@ class _Fitting:
             self._owners[leaf] = _NUMBER.sub("{}", f"{owner}.")
             self.factors[_numbers(f"{owner}."), expert, leaf] = self._judged(path, a, b)
         if all(expert is None for _, expert, _ in self.factors):
-            self.factors = {}  # a router alone has a name of its own in both
+            self.has_routers_alone = bool(self.factors)
+            self.factors = {}  # they have a name of their own in both
 
     def _judged(self, path: str, a: torch.Tensor, b: torch.Tensor) -> _Factors:
         """Return the factors of a module with the config's rank and scaling; note a finding if their rank differs."""
@@ -127,6 +132,12 @@ class _Fitting:
 
     def _key(self, path: str) -> str:
         return f"{self._facts.weights}: {PEFT_PREFIX}{path}.lora_A.weight"
+
+    def without_dropout(self) -> FittedAdapter:
+        """Return the adapter as it is, but for a dropout that peft refuses on the parameter of a router."""
+        config = deepcopy(self._config)
+        self._leave_dropout_out(config)
+        return FittedAdapter(config, self._tensors, self._findings, is_fused=bool(config.target_parameters))
 
     def result(self) -> FittedAdapter:
         """Return the adapter with the factors of the base's fused parameters."""
@@ -244,8 +255,8 @@ class _Fitting:
         if not config.lora_dropout or not config.inference_mode:
             return
         message = (
-            f"lora_dropout is {config.lora_dropout}, which peft has not for fused experts; it does nothing outside of "
-            f"training, and is 0 here"
+            f"lora_dropout is {config.lora_dropout}, which peft has not for fused experts and routers; it does nothing "
+            f"outside of training, and is 0 here"
         )
         config.lora_dropout = 0.0
         where = self._facts.config_file

@@ -31,7 +31,8 @@ def fill_slots(
     without a value keeps its initial value, in the dtype of the others, since a layer computes with both its factors.
     """
     # The dtype of what is on file stands for the whole adapter; what peft made has the dtype of the base.
-    common = dtype or next((value.dtype for value in values.values() if value.is_floating_point()), None)
+    own_dtypes = (value.dtype for key, value in values.items() if slots[key].dtype is None)
+    common = dtype or next((own for own in own_dtypes if own.is_floating_point), None)
     groups: dict[int, list[AdapterSlot]] = defaultdict(list)
     for slot in slots.values():
         groups[slot.storage].append(slot)
@@ -40,7 +41,7 @@ def fill_slots(
         with_value = [slot for slot in group if slot.key in values]
         if not with_value:
             for slot in group:
-                if common is not None and slot.dtype is None and slot.is_parameter and slot.tensor.is_floating_point():
+                if common is not None and slot.gets_dtype_of_adapter:
                     _set(slot, _as_in_slot(slot, slot.tensor.detach().to(common)))
         elif len({id(slot.tensor) for slot in group}) == 1:
             # One tensor under several names stays one tensor.

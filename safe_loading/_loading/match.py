@@ -189,6 +189,8 @@ def saved_module_dtype(file: str, slot: AdapterSlot, value: torch.Tensor) -> Ite
     message = (
         f"the saved module is {value.dtype} in the file; it gets the dtype of the module that it replaces, "
         f"{slot.dtype}, in which the layers around it compute"
+        if ".modules_to_save." in slot.key
+        else f"it is {value.dtype} in the file; it gets {slot.dtype}, in which the layers around it compute"
     )
     where = f"{file}: {slot.key}"
     if torch.promote_types(slot.dtype, value.dtype) == slot.dtype:

@@ -149,7 +149,8 @@ def _changes_nothing(name: str, value: object, config: JsonObject, *, is_trainab
     """Return whether an adapter computes the same without a field: a newer peft writes all it has, used or not."""
     if value is None or value is False or value in ([], {}, ""):
         return True
-    if value is True and name.startswith("init_"):  # the values of a start are replaced by the file's
+    # the values of a start are replaced by the file's; merge_weights of peft 0.2 said how the adapter is to be run
+    if value is True and (name.startswith("init_") or name == "merge_weights"):
         return True
     # "qalora_group_size" beside "use_qalora": false
     switched_off = config.get(f"use_{name.partition('_')[0]}") is False

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 import torch
 from peft import PeftModel, set_peft_model_state_dict
+from peft.tuners._buffer_dict import BufferDict
 from peft.utils import AuxiliaryTrainingWrapper
 
 from safe_loading._core.engines import engines_that_fit
@@ -16,6 +18,8 @@ from safe_loading._model.tensors import TensorPlace, tensor_places, walk_modules
 from .key_names import canonical_key
 
 _COMPUTED_IN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+# What takes the place of a module of the base, or is an input of one: saved modules, LN tuning, adaption prompts.
+_AMONG_LAYERS = re.compile(r"\.(modules_to_save|ln_tuning_layers|adaption_prompt|adaption_gate)(?=\.|$)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +40,15 @@ class AdapterSlot:
     def dtype(self) -> torch.dtype | None:
         """The dtype that every value gets here: a saved module has that of the module that it replaces; else None."""
         # a packed weight has the dtype of its codes, in which nothing computes
-        replaces = ".modules_to_save." in self.key and self.tensor.dtype in _COMPUTED_IN
+        replaces = self.tensor.dtype in _COMPUTED_IN and _AMONG_LAYERS.search(self.key)
         return self.tensor.dtype if replaces else None
+
+    @property
+    def gets_dtype_of_adapter(self) -> bool:
+        """Whether it has the dtype of the adapter's values where the file has none for it, such as a projection."""
+        if self.dtype is not None or not self.tensor.is_floating_point():
+            return False
+        return self.is_parameter or isinstance(self.owner, BufferDict)
 
     @property
     def storage(self) -> int:

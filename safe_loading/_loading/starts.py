@@ -41,6 +41,7 @@ _CONVERT = (
     "convert it to a plain LoRA where it was trained "
     "(save_pretrained(..., path_initial_model_for_weight_conversion=...))"
 )
+_CONVERT_OR_SIMILAR = f"{_CONVERT}, or pass strict=False to load it onto a start that is only similar"
 
 
 def builds_on_meta(config: PeftConfig) -> bool:
@@ -235,7 +236,7 @@ def start_findings(
         )
     reason = _why_another_start(config, changed)
     if reason:
-        fix = f"{_CONVERT}, or pass strict=False to load it onto a start that is only similar"
+        fix = _CONVERT_OR_SIMILAR
         if is_there:
             fix = "none if it was trained in the same run as the adapter that is loaded; otherwise " + _CONVERT
         severity = note if is_there else None
@@ -247,12 +248,24 @@ def start_findings(
     return findings
 
 
+def random_start(config: PeftConfig, file: str) -> list[Finding]:
+    """Return the finding of a start that no base repeats, because it took random numbers that are in no file."""
+    if not _is_random(config):
+        return []
+    return [fault("start-not-repeatable", file, _why_another_start(config, ()), _CONVERT_OR_SIMILAR)]
+
+
+def _is_random(config: PeftConfig) -> bool:
+    init = str(getattr(config, "init_lora_weights", "")).lower()
+    return isinstance(config, LoraConfig) and changes_base(config) and "_niter_" in init
+
+
 def _why_another_start(config: PeftConfig, changed: Sequence[torch.Tensor]) -> str:
     """Return why the adapter was trained on another base than this one; empty if it was not."""
     init = str(getattr(config, "init_lora_weights", "")).lower()
     if not isinstance(config, LoraConfig) or not changes_base(config):
         return ""
-    if "_niter_" in init:
+    if _is_random(config):
         return (
             f"init_lora_weights={init!r} subtracts a randomized SVD from the base, and the random numbers are in no "
             f"file: the adapter would run on another base than it was trained on"

@@ -359,6 +359,20 @@ ADAPTER_CONFIGS: dict[str, Fault] = {
     "adapter without lora_alpha": Fault(adapter_config(lora_alpha=...), ("adapter_config.json", "lora_alpha")),
     "adapter with r text": Fault(adapter_config(r="four"), ("adapter_config.json", "four")),
     "adapter with r negative": Fault(adapter_config(r=-4), ("adapter_config.json", "-4")),
+    "adapter with half a rank": Fault(adapter_config(r=4.0), ("adapter_config.json", "r is 4.0", "whole number")),
+    "adapter with half a rank for one": Fault(
+        adapter_config(rank_pattern={"q_proj": 4.0}), ("rank_pattern['q_proj'] is 4.0", "whole number")
+    ),
+    "adapter with an alpha of text for one": Fault(
+        adapter_config(alpha_pattern={"q_proj": "8"}), ("alpha_pattern['q_proj'] is '8'", "a number")
+    ),
+    "adapter with null for its ranks": Fault(adapter_config(rank_pattern=None), ("rank_pattern is null", "{}")),
+    "adapter with null for its alphas": Fault(adapter_config(alpha_pattern=None), ("alpha_pattern is null", "{}")),
+    "adapter with null for its dropout": Fault(adapter_config(lora_dropout=None), ("lora_dropout is None", "0 to 1")),
+    "adapter with null for its bias": Fault(adapter_config(bias=None), ("bias is None", "lora_only")),
+    "adapter with a start of random numbers": Fault(
+        adapter_config(init_lora_weights="pissa_niter_4"), ("pissa_niter_4", "randomized SVD")
+    ),
     "adapter with an infinite alpha": Fault(
         lambda f: (f / "adapter_config.json").write_text(
             (f / "adapter_config.json").read_text().replace('"lora_alpha": 8', '"lora_alpha": 1e400')

@@ -46,3 +46,22 @@ def test_a_check_says_what_a_load_does(
         pytest.skip("root may read everything; test_bad_input.py takes that right away")
     refused = is_refused(*((tiny_adapter, folder) if kind == "base" else (folder, tiny_llama)))
     assert is_ok(folder) != refused, f"a load {'refuses' if refused else 'accepts'} it"
+
+
+OF_THE_CONFIG_ALONE = [
+    "adapter with half a rank", "adapter with half a rank for one", "adapter with an alpha of text for one",
+    "adapter with null for its ranks", "adapter with null for its alphas", "adapter with null for its dropout",
+    "adapter with null for its bias", "adapter with a start of random numbers",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_THE_CONFIG_ALONE)
+def test_what_a_config_alone_says_is_known_without_the_base(tmp_path: Path, tiny_adapter: Path, name: str) -> None:
+    folder = Path(shutil.copytree(tiny_adapter, tmp_path / "adapter"))
+    folders.adapter_config(base_model_name_or_path="who/what")(folder)
+    assert check_checkpoint(folder).ok
+    OF_AN_ADAPTER[name].change(folder)
+    report = check_checkpoint(folder)
+    said = " ".join(f"{finding.where} {finding.message}" for finding in report.findings)
+    assert not report.ok
+    assert all(word in said for word in OF_AN_ADAPTER[name].words if word != "adapter_config.json")

@@ -81,7 +81,9 @@ def save_expert_adapter(
     torch.manual_seed(1)
     for key, weight in weights.items():
         path = key.removesuffix(".weight")
-        if not (".experts." in path or path.endswith("q_proj")) or not check_target_module_exists(config, path):
+        if not (".experts." in path or path.endswith(("q_proj", ".gate"))) or not check_target_module_exists(
+            config, path
+        ):
             continue
         rank, alpha = (
             patterns.get(get_pattern_key(list(patterns), path), otherwise)
@@ -154,6 +156,22 @@ def test_dropout_is_a_finding_and_refused_where_it_would_be_trained_with(tmp_pat
     adapter, _ = save_expert_adapter(tmp_path, base, "Mixtral", {"lora_dropout": 0.05})
     model = load_peft_on_rank(base, adapter)
     assert [finding.code for finding in model.load_report.findings] == ["lora-dropout-ignored"]
+    with pytest.raises(AdapterError, match="lora_dropout"):
+        load_peft_on_rank(base, adapter, is_trainable=True)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_routers_alone_have_no_dropout_either(tmp_path: Path, kind: str) -> None:
+    base = save_mixture(tmp_path / "base", kind)
+    fields = {"target_modules": ["q_proj", "gate"], "lora_dropout": 0.05}
+    adapter, deltas = save_expert_adapter(tmp_path, base, kind, fields)
+    assert sum(key.endswith(".gate.weight") for key in deltas) == LAYERS
+    model = load_peft_on_rank(base, adapter)
+    assert [finding.code for finding in model.load_report.findings] == ["lora-dropout-ignored"]
+    merge_lora_checkpoint(base, adapter, tmp_path / "merged")
+    assert off(tmp_path / "merged", base, deltas) < 1e-6
+    merge_lora_inplace(model).save_pretrained(tmp_path / "in memory")
+    assert off(tmp_path / "in memory", base, deltas) < 1e-6
     with pytest.raises(AdapterError, match="lora_dropout"):
         load_peft_on_rank(base, adapter, is_trainable=True)
 

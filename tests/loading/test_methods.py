@@ -16,6 +16,7 @@ from adapter_methods import METHODS, Method, save_trained
 from faults import adapters as faults
 from loaded_models import logits, state, two_steps
 from method_table import Bench
+from peft import PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from transformers import AutoModelForCausalLM
 
@@ -121,6 +122,28 @@ def test_a_plain_adapter_on_a_base_that_was_changed_is_a_warning(bench: Bench, t
     model = load_peft_on_rank(bench.base, bench.adapter("LoRA, PiSSA"))
     report = load_adapter_on_rank(model, tiny_adapter, "second")
     assert [(finding.code, finding.severity) for finding in report.findings] == [("base-already-changed", "warning")]
+
+
+FLOAT32 = {
+    **{name: METHODS[name] for name in ("LoRA", "Adaption prompt", "LN tuning", "OSF", "UniLoRA", "RandLora")},
+    **{
+        f"{name} without its projections": Method(
+            METHODS[name].config, {**METHODS[name].options, "save_projection": False}
+        )
+        for name in ("VeRA", "PVeRA", "RandLora")
+    },
+}
+
+
+@pytest.mark.parametrize("method", FLOAT32)
+def test_a_float32_adapter_computes_on_a_16_bit_base_as_with_peft(bench: Bench, tmp_path: Path, method: str) -> None:
+    adapter = save_trained(FLOAT32[method], bench.base, tmp_path / "adapter")
+    AutoModelForCausalLM.from_pretrained(bench.base, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), str(adapter))
+        model = load_peft_on_rank(tmp_path / "base", adapter)
+    assert torch.equal(logits(model.eval()), logits(plain.eval()))
 
 
 def test_a_start_that_cannot_be_repeated_is_an_error(bench: Bench, tmp_path: Path) -> None:

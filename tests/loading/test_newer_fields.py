@@ -16,8 +16,9 @@ from safe_loading import AdapterError, load_peft_on_rank
         {"hyper_group_size": 16, "use_hyper": False},
         {"hyper_dropout": 0.1},
         {"init_hyper_weights": True},
+        {"enable_lora": None, "merge_weights": True},
     ],
-    ids=["empty", "switched off", "dropout", "start"],
+    ids=["empty", "switched off", "dropout", "start", "peft 0.2"],
 )
 def test_a_field_of_a_newer_peft_that_changes_nothing_is_told(
     tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, fields: dict[str, Any]
@@ -30,7 +31,12 @@ def test_a_field_of_a_newer_peft_that_changes_nothing_is_told(
 
 @pytest.mark.parametrize(
     "fields",
-    [{"hyper_group_size": 16, "use_hyper": True}, {"hyper_group_size": 16}, {"init_hyper_weights": "pissa"}],
+    [
+        {"hyper_group_size": 16, "use_hyper": True},
+        {"hyper_group_size": 16},
+        {"init_hyper_weights": "pissa"},
+        {"enable_lora": [True, False, True]},
+    ],
     ids=str,
 )
 def test_a_field_of_a_newer_peft_that_may_change_something_is_refused(
