@@ -80,6 +80,7 @@ REPLACED_CLASSES = {
 PATCHED = {
     "_core/log.py": "logging has one level for an engine",
     "_loading/fused_parameters.py": "peft converts by a table of its own",
+    "_loading/peft_config.py": "peft refuses a module of Mamba by a function of a module",
     "_loading/into_place.py": "transformers has one function that loads weights, and no hook in it",
     "_memory/audit/packed_rows.py": "transformers makes masks by functions of a module",
     "_memory/trace/attention_kernels.py": "transformers finds its kernels in a table",

@@ -36,7 +36,7 @@ from .key_names import check_key_mapping
 from .match import Match, match_tensors
 from .move_modules import move_modules
 from .old_names import with_new_names
-from .peft_config import as_trained, build_config, refuse_costly_patterns, without_targets
+from .peft_config import as_trained, build_config, mamba_outputs_adapted, refuse_costly_patterns, without_targets
 from .slots import AdapterSlot, RoutedTensors, new_slots, own_tensor, route
 from .starts import (
     BaseWatch,
@@ -327,7 +327,8 @@ def _inject_and_match(model: torch.nn.Module, adapter: Adapter, *, on_meta: bool
     config = with_new_names(config, file.old_names, base)
     config, tensors, fitted, is_fused = fit_experts(config, file.tensors, base, adapter.facts)
     before = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    with quiet(), as_trained(config), without_conversion_by_peft(base) if is_fused else nullcontext():
+    unconverted = without_conversion_by_peft(base) if is_fused else nullcontext()
+    with quiet(), as_trained(config), mamba_outputs_adapted(config), unconverted:
         if on_meta:
             # No memory is used and no number is drawn: every value comes from the file.
             with without_start_on_base(config), MetaStandIns(model), torch.device("meta"), NoInit():

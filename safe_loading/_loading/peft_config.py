@@ -12,6 +12,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners import tuners_utils
 from peft.utils.other import get_pattern_key
 
 from safe_loading._checkpoint.adapter_folder import AdapterFolder, read_adapter_config
@@ -23,11 +24,13 @@ from safe_loading._core.log import quiet
 from safe_loading._core.names import method_name
 from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, Severity
+from safe_loading._core.thread_patches import patched
 from safe_loading._model.peft_layers import base_of
 from safe_loading.errors import AdapterError, SafeLoadingError
 
 # Initializations that subtract something from the base's weights when peft injects the adapter (peft
 # `LoraLayer.pissa_init`, `olora_init`, `corda_init`, `loftq_init`, `lora_ga_init`).
+_MAMBA_CHECK = "_check_lora_target_modules_mamba"
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -103,6 +106,26 @@ def as_trained(config: PeftConfig) -> Iterator[None]:
     finally:
         if before is not None:
             settings["prompt_tuning_init"] = before
+
+
+@contextlib.contextmanager
+def mamba_outputs_adapted(config: PeftConfig) -> Iterator[None]:
+    """While peft builds an adapter that is not to be trained, let it adapt the ``out_proj`` of Mamba's mixers.
+
+    peft refuses it, because kernels that run in training alone read its weight past the adapter. Releases that did not
+    know of Nemotron-H or Falcon-H1 yet made such adapters, which run and are merged as their config says.
+    """
+    refuse = getattr(tuners_utils, _MAMBA_CHECK, None)
+    if refuse is None or not config.inference_mode:
+        yield
+        return
+
+    def check(config: PeftConfig, model: torch.nn.Module, target_name: str) -> None:
+        if target_name != "out_proj":
+            refuse(config, model, target_name)
+
+    with patched(tuners_utils, _MAMBA_CHECK, check):
+        yield
 
 
 @contextlib.contextmanager
