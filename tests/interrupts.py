@@ -118,6 +118,11 @@ def facts(made: Any) -> dict[str, Any]:
         "default device": torch.get_default_device(),
         "generator": torch.get_rng_state().numpy().tobytes(),
         "modes": (len(_get_current_dispatch_mode_stack()), len(_get_current_function_mode_stack())),
+        "switches": (
+            torch._C._is_torch_function_enabled(),
+            str(torch._C._dispatch_tls_local_include_set()),
+            str(torch._C._dispatch_tls_local_exclude_set()),
+        ),
         "Ctrl-C": signal.getsignal(signal.SIGINT),
         "functions": (nn.functional.softmax, nn.functional.dropout, nn.functional.scaled_dot_product_attention),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from safe_loading import (
     wrap_fsdp_meta_safe,
     wrap_transparent,
 )
+from safe_loading._memory.trace import operation_cache
 
 MOST = 8  # lines of a verb where Ctrl-C comes; the slow sweep takes twenty-five times as many
 SLOW_VERBS = ("audit", "predict", "plan")  # a quarter of them
@@ -192,3 +194,13 @@ def test_a_model_whose_wrap_is_interrupted_is_as_it_was_and_can_be_wrapped(
     made = functools.partial(make, tiny_llama)
     assert problems_at(numbers, made, call_again_after, everything, signalled=signalled) == []
     assert torch.equal(call(interrupted[-1])(tokens).logits, wanted)
+
+
+def test_torch_is_switched_on_again_wherever_a_trace_switches_it_off() -> None:
+    """Line by line through the one file that does so for each operation, over several of them."""
+    model, file = llama(), (operation_cache.__file__,)
+    before = facts(model)["switches"]
+    for number in range(300, 360):
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(number, within=file) as lines:
+            predict_memory(model, STEP)
+        assert facts(model)["switches"] == before, lines.place

@@ -87,12 +87,7 @@ class TraceDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         """Run one operation."""
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # C++ code asks for devices more often than operations run
-        with torch._C.DisableTorchFunction():  # the model has called; what follows are questions about tensors
-            return self._record(OperationCall(func, args, kwargs or {}))
-
-    def _record(self, call: OperationCall) -> Any:
-        """Run one operation, and record its allocations."""
-        func, args = call.func, call.args
+        call = OperationCall(func, args, kwargs or {})
         if func is aten._local_scalar_dense.default:  # Tensor.item()
             return self.values.item(args[0], self._module)
         if self._multi_device:

@@ -37,10 +37,6 @@ class FakeTensors:
 
     def replace_tensors(self, model: torch.nn.Module) -> None:
         """Replace every tensor in the attributes of the model's modules; the caller restores them."""
-        with torch._C.DisableTorchFunction():  # which would be asked some ten times for each tensor
-            self._replace_tensors(model)
-
-    def _replace_tensors(self, model: torch.nn.Module) -> None:
         parts = adapter_parts(model)
         for prefix, module in model.named_modules():
             dot = prefix + "." if prefix else ""
@@ -109,13 +105,13 @@ class FakeTensors:
         with torch.no_grad():
             base = self._storages.get(storage._cdata)
             if base is None:
-                with torch._C._DisableTorchDispatch():
+                with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
                     meta = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
                     fake = self._maker.fake(meta, device)
                 # in general one tensor fills its storage; for views of a larger one the storage is made as bytes
                 if fake.untyped_storage().nbytes() == storage.nbytes() and tensor.storage_offset() == 0:
                     self._storages[storage._cdata] = fake
-                    with torch._C._DisableTorchDispatch():
+                    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
                         return self._maker.fake(meta, device)
                 base = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
                 self._storages[storage._cdata] = base

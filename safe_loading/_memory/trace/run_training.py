@@ -58,10 +58,9 @@ def run_training(
     _run_micro_batches(model, workload, inputs, ledger, trained, micro_batches, reference)
     ledger.phase = "optimizer"
     trained.before_step()
-    with _no_function_mode(optimizer):
-        if optimizer is not None:
-            _drop_unused_state(optimizer, trained.unused(), ledger)
-        trained.step(optimizer)
+    if optimizer is not None:
+        _drop_unused_state(optimizer, trained.unused(), ledger)
+    trained.step(optimizer)
     if optimizer is not None:
         for tensor in tensors_of(list(optimizer.state.values())):  # which outlives this function
             ledger.keep_alive(tensor)
@@ -180,23 +179,16 @@ def _make_optimizer(
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         setattr(optimizer, name, lambda: None)
     # optimizers allocate their state in the first step; only the fake gradients' shapes matter
-    with _no_function_mode(optimizer):
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        begun = len(ledger.events)
-        optimizer.step()
-        first_update = slice(begun, len(ledger.events))
-        optimizer.zero_grad(set_to_none=True)
-        for state in optimizer.state.values():
-            for tensor in tensors_of(state):
-                ledger.classify(ledger.index_of(tensor), "optimizer")
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    begun = len(ledger.events)
+    optimizer.step()
+    first_update = slice(begun, len(ledger.events))
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        for tensor in tensors_of(state):
+            ledger.classify(ledger.index_of(tensor), "optimizer")
     return optimizer, first_update
-
-
-def _no_function_mode(optimizer: torch.optim.Optimizer | None) -> AbstractContextManager[object]:
-    """Return the context of an optimizer: torch's own need no function mode, which would be asked too often."""
-    own = optimizer is None or type(optimizer).__module__.startswith("torch.")
-    return torch._C.DisableTorchFunction() if own else contextlib.nullcontext()
 
 
 def _drop_unused_state(optimizer: torch.optim.Optimizer, unused: Iterable[torch.nn.Parameter], ledger: Ledger) -> None:

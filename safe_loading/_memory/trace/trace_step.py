@@ -51,6 +51,7 @@ from .run_generation import run_generation
 from .run_training import run_training
 from .sharded_step import ShardedParameters, alike, fake_ranks, sharded
 from .skipped_layers import GradientsOfSkipped, SkippedLayers
+from .torch_switches import switches_put_back
 from .trace_error import trace_error
 from .trained_parameters import TrainedParameters
 from .zero3_fetching import linear_layers
@@ -127,6 +128,7 @@ def _traced(model: torch.nn.Module, options: _Options, *, skip_layers: bool = Fa
     ledger, values = Ledger(), KnownValues()
     where = TracePlacement(placement, offload_buffers=offload_buffers, attached_there=attached_there)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(switches_put_back())
         mesh = stack.enter_context(fake_ranks(spread, rank))
         stack.enter_context(undone(Snapshot(model).restore))
         adapted = with_adapter(model, workload.adapter, where.left_on_host, prepare_for_kbit=preparation)
