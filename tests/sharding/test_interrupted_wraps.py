@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 from rank_server import RankServer
 from test_load_at_prepare import PRELUDE
+from torchrun import RanksFailed
 
 SCRIPT = """
 import importlib, json, os, signal
@@ -169,7 +171,17 @@ dist.destroy_process_group()
 
 
 def check(rank_server: RankServer, folder: Any, ranks: int, *args: object) -> list[list[Any]]:
-    run = rank_server.run(PRELUDE + SCRIPT, ranks, args=[folder, *map(str, args)], timeout=400)
+    options: Any = {"args": [folder, *map(str, args)], "timeout": 400}
+    try:
+        run = rank_server.run(PRELUDE + SCRIPT, ranks, **options)
+    except RanksFailed as error:
+        if "RankTimeout" not in str(error):
+            raise
+        # seen once in some twenty runs of the whole suite: a rank does not come back after the new group is made
+        warnings.warn(f"a rank waited in vain, and all run again:\n{error}", stacklevel=2)
+        options["args"] = [folder / "again", *map(str, args)]
+        (folder / "again").mkdir()
+        run = rank_server.run(PRELUDE + SCRIPT, ranks, **options)
     for facts in run.found:
         assert facts["done"]
         for where, error, *changed_differing_same in facts["found"]:
