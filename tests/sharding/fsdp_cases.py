@@ -90,6 +90,18 @@ def inputs(name: str) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": TOKENS, "pixel_values": pixels}
 
 
+def last_of_two_losses(model: Any) -> float:
+    """The loss of the second of two steps of AdamW on the tokens of the cases."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        loss = model(**inputs("llama")).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    last: float = loss.item()
+    return last
+
+
 def reference(make: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """The model in one process, with random weights, in train mode without dropout."""
     kind, config = make()
