@@ -35,6 +35,8 @@ from .audit import (
     modes,
     optimizer_steps,
     positions,
+    reference,
+    running_statistics,
     shared_names,
     step_checks,
     training,
@@ -43,7 +45,6 @@ from .audit import (
     wrappers,
 )
 from .audit.audited_model import AuditedModel
-from .audit.reference import reference_of
 from .audit.report import AuditReport
 from .audit.round_trip import check_round_trip
 from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
@@ -85,8 +86,8 @@ CHECKS: tuple[Check, ...] = (
     kept_memory.check_kept,
     kept_memory.check_second_base,
     kept_memory.check_teachers,
-    kept_memory.check_reference,
-    kept_memory.check_statistics,
+    reference.check_reference,
+    running_statistics.check_statistics,
     positions.check_frequencies,
     optimizer_steps.check_rounded_steps,
     optimizer_steps.check_unmoved_factors,
@@ -144,7 +145,7 @@ def audit_model(
     _refuse(model, workload, optimizer, quantization_config)
     preparation = check_preparation(prepare_for_kbit or preparation_of(trainer))
     if workload is not None and workload.kind == "train" and workload.reference is None:
-        workload = workload.replace(reference=reference_of(trainer))
+        workload = workload.replace(reference=reference.reference_of(trainer))
     source, requested, hub = model, workload, HubOptions(revision, subfolder, token)
     if not isinstance(model, torch.nn.Module):
         model, workload = _build_on_meta(model, workload, trust_remote_code, quantization_config, hub, preparation)

@@ -33,8 +33,8 @@ TAKEN: dict[str, dict[str, str]] = {
     "_memory/audit/kept_memory.py": {
         "pass ref_model=None": _AUDIT,
         "keep loss.detach()": _AUDIT,
-        "name the layers in modules_to_save": _AUDIT,
     },
+    "_memory/audit/running_statistics.py": {"name the layers in modules_to_save": _AUDIT},
     "_memory/audit/loss.py": {
         "add **kwargs": _AUDIT,
         "pass **kwargs on": "memory/test_audit_loss.py::test_the_size_of_the_error_and_the_fix",

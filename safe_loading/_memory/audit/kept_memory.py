@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from peft.utils.other import ModulesToSaveWrapper
-from torch.nn.modules.batchnorm import _NormBase
 
-from safe_loading._core.report import Finding, counted, format_bytes
+from safe_loading._core.report import Finding, format_bytes
 
 from .audited_model import AuditedModel, size_of
-from .modes import kept_in_eval
-from .training import first_names
 
 TEACHER_FIX = "teacher.requires_grad_(False).eval(), and run it under torch.no_grad()."
-_REFERENCES = ("ref", "old_policy", "teacher")  # what the names of a trainer's references begin with
 _DEEPEST = 3  # containers inside one another
 
 
@@ -71,46 +66,6 @@ def check_teachers(audited: AuditedModel) -> Iterator[Finding]:
                 f"outside torch.no_grad() keeps its activations, and backward allocates their gradients."
             )
             yield Finding("SL114", "error", where, message, TEACHER_FIX, size_of(trainable))
-
-
-def check_reference(audited: AuditedModel) -> Iterator[Finding]:
-    """Yield a finding for a reference of the trainer that has the trained parameters in it, and so moves with them."""
-    trained = {p.untyped_storage()._cdata for p in audited.model.parameters() if p.requires_grad and not p.is_meta}
-    for name, value in vars(audited.trainer).items() if audited.trainer is not None else ():
-        if not isinstance(value, torch.nn.Module) or not name.strip("_").startswith(_REFERENCES):
-            continue
-        shared = [p for p in value.parameters() if not p.is_meta and p.untyped_storage()._cdata in trained]
-        if shared:
-            message = (
-                f"{counted(len(shared), 'parameter is', 'parameters are')} trained in the model too: the reference "
-                f"moves with it, so that nothing holds the model back. get_peft_model puts its layers into the base "
-                f"that it is given."
-            )
-            fix = "with an adapter pass ref_model=None, and else a second load of the model."
-            yield Finding("SL144", "error", f"trainer.{name}", message, fix, size_of(shared))
-
-
-def check_statistics(audited: AuditedModel) -> Iterator[Finding]:
-    """Yield a finding for layers whose running statistics change in training, while only an adapter is saved."""
-    if audited.adapted is None or not audited.training:
-        return
-    saved = [m for m in audited.inner.modules() if isinstance(m, ModulesToSaveWrapper)]
-    kept = {id(part) for module in saved for part in module.modules()}
-    held = kept_in_eval(audited)
-    changing = {
-        path: module
-        for path, module in audited.outermost.named_modules()
-        if isinstance(module, _NormBase) and module.track_running_stats and module.running_mean is not None
-        if id(module) not in kept and path not in held
-    }
-    if changing:
-        message = (
-            f"the running statistics of {counted(len(changing), 'layer')} change in each forward pass of the training, "
-            f"whether its parameters are frozen or not, and the adapter's checkpoint does not have them."
-        )
-        fix = "name the layers in modules_to_save."
-        size = size_of(buffer for module in changing.values() for buffer in module.buffers())
-        yield Finding("SL145", "warning", first_names(changing), message, fix, size)
 
 
 def _shapes(model: torch.nn.Module) -> set[tuple[int, ...]]:
