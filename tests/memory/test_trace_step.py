@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from allocator_truth import above_start
+from interrupts import interrupted_at
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_config
 from torch import nn
@@ -27,6 +28,7 @@ from transformers.utils import import_utils
 
 from safe_loading import TraceError, Workload
 from safe_loading._memory.trace import dispatch_mode
+from safe_loading._memory.trace.ledger import Ledger
 from safe_loading._memory.trace.operation import OperationCall
 from safe_loading._memory.trace.operation_cache import CachedOutputs, OperationCache
 from safe_loading._memory.trace.records import StepTrace
@@ -405,3 +407,12 @@ def test_what_forward_does_not_take_is_not_passed() -> None:
         trace = trace_step(model, workload)
         assert not trace.problems
         assert "decode" not in {made.phase for made in trace.allocations}
+
+
+def test_no_line_of_python_runs_where_a_storage_ends_and_an_interrupt_would_be_lost() -> None:
+    ledger, tensor = Ledger(), torch.empty(4)
+    ledger.add(tensor, "aten.empty.memory_format")
+    with interrupted_at(1) as lines:
+        del tensor
+    assert lines.count == 0
+    assert ledger.events == [(0, False), (0, True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
 import torch
@@ -30,35 +30,45 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 class _Watch(weakref.ref[torch.UntypedStorage]):
     """A weak reference to a storage, for a ledger; one object for each, where a finalizer would be four."""
 
-    __slots__ = ("address", "ledger")
+    __slots__ = ("address",)
     address: int
-    ledger: Ledger
-
-
-def _ended(watch: _Watch) -> None:
-    watch.ledger.ended(watch)
 
 
 class Ledger:
     """Records each storage when it is made and when it is freed.
 
-    A finalizer on the storage sees the very moment at which nothing refers to it any more: no autograd node, no cache,
-    no variable of the model. The ledger itself refers to no tensor but those of `keep_alive`.
+    A weak reference to the storage sees the very moment at which nothing refers to it any more: no autograd node, no
+    cache, no variable of the model. The ledger itself refers to no tensor but those of `keep_alive`.
     """
 
     def __init__(self) -> None:
         self.allocations: list[Allocation] = []
-        self.events: list[Event] = []
+        self._events: list[Event] = []
         self.calls: Counter[str] = Counter()  # how often each module was entered
         self.stack: list[str] = []  # the modules that are running, the innermost last
         self.phase: Phase = "load"
         self.begun: list[int] = []  # the number of events before each step of one token
-        self.live: dict[int, int] = {}  # from the address of a live storage to the index of its allocation
+        self._live: dict[int, int] = {}  # from the address of a live storage to the index of its allocation
         self.left_out: list[str] = []  # what a step allocates and is not recorded, in sentences
         self.first_update: tuple[FirstUpdate, ...] = ()
         self._open = True
         self._watches: dict[int, _Watch] = {}
+        # Those of ended storages, in order, until the next event. Python loses an exception in a callback of a weak
+        # reference, Ctrl-C too, so that the callback is the append of this queue, where no line of Python runs.
+        self._ended: deque[_Watch] = deque()
         self._kept_alive: list[torch.Tensor] = []
+
+    @property
+    def events(self) -> list[Event]:
+        """The storages made and freed so far, in order."""
+        self._settle()
+        return self._events
+
+    @property
+    def live(self) -> dict[int, int]:
+        """The indices of the allocations that are alive, by the addresses of their storages."""
+        self._settle()
+        return self._live
 
     def enter(self, name: str) -> None:
         """Note that a module begins to run."""
@@ -89,7 +99,9 @@ class Ledger:
             return -1
         # by the address of the storage's C++ object: views and in-place operations return a known storage
         storage = tensor.untyped_storage()
-        known = self.live.get(storage._cdata)
+        if self._ended:
+            self._settle()
+        known = self._live.get(storage._cdata)
         if known is not None:
             return known
         index = len(self.allocations)
@@ -104,7 +116,7 @@ class Ledger:
                 tensor.itemsize,
             )
         )
-        self.events.append((index, False))
+        self._events.append((index, False))
         self._watch(storage, index)
         return index
 
@@ -115,31 +127,33 @@ class Ledger:
         for size in sizes:
             self.allocations.append(Allocation(size, device_key(device), "temporary", module, self.phase, op, 1))
         taken = range(first, len(self.allocations))
-        self.events += ((index, False) for index in taken)
+        self.events.extend((index, False) for index in taken)
         return taken
 
     def give_back(self, taken: range) -> None:
         """Record that an operation frees its buffers, the last one first."""
-        self.events += ((index, True) for index in reversed(taken))
+        self.events.extend((index, True) for index in reversed(taken))
 
     def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
         address = storage._cdata
-        watch = self._watches[address] = _Watch(storage, _ended)
-        watch.ledger, watch.address, self.live[address] = self, address, index
+        watch = self._watches[address] = _Watch(storage, self._ended.append)
+        watch.address, self._live[address] = address, index
 
-    def ended(self, watch: _Watch) -> None:
-        """Note that the storage of a weak reference has ended."""
-        if self._watches.get(watch.address) is watch:  # or the address is another storage's already
-            del self._watches[watch.address]
-            self._free(watch.address)
+    def _settle(self) -> None:
+        while self._ended:
+            watch = self._ended.popleft()
+            if self._watches.get(watch.address) is watch:  # or the storage has another watch by now
+                del self._watches[watch.address]
+                self._free(watch.address)
 
     def _free(self, address: int) -> None:
-        index = self.live.pop(address, None)
+        index = self._live.pop(address, None)
         if index is not None and self._open:
-            self.events.append((index, True))
+            self._events.append((index, True))
 
     def release(self, tensor: torch.Tensor) -> None:
         """Note that a storage gives its memory back, although it lives on, empty."""
+        self._settle()
         self._free(tensor.untyped_storage()._cdata)
 
     def reallocate(self, tensor: torch.Tensor, op: str) -> None:
@@ -191,7 +205,7 @@ class Ledger:
         self.allocations[:] = [self.allocations[old]._replace(phase="load") for old in alive]
         self.events[:] = [(index, False) for index in range(len(alive))]
         self.calls.clear()
-        self.live = {address: new_index[old] for address, old in self.live.items()}
+        self._live = {address: new_index[old] for address, old in self.live.items()}
 
     def keep_alive(self, tensor: torch.Tensor) -> None:
         """Keep a tensor alive for the whole step."""
@@ -199,6 +213,7 @@ class Ledger:
 
     def close(self) -> None:
         """Record no more: storages freed from now on are freed because the trace is over."""
+        self._settle()
         self._open = False
         self._watches.clear()
 
