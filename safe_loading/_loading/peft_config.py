@@ -39,10 +39,11 @@ def build_config(facts: AdapterFolder, *, is_trainable: bool) -> tuple[PeftConfi
     file, method = facts.config_file, facts.config["peft_type"]
     config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(method)
     if config_class is None:
+        known_methods = sorted(map(method_name, PEFT_TYPE_TO_CONFIG_MAPPING))
+        fix = f"Write it as {method.upper()!r}." if method.upper() in known_methods else "Upgrade peft."
         raise AdapterError(
             f"{file}: peft_type is {method!r}, which peft {peft.__version__} does not know (it was written by peft "
-            f"{facts.config.get('peft_version') or 'of an unknown version'}). It knows "
-            f"{sorted(map(method_name, PEFT_TYPE_TO_CONFIG_MAPPING))}. Upgrade peft."
+            f"{facts.config.get('peft_version') or 'of an unknown version'}). It knows {known_methods}. {fix}"
         )
     # peft takes a runtime_config out of any file itself, whatever the method (PeftConfigMixin.from_json_file).
     known = {field.name for field in dataclasses.fields(config_class)} | {"runtime_config"}

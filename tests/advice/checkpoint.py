@@ -27,6 +27,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "Convert it once": "loading/test_load_peft_on_rank.py::test_a_pickle_is_refused_with_a_command_that_works",
     },
     "_checkpoint/adapter_config.py": {
+        'add "peft_type"': "loading/test_load_advice.py::test_a_method_in_lower_case_or_missing_is_written_as_advised",
         "load it with the library adapters": OUTSIDE,
         "name the modules in a list": "checkpoint/test_pattern_cost.py::test_the_fix_that_the_fault_names_works",
         "load this adapter with peft itself": OUTSIDE,

@@ -152,6 +152,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "_loading/peft_config.py": {
         "upgrade peft": _MENDED,
         "Upgrade peft": OUTSIDE,
+        "Write it as": "loading/test_load_advice.py::test_a_method_in_lower_case_or_missing_is_written_as_advised",
         "Pass the base that it was trained on": "loading/test_check_as_load.py::"
         "test_targets_of_another_base_are_named_before_it_is_read",
     },

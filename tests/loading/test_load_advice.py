@@ -267,6 +267,21 @@ def test_two_values_of_a_tied_weight_are_one_or_untied(tmp_path: Path, tiny_adap
     assert torch.equal(logits(load_peft_on_rank(base, tiny_adapter)), tied)
 
 
+@pytest.mark.parametrize(("written", "advice"), [("lora", "Write it as 'LORA'"), (None, 'add "peft_type": "LORA"')])
+def test_a_method_in_lower_case_or_missing_is_written_as_advised(
+    tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, written: str | None, advice: str
+) -> None:
+    adapter = Path(shutil.copytree(tiny_adapter, tmp_path / "adapter"))
+    change_config(adapter, peft_type=written)
+    with pytest.raises(AdapterError) as refused:
+        load_peft_on_rank(tiny_llama, adapter)
+    assert advice in str(refused.value)
+    change_config(adapter, peft_type="LORA")
+    assert torch.equal(
+        logits(load_peft_on_rank(tiny_llama, adapter)), logits(load_peft_on_rank(tiny_llama, tiny_adapter))
+    )
+
+
 def test_the_class_that_a_base_was_saved_as_is_passed(tmp_path: Path, tiny_llama: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 

@@ -353,7 +353,9 @@ FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "shape": ({"tensors": transpose}, [f"{Q0}.lora_A", "[32, 4]", "[4, 32]"]),
     "unknown peft_type": ({"config": lambda c: c.update(peft_type="LORA9")}, ["LORA9", "Upgrade peft"]),
-    "peft_type absent": ({"config": lambda c: c.pop("peft_type")}, ["peft_type"]),
+    "peft_type in lower case": ({"config": lambda c: c.update(peft_type="lora")}, ["'lora'", "Write it as 'LORA'"]),
+    "peft_type absent": ({"config": lambda c: c.pop("peft_type")}, ["peft_type", 'add "peft_type": "LORA"']),
+    "of no method": ({"config": lambda c: [c.pop(n) for n in ("peft_type", "r")]}, ["must name the method"]),
     "field of a newer peft": (
         {"config": lambda c: c.update(hyper_lora=3, peft_version="9.9.0")},
         ["hyper_lora", "9.9.0", "upgrade peft"],
