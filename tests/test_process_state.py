@@ -74,6 +74,7 @@ REASONS = {
 }
 # Attributes of classes that stay replaced; what replaces them tells whom it is for.
 REPLACED_CLASSES = {
+    "_model/formats/fp8.py: setattr(finegrained_fp8.FP8Experts, name, function)": "takes off wraps; one stays",
     "_sharding/prepare.py: setattr(Accelerator, 'prepare', prepare)": "passes all others through",
 }
 # Why an engine is patched in this thread, and no mode of torch does it.
@@ -139,7 +140,5 @@ def test_no_attribute_of_a_class_or_module_is_set_otherwise() -> None:
 
 
 def of_engine(call: ast.Call) -> bool:
-    root = call.args[0]
-    while isinstance(root, ast.Attribute):
-        root = root.value
-    return isinstance(root, ast.Name) and (root.id[:1].isupper() or root.id in ("torch", "transformers", "peft"))
+    names = ast.unparse(call.args[0]).split(".")
+    return any(name[:1].isupper() for name in names) or names[0] in ("torch", "transformers", "peft")

@@ -213,6 +213,17 @@ def test_experts_in_fp8_are_transformers_own() -> None:
     assert stored["gate_up_proj_scale_inv"] == ((8, 2, 2), torch.float32)
 
 
+def test_models_made_again_and_again_do_not_pile_up_wraps_of_the_experts_in_fp8() -> None:
+    """transformers wraps their class once more for each layer: some thousand end in a RecursionError."""
+    config = Qwen3MoeConfig(**QUANTIZABLE, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, head_dim=64)
+    for _ in range(2):
+        made = quantized_meta_model(config, FineGrainedFP8Config(), dtype=torch.bfloat16)
+        experts = type(made.model.get_submodule("model.layers.0.mlp.experts"))
+        for function in (experts.__init__, experts.forward):
+            assert function.__module__ == "transformers.integrations.finegrained_fp8"
+            assert not hasattr(function.__wrapped__, "__wrapped__")
+
+
 def test_what_a_format_leaves_alone_stays_as_it_is() -> None:
     for quantization, _ in LAYOUTS.values():
         model = quantized_meta_model(llama(), quantization, dtype=torch.bfloat16).model

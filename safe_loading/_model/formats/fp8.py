@@ -143,10 +143,30 @@ def _put_layers_in(model: Any, quantizer: Any) -> None:
     if not quantizer.quantization_config.dequantize:
         model.config.quantization_config = quantizer.quantization_config
         model.hf_quantizer = quantizer
+    _keep_first_wraps()
     with torch.device("meta"), default_dtype(dtype):
         quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": 0}, checkpoint_files=None)
     if quantizer.quantization_config.dequantize:
         quantizer.remove_quantization_config(model)
+    _keep_first_wraps()
+
+
+def _keep_first_wraps() -> None:
+    """Take off all but the first of the wraps of the class for experts in fp8, where transformers has one.
+
+    transformers (5.24, ``replace_with_fp8_linear``) wraps ``__init__`` and ``forward`` of the class once more for each
+    layer of each model: a search, or a notebook, that makes about a thousand layers ends in a RecursionError. What
+    differs between the wraps was set on each module when it was made.
+    """
+    from transformers.integrations import finegrained_fp8
+
+    if not hasattr(finegrained_fp8, "FP8Experts"):  # transformers 5.0
+        return
+    for name in ("__init__", "forward"):
+        function = getattr(finegrained_fp8.FP8Experts, name)
+        while hasattr(getattr(function, "__wrapped__", None), "__wrapped__"):
+            function = function.__wrapped__
+        setattr(finegrained_fp8.FP8Experts, name, function)
 
 
 def find_fp8(name: str, checkpoint: Checkpoint, settings: JsonObject) -> QuantizedTensor | None:
