@@ -27,6 +27,7 @@ from safe_loading import (
     plan_device_map,
     predict_memory,
     prepare_and_wrap,
+    verify_merge,
 )
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation, preparation_of
 from safe_loading._model.quantized.sizes import bytes_of as bytes_of_tensor
@@ -80,6 +81,26 @@ def test_a_whole_folder_works_in_every_verb(folders: Any, tmp_path: Path, kind: 
     (use,) = plan_device_map(base, {"cpu": "1GB"}).devices
     model = load(base)
     assert use.weights + use.buffers == sum(map(bytes_of_tensor, [*model.parameters(), *model.buffers()]))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "nf4 nested"])
+def test_a_table_that_a_narrow_default_dtype_rounded_changes_no_value(folders: Any, tmp_path: Path, kind: str) -> None:
+    """bitsandbytes keeps its table in torch's default dtype while it quantizes, and never reads it again."""
+    base, adapter = folders(kind, 128)
+    rounded = Path(shutil.copytree(base, tmp_path / "rounded"))
+    edit(rounded, lambda t: t.update({k: v.bfloat16() for k, v in t.items() if k.endswith(".weight.quant_map")}))
+    assert load(rounded).get_submodule(LAYER[:-1]).weight.quant_state.code.dtype == torch.bfloat16
+    assert check_checkpoint(rounded, values=True).findings == ()
+    merge_lora_checkpoint(base, adapter, tmp_path / "right", dequantize=True)
+    merge_lora_checkpoint(rounded, adapter, tmp_path / "out", dequantize=True)
+    in_memory = merge_lora_inplace(load_peft_on_rank(rounded, adapter), dequantize=True).state_dict()
+    right = load_file(tmp_path / "right" / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(tensor, right[name]), name
+        assert torch.equal(tensor, in_memory[name].to(tensor.dtype)), name
+    load(tmp_path / "right", kind).save_pretrained(tmp_path / "codes")
+    edit(tmp_path / "codes", lambda t: t.update({k: v.bfloat16() for k, v in t.items() if k.endswith(".quant_map")}))
+    assert verify_merge(base, adapter, tmp_path / "codes").ok
 
 
 def described(**fields: Any) -> Callable[[Tensors], object]:

@@ -27,7 +27,7 @@ from safe_loading._core.protocols import JsonObject
 from safe_loading._core.report import Finding, counted
 from safe_loading._core.thread_patches import patched
 
-from .four_bit_blocks import four_bit_blocks
+from .four_bit_blocks import four_bit_blocks, numbers_of
 from .packed_linear import StandIn, frozen, frozen_bias
 from .packed_on_disk import FOUR_BITS, NESTED_BLOCK, STATES
 from .stored import QuantizedTensor, Rows, Stored, StoredCodes, Tables, entries, packed_tensor
@@ -162,7 +162,8 @@ def _decode(codes: torch.Tensor, state: Any) -> torch.Tensor:
     if state.nested:
         outer = state.state2
         scales = decode_nested_scales(scales, outer.code, outer.absmax, outer.blocksize, state.offset)
-    return decode_four_bits(packed, state.code, scales, state.blocksize, 0, state.shape.numel()).view(state.shape)
+    table = numbers_of(state.code, state.quant_type)
+    return decode_four_bits(packed, table, scales, state.blocksize, 0, state.shape.numel()).view(state.shape)
 
 
 def decode_four_bits(
@@ -325,13 +326,13 @@ def _with_plain_scales(weight: QuantizedTensor, tables: Tables) -> Tables:
 
 
 def _four_bit_rows(weight: QuantizedTensor, tables: Tables, stored: Stored) -> Rows:
-    columns = weight.shape[-1]
+    columns, table = weight.shape[-1], numbers_of(tables["quant_map"], weight.facts["quant_type"])
 
     def rows(start: int, stop: int) -> torch.Tensor:
         first, last = start * columns, stop * columns
         # A byte holds two codes; where the number of columns is odd, a row may begin within a byte.
         packed, size = stored(first // 2, -(-last // 2)), int(weight.facts["blocksize"])
-        values = decode_four_bits(packed, tables["quant_map"], tables["absmax"], size, first, last)
+        values = decode_four_bits(packed, table, tables["absmax"], size, first, last)
         return values.double().view(-1, columns)
 
     return rows

@@ -7,8 +7,19 @@ from functools import partial
 import torch
 
 from .block_codes import ROUNDED, BlockCodes, BlockScales, CodeTable, as_they_are, rounded_to
-from .packed_on_disk import NESTED_BLOCK
+from .packed_on_disk import NESTED_BLOCK, NUMBERS
 from .stored import QuantizedTensor, Tables
+
+
+def numbers_of(table: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return the numbers of the 16 codes in float32, of a table that a weight keeps.
+
+    Where torch's default dtype was a narrow one while a weight was quantized, its table is rounded. No kernel reads it:
+    each code stands for the number that it had before.
+    """
+    if table.dtype is torch.float32:
+        return table
+    return torch.tensor(NUMBERS[kind], dtype=torch.float32, device=table.device)
 
 
 def four_bit_blocks(weight: QuantizedTensor, tables: Tables) -> BlockCodes:
@@ -17,7 +28,8 @@ def four_bit_blocks(weight: QuantizedTensor, tables: Tables) -> BlockCodes:
     scales = rounded_to(tables["absmax"].dtype, tables["absmax"]) if plain else _decoded(weight, tables)
     round_scales = as_they_are if plain else partial(_rounded, CodeTable(tables["nested_quant_map"]))
     block = int(weight.facts["blocksize"])
-    return BlockCodes(CodeTable(tables["quant_map"]), block, 2, _unpacked, scales, round_scales)
+    numbers = numbers_of(tables["quant_map"], weight.facts["quant_type"])
+    return BlockCodes(CodeTable(numbers), block, 2, _unpacked, scales, round_scales)
 
 
 def _unpacked(data: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,16 @@ FOUR_BITS, EIGHT_BITS = "4 bits", "8 bits"
 NESTED_BLOCK = 256  # elements of absmax that share a statistic, with double quantization: bitsandbytes has no other
 _STATE = ".quant_state.bitsandbytes__"  # and the type of code: transformers' name for bitsandbytes' own description
 STATES = {f"{_STATE}{kind}": kind for kind in ("nf4", "fp4")}
+# bitsandbytes.functional.get_4bit_type (0.50), whose kernels have them built in; in the order of the codes.
+NUMBERS = {
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    "fp4": tuple(sign * size / 12 for sign in (1, -1) for size in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
+}
 _TABLES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _OF_FOUR_BITS = (*(f".{role}" for role in _TABLES), *STATES)
 _ROW_SCALES, WEIGHT_FORMAT = "SCB", "weight_format"
@@ -171,7 +181,7 @@ def _four_bits(name: str, checkpoint: Checkpoint, states: list[str], tables: Map
             f"{(elements + 1) // 2} bytes of codes in {' or '.join(stored)}",
         )
     blocks, nested = math.ceil(elements / facts["blocksize"]), "nested_blocksize" in facts
-    needed = {"absmax": (blocks, ("U8",) if nested else _FLOATS), "quant_map": (16, ("F32",))}
+    needed = {"absmax": (blocks, ("U8",) if nested else _FLOATS), "quant_map": (16, _FLOATS)}
     if nested:
         needed["nested_absmax"] = math.ceil(blocks / facts["nested_blocksize"]), ("F32",)
         needed["nested_quant_map"] = 256, ("F32",)
