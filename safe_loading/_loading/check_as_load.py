@@ -18,6 +18,7 @@ from safe_loading._core.protocols import ModelClass
 from safe_loading._core.report import Finding
 from safe_loading._model.layout.ties import untied_finding
 from safe_loading._model.meta_model import class_to_build
+from safe_loading._model.torch_state import tensors_on_host
 from safe_loading._ranks.rank_devices import rank_devices
 from safe_loading.errors import CheckpointError, CheckpointNotFound, SafeLoadingError
 
@@ -104,6 +105,7 @@ def _answer(base: BaseOnDisk) -> LoadCheck:
     return LoadCheck(f"{base.built_as} on meta", findings)
 
 
+@tensors_on_host()
 def _asked(folder: Path, check: Callable[[], LoadCheck]) -> LoadCheck:
     """Return the answer of a check, with its errors as findings."""
     try:

@@ -17,6 +17,7 @@ from safe_loading._core.log import logger
 from safe_loading._core.walk import unordered_modules
 from safe_loading._model.peft_layers import base_of, has_adapters, is_mixed
 from safe_loading._model.snapshot import Snapshot
+from safe_loading._model.torch_state import tensors_on_host
 from safe_loading._ranks.device_guard import (
     check_contexts,
     contexts,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@tensors_on_host()
 def load_adapter_on_rank(
     model: PeftModel | PeftMixedModel,
     adapter: str | os.PathLike[str],

@@ -22,7 +22,7 @@ from safe_loading._model.quantized.kbit_preparation import (
 )
 from safe_loading._model.quantized.stand_ins import with_stand_ins
 from safe_loading._model.quantized_meta_model import QuantizationConfig
-from safe_loading._model.torch_state import undone_when_raised
+from safe_loading._model.torch_state import tensors_on_host, undone_when_raised
 from safe_loading.errors import ArgumentError, TraceError
 
 from .audit import (
@@ -166,7 +166,8 @@ def audit_model(
         found, skipped = _check_steps(audited, step, inputs, planned=planned)
         dtypes = dtypes_and_ties.bytes_by_dtype(audited)
     if round_trip:
-        findings += check_round_trip(audited, skipped)
+        with tensors_on_host():
+            findings += check_round_trip(audited, skipped)
         findings += base_values.check_base_values(audited)
     checked = [check.__name__.removeprefix("check_") for check in (*OF_RANKS, *CHECKS)]
     checked += ["wrappers", *(["step"] if step is not None and not skipped else [])]

@@ -27,6 +27,7 @@ from safe_loading._loading.check_checkpoint import check_checkpoint
 from safe_loading._loading.sources import BaseRequest, LoadRequest, Source
 from safe_loading._model.formats.registry import FORMATS, STORED
 from safe_loading._model.formats.stored import QuantizedTensor
+from safe_loading._model.torch_state import tensors_on_host
 from safe_loading.errors import ArgumentError, CheckpointNotFound, MergeError
 
 from .disk.changes import Changes
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 _CODES = ("F8_E4M3", "F8_E5M2", "U8", "I8")
 
 
+@tensors_on_host()
 def verify_merge(
     base_model: Source,
     adapter: Source | Sequence[Source],

@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.utils import import_utils
 
-from safe_loading import TraceError, Workload
+from safe_loading import TraceError, Workload, predict_memory
 from safe_loading._memory.trace import dispatch_mode
 from safe_loading._memory.trace.ledger import Ledger
 from safe_loading._memory.trace.operation import OperationCall
@@ -416,3 +416,10 @@ def test_no_line_of_python_runs_where_a_storage_ends_and_an_interrupt_would_be_l
         del tensor
     assert lines.count == 0
     assert ledger.events == [(0, False), (0, True)]
+
+
+def test_the_autocast_of_the_caller_is_not_that_of_the_step() -> None:
+    config, step = tiny_config("LlamaForCausalLM"), Workload.train(2, 16)
+    alone = predict_memory(config, step).allocated_peak_bytes
+    with torch.autocast("cpu", torch.bfloat16):
+        assert predict_memory(config, step).allocated_peak_bytes == alone

@@ -23,6 +23,7 @@ from safe_loading._core.workload import Workload
 from safe_loading._model.quantized.kbit_preparation import KbitPreparation
 from safe_loading._model.quantized.kernels import kernel_stand_ins
 from safe_loading._model.snapshot import Snapshot
+from safe_loading._model.torch_state import tensors_on_host
 from safe_loading._ranks.launcher import local_rank
 from safe_loading._ranks.own_generators import OwnGenerators, own_generators
 from safe_loading._sharding.adapter_methods import past_hooks
@@ -306,7 +307,8 @@ def _isolated(generators: OwnGenerators) -> Iterator[None]:
         own_generators(generators, operations=False),
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
+        torch.autocast("cpu", enabled=False),  # which is the workload's to say
+        tensors_on_host(),
         # for fake tensors transformers builds a mask that a real run does not
         patched(import_utils, "is_fake_tensor", answer_no),
         kernel_stand_ins(),
