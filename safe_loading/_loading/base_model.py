@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, modeling_utils
 
 from safe_loading._checkpoint.base_config import IMPLEMENTATIONS
 from safe_loading._checkpoint.faults import fault, listed, note
@@ -17,6 +17,8 @@ from safe_loading._checkpoint.model_folder import CONFIG, ModelFolder
 from safe_loading._core.log import quiet
 from safe_loading._core.protocols import EngineKwargs, JsonObject, ModelClass
 from safe_loading._core.report import Finding, counted
+from safe_loading._core.stubs import answer_no
+from safe_loading._core.thread_patches import patched
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of, wants_tie
 from safe_loading._model.layout.fit import misfits
 from safe_loading._model.layout.layout import CheckpointLayout, read_layout
@@ -155,7 +157,8 @@ def load_base(
     elif _packs_on_device(config, base_kwargs):
         arguments["device_map"] = {"": "cpu"}  # its quantizer loads onto the current accelerator otherwise
     try:
-        with read_into_place(planned) as methods:
+        # A rank that accelerate launched for FSDP would leave what no file holds on meta, for FSDP to send it later.
+        with patched(modeling_utils, "is_fsdp_enabled", answer_no), read_into_place(planned) as methods:
             model, info = auto_class.from_pretrained(folder, **arguments)
     except (SafeLoadingError, MemoryError, torch.OutOfMemoryError):
         raise

@@ -22,7 +22,7 @@ from models import KINDS, Made, save_adapter, save_llama
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from tiny_models import saved, skip_unless_buildable
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, modeling_utils
 
 from safe_loading import (
     AdapterError,
@@ -259,8 +259,6 @@ def test_quantized_bases(made: Made, bits: int, kind: str) -> None:
 
 
 def test_a_classification_head_comes_from_the_adapter(tmp_path: Path, tiny_llama: Path) -> None:
-    from transformers import AutoModelForSequenceClassification
-
     adapter = save_adapter(
         tmp_path / "adapter", tiny_llama, task_type="SEQ_CLS", auto_class=AutoModelForSequenceClassification
     )
@@ -926,3 +924,18 @@ def test_a_class_that_does_not_tie_is_not_said_to_be_tied(tmp_path: Path, name: 
     assert model.load_report.ok
     assert "SL111" not in {finding.code for finding in audit_model(model).findings}
     assert merge_lora_inplace(model).merge_report.findings == ()
+
+
+def test_a_rank_that_accelerate_launched_for_fsdp_has_a_new_head_as_well(
+    tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = save_adapter(
+        tmp_path / "a", tiny_llama, task_type="SEQ_CLS", auto_class=AutoModelForSequenceClassification
+    )
+    first = load_peft_on_rank(tiny_llama, adapter)
+    monkeypatch.setattr(modeling_utils, "is_fsdp_enabled", lambda: True)
+    monkeypatch.setattr(modeling_utils, "is_local_dist_rank_0", lambda: False)
+    other = load_peft_on_rank(tiny_llama, adapter)
+    head = "base_model.model.score.modules_to_save.default.weight"
+    assert {tensor.device.type for tensor in other.state_dict().values()} == {"cpu"}
+    assert torch.equal(other.get_parameter(head), first.get_parameter(head))
