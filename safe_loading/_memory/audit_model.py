@@ -52,6 +52,7 @@ from .audit.unsharded import unsharded, without_fsdp1
 from .forecast.build_model import build, refuse_adapter
 from .forecast.report import MemoryForecast
 from .predict_memory import SHARDED_ALREADY, is_sharded, predict_memory
+from .trace.read_adapter import read_adapter, with_read_adapter
 
 Check = Callable[[AuditedModel], Iterator[Finding]]
 # The checks of what each rank holds: FSDP's units, its devices, and the parameters that it trains.
@@ -146,6 +147,7 @@ def audit_model(
     preparation = check_preparation(prepare_for_kbit or preparation_of(trainer))
     if workload is not None and workload.kind == "train" and workload.reference is None:
         workload = workload.replace(reference=reference.reference_of(trainer))
+    workload = None if workload is None else with_read_adapter(workload)
     source, requested, hub = model, workload, HubOptions(revision, subfolder, token)
     if not isinstance(model, torch.nn.Module):
         model, workload = _build_on_meta(model, workload, trust_remote_code, quantization_config, hub, preparation)
@@ -266,10 +268,10 @@ def _build_on_meta(
         return made.model, workload
     from peft import get_peft_model
 
-    from safe_loading._loading.peft_config import as_trained, injecting, read_peft_config, refuse_costly_patterns
+    from safe_loading._loading.peft_config import as_trained, injecting, refuse_costly_patterns
 
     if isinstance(adapter, (str, os.PathLike)):
-        config = read_peft_config(adapter)
+        config = read_adapter(adapter).config
         refuse_costly_patterns(config, made.model, adapter)
     else:
         config = copy.copy(adapter)

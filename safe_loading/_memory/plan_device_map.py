@@ -27,6 +27,7 @@ from .plan.device_memory import CUDA_CONTEXT, accelerator, capability_here, free
 from .plan.planned_model import model_of
 from .plan.planner import Planner
 from .plan.request import PlanRequest
+from .trace.read_adapter import with_read_adapter
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -169,6 +170,7 @@ def plan_request(
     dtype, no_split_modules, _ = PLAN.placed(plan_device_map, other, own, None)
     _check_choices(objective, offload)
     _check_workload(workload)
+    asked = with_read_adapter(workload or Workload.weights_only())
     limits = parse_limits(max_memory) if max_memory is not None else free_now()
     if set(limits) == {"disk"}:
         raise ArgumentError('max_memory names the disk alone, where nothing runs: add {0: "20GiB"} or {"cpu": "9GB"}.')
@@ -197,7 +199,7 @@ def plan_request(
         model=planned,
         limits=_with_hosts(limits, offload),
         overhead=reserved,
-        workload=workload or Workload.weights_only(),
+        workload=asked,
         no_split_modules=_class_names(no_split_modules),
         objective=objective,
         offload=offload,

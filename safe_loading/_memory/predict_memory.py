@@ -33,6 +33,7 @@ from .forecast.report import MemoryForecast
 from .forecast.suggestions import Origin, suggestions_for
 from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
+from .trace.read_adapter import as_passed
 from .trace.records import StepTrace
 from .trace.scan_kernels import scan_stand_ins
 from .trace.timeline import context_of, run_events, workspaces_of
@@ -156,7 +157,7 @@ def predict_memory(
     context, source = context_of(capability) if context_bytes is None else (context_bytes, "as passed")
     return MemoryForecast(
         model=made.name,
-        workload=workload,
+        workload=as_passed(workload),
         allocated_peak_bytes=run.allocated_peak_bytes,
         reserved_peak_bytes=run.reserved_peak_bytes,
         context_bytes=context,
