@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._core.arguments import compute_capability, model_source, whole_number
+from safe_loading._core.collector import full_collections_put_off
 from safe_loading._core.spread import Spread
 from safe_loading._core.workload import Workload
 from safe_loading._model.formats.format import TargetCard
@@ -51,6 +52,7 @@ _OF_THE_BUILD = ("auto_class", "dtype", "attn_implementation", "trust_remote_cod
 
 
 @undone_when_raised
+@full_collections_put_off()
 def predict_memory(
     model: torch.nn.Module | PreTrainedConfig | str | os.PathLike[str],
     workload: Workload,
