@@ -164,6 +164,14 @@ def test_kinds_of_layers_are_cut_into_periods(kinds: str, units: list[int]) -> N
     assert [of_units.index(of) for of in of_units] == [words.index(word) for word in words]
 
 
+def test_a_step_that_fails_before_the_first_layer_is_not_tried_again(ran: list[bool]) -> None:
+    model = llama()
+    model.get_input_embeddings().register_forward_hook(lambda _, __, output: output.numpy())
+    with pytest.raises(TraceError):
+        trace_step(model, STEP)
+    assert ran == [True]
+
+
 def test_a_size_that_is_a_layers_number_makes_no_kind_of_its_own() -> None:
     (layers,) = repeated_layers(llama(num_attention_heads=8, hidden_size=64, num_hidden_layers=20))
     assert set(layers.kinds) == {0}

@@ -29,6 +29,7 @@ class SkippedLayers:
     def __init__(self, lists: Sequence[RepeatedLayers], ledger: Ledger) -> None:
         self.lists = list(lists)
         self.marks: list[Moment] = []
+        self.reached = False  # whether a layer was called
         self.gradients: dict[int, tuple[str, str]] = {}  # of a layer that ran: its prefix, and the parameter inside it
         self.copied: dict[tuple[str, str], int] = {}  # the same of those that did not run
         self._ledger = ledger
@@ -69,6 +70,7 @@ class SkippedLayers:
                 own |= self._changed.pop(layer)
 
     def _begins(self, place: int, number: int, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.reached = True
         if self._ledger.phase != "forward":
             return  # a checkpoint computes it again
         self.marks.append(Moment(len(self._ledger.events), "layer", place, number))

@@ -146,7 +146,7 @@ def _traced(model: torch.nn.Module, options: _Options, *, skip_layers: bool = Fa
             sharding = None if spread is None or mesh is None else (spread, mesh, rank)
             _run(running, workload, where, inputs, mode, maker, sharding, skipped)
         except Exception as error:
-            if skipped.lists:
+            if skipped.reached:
                 raise NotAlikeError("a layer may miss what another one makes") from error
             raise trace_error(running, workload, error, inputs) from error
     assumptions = (*values.assumptions, *ledger.left_out)
