@@ -1,4 +1,4 @@
-"""Python's full collections, put off while a call makes many objects and little garbage.
+"""Full collections of Python, put off while a call makes many objects and little garbage.
 
 One goes through every object of the process, of which the engines alone make 450 000: 0.3 s, in a forecast of two.
 """

@@ -169,8 +169,7 @@ def plan_request(
     own = {"dtype": dtype, "no_split_modules": no_split_modules}
     dtype, no_split_modules, _ = PLAN.placed(plan_device_map, other, own, None)
     _check_choices(objective, offload)
-    _check_workload(workload)
-    asked = with_read_adapter(workload or Workload.weights_only())
+    asked = _checked_workload(workload)
     limits = parse_limits(max_memory) if max_memory is not None else free_now()
     if set(limits) == {"disk"}:
         raise ArgumentError('max_memory names the disk alone, where nothing runs: add {0: "20GiB"} or {"cpu": "9GB"}.')
@@ -221,11 +220,13 @@ def _check_choices(objective: str, offload: str) -> None:
         raise ArgumentError(f"offload={offload!r} is none of 'never', 'cpu' and 'disk'.")
 
 
-def _check_workload(workload: object) -> None:
+def _checked_workload(workload: object) -> Workload:
     if workload is not None and not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: pass a Workload, for example Workload.generate(1, 4096).")
-    if workload is not None:
-        workload.require_sizes()
+    if workload is None:
+        return Workload.weights_only()
+    workload.require_sizes()
+    return with_read_adapter(workload)
 
 
 def _class_names(names: object) -> list[str] | None:

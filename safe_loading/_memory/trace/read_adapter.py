@@ -1,4 +1,4 @@
-"""The folder of a workload's adapter, whose config a verb reads once: each of its traces attaches what was read."""
+"""The folder of a workload's adapter, whose config a verb reads once for all of its traces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Folder = str | os.PathLike[str]
 
 
 class ReadAdapter(os.PathLike[str]):
-    """The folder or hub id of an adapter, equal to what was passed, with its config."""
+    """The folder or hub id of an adapter, equal to the one that was passed, with its config."""
 
     def __init__(self, folder: Folder, config: PeftConfig) -> None:
         self.folder = folder
