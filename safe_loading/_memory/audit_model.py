@@ -142,12 +142,11 @@ def audit_model(
         ArgumentError: No model can be built from what is there.
         TraceError: The workload's adapter is of a method that no trace can follow; in a model that is SL126.
     """
-    model_source(model, "model", torch.nn.Module, PreTrainedConfig)
     _refuse(model, workload, optimizer, quantization_config)
     preparation = check_preparation(prepare_for_kbit or preparation_of(trainer))
-    if workload is not None and workload.kind == "train" and workload.reference is None:
-        workload = workload.replace(reference=reference.reference_of(trainer))
     workload = None if workload is None else with_read_adapter(workload)
+    if workload and workload.kind == "train" and workload.reference is None:
+        workload = workload.replace(reference=reference.reference_of(trainer))
     source, requested, hub = model, workload, HubOptions(revision, subfolder, token)
     if not isinstance(model, torch.nn.Module):
         model, workload = _build_on_meta(model, workload, trust_remote_code, quantization_config, hub, preparation)
@@ -192,6 +191,7 @@ def audit_model(
 
 def _refuse(model: object, workload: object, optimizer: object, quantization_config: object) -> None:
     """Raise for an argument that is none of the things it may be."""
+    model_source(model, "model", torch.nn.Module, PreTrainedConfig)
     if workload is not None and not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
     if isinstance(workload, Workload):
