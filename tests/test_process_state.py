@@ -30,6 +30,7 @@ OF_THE_PROCESS = {
     "set_grad_enabled",
     "set_num_threads",
     "set_rng_state",
+    "set_threshold",
     "set_verbosity",
     "set_verbosity_error",
     "setLevel",
@@ -42,6 +43,7 @@ OF_THE_PROCESS = {
 REASONS = {
     "_checkpoint/signer.py: redirect_stdout": "model-signing prints into JSON; other prints go to stderr too",
     "_commands/answer.py: setLevel": "a command is a process of its own",
+    "_core/collector.py: set_threshold": "a full collection comes later; docs/reliability.md",
     "_core/interrupts.py: signal": "Ctrl-C waits for what is undone; the main thread's alone",
     "_core/log.py: setLevel": "the package's own logger, once",
     "_core/progress.py: disable_progress_bar": "transformers has one switch for its bars; a bar more or less",

@@ -62,7 +62,10 @@ def build_config(facts: AdapterFolder, *, is_trainable: bool) -> tuple[PeftConfi
 def read_peft_config(source: str | os.PathLike[str]) -> PeftConfig:
     """Return the config of an adapter whose tensors are not needed, checked as strictly as for a load."""
     resolved = resolve(source, lambda names, _: [ADAPTER_CONFIG] if ADAPTER_CONFIG in names else [])
-    return build_config(read_adapter_config(resolved), is_trainable=False)[0]
+    opened = read_adapter_config(resolved)
+    config = build_config(opened, is_trainable=False)[0]
+    opened.require_unchanged()  # peft has read it again
+    return config
 
 
 def refuse_costly_patterns(config: PeftConfig, model: torch.nn.Module, where: object) -> None:

@@ -52,6 +52,7 @@ from .audit.unsharded import unsharded, without_fsdp1
 from .forecast.build_model import build, refuse_adapter
 from .forecast.report import MemoryForecast
 from .predict_memory import SHARDED_ALREADY, is_sharded, predict_memory
+from .trace.read_adapter import read_adapter, with_read_adapter
 
 Check = Callable[[AuditedModel], Iterator[Finding]]
 # The checks of what each rank holds: FSDP's units, its devices, and the parameters that it trains.
@@ -141,10 +142,10 @@ def audit_model(
         ArgumentError: No model can be built from what is there.
         TraceError: The workload's adapter is of a method that no trace can follow; in a model that is SL126.
     """
-    model_source(model, "model", torch.nn.Module, PreTrainedConfig)
     _refuse(model, workload, optimizer, quantization_config)
     preparation = check_preparation(prepare_for_kbit or preparation_of(trainer))
-    if workload is not None and workload.kind == "train" and workload.reference is None:
+    workload = None if workload is None else with_read_adapter(workload)
+    if workload and workload.kind == "train" and workload.reference is None:
         workload = workload.replace(reference=reference.reference_of(trainer))
     source, requested, hub = model, workload, HubOptions(revision, subfolder, token)
     if not isinstance(model, torch.nn.Module):
@@ -190,6 +191,7 @@ def audit_model(
 
 def _refuse(model: object, workload: object, optimizer: object, quantization_config: object) -> None:
     """Raise for an argument that is none of the things it may be."""
+    model_source(model, "model", torch.nn.Module, PreTrainedConfig)
     if workload is not None and not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r:.80}: pass a Workload, for example Workload.train(4, 1024).")
     if isinstance(workload, Workload):
@@ -266,10 +268,10 @@ def _build_on_meta(
         return made.model, workload
     from peft import get_peft_model
 
-    from safe_loading._loading.peft_config import as_trained, injecting, read_peft_config, refuse_costly_patterns
+    from safe_loading._loading.peft_config import as_trained, injecting, refuse_costly_patterns
 
     if isinstance(adapter, (str, os.PathLike)):
-        config = read_peft_config(adapter)
+        config = read_adapter(adapter).config
         refuse_costly_patterns(config, made.model, adapter)
     else:
         config = copy.copy(adapter)

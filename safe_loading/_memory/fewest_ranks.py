@@ -22,6 +22,7 @@ from .forecast.options import JobOptions
 from .forecast.report import MemoryForecast
 from .forecast.search import ForecastSearch
 from .predict_memory import predict_memory
+from .trace.read_adapter import with_read_adapter
 from .trace.zero3_step import is_stage_3
 
 if TYPE_CHECKING:
@@ -71,9 +72,10 @@ def fewest_ranks(
     least = 2 if is_stage_3(spread) else 1
     whole_number(most, "most", least=least, what="a number of ranks")
     memory = card_memory(max_memory, cast("dict[str, Any]", options))
+    read = with_read_adapter(workload) if isinstance(workload, Workload) else workload
 
     def forecast(ranks: int) -> MemoryForecast:
-        return predict_memory(model, workload, spread=replace(spread, ranks=ranks), **options)
+        return predict_memory(model, read, spread=replace(spread, ranks=ranks), **options)
 
     search = ForecastSearch(forecast, memory, Curve(memory, first=2, scale=as_share))
     fewest = search.first_that_fits(least - 1, most + 1)

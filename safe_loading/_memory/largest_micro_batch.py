@@ -20,6 +20,7 @@ from .forecast.report import MemoryForecast
 from .forecast.search import BatchSearch
 from .forecast.vllm_share import vllm_bytes
 from .predict_memory import predict_memory
+from .trace.read_adapter import with_read_adapter
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,8 +66,10 @@ def largest_micro_batch(
     if options.get("inputs") is not None:
         raise ArgumentError("inputs= fixes the number of rows. Forecast each size with predict_memory.")
 
+    read = with_read_adapter(workload)
+
     def forecast(rows: int) -> MemoryForecast:
-        return predict_memory(model, workload.replace(batch_size=rows), **options)
+        return predict_memory(model, read.replace(batch_size=rows), **options)
 
     search = BatchSearch(forecast, card, Curve(card, first=_SECOND))
     most = search.last_that_fits(0, MOST_ROWS + 1)

@@ -19,6 +19,7 @@ from .plan.options import PlanOptions
 from .plan.planned_model import config_of
 from .plan.size_search import SizeSearch
 from .plan_device_map import plan_request
+from .trace.read_adapter import as_passed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -69,7 +70,7 @@ def largest_workload(
 
     request = plan_request(model, max_memory, workload=start.replace(**{_FIELD[vary]: 1}), **options)
     search = SizeSearch(request, vary, top)
-    return search.sized(search.largest())
+    return as_passed(search.sized(search.largest()))
 
 
 def _most(model: object, vary: str, options: PlanOptions) -> int:

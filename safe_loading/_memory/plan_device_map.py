@@ -27,6 +27,7 @@ from .plan.device_memory import CUDA_CONTEXT, accelerator, capability_here, free
 from .plan.planned_model import model_of
 from .plan.planner import Planner
 from .plan.request import PlanRequest
+from .trace.read_adapter import with_read_adapter
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -168,7 +169,7 @@ def plan_request(
     own = {"dtype": dtype, "no_split_modules": no_split_modules}
     dtype, no_split_modules, _ = PLAN.placed(plan_device_map, other, own, None)
     _check_choices(objective, offload)
-    _check_workload(workload)
+    asked = _checked_workload(workload)
     limits = parse_limits(max_memory) if max_memory is not None else free_now()
     if set(limits) == {"disk"}:
         raise ArgumentError('max_memory names the disk alone, where nothing runs: add {0: "20GiB"} or {"cpu": "9GB"}.')
@@ -197,7 +198,7 @@ def plan_request(
         model=planned,
         limits=_with_hosts(limits, offload),
         overhead=reserved,
-        workload=workload or Workload.weights_only(),
+        workload=asked,
         no_split_modules=_class_names(no_split_modules),
         objective=objective,
         offload=offload,
@@ -219,11 +220,13 @@ def _check_choices(objective: str, offload: str) -> None:
         raise ArgumentError(f"offload={offload!r} is none of 'never', 'cpu' and 'disk'.")
 
 
-def _check_workload(workload: object) -> None:
+def _checked_workload(workload: object) -> Workload:
     if workload is not None and not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: pass a Workload, for example Workload.generate(1, 4096).")
-    if workload is not None:
-        workload.require_sizes()
+    if workload is None:
+        return Workload.weights_only()
+    workload.require_sizes()
+    return with_read_adapter(workload)
 
 
 def _class_names(names: object) -> list[str] | None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from safe_loading._checkpoint.hub import HubOptions
 from safe_loading._core.arguments import compute_capability, model_source, whole_number
+from safe_loading._core.collector import full_collections_put_off
 from safe_loading._core.spread import Spread
 from safe_loading._core.workload import Workload
 from safe_loading._model.formats.format import TargetCard
@@ -33,6 +34,7 @@ from .forecast.report import MemoryForecast
 from .forecast.suggestions import Origin, suggestions_for
 from .trace.allocator import replay
 from .trace.cuda_paths import cuda_paths
+from .trace.read_adapter import as_passed
 from .trace.records import StepTrace
 from .trace.scan_kernels import scan_stand_ins
 from .trace.timeline import context_of, run_events, workspaces_of
@@ -50,6 +52,7 @@ _OF_THE_BUILD = ("auto_class", "dtype", "attn_implementation", "trust_remote_cod
 
 
 @undone_when_raised
+@full_collections_put_off()
 def predict_memory(
     model: torch.nn.Module | PreTrainedConfig | str | os.PathLike[str],
     workload: Workload,
@@ -156,7 +159,7 @@ def predict_memory(
     context, source = context_of(capability) if context_bytes is None else (context_bytes, "as passed")
     return MemoryForecast(
         model=made.name,
-        workload=workload,
+        workload=as_passed(workload),
         allocated_peak_bytes=run.allocated_peak_bytes,
         reserved_peak_bytes=run.reserved_peak_bytes,
         context_bytes=context,

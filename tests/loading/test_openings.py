@@ -16,8 +16,13 @@ from peft import PeftModel
 import safe_loading._loading.load as steps
 from safe_loading import (
     CheckpointError,
+    Spread,
     Workload,
     check_checkpoint,
+    fewest_cards,
+    fewest_ranks,
+    largest_micro_batch,
+    largest_workload,
     load_adapter_on_rank,
     load_peft_on_rank,
     merge_lora_checkpoint,
@@ -43,6 +48,9 @@ OPENED: dict[str, dict[str, int]] = {
     "plan_device_map": {CONFIG: 1, INDEX: 1, SHARD: 1},
     "plan_device_map of training": {CONFIG: 1, INDEX: 1, SHARD: 1, ADAPTER: 1, WEIGHTS: 1},
     "predict_memory": {CONFIG: 1, INDEX: 1, SHARD: 1, ADAPTER: 1, WEIGHTS: 1},
+    "predict_memory of an adapter": {ADAPTER: 1, WEIGHTS: 1},  # which names a base elsewhere
+    "predict_memory of ranks": {CONFIG: 1, INDEX: 1, SHARD: 1, ADAPTER: 1, WEIGHTS: 1},
+    "predict_memory of a generation": {CONFIG: 1, INDEX: 1, SHARD: 1, ADAPTER: 1, WEIGHTS: 1},
     "check_checkpoint": {CONFIG: 1, GENERATION: 1, INDEX: 1, SHARD: 1},
     "check_checkpoint of an adapter": {CONFIG: 1, GENERATION: 1, INDEX: 1, SHARD: 1, ADAPTER: 1, WEIGHTS: 2},
     "check_checkpoint of headers": {CONFIG: 1, GENERATION: 1, INDEX: 1, SHARD: 1},
@@ -61,10 +69,31 @@ def calls(base: Path, adapter: Path, model: PeftModel, output: Path) -> dict[str
             base, max_memory={"cuda:0": "1GB"}, workload=Workload.train(1, 8, adapter=adapter)
         ),
         "predict_memory": lambda: predict_memory(base, Workload.train(1, 8, adapter=adapter)),
+        "predict_memory of an adapter": lambda: predict_memory(adapter, Workload.train(1, 8)),
+        "predict_memory of ranks": lambda: predict_memory(
+            base, Workload.train(1, 8, adapter=adapter), spread=Spread.fsdp2(ranks=3)
+        ),
+        "predict_memory of a generation": lambda: predict_memory(
+            base, Workload.generate(1, 8, new_tokens=4, adapter=adapter)
+        ),
         "check_checkpoint": lambda: check_checkpoint(base),
         "check_checkpoint of an adapter": lambda: check_checkpoint(adapter, base_model=base),
         "check_checkpoint of headers": lambda: check_checkpoint(base, headers=True),
     }
+
+
+SEARCHES: dict[str, Callable[[Any, Path], Any]] = {
+    "fewest_ranks": lambda model, adapter: fewest_ranks(
+        model, Workload.train(1, 8, adapter=adapter), "1GB", Spread.fsdp2(None), most=4
+    ),
+    "largest_micro_batch": lambda model, adapter: largest_micro_batch(
+        model, Workload.train(None, 8, adapter=adapter), "1GB"
+    ),
+    "largest_workload": lambda model, adapter: largest_workload(
+        model, {0: "1GB"}, workload=Workload.train(1, None, adapter=adapter), most=64
+    ),
+    "fewest_cards": lambda model, adapter: fewest_cards(model, "1GB", workload=Workload.train(1, 8, adapter=adapter)),
+}
 
 
 @pytest.mark.parametrize("verb", OPENED)
@@ -76,6 +105,16 @@ def test_a_verb_opens_each_file_of_facts_once(tmp_path: Path, tiny_llama: Path, 
     counted = ours(openings(call, (base, tiny_adapter)))
     assert {name: counted.get(name, 0) for name in (*FACTS, SHARD, WEIGHTS) if name in counted} == OPENED[verb]
     assert all(counted.get(name, 0) <= 1 for name in FACTS)
+
+
+@pytest.mark.parametrize("verb", SEARCHES)
+def test_a_search_opens_the_files_of_an_adapter_once(tiny_llama: Path, tiny_adapter: Path, verb: str) -> None:
+    model = meta_model(tiny_llama)
+    found: list[object] = []
+    counted = ours(openings(lambda: found.append(SEARCHES[verb](model, tiny_adapter)), (tiny_adapter,)))
+    assert counted == {ADAPTER: 1, WEIGHTS: 1}
+    workload = getattr(found[0], "workload", getattr(getattr(found[0], "facts", None), "workload", found[0]))
+    assert type(workload.adapter) is type(tiny_adapter)  # read anew when the answer is used
 
 
 @pytest.mark.parametrize("verb", ["load_peft_on_rank", "merge_lora_checkpoint", "meta_model", "plan_device_map"])

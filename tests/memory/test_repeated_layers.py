@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from safe_loading import Workload, meta_model
 from safe_loading._memory.trace import trace_step as module_of_trace
 from safe_loading._memory.trace.records import StepTrace
-from safe_loading._memory.trace.repeated_layers import repeated_layers
+from safe_loading._memory.trace.repeated_layers import periods, repeated_layers
 from safe_loading._memory.trace.trace_step import trace_step
 from safe_loading.errors import ArgumentError, TraceError
 
@@ -119,14 +119,62 @@ def test_architectures(name: str, ran: list[bool]) -> None:
     assert_equal(found, trace_step(model, STEP, every_layer=True))
 
 
-def test_what_a_layer_returns_beside_its_output_is_handed_on(ran: list[bool]) -> None:
-    """GLM-5: the positions that a layer attends to go to the next one."""
+def glm(layers: int, **options: Any) -> torch.nn.Module:
+    """GLM-5, whose layers return the positions that they attend to, for the next one."""
     tiny = tiny_config("GlmMoeDsaForCausalLM").to_dict()
     of_layers = dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types"))
-    model = meta_model(GlmMoeDsaConfig(**tiny | of_layers | {"num_hidden_layers": 30}))
+    return meta_model(GlmMoeDsaConfig(**tiny | of_layers | {"num_hidden_layers": layers} | options))
+
+
+def test_what_a_layer_returns_beside_its_output_is_handed_on(ran: list[bool]) -> None:
+    model = glm(30)
     found = trace_step(model, STEP)
     assert ran == [True]
     assert_equal(found, trace_step(model, STEP, every_layer=True))
+
+
+@pytest.mark.parametrize("name", ["full", "checkpoints", "LoRA, checkpoints", "micro-batches"])
+def test_what_layers_of_one_kind_pass_to_those_of_another_one_is_handed_on(name: str, ran: list[bool]) -> None:
+    """GLM-5.2: a layer finds the positions that the next one attends to as well."""
+    own = ("full", "full", *(("shared", "full") * 12), "shared")
+    model = glm(len(own), indexer_types=list(own), first_k_dense_replace=2)
+    before = [(path, vars(module).keys()) for path, module in model.named_modules()]
+    found = trace_step(model, STEPS[name])
+    assert ran == [True]
+    assert_equal(found, trace_step(model, STEPS[name], every_layer=True))
+    assert [(path, vars(module).keys()) for path, module in model.named_modules()] == before
+
+
+@pytest.mark.parametrize(
+    ("kinds", "units"),
+    [
+        ("a" * 16, [1] * 16),
+        ("ab" * 8, [2] * 8),
+        ("aa" + "bbbc" * 10 + "bb", [1, 1, *[4] * 10, 1, 1]),
+        ("abcd" * 7, [1] * 28),
+        ("ab" * 8 + "c" * 20, [1] * 36),
+        ("c" * 4 + "ab" * 8 + "d", [1] * 4 + [2] * 8 + [1]),
+    ],
+)
+def test_kinds_of_layers_are_cut_into_periods(kinds: str, units: list[int]) -> None:
+    found, of_units = periods([ord(kind) for kind in kinds])
+    assert [len(layers) for layers in found] == units
+    assert [number for layers in found for number in layers] == list(range(len(kinds)))
+    words = [kinds[layers[0] : layers[-1] + 1] for layers in found]
+    assert [of_units.index(of) for of in of_units] == [words.index(word) for word in words]
+
+
+def test_a_step_that_fails_before_the_first_layer_is_not_tried_again(ran: list[bool]) -> None:
+    model = llama()
+    model.get_input_embeddings().register_forward_hook(lambda _, __, output: output.numpy())
+    with pytest.raises(TraceError):
+        trace_step(model, STEP)
+    assert ran == [True]
+
+
+def test_a_size_that_is_a_layers_number_makes_no_kind_of_its_own() -> None:
+    (layers,) = repeated_layers(llama(num_attention_heads=8, hidden_size=64, num_hidden_layers=20))
+    assert set(layers.kinds) == {0}
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from safe_loading._checkpoint.model_folder import ModelFolder
 from safe_loading._checkpoint.weight_files import ADAPTER_CONFIG
 from safe_loading._core.paths import path_text
 from safe_loading._core.workload import Workload
-from safe_loading._loading.peft_config import read_peft_config
+from safe_loading._memory.trace.read_adapter import ReadAdapter, read_adapter, with_read_adapter
 from safe_loading._memory.trace.timeline import Loading, original_name
 from safe_loading._memory.trace.trace_error import refuse_untraced_methods
 from safe_loading._model.formats.format import AMPERE, TargetCard
@@ -65,6 +65,7 @@ def build(
     The options are ``auto_class``, ``dtype``, ``attn_implementation``, ``trust_remote_code`` and
     ``quantization_config``. `preparation` says who prepares what is in 4 or 8 bits and trained.
     """
+    workload = with_read_adapter(workload)
     refuse_adapter(workload.adapter)  # before seconds are spent on a model
     if isinstance(source, torch.nn.Module):
         superfluous = [name for name, value in options.items() if value not in (None, False)]
@@ -107,22 +108,23 @@ def _quantized_loading(stand_ins: Mapping[str, StandIn], recast: Mapping[str, in
 
 
 def refuse_adapter(adapter: object) -> None:
-    """Raise `TraceError` for the config of an adapter whose layers no trace can follow; a folder it reads itself."""
-    if isinstance(adapter, PeftConfig):
-        refuse_untraced_methods(adapter)
+    """Raise `TraceError` for an adapter whose layers no trace can follow, as a config or in a folder that was read."""
+    config = adapter.config if isinstance(adapter, ReadAdapter) else adapter
+    if isinstance(config, PeftConfig):
+        refuse_untraced_methods(config)
 
 
 def _adapted(folder: Path, workload: Workload) -> tuple[str, Workload]:
     """Return the base of an adapter's folder, and the workload with the adapter."""
-    config = read_peft_config(folder)
+    read = read_adapter(os.fspath(folder))
     if workload.adapter is None:
-        refuse_adapter(config)
-    base = config.base_model_name_or_path
+        refuse_adapter(read)
+    base = read.config.base_model_name_or_path
     if not base or not isinstance(base, str):
         raise ArgumentError(
             f"{folder} names no base model ({base!r:.80}). Pass the base, and this adapter in the workload."
         )
-    return base, workload if workload.adapter is not None else workload.replace(adapter=os.fspath(folder))
+    return base, workload if workload.adapter is not None else workload.replace(adapter=read)
 
 
 def _config_of(

@@ -13,6 +13,7 @@ from typing import Any
 from safe_loading._core.report import format_bytes, text_table
 from safe_loading._core.spread import Spread
 from safe_loading._core.workload import Workload
+from safe_loading._memory.trace.read_adapter import with_read_adapter
 from safe_loading._model.formats.four_bit import QLORA, QLORA_WRITTEN
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
@@ -63,8 +64,9 @@ def suggestions_for(origin: Origin, forecast: MemoryForecast, memory: int) -> tu
     found: list[Suggestion] = []
     useful: list[_Change] = []
     cards: list[_Change] = []
-    for sizes in _changes(forecast.workload, origin):
-        made = _first_that_fits(sizes, forecast.workload, origin, memory)
+    workload = with_read_adapter(forecast.workload)
+    for sizes in _changes(workload, origin):
+        made = _first_that_fits(sizes, workload, origin, memory)
         if made is not None and _helps(made[1], forecast):
             useful += [made[0]] if made[0].combines else []
             cards += [made[0]] if "spread" in made[0].options else []
@@ -72,7 +74,7 @@ def suggestions_for(origin: Origin, forecast: MemoryForecast, memory: int) -> tu
     if not any(each.fits for each in found):
         steps = [_joined(useful[:count]) for count in range(2, len(useful) + 1)]
         steps += [_joined([*useful[:count], *cards]) for count in range(1, len(useful) + 1) if cards]
-        together = _first_that_fits(steps, forecast.workload, origin, memory)
+        together = _first_that_fits(steps, workload, origin, memory)
         found += [together[1]] if together is not None and together[1].fits else []
     return tuple(found)
 

@@ -12,6 +12,7 @@ from safe_loading._core.names import nearest
 from safe_loading._core.parse_size import HOST, Device, mixed_types, parse_device
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
+from safe_loading._memory.trace.read_adapter import as_passed
 from safe_loading._memory.trace.records import StepTrace
 from safe_loading._model.attention_names import attention_of
 from safe_loading._model.quantized.stand_ins import with_stand_ins
@@ -305,7 +306,7 @@ class Planner:
         links = between_nodes(tree, device_map, request.node_of, crossed)
         facts = Facts(
             model=self.name,
-            workload=request.workload,
+            workload=as_passed(request.workload),
             objective=request.objective,
             offload=request.offload,
             devices=tuple(uses),

@@ -16,6 +16,7 @@ from safe_loading._model.stand_ins import MetaStandIns, NoInit
 from safe_loading._ranks.own_generators import own_generators
 from safe_loading.errors import AdapterError
 
+from .read_adapter import read_adapter
 from .trace_error import refuse_untraced_methods
 
 if TYPE_CHECKING:
@@ -57,12 +58,11 @@ def with_adapter(
         as_trained,
         injecting,
         is_lora,
-        read_peft_config,
         refuse_costly_patterns,
     )
     from safe_loading._loading.starts import skip_deferred_start
 
-    config = read_peft_config(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter
+    config = read_adapter(adapter).config if isinstance(adapter, (str, os.PathLike)) else adapter
     refuse_untraced_methods(config)
     _refuse_incomplete(config)
     if config is not adapter:

@@ -41,7 +41,7 @@ def whole_step(
     """Return the allocations, the events and the calls of a step in which every layer ran, or raise `NotAlikeError`."""
     calls = dict(ledger.calls)
     for layers in skipped.lists:
-        for number, template in layers.skipped.items():
+        for number, template in layers.skipped_layers().items():
             old, new = layers.prefix(template), layers.prefix(number)
             if any(old in text for text in assumptions):
                 raise NotAlikeError(f"something is assumed of {old}")
@@ -130,7 +130,7 @@ class _Chain:
         begins = [mark for mark in marks if mark.kind == "layer"]
         if [mark.number for mark in begins] != list(range(len(self._layers.layers))):
             raise NotAlikeError("the layers do not run once each, in order")
-        places = [*(mark.at for mark in begins), turn]
+        places = [*(begins[layers[0]].at for layers in self._layers.units), turn]
         if any(places[number] != places[number + 1] for number in self._layers.skipped):
             raise NotAlikeError("a layer that does not run leaves something to be freed")
         for number in self._run:
@@ -171,7 +171,7 @@ class _Chain:
         for template, several in self._layers.compared().items():
             sign = self._sign(template)
             if any(self._sign(number) != sign for number in several):
-                raise NotAlikeError(f"{self._layers.prefix(template)} has another step than the layers like it")
+                raise NotAlikeError(f"{self._name(template)} has another step than the layers like it")
         for first, second in itertools.pairwise(self._run):
             if second - first > 1:
                 self._fill(first, second, edits)
@@ -181,14 +181,14 @@ class _Chain:
         sign: list[object] = []
         own: dict[int, int] = {}
         before, after = self._forward[self._before[number]], self._back[self._after[number]]
-        name = self._layers.prefix(number)
+        name = self._name(number)
         for way in _WAYS:
             sign.append(way)
             for place in self._segments.get((number, way), ()):
                 index, freed = self._events[place]
                 if not freed:
                     own[index] = len(own)
-                    sign.append((self._renamed(index, number, number), self._fate(index, number)))
+                    sign.append((self._renamed(index, number, None), self._fate(index, number)))
                 elif index in own:
                     sign.append(own[index])
                 elif index in before:
@@ -206,19 +206,28 @@ class _Chain:
         if index in self._forward[number] or index in self._back[number]:
             return "neighbour"
         prefix, parameter = self._skipped.gradients.get(index, ("", ""))
-        if prefix != self._layers.prefix(number):
-            raise NotAlikeError(f"something that {self._layers.prefix(number)} makes outlives its step")
-        return parameter
+        for place, layer in enumerate(self._layers.units[number]):
+            if prefix == self._layers.prefix(layer):
+                return (place, parameter)
+        raise NotAlikeError(f"something that {self._name(number)} makes outlives its step")
 
-    def _renamed(self, index: int, old: int, new: int) -> Allocation:
-        """Return an allocation as another layer's; with one number twice, as that of a layer without one."""
+    def _renamed(self, index: int, old: int, new: int | None) -> Allocation:
+        """Return an allocation as another unit's; with None as that of a unit without a number."""
         allocation = self._allocations[index]
-        prefix = self._layers.prefix(old)
-        inside = allocation.module.removeprefix(prefix)
-        if inside == allocation.module or inside[:1] not in ("", "."):
-            return allocation
-        name = self._layers.path if new == old else self._layers.prefix(new)
-        return allocation._replace(module=name + inside)
+        for place, layer in enumerate(self._layers.units[old]):
+            prefix = self._layers.prefix(layer)
+            inside = allocation.module.removeprefix(prefix)
+            if inside != allocation.module and inside[:1] in ("", "."):
+                to = f"unit.{place}" if new is None else self._layers.prefix(self._layers.units[new][place])
+                return allocation._replace(module=to + inside)
+        return allocation
+
+    def _prefixes(self, unit: int) -> list[str]:
+        return [self._layers.prefix(layer) for layer in self._layers.units[unit]]
+
+    def _name(self, unit: int) -> str:
+        """Return the name of a unit's first layer."""
+        return self._layers.prefix(self._layers.units[unit][0])
 
     def _fill(self, first: int, second: int, edits: _Edits) -> None:
         """Repeat segments between two layers that ran, for those that did not."""
@@ -251,11 +260,12 @@ class _Chain:
         shared = self._forward if way == "forward" else self._back
         if number not in self._layers.skipped:
             return list(shared[number])
-        return [(self._layers.prefix(number), index) for index in shared[self._layers.skipped[number]]]
+        return [(self._name(number), index) for index in shared[self._layers.skipped[number]]]
 
     def _copies(self, number: int, way: _Way) -> Iterator[_Put]:
         template = self._layers.skipped[number]
-        name = self._layers.prefix(number)
+        name = self._name(number)
+        layers = dict(zip(self._prefixes(template), self._prefixes(number), strict=True))
         known: dict[int, Id] = dict(
             zip(self._forward[self._before[template]], self._ids(number - 1, "forward"), strict=True)
         )
@@ -268,7 +278,7 @@ class _Chain:
                 continue
             gradient = self._skipped.gradients.get(index)
             if gradient is not None:
-                key = self._skipped.copied.get((name, gradient[1]), -1)
+                key = self._skipped.copied.get((layers[gradient[0]], gradient[1]), -1)
                 if key == -1:
                     raise NotAlikeError(f"{name} has a gradient already")
             yield key, self._renamed(index, template, number)

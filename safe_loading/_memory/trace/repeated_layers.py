@@ -2,13 +2,16 @@
 
 Of each kind five run: the first and the last, which may make or free what all of them use; the second, the last but one
 and one in the middle, whose steps must be equal (see ``layer_segments``). The others hand their input on, and the step
-of the middle one stands for theirs.
+of the middle one stands for theirs. Where the kinds come in a period, a period of layers may be taken for one layer:
+what one of them makes for the others then stays inside, or goes to the next period.
 """
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +25,19 @@ _NOT_COMPARED = frozenset({"_parameters", "_buffers", "_modules", "layer_idx"})
 class _Number(NamedTuple):
     """The number of a layer, as an attribute has it, and in a name."""
 
-    itself: int
+    itself: int | None  # None where no attribute is taken for it
     in_names: str
 
 
 class RepeatedLayers(NamedTuple):
-    """One list of layers."""
+    """One list of layers, cut into units of one layer or of a period of them."""
 
     path: str
     layers: tuple[torch.nn.Module, ...]
-    kinds: tuple[int, ...]  # equal for layers that are alike
-    skipped: dict[int, int]  # from the number of a layer that does not run to that of the layer which stands for it
+    units: tuple[range, ...]  # the numbers of the layers in each
+    kinds: tuple[int, ...]  # of the units: equal for those that are alike
+    skipped: dict[int, int]  # from a unit that does not run to the one which stands for it
+    by_period: RepeatedLayers | None = None  # the same list in longer units, where its kinds come in a period
 
     def prefix(self, number: int) -> str:
         """The name of a layer."""
@@ -40,12 +45,17 @@ class RepeatedLayers(NamedTuple):
 
     @property
     def run(self) -> list[int]:
-        """The layers that run, in order."""
-        return [number for number in range(len(self.layers)) if number not in self.skipped]
+        """The units that run, in order."""
+        return [unit for unit in range(len(self.units)) if unit not in self.skipped]
+
+    def skipped_layers(self) -> dict[int, int]:
+        """From the number of a layer that does not run to that of the layer which stands for it."""
+        pairs = self.skipped.items()
+        return {a: b for unit, of in pairs for a, b in zip(self.units[unit], self.units[of], strict=True)}
 
     def compared(self) -> dict[int, tuple[int, int]]:
-        """The layers whose steps must be equal: those that stand for others, with the second and the last but one."""
-        kinds = {self.kinds[number]: number for number in self.skipped.values()}
+        """The units whose steps must be equal: those that stand for others, with the second and the last but one."""
+        kinds = {self.kinds[unit]: unit for unit in self.skipped.values()}
         return {kinds[self.kinds[of[0]]]: (of[1], of[-2]) for of in _by_kind(self.kinds) if self.kinds[of[0]] in kinds}
 
 
@@ -60,17 +70,59 @@ def repeated_layers(model: torch.nn.Module) -> list[RepeatedLayers]:
             continue
         if not _share_nothing(model, path, module):
             continue
-        name = path.rpartition(".")[2]
+        kinds = _kinds(path, tuple(module), configs)
+        units = tuple(range(number, number + 1) for number in range(len(module)))
+        whole = RepeatedLayers(path, tuple(module), units, kinds, _skipped(kinds))
+        if 2 * len(whole.skipped) >= len(module):
+            units, kinds = periods(kinds)
+            longer = RepeatedLayers(path, whole.layers, units, kinds, _skipped(kinds))
+            found.append(whole._replace(by_period=longer if len(units) < len(module) else None))
+    return found
+
+
+def _kinds(path: str, layers: Sequence[torch.nn.Module], configs: Sequence[PreTrainedConfig]) -> tuple[int, ...]:
+    """Return a number for each layer, equal for those that are alike."""
+    name = path.rpartition(".")[2]
+    said = [_in_config(configs, number, len(layers)) for number in range(len(layers))]
+
+    def kinds(own_numbers: bool) -> tuple[int, ...]:
         signs = [
-            (_sign_of(layer, _Number(number, f"{name}.{number}.")), _in_config(configs, number, len(module)))
-            for number, layer in enumerate(module)
+            (_sign_of(layer, _Number(number if own_numbers else None, f"{name}.{number}.")), said[number])
+            for number, layer in enumerate(layers)
         ]
         numbers = {sign: number for number, sign in reversed(list(enumerate(signs)))}
-        kinds = tuple(numbers[sign] for sign in signs)
-        skipped = _skipped(kinds)
-        if 2 * len(skipped) >= len(kinds):
-            found.append(RepeatedLayers(path, tuple(module), kinds, skipped))
-    return found
+        return tuple(numbers[sign] for sign in signs)
+
+    # a size that happens to be a layer's number tells that layer from the others only where numbers are left out
+    plain = kinds(own_numbers=False)
+    return plain if 2 * len(set(plain)) <= len(plain) else kinds(own_numbers=True)
+
+
+def periods(kinds: Sequence[int]) -> tuple[tuple[range, ...], tuple[int, ...]]:
+    """Cut layers into periods, where their kinds come in one over most of the list, and single layers beside them.
+
+    Returned are the units and their kinds; the units are the layers themselves where there is no period.
+    """
+    layers = len(kinds)
+    for period in range(1, layers // _FEWEST + 1):
+        first, length = _longest_run([kinds[number] == kinds[number + period] for number in range(layers - period)])
+        end = first + (length // period + 1) * period
+        if 2 * (end - first) > layers:
+            firsts = [*range(first), *range(first, end, period), *range(end, layers)]
+            units = tuple(range(begin, stop) for begin, stop in itertools.pairwise([*firsts, layers]))
+            return units, tuple(-1 if first <= unit[0] < end else kinds[unit[0]] for unit in units)
+    return tuple(range(number, number + 1) for number in range(layers)), tuple(kinds)
+
+
+def _longest_run(alike: Sequence[bool]) -> tuple[int, int]:
+    """Return the beginning and the length of the longest run that is true."""
+    best, begin = (0, 0), 0
+    for same, several in itertools.groupby(alike):
+        length = len(list(several))
+        if same and length > best[1]:
+            best = (begin, length)
+        begin += length
+    return best
 
 
 def _skipped(kinds: tuple[int, ...]) -> dict[int, int]:

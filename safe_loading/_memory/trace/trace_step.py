@@ -146,7 +146,7 @@ def _traced(model: torch.nn.Module, options: _Options, *, skip_layers: bool = Fa
             sharding = None if spread is None or mesh is None else (spread, mesh, rank)
             _run(running, workload, where, inputs, mode, maker, sharding, skipped)
         except Exception as error:
-            if skipped.lists:
+            if skipped.reached:
                 raise NotAlikeError("a layer may miss what another one makes") from error
             raise trace_error(running, workload, error, inputs) from error
     assumptions = (*values.assumptions, *ledger.left_out)
@@ -307,7 +307,8 @@ def _isolated(generators: OwnGenerators) -> Iterator[None]:
         own_generators(generators, operations=False),
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),  # which is the workload's to say
+        # the workload's to say; one around its own, if only to switch it off, keeps that one's copies of weights alive
+        torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext(),
         tensors_on_host(),
         # for fake tensors transformers builds a mask that a real run does not
         patched(import_utils, "is_fake_tensor", answer_no),

@@ -1,0 +1,53 @@
+"""The collector's threshold is the caller's own after a block that puts full collections off, however it ends."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from safe_loading._core.collector import full_collections_put_off
+
+
+@pytest.fixture(autouse=True)
+def before() -> Iterator[tuple[int, int, int]]:
+    kept = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield gc.get_threshold()
+    gc.set_threshold(*kept)
+
+
+def test_blocks_in_one_another_put_the_threshold_back(before: tuple[int, int, int]) -> None:
+    @full_collections_put_off()
+    def interrupted() -> None:
+        found.append(gc.get_threshold())
+        with full_collections_put_off():
+            found.append(gc.get_threshold())
+        found.append(gc.get_threshold())
+        raise KeyboardInterrupt
+
+    found: list[tuple[int, int, int]] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert found == [(700, 10, 100)] * 3
+    assert gc.get_threshold() == before
+
+
+def test_blocks_of_two_threads_may_overlap(before: tuple[int, int, int]) -> None:
+    first, second = full_collections_put_off(), full_collections_put_off()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("others", [(0, 10, 10), (50_000, 20, 1000)])
+def test_what_somebody_else_sets_stays(others: tuple[int, int, int]) -> None:
+    with full_collections_put_off():
+        gc.set_threshold(*others)
+    assert gc.get_threshold() == others
+    with full_collections_put_off():
+        assert gc.get_threshold() == (*others[:2], max(others[2], 100))
+    assert gc.get_threshold() == others
