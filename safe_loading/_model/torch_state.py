@@ -20,6 +20,25 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
+class TorchSwitches:
+    """Torch's function modes and dispatch keys of this thread as they are now, to be put back.
+
+    A ``with`` block that disables them leaves them so when an exception comes from its last line, before its exit.
+    """
+
+    def __init__(self) -> None:
+        self._functions = torch._C.DisableTorchFunction()
+        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        self._keys = torch._C._ForceDispatchKeyGuard(included, excluded)
+        # each remembers what it finds; in one line, since an interruption comes between two
+        self._keys.__enter__(), self._functions.__enter__(), self._functions.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # of torch
+
+    def put_back(self) -> None:
+        """Put them back; it may run twice."""
+        self._keys.__exit__(None, None, None)
+        self._functions.__exit__(None, None, None)
+
+
 class TorchState:
     """The state as it is now, to be restored.
 
@@ -31,6 +50,7 @@ class TorchState:
         self._grad, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
         self._device, self._random = _device.CURRENT_DEVICE, torch.get_rng_state() if generator else None
         self._modes = len(_get_current_dispatch_mode_stack()), torch._C._len_torch_function_stack()
+        self._switches = TorchSwitches()
 
     def restore(self) -> None:
         """Leave the modes that were entered since, and put the rest back."""
@@ -39,6 +59,7 @@ class TorchState:
             modes[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         while torch._C._len_torch_function_stack() > functions:
             torch._C._pop_torch_function_stack()
+        self._switches.put_back()
         torch.set_grad_enabled(self._grad)
         # An error has unwound the blocks that set these for the whole process: what is there is another thread's.
         if not isinstance(sys.exc_info()[1], Exception):

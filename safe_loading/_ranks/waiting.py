@@ -62,7 +62,7 @@ class Waiting:
         try:
             # Only wait() of gloo's work tells that a message has arrived.
             self.call(lambda: work.wait(datetime.timedelta(seconds=self.timeout + 1)), peer)
-        except (RankError, RankTimeout):
+        except BaseException:  # Ctrl-C too, after which nobody would end the other wait
             with contextlib.suppress(RuntimeError):
                 work.wait(datetime.timedelta(milliseconds=1))  # closes the connection, which ends the other wait
             raise

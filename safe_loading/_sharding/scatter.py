@@ -113,6 +113,9 @@ def broadcast(
     bar: _progress.Bar | None = None,
 ) -> int:
     """Send every rank of a group all the ranges; arguments and result are those of :func:`scatter`."""
+    if device.type == "cpu":
+        # gloo's own cannot be given up: the end of its group waits for it, and so might two ranks for one another
+        return scatter([ranges] * dist.get_world_size(group), source, into, group, device, waiting, bar)
     total = sum(each.nbytes for each in ranges)
     block = max(1, min(total, BLOCK_BYTES))
     stream = None if source is None else _ByteStream(range_bytes(ranges, source))
@@ -135,7 +138,10 @@ def warm_up(group: dist.ProcessGroup, device: torch.device, waiting: Waiting) ->
     """Let all ranks of a group do one collective, even those that have nothing to send or to receive later.
 
     NCCL makes the communicator of a group in its first call, which blocks until every rank of the group has made it.
+    gloo has its connections from the start.
     """
+    if device.type == "cpu":
+        return
     nothing = torch.empty(1, dtype=torch.uint8, device=device)
     first = dist.get_global_rank(group, 0)
     waiting.work(waiting.call(lambda: dist.broadcast(nothing, first, group=group, async_op=True)), "all ranks")

@@ -34,3 +34,16 @@ def test_an_error_leaves_the_default_dtype_that_another_thread_set(
         verb()
     assert torch.get_default_dtype() is left
     assert torch.is_grad_enabled()
+
+
+def test_ctrl_c_leaves_no_torch_function_disabled() -> None:
+    """The end of a block that disables them is not reached where the interruption comes right before it."""
+
+    @undone_when_raised
+    def verb() -> None:
+        torch._C.DisableTorchFunctionSubclass().__enter__()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        verb()
+    assert torch._C._is_torch_function_enabled()
