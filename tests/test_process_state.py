@@ -77,6 +77,9 @@ REASONS = {
 # Attributes of classes that stay replaced; what replaces them tells whom it is for.
 REPLACED_CLASSES = {
     "_model/formats/fp8.py: setattr(finegrained_fp8.FP8Experts, name, function)": "takes off wraps; one stays",
+    "_sharding/packed_chunks.py: setattr(DTensor, name, _for_packed(getattr(DTensor, name), answer))": (
+        "passes all but packed parts through"
+    ),
     "_sharding/prepare.py: setattr(Accelerator, 'prepare', prepare)": "passes all others through",
 }
 # Why an engine is patched in this thread, and no mode of torch does it.

@@ -17,15 +17,15 @@ from safe_loading._ranks.exchange import Ranks
 from safe_loading._ranks.waiting import Waiting
 from safe_loading.errors import ArgumentError
 
-# What transformers and accelerate call the dimensions over which layers and experts are split.
-TENSOR, EXPERT = "tp", "ep"
+# What transformers and accelerate call the dimensions over which layers and experts are split, and that of the copies.
+TENSOR, EXPERT, REPLICAS = "tp", "ep", "dp_replicate"
 
 
 @dataclasses.dataclass(frozen=True)
 class WrapPlace:
     """Where the shards go."""
 
-    mesh_sizes: tuple[int, ...]  # the sizes of the mesh: (shards,), (replicas, shards), or (shards, parts)
+    mesh_sizes: tuple[int, ...]  # of the mesh: (shards,) or (replicas, shards), and with tensor parallelism the parts
     given_mesh: DeviceMesh | None  # the caller's own mesh; None where one has to be made
     device: torch.device
 
@@ -37,7 +37,7 @@ class WrapPlace:
     @property
     def shards(self) -> int:
         """Over how many ranks a parameter, or each part of one, is sharded."""
-        return self.mesh_sizes[0] if is_tensor_parallel(self.given_mesh) else self.mesh_sizes[-1]
+        return self.mesh_sizes[-2] if is_tensor_parallel(self.given_mesh) else self.mesh_sizes[-1]
 
     @property
     def owners(self) -> int:
@@ -94,15 +94,17 @@ def make_mesh(where: WrapPlace, waiting: Waiting) -> WrapMesh:
             # else DeviceMesh sets one itself, by LOCAL_RANK or by the global rank
             torch.accelerator.set_device_index(where.device)
         # transformers' names; peft takes the dimension "fsdp" for FSDP2, and any other for tensor parallelism
-        names = ("dp_replicate", "fsdp")[-len(where.mesh_sizes) :]
+        names = (REPLICAS, "fsdp")[-len(where.mesh_sizes) :]
         whole = waiting.call(lambda: init_device_mesh(where.device.type, where.mesh_sizes, mesh_dim_names=names))
     if is_tensor_parallel(whole):
-        fsdp, tensor = (whole[name] for name in whole.mesh_dim_names or ())
-        ranks = whole.mesh.flatten().tolist()
+        of_fsdp = (whole.mesh_dim_names or ())[:-1]
+        replica = whole.get_local_rank(0) if len(of_fsdp) == 2 else 0
+        ranks = whole.mesh.reshape(-1, where.owners)[replica].tolist()
         make = functools.partial(dist.new_group, ranks, use_local_synchronization=True)
         # no process group only for ranks outside of it
         owners: Any = dist.group.WORLD if len(ranks) == dist.get_world_size() else waiting.call(make)
-        return WrapMesh(whole, fsdp, owners, tensor=tensor)
+        copies = whole.get_group(0) if len(of_fsdp) == 2 else None
+        return WrapMesh(whole, whole[of_fsdp], owners, copies, tensor=whole[TENSOR])
     copies = whole.get_group(0) if whole.ndim == 2 else None
     return WrapMesh(whole, whole, whole.get_group(whole.ndim - 1), copies)
 
@@ -119,7 +121,7 @@ def _mesh_sizes(mesh: object, ranks: Ranks, device: torch.device, version: int) 
         sizes = tuple(mesh)
     else:
         raise ArgumentError(f"mesh={mesh!r}: pass a DeviceMesh, sizes as (replicas, shards), or None.")
-    if len(sizes) not in (1, 2) or math.prod(sizes) != ranks.size or min(sizes) < 1:
+    if len(sizes) not in (1, 2, 2 + is_tensor_parallel(mesh)) or math.prod(sizes) != ranks.size or min(sizes) < 1:
         raise ArgumentError(f"mesh={list(sizes)}: there are {ranks.size} ranks; pass (shards,) or (replicas, shards).")
     if version == 1 and len(sizes) == 2 and sizes[0] > sizes[1] == 1:
         # with a shard group of one rank torch falls back to NO_SHARD, which ignores the replicas' group
@@ -146,11 +148,13 @@ def _check_dimensions(mesh: DeviceMesh, version: int) -> None:
         return
     if version == 1:
         raise ArgumentError(f"mesh has a dimension {TENSOR!r}, which FSDP1 does not know: take version=2.")
-    # fully_shard takes the outer dimension of a mesh, and torch splits its parts of layers again
-    if mesh.ndim != 2 or names[1] != TENSOR:
+    # fully_shard takes the outer dimensions of a mesh, and torch splits its parts of layers again
+    replicas = names[:-2]
+    if mesh.ndim < 2 or names[-1] != TENSOR or replicas not in ((), (REPLICAS,)):
         raise ArgumentError(
-            f"mesh has the dimensions {names}: tensor parallelism takes two, the shards first. Make it with "
-            f"init_device_mesh(device, (shards, parts), mesh_dim_names=('fsdp', {TENSOR!r}))."
+            f"mesh has the dimensions {names}: tensor parallelism takes the shards and the parts, in this order, and "
+            f"before them replicas. Make it with init_device_mesh(device, (shards, parts), mesh_dim_names=('fsdp', "
+            f"{TENSOR!r})), or (replicas, shards, parts) with ({REPLICAS!r}, 'fsdp', {TENSOR!r})."
         )
     ranks = mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):

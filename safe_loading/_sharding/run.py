@@ -184,7 +184,7 @@ def _wrap_fsdp2(job: WrapJob) -> WrapResult:
         fsdp2.install(sharded, local)
         fsdp2.register_methods(setup.model)
         if job.mesh.tensor is not None:
-            compare_first_batch(setup.model, job.ranks, setup.where.parts, setup.how.timeout)
+            compare_first_batch(setup.model, job.ranks, setup.where.mesh_sizes, setup.how.timeout)
         kept_whole = tuple(parameter for parameter in not_sharded if not isinstance(parameter, DTensor))
         Wrapped(job.mesh.whole, how.mixed_precision, how.offload, kept_whole, how.reshard_after_forward).keep_with(
             setup.model

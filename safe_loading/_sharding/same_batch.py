@@ -6,7 +6,7 @@ With other batches each rank would add parts of another sample's results, and no
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,8 +16,15 @@ from safe_loading._ranks.exchange import Ranks
 from safe_loading.errors import RanksDisagree
 
 
-def compare_first_batch(model: nn.Module, ranks: Ranks, parts: int, timeout: float) -> None:
-    """Let the first forward pass raise on all ranks if those with parts of one layer, ``parts`` in a row, differ."""
+def compare_first_batch(model: nn.Module, ranks: Ranks, sizes: Sequence[int], timeout: float) -> None:
+    """Let the first forward pass raise on all ranks if those with parts of one layer have other batches.
+
+    ``sizes`` are those of the mesh, the parts last: so many ranks in a row have the parts of one layer.
+    """
+    parts = sizes[-1]
+    place, places = "mesh.get_local_rank(0)", "mesh.size(0)"
+    if len(sizes) > 2:  # replicas of shards
+        place, places = f"{place} * mesh.size(1) + mesh.get_local_rank(1)", f"{places} * mesh.size(1)"
 
     def compare(module: nn.Module, arguments: tuple[object, ...], options: dict[str, object]) -> None:
         handle.remove()
@@ -30,8 +37,8 @@ def compare_first_batch(model: nn.Module, ranks: Ranks, parts: int, timeout: flo
         wrong = [group for group in groups if len({digests[place] for place in group}) > 1]
         if wrong:
             raise RanksDisagree(
-                "Ranks that have the parts of one layer need one batch, and were given others. Sample by the rank in "
-                "the mesh's first dimension, mesh.get_local_rank(0) of mesh.size(0):",
+                f"Ranks that have the parts of one layer need one batch, and were given others. Sample by the place "
+                f"among the batches, {place} of {places}:",
                 [", ".join(f"rank {ranks.ranks[place]}: {digests[place]}" for place in group) for group in wrong],
             )
 

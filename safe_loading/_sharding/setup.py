@@ -115,7 +115,9 @@ class Setup:
             "version": str(self.how.version),
             "source": "a folder" if self.values.folder is not None else "rank 0",
             "mesh": f"{list(self.where.mesh_sizes)} {ranks_of_mesh}".strip(),
-            "tensor parallelism": str(sorted({with_stars(name): dim for name, dim in self.split.dims.items()}.items())),
+            "tensor parallelism": str(
+                sorted({with_stars(name): str(each) for name, each in self.split.placements.items()}.items())
+            ),
             "mp_policy": str(self.how.mixed_precision),
             "offload_policy": str(self.how.offload),
             "reshard_after_forward": str(self.how.reshard_after_forward),

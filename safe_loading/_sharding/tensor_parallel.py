@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from safe_loading._core.engines import require_for
 from safe_loading._core.names import canonical, method_name, nearest, with_stars
@@ -27,8 +28,9 @@ from .added_after_wrap import is_adapter_layer
 from .checkpoint_folder import base_of
 from .fsdp2 import base_of_adapters
 from .fsdp_units import ShardingUnit, can_run
+from .packed_chunks import tell_checkpoints
 from .setup import Setup, TensorRoles
-from .tensor_split import TensorSplit
+from .tensor_split import TensorSplit, pieces
 
 # transformers' names of its styles
 _OF_LINEAR = ("colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep")
@@ -37,10 +39,16 @@ _OF_EMBEDDING = ("embedding_rowwise", "embedding_colwise")
 _WHOLE_OUTSIDE = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", *_OF_EMBEDDING)
 _SUMMED = "replicated_with_grad_allreduce"  # computes with this rank's heads, of which its gradient is a sum
 _WHOLE = (_SUMMED, "replicate")
+_EXPERTS = "moe_tp_experts"  # adds up what the ranks' parts of all experts give
+_OF_EXPERTS = ("packed_colwise", "rowwise")  # of their stacked parameters
+_ALIGNED_BYTES = 16  # of each row in torch's grouped_mm
 # The factor of LoRA that is on the split side of its layer; the other one is whole.
 _SPLIT_FACTOR = {"colwise": "lora_B", "rowwise": "lora_A"}
 _MORE_THAN_LORA = ("modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias")
-_WITHOUT = "Leave 'tp' out of the mesh, and FSDP shards the model over all ranks"
+_WITHOUT = (
+    "Leave 'tp' out of the mesh, or tp_size= out of accelerate's ParallelismConfig, and FSDP shards the model over all "
+    "ranks"
+)
 
 PlanKey = Callable[[str], str]  # from a name in the model to the name that a plan would have for it
 
@@ -97,25 +105,25 @@ def split_model(model: nn.Module, tensors: TensorRoles, mesh: DeviceMesh) -> Ten
 
     styles, parameters = _styles(model, plan, key), tensors.sharded
     # stacked experts have a style apart from their module
-    apart = [name for each in parameters for name in each.names if key(name) in plan]
-    problems = [f"{name} has the style {plan[key(name)]} of its own, which is not followed here" for name in apart]
+    apart = {each.name: plan[key(each.name)] for each in parameters if key(each.name) in plan}
+    problems = _experts_problems(parameters, styles, apart)
     problems += [f"{each.name} is kept whole: leave ignored_params= out" for each in tensors.ignored]
     problems += [*_adapter_problems(model), *_dropout_problems(base), *_unsaid(model, styles)]
     for path, module in walk_modules(model):
         problems += _module_problems(canonical(path), module, styles.get(module))
-    dims: dict[str, int] = {}
+    placements: dict[str, Shard | _StridedShard] = {}
     undivided = [] if problems else _undivided(styles, mesh)
     for module in undivided:
         del styles[module]
     if not problems:
-        dims, problems = _dims(parameters, styles, mesh)
-        problems += _head_problems(model, dims, mesh.size())
+        placements, problems = _placements(parameters, styles, apart, mesh)
+        problems += _head_problems(model, placements, mesh.size())
     if problems:
         alike = [*dict.fromkeys(map(with_stars, problems))]  # those of all layers are one
         raise ArgumentError(f"Tensor parallelism cannot split this {type(base).__name__}. {_WITHOUT}:", alike)
     computing = dict.fromkeys(module for parameter in parameters for module, _ in parameter.places)
     names = tuple(canonical(path) for path, module in walk_modules(model) if module in undivided)
-    return TensorSplit(mesh.size(), dims, [(each, _style(styles.get(each))) for each in computing], names)
+    return TensorSplit(mesh.size(), placements, [(each, _style(styles.get(each))) for each in computing], names)
 
 
 def _styles(model: nn.Module, plan: Mapping[str, str], key: PlanKey) -> dict[nn.Module, str]:
@@ -163,14 +171,21 @@ def _adapter_problems(model: nn.Module) -> list[str]:
 
 
 def _dropout_problems(base: nn.Module) -> list[str]:
-    """Return the dropouts of a config that fall on values that all ranks share, at other places on each."""
+    """Return the dropouts and the noise of a config that fall on values that all ranks share, other ones on each."""
     config: Any = getattr(base, "config", None)
     texts = {id(each): each for each in (config, getattr(config, "text_config", None)) if each is not None}
-    found = {name: value for each in texts.values() for name, value in each.to_dict().items() if "drop" in name}
+    drawn = {"drop": "drops at other places", "jitter": "draws other noise"}
+    found = {
+        name: (value, does)
+        for each in texts.values()
+        for name, value in each.to_dict().items()
+        for part, does in drawn.items()
+        if part in name
+    }
     # the heads of attention are split, and each of them draws for itself
     return [
-        f"{name}={value} of the config drops at other places on each rank: set it to 0"
-        for name, value in found.items()
+        f"{name}={value} of the config {does} on each rank: set it to 0"
+        for name, (value, does) in found.items()
         if "att" not in name and "classifier" not in name and isinstance(value, float) and value > 0
     ]
 
@@ -198,7 +213,7 @@ def _module_problems(name: str, module: nn.Module, style: str | None) -> list[st
         return [f"{name} drops with p={module.p}, at other places on each rank: set it to 0"]
     if (getattr(module, "activation_sparsity", None) or 0) > 0:  # of Gemma3n, whose plan splits it nevertheless
         return [f"{name} keeps the largest activations of the whole layer, of which each rank would have a part"]
-    if style is not None and style not in (*_OF_LINEAR, *_OF_EMBEDDING, *_WHOLE):
+    if style is not None and style not in (*_OF_LINEAR, *_OF_EMBEDDING, *_WHOLE, _EXPERTS):
         return [f"{name} has the style {style}, which is not followed here"]
     own = [each for each in module._parameters.values() if each is not None]
     problems = []
@@ -213,23 +228,52 @@ def _module_problems(name: str, module: nn.Module, style: str | None) -> list[st
     return problems
 
 
-def _dims(
-    parameters: Sequence[ModelTensor], styles: Mapping[nn.Module, str], mesh: DeviceMesh
-) -> tuple[dict[str, int], list[str]]:
-    """Return the dimension of each parameter that is split, and the problems of those that cannot be."""
-    dims: dict[str, int] = {}
+def _experts_problems(
+    parameters: Sequence[ModelTensor], styles: Mapping[nn.Module, str], apart: Mapping[str, str]
+) -> list[str]:
+    """Return the parameters with a style of their own that are no stacked experts, and experts without one."""
+    problems = []
+    for each in parameters:
+        of_experts = all(styles.get(module) == _EXPERTS for module, _ in each.places)
+        style = apart.get(each.name)
+        if style is not None and not (of_experts and style in _OF_EXPERTS and each.tensor.ndim == 3):
+            problems.append(f"{each.name} has the style {style} of its own, which is not followed here")
+        elif style is None and of_experts:
+            problems.append(f"{each.name} is whole among split experts, and each rank would add it")
+    return problems
+
+
+def _placements(
+    parameters: Sequence[ModelTensor], styles: Mapping[nn.Module, str], apart: Mapping[str, str], mesh: DeviceMesh
+) -> tuple[dict[str, Shard | _StridedShard], list[str]]:
+    """Return how each parameter is split that is, and the problems of those that cannot be."""
+    placements: dict[str, Shard | _StridedShard] = {}
     problems = []
     for parameter in parameters:
-        shape = parameter.tensor.shape
-        found = {_dim(styles.get(module), attribute, shape, mesh) for module, attribute in parameter.places}
-        dim = next(iter(found))
+        shape, style = parameter.tensor.shape, apart.get(parameter.name)
+        found = {
+            _placement(style or styles.get(module), attribute, shape, mesh) for module, attribute in parameter.places
+        }
+        placement = next(iter(found))
         if len(found) > 1:
             problems.append(f"{' and '.join(parameter.names)} are tied, and would be split in different ways")
-        elif dim is not None and shape[dim] % mesh.size():
-            problems.append(f"{parameter.name} {list(shape)} has {shape[dim]} to split over {mesh.size()} ranks")
-        elif dim is not None:
-            dims[parameter.name] = dim
-    return dims, problems
+        elif placement is not None and shape[placement.dim] % (pieces(placement) * mesh.size()):
+            size = shape[placement.dim] // pieces(placement)
+            problems.append(f"{parameter.name} {list(shape)} has {size} to split over {mesh.size()} ranks")
+        elif placement is not None and style is not None and _is_unaligned(parameter, placement, mesh.size()):
+            problems.append(f"{parameter.name} {list(shape)} has parts whose rows torch does not align in grouped_mm")
+        elif placement is not None:
+            placements[parameter.name] = placement
+    return placements, problems
+
+
+def _is_unaligned(parameter: ModelTensor, placement: Shard | _StridedShard, parts: int) -> bool:
+    """Whether torch's product of all experts at once takes the whole of a stack, and no part of it."""
+    module, _ = parameter.places[0]
+    if getattr(getattr(module, "config", None), "_experts_implementation", None) != "grouped_mm":
+        return False
+    row = parameter.tensor.shape[placement.dim] // pieces(placement) * parameter.tensor.itemsize
+    return not row % _ALIGNED_BYTES and bool(row // parts % _ALIGNED_BYTES)
 
 
 def _undivided(styles: Mapping[nn.Module, str], mesh: DeviceMesh) -> list[nn.Module]:
@@ -239,14 +283,16 @@ def _undivided(styles: Mapping[nn.Module, str], mesh: DeviceMesh) -> list[nn.Mod
         for module, style in styles.items()
         if style in _WHOLE_OUTSIDE
         for attribute, each in module._parameters.items()
-        if each is not None and (dim := _dim(style, attribute, each.shape, mesh)) is not None
-        if each.shape[dim] % mesh.size()
+        if each is not None and (placement := _placement(style, attribute, each.shape, mesh)) is not None
+        if each.shape[placement.dim] % mesh.size()
     )
     return [*found]
 
 
-def _dim(name: str | None, attribute: str, shape: Sequence[int], mesh: DeviceMesh) -> int | None:
-    """Return the dimension along which a style splits a parameter of this name in its module; None for none."""
+def _placement(
+    name: str | None, attribute: str, shape: Sequence[int], mesh: DeviceMesh
+) -> Shard | _StridedShard | None:
+    """Return how a style splits a parameter of this name in its module; None where it does not."""
     if name is None or name in _WHOLE:
         return None
     holder = nn.Module()  # transformers' style is asked
@@ -254,18 +300,20 @@ def _dim(name: str | None, attribute: str, shape: Sequence[int], mesh: DeviceMes
     _style(name).shard_param(holder, attribute, mesh)
     placed: object = holder._parameters[attribute]  # torch's stubs know no parameter that is a DTensor
     placement = placed.placements[0] if isinstance(placed, DTensor) else None
-    return placement.dim % len(shape) if isinstance(placement, Shard) else None
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(placement.dim % len(shape), split_factor=placement.split_factor)
+    return Shard(placement.dim % len(shape)) if isinstance(placement, Shard) else None
 
 
-def _head_problems(model: nn.Module, dims: Mapping[str, int], parts: int) -> list[str]:
+def _head_problems(model: nn.Module, placements: Mapping[str, Shard | _StridedShard], parts: int) -> list[str]:
     """Return the projections whose parts would end inside a head of attention."""
     problems = []
     modules = {without_peft_levels(canonical(path)): module for path, module in walk_modules(model)}
-    for name, dim in dims.items():
+    for name, placement in placements.items():
         projection = without_peft_levels(name).rpartition(".")[0]
         size = getattr(modules.get(projection.rpartition(".")[0]), "head_dim", None)
         width = getattr(modules.get(projection), "out_features", None)
-        if dim == 0 and size and width and not width % size and (width // size) % parts:
+        if placement.dim == 0 and size and width and not width % size and (width // size) % parts:
             problems.append(f"{projection} has {width // size} heads to split over {parts} ranks")
     return problems
 
@@ -274,18 +322,19 @@ def units_in_parts(
     units: Sequence[ShardingUnit], split: TensorSplit, parameters: Sequence[ModelTensor]
 ) -> tuple[ShardingUnit, ...]:
     """Return the units with the size that they have on a rank, which gathers its part of each layer."""
-    sizes = {each.name: each.nbytes // (split.parts if each.name in split.dims else 1) for each in parameters}
+    sizes = {each.name: each.nbytes // (split.parts if each.name in split.placements else 1) for each in parameters}
     return tuple(dataclasses.replace(unit, bytes=sum(sizes[name] for name in unit.parameters)) for unit in units)
 
 
 def compute_in_parts(setup: Setup, mesh: DeviceMesh) -> None:
     """Split the parameters of a model on meta over ``mesh``, and let its modules compute with the parts."""
     for parameter in setup.tensors.sharded:
-        dim = setup.split.dims.get(parameter.name)
-        placement = Replicate() if dim is None else Shard(dim)
+        placement = setup.split.placements.get(parameter.name, Replicate())
         empty = torch.empty(parameter.tensor.shape, dtype=parameter.tensor.dtype, device="meta")
         part = distribute_tensor(empty, mesh, [placement], src_data_rank=None)
         parameter.put(nn.Parameter(part, requires_grad=parameter.tensor.requires_grad))
+    if any(pieces(placement) > 1 for placement in setup.split.placements.values()):
+        tell_checkpoints()
     for module, style in setup.split.styles:
         style.install_forward(module, mesh)
     _let_units_run_plain(setup)

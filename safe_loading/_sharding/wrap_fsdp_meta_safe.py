@@ -94,8 +94,9 @@ def wrap_fsdp_meta_safe(
             that are missing from the source are those of rank 0's model.
         version: 2 for ``fully_shard``, 1 for ``FullyShardedDataParallel``.
         mesh: A DeviceMesh of one dimension (FSDP) or two (HSDP: replicas, shards), or its sizes. None takes all ranks.
-            FSDP1 takes replicas of two shards or more. A second dimension named "tp" splits each layer over its ranks
-            (tensor parallelism, by the plan of the model's class), which must get the same batches.
+            FSDP1 takes replicas of two shards or more. A last dimension named "tp", after the shards, splits each layer
+            over its ranks (tensor parallelism, by the plan of the model's class), which must get the same batches; a
+            first one named "dp_replicate" then has replicas.
         auto_wrap_policy: The modules that are gathered together: classes, names of classes, patterns of module names,
             or ``fn(module) -> bool``. None takes the layers, and the last norm with the head.
         mp_policy: The policy class of that FSDP version, or the dtype to compute in (gradients are then reduced
