@@ -11,22 +11,15 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from safe_loading.errors import ArgumentError
 
+from .mesh import TENSOR
+
 
 def wrap_options(accelerator: Any, model: nn.Module) -> dict[str, Any]:
     """Return the arguments of ``wrap_fsdp_meta_safe`` by which the model is wrapped as accelerate would wrap it."""
     plugin = accelerator.state.fsdp_plugin
-    parallel: Any = getattr(accelerator, "parallelism_config", None)
-    if parallel is not None and (parallel.tp_enabled or getattr(parallel, "cp_enabled", False)):
-        raise ArgumentError(
-            "load_at_prepare() shards over data-parallel ranks alone, and accelerate's parallelism_config asks for "
-            "tensor or context parallelism: load this model outside of it."
-        )
-    mesh = getattr(accelerator, "torch_device_mesh", None)
-    if mesh is not None and parallel is not None:
-        mesh = mesh[tuple(parallel.fsdp_dim_names)]
     return {
         "version": plugin.fsdp_version,
-        "mesh": mesh,
+        "mesh": _mesh(accelerator),
         "mp_policy": plugin.mixed_precision_policy,
         "offload_policy": plugin.cpu_offload,
         "ignored_params": _ignored(plugin.ignored_modules, model),
@@ -34,6 +27,27 @@ def wrap_options(accelerator: Any, model: nn.Module) -> dict[str, Any]:
         "auto_wrap_policy": _units(plugin, model),
         "device": accelerator.device,
     }
+
+
+def splits_layers(accelerator: Any) -> bool:
+    """Whether accelerate was told to split layers over ranks."""
+    parallel: Any = getattr(accelerator, "parallelism_config", None)
+    return parallel is not None and bool(parallel.tp_enabled)
+
+
+def _mesh(accelerator: Any) -> Any:
+    """Return the mesh of accelerate's dimensions for FSDP and for the parts of layers; None where it has none."""
+    mesh, parallel = (getattr(accelerator, name, None) for name in ("torch_device_mesh", "parallelism_config"))
+    if mesh is None or parallel is None:
+        return mesh
+    if getattr(parallel, "cp_enabled", False):
+        raise ArgumentError(
+            "load_at_prepare() shards over data-parallel ranks and splits layers, and accelerate's parallelism_config "
+            "asks for context parallelism: load this model outside of it."
+        )
+    # accelerate's dimension of the shards has another name where none of them splits layers
+    names = (*parallel.dp_dim_names, TENSOR) if parallel.tp_enabled else tuple(parallel.fsdp_dim_names)
+    return mesh[names]
 
 
 def _reshards(plugin: Any) -> bool:

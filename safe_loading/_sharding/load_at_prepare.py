@@ -39,6 +39,9 @@ def load_at_prepare(
     renamed or copied has its own values, and a parameter that the script reads or writes first is read from the folder,
     whole and on each rank that does so; rank 0's values of it are then taken.
 
+    With ``tp_size`` of accelerate's ``ParallelismConfig`` each layer is split as well, as :func:`wrap_fsdp_meta_safe`
+    does with a mesh.
+
     ``Accelerator.prepare`` stays replaced after the block, by a function that loads such models first and then calls
     accelerate's own. Until its weights are read, a model refuses to compute.
 

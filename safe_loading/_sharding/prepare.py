@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from safe_loading._core.interrupts import undone_on_error
+from safe_loading._model.torch_state import TorchState
 from safe_loading.errors import ArgumentError
 
-from .accelerate_settings import wrap_options
+from .accelerate_settings import splits_layers, wrap_options
 from .checkpoint_folder import OpenedFolder
 from .later_values import WeightlessParameter
 from .parameters import parameters_of
@@ -43,6 +44,8 @@ def shard_at_prepare(**options: Any) -> None:
         (model,) = models
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
         with (
+            # before all else, as even a look at a parameter without weights turns torch's functions off and on again
+            undone_on_error(TorchState().restore),
             _as_before(self, model, optimizers, args),
             _prepared(self, model, optimizers, options) as wrapped,
             # a rank that fails here gets its model back, and the others could not go on without it
@@ -103,10 +106,15 @@ def _prepared(
     wrapped = _shard(accelerator, model, *later, checkpoints=checkpoints, options=options)
     _give_parameters(wrapped, held)
     plugin.activation_checkpointing = plugin.activation_checkpointing and not checkpoints
+    # The layers are split. accelerate's own step would split the rest by a style that transformers has no more.
+    own = {"_prepare_tp": lambda *args: args} if splits_layers(accelerator) else {}
     try:
+        vars(accelerator).update(own)
         yield wrapped
     finally:
         plugin.activation_checkpointing = plugin.activation_checkpointing or checkpoints
+        for name in own:
+            vars(accelerator).pop(name, None)
     # Again: accelerate tells parameters by their addresses, and a rank that owns nothing of a tensor has none for it.
     _give_parameters(wrapped, held)
 

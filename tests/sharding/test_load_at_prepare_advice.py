@@ -84,6 +84,13 @@ case(
       for start in starts),
 )
 
+dropping = dict(lora_dropout=0.1)
+case(
+    "parts", lambda: prepared(accelerator(tp_size=2, dp_shard_size=2), attached(load_at_prepare, **dropping)),
+    lambda: (prepared(accelerator(dp_shard_size=4), attached(load_at_prepare, **dropping)), attached(outside)),
+    lambda: (prepared(accelerator(tp_size=2, dp_shard_size=2), attached(load_at_prepare)), attached(outside)),
+)
+
 def both(version):
     of_two = accelerator(version)
     found = [prepared(of_two, load()) for _ in range(2)]
@@ -140,6 +147,7 @@ ON_A_DEVICE = """
 """
 ADVICE = {
     "parallelism": "load this model outside of it",
+    "parts": "Leave 'tp' out of the mesh, or tp_size= out of accelerate's ParallelismConfig, and FSDP shards the model",
     "strategy": "Use FSDP2 with parallelism_config=ParallelismConfig(dp_replicate_size=, dp_shard_size=)",
     "values of the base": "(PiSSA, OLoRA, DoRA) to a model that was loaded outside of load_at_prepare()",
     "two in a call": "one sharded model a call; call prepare once for each",
