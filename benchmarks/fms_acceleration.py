@@ -2,14 +2,14 @@
 
 The rows are those of the project's ``scripts/benchmarks/refs/a100_80gb.csv`` and ``a100_80gb_granite.csv``:
 ``max_memory_allocated`` of a rank, one GPU and two (FSDP1 by accelerate), full fine-tuning, LoRA, NF4 and GPTQ. The
-engines were torch 2.4, transformers 4.45 to 4.48, peft 0.12 and 0.13, trl 0.11 to 0.13 and accelerate 0.34 and 1.0, and
-these things differ in those of today, which are put in:
+engines were torch 2.4, transformers 4.45 to 4.48, peft 0.12 and 0.13, trl 0.11 to 0.13 and accelerate 0.34 and 1.0.
+These things differ in those of today, and are put in:
 
 - the loss copies the logits in float32 without their last token (``.contiguous()``), where transformers 5 pads the
   labels; that of gpt_bigcode is taken to copy them in 16 bits;
 - the Granite of transformers 4.45 returned the logits in float32 alone, and kept the hidden states beside them;
-- trl cast the norms of a base in 4 bits to float32 where FSDP did not shard it, so that what the layers add up, and each
-  checkpoint keeps, is in float32 too;
+- trl cast the norms of a base in 4 bits to float32 where FSDP did not shard it, so that the sums of layers, which
+  checkpoints keep, are in float32 too;
 - checkpoints are reentrant, which transformers 5 no longer is by default;
 - a checkpoint lies around a unit of FSDP1, and not inside it. Units that are frozen then keep each layer's input and
   its gradient to the end of the backward pass, since FSDP1's hook on the input holds it.
@@ -99,6 +99,7 @@ NF4 = {
     "bnb_4bit_quant_storage": "bfloat16",
 }
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
+GPTQ_70B = {**GPTQ, "group_size": -1}  # as its publisher made it, for less memory
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def config_of(row: Row) -> PreTrainedConfig:
 def forecast(row: Row) -> int:
     """Return the bytes that are allocated at most on a rank."""
     half = "float16" if row.method == "gptq" else "bfloat16"
-    quantization = {"gptq": GPTQ, "nf4": NF4}.get(row.method)
+    quantization = {"gptq": GPTQ_70B if "70B" in row.model else GPTQ, "nf4": NF4}.get(row.method)
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "c_attn"]
     adapter = LoraConfig(r=16, lora_alpha=16, lora_dropout=0.1, target_modules=layers, task_type="CAUSAL_LM")
     step = Workload.train(
@@ -218,7 +219,7 @@ def _norm_in_float32(self: Any, hidden_size: int, eps: float = 1e-6) -> None:
 def _forward_of_4_45(
     self: Any, input_ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: object = None, **kwargs: Any
 ) -> CausalLMOutputWithPast:
-    """Run the model as transformers 4.45 did: it kept the logits in float32 alone, and the hidden states beside them."""
+    """Run the model as transformers 4.45 did: it kept the logits in float32 alone, and the hidden states beside."""
     hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
     logits = self.lm_head(hidden)
     logits = logits / self.config.logits_scaling

@@ -64,15 +64,15 @@ def suggestions_for(origin: Origin, forecast: MemoryForecast, memory: int) -> tu
     if memory <= forecast.context_bytes:
         return ()  # no step at all runs there
     kinds = list(_changes(with_read_adapter(forecast.workload), origin))
-    with progress.bar_of_a_rank("suggesting", len(kinds) + 1, local_rank(), unit=" changes") as bar:
-        with progress.without_bars():  # of the traces, of which a kind of change takes a few
-            return _search(kinds, origin, forecast, memory, bar)
+    shown = progress.bar_of_a_rank("suggesting", len(kinds) + 1, local_rank(), unit=" changes")
+    with shown as bar, progress.without_bars():  # of the traces, of which a kind of change takes a few
+        return _search(kinds, origin, forecast, memory, bar)
 
 
 def _search(
     kinds: Sequence[Sequence[_Change]], origin: Origin, forecast: MemoryForecast, memory: int, bar: progress.Bar
 ) -> tuple[Suggestion, ...]:
-    """Return what is found of each kind of change, and of several together; the bar counts the kinds."""
+    """Return the changes that help, one of each kind, and several together; the bar counts the kinds."""
     found: list[Suggestion] = []
     useful: list[_Change] = []
     cards: list[_Change] = []
