@@ -192,7 +192,7 @@ def audit_model(
 
 
 def _round_trip(audited: AuditedModel, skipped: list[str]) -> list[Finding]:
-    """Return what is lost between a save and a load, and where the base is not that of the checkpoint."""
+    """Return the findings of a save and a load: lost tensors, and a base that is not that of the checkpoint."""
     with tensors_on_host():
         findings = [*check_round_trip(audited, skipped)]
     return [*findings, *base_values.check_base_values(audited, skipped)]
