@@ -44,6 +44,7 @@ class Row:
     checkpointing: bool = False
     batch: int = 2
     length: int = 128
+    autocast: str | None = None
 
     def __str__(self) -> str:
         """Return the row in one line."""
@@ -58,6 +59,7 @@ class Row:
         ]
         if self.method != "generate":
             shown += [self.optimizer, *(["checkpointing"] if self.checkpointing else [])]
+        shown += [f"autocast to {self.autocast}"] if self.autocast else []
         return " ".join(shown)
 
     @property
@@ -71,6 +73,7 @@ class Row:
             gradient_checkpointing=self.checkpointing,
             optimizer=self.optimizer,
             adapter=self.adapter,
+            autocast=self.autocast,
         )
 
     @property
@@ -337,6 +340,9 @@ def step_of(model: Any, row: Row) -> Callable[[], None]:
     def tokens(value: int) -> torch.Tensor:
         return torch.full((row.batch, row.length), value, device="cuda:0")
 
+    dtype = getattr(torch, row.autocast or "bfloat16")
+    autocast = torch.autocast("cuda", dtype=dtype, enabled=row.autocast is not None)
+
     def step() -> None:
         batch = inputs_of(row, "cuda:0") or {}
         if "input_ids" in names and "input_ids" not in batch:
@@ -347,7 +353,8 @@ def step_of(model: Any, row: Row) -> Callable[[], None]:
             batch["decoder_input_ids"] = tokens(1)
         batch["labels"] = tokens(1)
         options = {"use_cache": False} if "use_cache" in names else {}
-        loss = model(**batch, **options).loss
+        with autocast:
+            loss = model(**batch, **options).loss
         del batch
         loss.backward()
         del loss

@@ -1,11 +1,15 @@
 """How far predict_memory is from what fms-acceleration's maintainers measured of fine-tuning on A100s, row by row.
 
-The rows are those of the project's ``scripts/benchmarks/refs/a100_80gb.csv``: ``max_memory_allocated`` of a rank, one
-GPU and two (FSDP1 by accelerate), full fine-tuning, LoRA, NF4 and GPTQ. The engines were torch 2.4, transformers 4.45
-to 4.48, peft 0.13 and accelerate 1.0, and three things differ in those of today, which are put in:
+The rows are those of the project's ``scripts/benchmarks/refs/a100_80gb.csv`` and ``a100_80gb_granite.csv``:
+``max_memory_allocated`` of a rank, one GPU and two (FSDP1 by accelerate), full fine-tuning, LoRA, NF4 and GPTQ. The
+engines were torch 2.4, transformers 4.45 to 4.48, peft 0.12 and 0.13, trl 0.11 to 0.13 and accelerate 0.34 and 1.0.
+These things differ in those of today, and are put in:
 
 - the loss copies the logits in float32 without their last token (``.contiguous()``), where transformers 5 pads the
   labels; that of gpt_bigcode is taken to copy them in 16 bits;
+- the Granite of transformers 4.45 returned the logits in float32 alone, and kept the hidden states beside them;
+- trl cast the norms of a base in 4 bits to float32 where FSDP did not shard it, so that the sums of layers, which
+  checkpoints keep, are in float32 too;
 - checkpoints are reentrant, which transformers 5 no longer is by default;
 - a checkpoint lies around a unit of FSDP1, and not inside it. Units that are frozen then keep each layer's input and
   its gradient to the end of the backward pass, since FSDP1's hook on the input holds it.
@@ -36,6 +40,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.loss import loss_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.granite.modeling_granite import GraniteForCausalLM, GraniteRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 
 from safe_loading import Spread, Workload, predict_memory
 from safe_loading.errors import SafeLoadingError
@@ -61,11 +69,25 @@ LLAMA_70B = {
     "num_key_value_heads": 8,
 }
 SANTACODER = {"vocab_size": 49280, "n_positions": 2048, "n_embd": 2048, "n_layer": 24, "n_head": 16, "n_inner": 8192}
+POWERLM = {
+    "vocab_size": 49152,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 36,
+    "num_key_value_heads": 36,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 9.0,
+    "residual_multiplier": 0.22,
+    "tie_word_embeddings": True,
+}
 MODELS: Mapping[str, tuple[str, str, dict[str, Any], int]] = {  # kind, class, sizes, tokens of a row
     "gpt_bigcode-santacoder": ("gpt_bigcode", "GPTBigCodeForCausalLM", SANTACODER, 2048),
     "Mistral-7B-v0.1": ("mistral", "MistralForCausalLM", {**MISTRAL, "sliding_window": 4096}, 4096),
     "Mixtral-8x7B-Instruct-v0.1": ("mixtral", "MixtralForCausalLM", MISTRAL, 4096),
     "Llama-2-70b-hf": ("llama", "LlamaForCausalLM", LLAMA_70B, 4096),
+    "PowerLM-3b": ("granite", "GraniteForCausalLM", POWERLM, 4096),
     "Llama-2-70B": ("llama", "LlamaForCausalLM", LLAMA_70B, 4096),
 }
 NF4 = {
@@ -77,6 +99,7 @@ NF4 = {
     "bnb_4bit_quant_storage": "bfloat16",
 }
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
+GPTQ_70B = {**GPTQ, "group_size": -1}  # as its publisher made it, for less memory
 
 
 @dataclass(frozen=True)
@@ -88,14 +111,14 @@ class Row:
     gpus: int
     rows: int  # of a micro-batch
     measured: int
+    norms_cast: bool  # to float32, by trl
     why_not: str  # no forecast can be made
 
     @property
     def name(self) -> str:
         """The row in a table."""
-        return (
-            f"{self.model.partition('-v0')[0]} {self.method}, {self.gpus} GPU{'s' * (self.gpus > 1)}, {self.rows} rows"
-        )
+        method = f"{self.method}{' by trl' * self.norms_cast}"
+        return f"{self.model.partition('-v0')[0]} {method}, {self.gpus} GPU{'s' * (self.gpus > 1)}, {self.rows} rows"
 
 
 def read(file: Path) -> list[Row]:
@@ -114,11 +137,10 @@ def _row(cells: Mapping[str, str]) -> Row:
         "ran out of memory": not measured,
         "transformers 5 holds the experts of a layer in one tensor, which is not quantized": "Mixtral" in model
         and method not in ("full", "lora"),
-        "trl 0.11 cast the norms alone to float32, as no engine of today does": framework == "baseline-peft-bnb"
-        and cells["num_gpus"] == "1",
     }
     why_not = next((reason for reason, holds in reasons.items() if holds), "")
-    return Row(model, method, int(cells["num_gpus"]), int(cells["per_device_train_batch_size"]), measured, why_not)
+    gpus, rows = int(cells["num_gpus"]), int(cells["per_device_train_batch_size"])
+    return Row(model, method, gpus, rows, measured, framework == "baseline-peft-bnb" and gpus == 1, why_not)
 
 
 def config_of(row: Row) -> PreTrainedConfig:
@@ -131,7 +153,7 @@ def config_of(row: Row) -> PreTrainedConfig:
 def forecast(row: Row) -> int:
     """Return the bytes that are allocated at most on a rank."""
     half = "float16" if row.method == "gptq" else "bfloat16"
-    quantization = {"gptq": GPTQ, "nf4": NF4}.get(row.method)
+    quantization = {"gptq": GPTQ_70B if "70B" in row.model else GPTQ, "nf4": NF4}.get(row.method)
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "c_attn"]
     adapter = LoraConfig(r=16, lora_alpha=16, lora_dropout=0.1, target_modules=layers, task_type="CAUSAL_LM")
     step = Workload.train(
@@ -170,6 +192,10 @@ def publishers_engines(row: Row) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(loss_utils.LOSS_MAPPING, {"ForCausalLM": loss}))
         stack.enter_context(mock.patch.object(PreTrainedModel, "activation_checkpointing_enable", reentrant))
+        if "PowerLM" in row.model:
+            stack.enter_context(mock.patch.object(GraniteForCausalLM, "forward", _forward_of_4_45))
+        for norm in (GraniteRMSNorm, LlamaRMSNorm, MistralRMSNorm) if row.norms_cast else ():
+            stack.enter_context(mock.patch.object(norm, "__init__", _norm_in_float32))
         if row.gpus > 1:
             stack.enter_context(mock.patch.object(GradientCheckpointingLayer, "__call__", torch.nn.Module.__call__))
             stack.enter_context(mock.patch.object(FullyShardedDataParallel, "__call__", _checkpointed))
@@ -183,6 +209,24 @@ def _checkpointed(unit: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> 
     return checkpoint(call, *args, use_reentrant=True) if layer else call(*args)
 
 
+def _norm_in_float32(self: Any, hidden_size: int, eps: float = 1e-6) -> None:
+    torch.nn.Module.__init__(self)
+    self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=torch.float32))
+    self.variance_epsilon = eps
+
+
+@functools.wraps(GraniteForCausalLM.forward)
+def _forward_of_4_45(
+    self: Any, input_ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: object = None, **kwargs: Any
+) -> CausalLMOutputWithPast:
+    """Run the model as transformers 4.45 did: it kept the logits in float32 alone, and the hidden states beside."""
+    hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+    logits = self.lm_head(hidden)
+    logits = logits / self.config.logits_scaling
+    logits = logits.float()
+    return CausalLMOutputWithPast(loss=_loss_in_16_bits(logits, labels, self.config.vocab_size), logits=logits)
+
+
 def _loss_of_copies(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, *_: Any, **__: Any) -> torch.Tensor:
     return _loss_in_16_bits(logits.float(), labels, vocab_size)
 
@@ -194,7 +238,7 @@ def _loss_in_16_bits(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int
 
 def main() -> None:
     """Compare and print."""
-    where = "the file of fms-acceleration: scripts/benchmarks/refs/a100_80gb.csv of its repository"
+    where = "a file of fms-acceleration: scripts/benchmarks/refs/a100_80gb.csv of its repository, or ..._granite.csv"
     args = with_published(options(__doc__, f"the first {QUICK} rows"), "CSV", where)
     warnings.simplefilter("ignore")
     print(headline())

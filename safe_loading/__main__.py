@@ -6,6 +6,7 @@ The commands are in ``_commands``; they return what is to be printed, and the ex
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from ._commands.answer import (
     refuse_options,
 )
 from ._commands.quantization import without_kernel_notice
+from ._core.progress import without_bars
 from .errors import ArgumentError, CheckpointNotFound, DeviceMapInfeasible, SafeLoadingError, printable
 
 
@@ -56,8 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     run: Run = arguments.run
     in_json = getattr(arguments, "json", False)
+    bars = without_bars() if in_json else contextlib.nullcontext()
     try:
-        with without_kernel_notice(), log_lines(arguments):
+        with without_kernel_notice(), log_lines(arguments), bars:
             answer = run(arguments)
             for text in answer.texts:
                 print(as_json(text) if in_json else text, flush=True)

@@ -91,6 +91,7 @@ PATCHED = {
     "_loading/into_place.py": "transformers has one function that loads weights, and no hook in it",
     "_memory/audit/packed_rows.py": "transformers makes masks by functions of a module",
     "_memory/trace/attention_kernels.py": "transformers finds its kernels in a table",
+    "_memory/trace/cuda_autocast.py": "autocast asks for a CUDA tensor, and function modes are off in recomputations",
     "_memory/trace/cuda_paths.py": "functions that are composed of these switch function modes off",
     "_memory/trace/flat_sharded_step.py": "FSDP1 resizes storages and compares addresses outside the dispatcher",
     "_memory/trace/fused_lm_head.py": "trl's kernels of its head are functions of a module",

@@ -16,6 +16,7 @@ from .report import format_bytes
 LINES = logger.getChild("progress")  # the lines that stand for a bar
 _LINE_SECONDS = 10.0  # between two of them; the machines of CI end jobs that are silent for minutes
 _TRUE = frozenset({"1", "ON", "YES", "TRUE"})
+_OF_THREAD = threading.local()
 
 
 def refused() -> bool:
@@ -72,7 +73,19 @@ class Bar:
 
 def bar_of_a_rank(what: str, total: int | None, local_rank: int, *, unit: str = "B") -> Bar:
     """Return a bar for work that ranks do side by side: one of them shows it, once it has taken a second."""
-    return Bar(what, total, unit=unit, after=1.0, shown=wanted(local_rank))
+    shown = wanted(local_rank) and not getattr(_OF_THREAD, "without", False)
+    return Bar(what, total, unit=unit, after=1.0, shown=shown)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Inside, `bar_of_a_rank` shows none in this thread: one around it counts its work, or a program reads along."""
+    before = getattr(_OF_THREAD, "without", False)
+    _OF_THREAD.without = True
+    try:
+        yield
+    finally:
+        _OF_THREAD.without = before
 
 
 @contextmanager

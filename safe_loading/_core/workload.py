@@ -223,7 +223,7 @@ class Workload:
             reference: The reference of DPO, KTO or GRPO, which runs without a graph after the model: ``"model"`` is a
                 copy of the base on the same device, as ``ref_model=``; ``"adapter_off"`` the base itself, as trl does
                 with an adapter. None where its log-probabilities were computed before, or there is none. A pair of
-                preferences is two rows.
+                preferences is two rows; of KTO's rows with other completions the longest counts as well.
 
         Raises:
             ArgumentError: A number that is not a positive integer, or an unknown name.

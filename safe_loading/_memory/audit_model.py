@@ -48,6 +48,7 @@ from .audit.audited_model import AuditedModel
 from .audit.report import AuditReport
 from .audit.round_trip import check_round_trip
 from .audit.traced_step import TracedStep, peaks_of_wrapped, trace_configured
+from .audit.trainer_head import liger_left_out, with_head_of
 from .audit.unsharded import unsharded, without_fsdp1
 from .forecast.build_model import build, refuse_adapter
 from .forecast.report import MemoryForecast
@@ -124,7 +125,8 @@ def audit_model(
         model: The model as the training loop has it, wrappers included; real or on meta. Or a folder, a hub id or a
             config, from which a model on meta is built, with the workload's adapter attached.
         workload: The planned step. With None a short one is run if a trainer or an optimizer is given.
-        trainer: A ``transformers.Trainer`` or one that looks like it.
+        trainer: A ``transformers.Trainer`` or one that looks like it. The forecast takes its reference and its head,
+            of which trl's makes no logits.
         optimizer: The optimizer; by default the trainer's.
         forecast: Whether the report contains `predict_memory`'s forecast of a given workload.
         revision: Branch, tag or commit of a hub id.
@@ -147,7 +149,7 @@ def audit_model(
     workload = None if workload is None else with_read_adapter(workload)
     if workload and workload.kind == "train" and workload.reference is None:
         workload = workload.replace(reference=reference.reference_of(trainer))
-    source, requested, hub = model, workload, HubOptions(revision, subfolder, token)
+    source, hub, requested = model, HubOptions(revision, subfolder, token), with_head_of(trainer, model, workload)
     if not isinstance(model, torch.nn.Module):
         model, workload = _build_on_meta(model, workload, trust_remote_code, quantization_config, hub, preparation)
     else:
@@ -167,11 +169,11 @@ def audit_model(
         found, skipped = _check_steps(audited, step, inputs, planned=planned)
         dtypes = dtypes_and_ties.bytes_by_dtype(audited)
     if round_trip:
-        with tensors_on_host():
-            findings += check_round_trip(audited, skipped)
-        findings += base_values.check_base_values(audited)
+        findings += _round_trip(audited, skipped)
+    skipped += liger_left_out(trainer) if requested is not None and forecast else []
     checked = [check.__name__.removeprefix("check_") for check in (*OF_RANKS, *CHECKS)]
-    checked += ["wrappers", *(["step"] if step is not None and not skipped else [])]
+    stepped = step is not None and not any(text.startswith("step:") for text in skipped)
+    checked += ["wrappers", *(["step"] if stepped else [])]
     checked += ["round_trip"] if round_trip else []
     predicted = None
     if requested is not None and forecast:
@@ -187,6 +189,13 @@ def audit_model(
         dtypes=dtypes,
         forecast=predicted,
     )
+
+
+def _round_trip(audited: AuditedModel, skipped: list[str]) -> list[Finding]:
+    """Return the findings of a save and a load: lost tensors, and a base that is not that of the checkpoint."""
+    with tensors_on_host():
+        findings = [*check_round_trip(audited, skipped)]
+    return [*findings, *base_values.check_base_values(audited, skipped)]
 
 
 def _refuse(model: object, workload: object, optimizer: object, quantization_config: object) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import huggingface_hub.utils as hub
@@ -10,7 +11,9 @@ from models import SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as engine
 
-from safe_loading import Workload
+from safe_loading import Workload, predict_memory
+from safe_loading.__main__ import main
+from safe_loading._commands.answer import INFEASIBLE
 from safe_loading._core import progress as _progress
 from safe_loading._memory.trace.trace_step import trace_step
 
@@ -103,6 +106,28 @@ def test_of_ranks_side_by_side_the_first_shows_a_bar_once_it_has_taken_a_second(
         (("reading", 2), {"unit": "B", "after": 1.0, "shown": True}),
         (("tracing", None), {"unit": " modules", "after": 1.0, "shown": False}),
     ]
+
+
+@pytest.mark.parametrize("in_json", [False, True])
+def test_a_search_for_changes_counts_their_kinds_and_shows_no_bar_of_a_trace(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], in_json: bool
+) -> None:
+    LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    step = predict_memory(tmp_path, Workload.train(16, 256), capability=(9, 0))
+    too_little = step.context_bytes + step.allocated_peak_bytes - 1
+    written, bar = shown(monkeypatch), _progress.Bar
+    given: list[str] = []
+
+    def at_once(what: str, *more: Any, shown: bool, **options: Any) -> _progress.Bar:
+        given.extend([what] if shown else [])
+        return bar(what, *more, shown=shown, **{**options, "after": 0.0})
+
+    monkeypatch.setattr(_progress, "Bar", at_once)
+    words = ["predict", str(tmp_path), "--train", "16x256", "--limit", str(too_little), "--card", "h100"]
+    assert main([*words, *(["--json"] if in_json else [])]) == INFEASIBLE
+    assert ("suggestions" if in_json else "Changes that take less") in capsys.readouterr().out
+    assert given == ([] if in_json else ["tracing", "suggesting"])
+    assert ("suggesting: 100%" in "".join(written)) is not in_json
 
 
 def test_a_long_trace_counts_the_modules_that_run_and_a_short_one_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from silent_numbers import BOUNDS, ROW
 from silent_scripts import TOKENS, adapted, base, halved, saved
 from silent_untrained import IMAGE, llava
-from transformers import LlamaForCausalLM
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from safe_loading import Workload, audit_model, meta_model
 
@@ -53,6 +53,25 @@ def test_a_base_is_compared_as_it_was_loaded(tmp_path: Path) -> None:
     model = adapted(LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     model.get_base_model().model.norm.weight.data[0] += 1
     assert "1 weight of the frozen base is not what" in codes(model, None, round_trip=True)["SL140"]
+
+
+def test_a_base_that_is_not_compared_is_said(tmp_path: Path) -> None:
+    base().save_pretrained(tmp_path)
+    load: Any = LlamaForCausalLM.from_pretrained
+
+    def said(model: Any) -> str:
+        report = audit_model(model, forecast=False, round_trip=True)
+        return " ".join(text for text in report.skipped if text.startswith("base values"))
+
+    assert said(adapted(load(tmp_path))) == ""
+    in_8_bits = load(tmp_path, quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map={"": "cpu"})
+    assert "the base is quantized in memory, whose codes are no values" in said(adapted(in_8_bits))
+    assert f"It was not compared with {tmp_path}" in said(adapted(in_8_bits))
+    assert "the adapter's start changed the base" in said(adapted(load(tmp_path), init_lora_weights="pissa"))
+    model = adapted(load(tmp_path))
+    (tmp_path / "model.safetensors").unlink()  # whose pages the model still has
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    assert "could not be compared with the base (SL140)" in said(model)
 
 
 def test_the_last_layer_of_a_vision_tower_has_nothing_to_recompute() -> None:
@@ -129,6 +148,9 @@ def test_steps_are_rounded_away_where_nothing_keeps_them() -> None:
     share = int(told.partition("%")[0]) / 100
     values = torch.cat([p.detach().flatten().float() for p in model.parameters()])
     assert share == pytest.approx(float((values.bfloat16() - 2e-5 == values.bfloat16()).float().mean()), abs=0.06)
+    for rate, severity in ((1e-6, "warning"), (1e-5, "warning"), (5e-5, "info"), (1e-2, None)):
+        report = audit_model(model, STEP, trainer_of(model, bf16=True, learning_rate=rate), forecast=False)
+        assert {f.code: f.severity for f in report.findings}.get("SL143") == severity
     for other in (
         {"deepspeed": "config.json"},
         {"optim": "adamw_anyprecision"},

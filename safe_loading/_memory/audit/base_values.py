@@ -53,24 +53,28 @@ def check_random_start(audited: AuditedModel) -> Iterator[Finding]:
             )
 
 
-def check_base_values(audited: AuditedModel) -> Iterator[Finding]:
+def check_base_values(audited: AuditedModel, skipped: list[str]) -> Iterator[Finding]:
     """Yield a finding for frozen weights that the checkpoint has not, or has with other values.
 
-    The checkpoint is what ``name_or_path`` names, if it is on this machine. Of each weight the beginning is read.
+    The checkpoint is what ``name_or_path`` names, if it is on this machine. Of each weight the beginning is read. A
+    reason for which the base was not compared is added to `skipped`.
     """
     base: Any = audited.base
     folder = _folder_of(base) if audited.adapted is not None else None
-    if folder is None or any(is_quantized(module) for module in base.modules()) or _starts_on_base(audited):
+    frozen = {} if folder is None else _frozen(audited)
+    if folder is None or not frozen:
         return
-    frozen = _frozen(audited)
-    if not frozen:
+    not_compared = _not_compared(audited)
+    if not_compared:
+        skipped.append(f"base values: {not_compared} It was not compared with {folder} (SL140).")
         return
     try:
         with quiet():
             source = _source(base, folder)
             wrong = _other_values(source, frozen, dtype_named(getattr(base.config, "dtype", None)))
-    except SafeLoadingError:
-        return  # of another layout or format: nothing was compared, and check_checkpoint says why
+    except SafeLoadingError as error:
+        skipped.append(f"base values: {folder} could not be compared with the base (SL140): {error}")
+        return
     if wrong:
         told = "; ".join(f"{', '.join(names)} ({why})" for why, names in _by_reason(wrong).items())
         message = (
@@ -89,6 +93,14 @@ def _folder_of(base: Any) -> Path | None:
     except (OSError, ValueError):
         return None
     return None if found is None else Path(str(found)).parent
+
+
+def _not_compared(audited: AuditedModel) -> str:
+    """Return in a sentence why a base has no values to compare; nothing where it has."""
+    base: Any = audited.base
+    if any(is_quantized(module) for module in base.modules()):
+        return "the base is quantized in memory, whose codes are no values of the checkpoint."
+    return "the adapter's start changed the base, and does so again in a load." if _starts_on_base(audited) else ""
 
 
 def _starts_on_base(audited: AuditedModel) -> bool:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from safe_loading._core import progress
 from safe_loading._core.report import format_bytes, text_table
 from safe_loading._core.spread import Spread
 from safe_loading._core.workload import Workload
 from safe_loading._memory.trace.read_adapter import with_read_adapter
 from safe_loading._model.formats.four_bit import QLORA, QLORA_WRITTEN
+from safe_loading._ranks.launcher import local_rank
 from safe_loading.errors import ArgumentError, SafeLoadingError
 
 from .report import MODEL_IS_GONE, MemoryForecast, Suggestion
@@ -61,12 +63,23 @@ def suggestions_for(origin: Origin, forecast: MemoryForecast, memory: int) -> tu
         raise ArgumentError(MODEL_IS_GONE)
     if memory <= forecast.context_bytes:
         return ()  # no step at all runs there
+    kinds = list(_changes(with_read_adapter(forecast.workload), origin))
+    shown = progress.bar_of_a_rank("suggesting", len(kinds) + 1, local_rank(), unit=" changes")
+    with shown as bar, progress.without_bars():  # of the traces, of which a kind of change takes a few
+        return _search(kinds, origin, forecast, memory, bar)
+
+
+def _search(
+    kinds: Sequence[Sequence[_Change]], origin: Origin, forecast: MemoryForecast, memory: int, bar: progress.Bar
+) -> tuple[Suggestion, ...]:
+    """Return the changes that help, one of each kind, and several together; the bar counts the kinds."""
     found: list[Suggestion] = []
     useful: list[_Change] = []
     cards: list[_Change] = []
     workload = with_read_adapter(forecast.workload)
-    for sizes in _changes(workload, origin):
+    for sizes in kinds:
         made = _first_that_fits(sizes, workload, origin, memory)
+        bar.advance()
         if made is not None and _helps(made[1], forecast):
             useful += [made[0]] if made[0].combines else []
             cards += [made[0]] if "spread" in made[0].options else []
@@ -76,6 +89,7 @@ def suggestions_for(origin: Origin, forecast: MemoryForecast, memory: int) -> tu
         steps += [_joined([*useful[:count], *cards]) for count in range(1, len(useful) + 1) if cards]
         together = _first_that_fits(steps, workload, origin, memory)
         found += [together[1]] if together is not None and together[1].fits else []
+    bar.advance()
     return tuple(found)
 
 

@@ -33,6 +33,7 @@ from .accelerate_hooks import TracePlacement, install_hooks
 from .adapter_starts import computed_starts, widened_adapters
 from .attached_adapter import with_adapter
 from .attention_kernels import attention_stand_ins
+from .cuda_autocast import cuda_autocast
 from .dispatch_mode import TraceDispatchMode
 from .fake_tensor_maker import FakeTensorMaker
 from .fake_tensors import FakeTensors
@@ -130,6 +131,7 @@ def _traced(model: torch.nn.Module, options: _Options, *, skip_layers: bool = Fa
     where = TracePlacement(placement, offload_buffers=offload_buffers, attached_there=attached_there)
     with contextlib.ExitStack() as stack:
         stack.enter_context(switches_put_back())
+        stack.enter_context(cuda_autocast(workload))
         mesh = stack.enter_context(fake_ranks(spread, rank))
         stack.enter_context(undone(Snapshot(model).restore))
         adapted = with_adapter(model, workload.adapter, where.left_on_host, prepare_for_kbit=preparation)

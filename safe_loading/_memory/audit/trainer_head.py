@@ -1,0 +1,36 @@
+"""The head with which a trainer computes its loss: trl's, which makes no logits, Liger's, or the model's own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from safe_loading._core.workload import Workload
+
+_LIGER = (
+    "forecast: use_liger_kernel=True of the trainer: Liger's kernels, which take less, are not counted. Where its "
+    "fused cross entropy is on, no logits are made."
+)
+
+
+def with_head_of(trainer: Any, model: object, workload: Workload | None) -> Workload | None:
+    """Return a training step with trl's fused head, where the trainer calls the model so and the model takes it."""
+    if workload is None or workload.kind != "train":
+        return workload
+    own_loss = any(getattr(trainer, name, None) is not None for name in ("compute_loss_func", "label_smoother"))
+    takes = workload.labels and isinstance(model, (PreTrainedModel, PeftModel))
+    return workload.replace(fused_lm_head=True) if takes and not own_loss and _is_fused(trainer) else workload
+
+
+def _is_fused(trainer: Any) -> bool:
+    """Whether the module of one of the trainer's classes, of trl, gives the model its fused head."""
+    of_trl = [kind.__module__ for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"]
+    return any(hasattr(sys.modules.get(name), "add_fused_lm_head") for name in of_trl)
+
+
+def liger_left_out(trainer: Any) -> list[str]:
+    """Return the sentence about Liger's kernels for a forecast, if the trainer's arguments ask for them."""
+    return [_LIGER] if getattr(getattr(trainer, "args", None), "use_liger_kernel", False) is True else []

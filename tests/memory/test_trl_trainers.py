@@ -1,0 +1,122 @@
+"""trl's own trainers beside the forecast of their step: KTO's second pass, and what an audit reads from a trainer."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from allocator import peak_above_start
+from allocator_truth import above_start
+from models import tokenizer
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from safe_loading import Workload, audit_model
+from safe_loading._memory.trace import fused_lm_head
+from safe_loading._memory.trace.trace_step import trace_step
+
+CONFIG = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=1001)
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+ROWS, TOKENS = 4, 64
+
+
+@pytest.fixture
+def trl() -> Any:
+    pytest.importorskip("datasets", reason="datasets is not installed: it comes with trl")
+    return pytest.importorskip("trl", minversion="1.16", reason="this trl has no fused LM head")
+
+
+def table(columns: dict[str, list[Any]]) -> Any:
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    # with a fingerprint: to compute one, datasets 5.2 pickles the table, which pyarrow 26 forbids
+    return Dataset(InMemoryTable.from_pydict(columns), fingerprint="rows")
+
+
+def options(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": ROWS,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+    }
+
+
+def kto_trainer(trl: Any, model: Any, reference: Any, folder: Path) -> Any:
+    words = [" ".join(f"w{number}" for number in range(3, 9))] * 8
+    rows = table({"prompt": words, "completion": words, "label": [True, False] * 4})
+    args = trl.KTOConfig(
+        **options(folder), gradient_checkpointing=False, max_length=TOKENS, train_sampling_strategy="sequential"
+    )
+    return trl.KTOTrainer(model, ref_model=reference, args=args, train_dataset=rows, processing_class=tokenizer())
+
+
+def kto_batch(length: int, mismatched: int) -> dict[str, torch.Tensor]:
+    batch: dict[str, torch.Tensor] = {"label": torch.tensor([True, False] * (ROWS // 2))}
+    for prefix, tokens in (("", length), ("KL_", mismatched)):
+        ids = torch.full((ROWS, tokens), 5)
+        for name in ("input_ids", "attention_mask", "completion_mask"):
+            batch[prefix + name] = ids if name == "input_ids" else torch.ones_like(ids)
+    return batch
+
+
+@pytest.mark.parametrize("adapter", [None, LORA])
+def test_the_second_pass_of_kto_is_within_the_forecast_of_its_longest_rows(
+    trl: Any, tmp_path: Path, adapter: LoraConfig | None
+) -> None:
+    model: Any = LlamaForCausalLM(CONFIG).train()
+    step = Workload.train(ROWS, TOKENS, optimizer="none", adapter=adapter, fused_lm_head=True)
+    step = step.replace(reference="model" if adapter is None else "adapter_off")
+    alike, longer = (
+        above_start(trace_step(model, step.replace(sequence_length=length)), "forward", "backward")
+        for length in (TOKENS, TOKENS + 16)
+    )
+    running = model if adapter is None else get_peft_model(model, adapter)
+    trainer = kto_trainer(trl, running, LlamaForCausalLM(CONFIG) if adapter is None else None, tmp_path)
+
+    def allocated(mismatched: int) -> int:
+        def run() -> None:
+            loss = trainer.compute_loss(trainer.model.train(), kto_batch(TOKENS, mismatched))
+            loss.backward()
+
+        with fused_lm_head.fused_stand_ins():
+            peak = peak_above_start(run)
+        trainer.model.zero_grad(set_to_none=True)
+        return peak
+
+    assert allocated(TOKENS) == pytest.approx(alike, rel=0.002)
+    assert alike < allocated(TOKENS + 16) <= longer * 1.002  # a completion of another row may be longer
+    found = audit_model(running, step.replace(adapter=None, fused_lm_head=False, reference=None), trainer).forecast
+    assert found is not None
+    assert found.workload == step.replace(adapter=None)
+
+
+def test_the_head_is_that_of_the_trainer(trl: Any) -> None:
+    model = get_peft_model(LlamaForCausalLM(CONFIG), LORA).train()
+    step = Workload.train(ROWS, TOKENS)
+
+    def report(kind: type, **attributes: Any) -> Any:
+        made = kind.__new__(kind)
+        vars(made).update({"model": model, "args": None, "optimizer": None, **attributes})
+        return audit_model(model, step, made)
+
+    assert report(trl.SFTTrainer).forecast.workload == step.replace(fused_lm_head=True)
+    # each of these needs the logits
+    assert not report(trl.SFTTrainer, compute_loss_func=print).forecast.workload.fused_lm_head
+    assert not report(trl.SFTTrainer, label_smoother=print).forecast.workload.fused_lm_head
+    assert not report(trl.RewardTrainer).forecast.workload.fused_lm_head
+
+
+def test_ligers_kernels_are_said_to_be_left_out() -> None:
+    model = get_peft_model(LlamaForCausalLM(CONFIG), LORA).train()
+    for asked in (True, False):
+        args = types.SimpleNamespace(use_liger_kernel=asked)
+        found = audit_model(model, Workload.train(1, 8), types.SimpleNamespace(model=model, args=args, optimizer=None))
+        assert any("Liger's kernels, which take less, are not counted" in text for text in found.skipped) is asked
+        assert found.forecast is not None
+        assert not found.forecast.workload.fused_lm_head
