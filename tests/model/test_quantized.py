@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._model.formats.bitsandbytes import is_bitsandbytes_linear
 from safe_loading._model.formats.eight_bit import is_eight_bit
 from safe_loading._model.formats.four_bit import decode_four_bits, is_four_bit
+from safe_loading._model.formats.four_bit_blocks import four_bit_blocks
 from safe_loading._model.formats.fp8 import decode_fp8, fp8_matrix_of, fp8_scales_name
+from safe_loading._model.formats.packed_on_disk import FOUR_BITS
+from safe_loading._model.formats.stored import QuantizedTensor
 from safe_loading._model.quantized.decode import decoded_weight
 from safe_loading._model.quantized.recognize import has_offloaded_codes, is_quantized
 
@@ -90,3 +94,22 @@ def test_codes_of_4_bits_are_decoded_one_by_one_or_by_blocks_to_the_same_bits(se
     packed = (codes[::2] << 4 | codes[1::2])[start // 2 : -(-stop // 2)]
     decoded = decode_four_bits(packed, table, scales, size, start, stop)
     assert torch.equal(decoded, torch.stack(expected) if expected else torch.empty(0))
+
+
+def test_a_nested_scale_lies_in_the_interval_from_which_its_code_was_rounded() -> None:
+    """bitsandbytes' encoder for CPUs takes another code than the nearest for one scale in a thousand."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+    _, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True, blocksize=64)
+    tables = {
+        "absmax": state.absmax,
+        "quant_map": state.code,
+        "nested_absmax": state.state2.absmax,
+        "nested_quant_map": state.state2.code,
+    }
+    facts = {"blocksize": 64, "quant_type": "nf4", "nested_offset": float(state.offset)}
+    stored = four_bit_blocks(
+        QuantizedTensor(FOUR_BITS, TensorInfo("w", "U8", (524288, 1), 0, 524288), (1024, 1024), {}, facts), tables
+    )
+    largest = stored.largest(weight.double().abs().flatten())
+    assert bool(((stored.scales.low <= largest) & (largest <= stored.scales.high)).all())

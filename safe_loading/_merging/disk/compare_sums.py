@@ -164,6 +164,7 @@ class Sums:
     change: float = 0.0  # <m - b, m - b>
     along: float = 0.0  # <m - b, u>
     nearest_along: float = 0.0  # <n - b, u>
+    rounded_along: float = 0.0  # of codes, the same with the codes of sums that were rounded to 16 bits before
     noise: float = 0.0  # <(m - n) u, (m - n) u>
     rounding: float = 0.0  # the squares of half the gaps between stored numbers
     bound: float = 0.0  # the squares of the bounds
@@ -226,9 +227,10 @@ class Sums:
         low, high = value_range(off)
         self.distance = max(self.distance, -low, high)
         telling = None if block.codes is None else block.codes.telling
+        rounded = nearest if block.codes is None else block.rounded(_rounded(exact, block.dtype))
         if telling is not None:
-            exact, nearest, base, merged, error, gaps = (
-                each[telling] for each in (exact, nearest, base, merged, error, gaps)
+            exact, nearest, rounded, base, merged, error, gaps = (
+                each[telling] for each in (exact, nearest, rounded, base, merged, error, gaps)
             )
             off = merged - exact
         update, change = exact - base, merged - base
@@ -237,6 +239,8 @@ class Sums:
         self.change += _dot(change, change)
         self.along += _dot(change, update)
         self.nearest_along += _dot(torch.sub(nearest, base, out=change), update)
+        if block.codes is not None:
+            self.rounded_along += _dot(torch.sub(rounded, base, out=change), update)
         noise = torch.sub(merged, nearest, out=off).mul_(update)
         self.noise += _dot(noise, noise)
         self.rounding += _dot(gaps, gaps) / 4
@@ -287,6 +291,16 @@ class Sums:
                 if 0 <= start < len(block.merged):
                     part = slice(start, start + min(columns, _SAMPLE))
                     self.samples.append(Sample(row, block.nearest[part].clone(), block.merged[part].clone()))
+
+    @property
+    def off_along(self) -> float:
+        """How far the update's part in the values is off that of right ones.
+
+        Where an update is as small as the distance of numbers in 16 bits, much of it, or more than it, is there once
+        the sum is rounded to them.
+        """
+        right = (self.nearest_along, self.rounded_along) if self.rounded_along else (self.nearest_along,)
+        return max(min(right) - self.along, self.along - max(right), 0.0)
 
     @property
     def scale(self) -> float:

@@ -122,7 +122,7 @@ def _is_whole(sums: Sums, error: float = 0.0) -> bool:
     if not sums.update:
         return True
     factor = max(error, sums.factor)
-    return abs(sums.along - sums.nearest_along) <= factor * sums.update + _NOISE * math.sqrt(sums.noise)
+    return sums.off_along <= factor * sums.update + _NOISE * math.sqrt(sums.noise)
 
 
 def _is_scaled(sums: Sums) -> bool:
@@ -134,7 +134,7 @@ def _is_scaled(sums: Sums) -> bool:
     left = max(sums.change - explained, 0.0)
     # In few values, their distances from the nearest ones are those of the factor itself, and no noise.
     noise = min(sums.noise, left * sums.update / sums.elements)
-    if abs(sums.along - sums.nearest_along) <= sums.factor * sums.update + _NOISE * math.sqrt(noise):
+    if sums.off_along <= sums.factor * sums.update + _NOISE * math.sqrt(noise):
         return False
     return explained >= sums.change / 4 and left <= sums.rounding + max(1.0, factor**2) * sums.bound
 

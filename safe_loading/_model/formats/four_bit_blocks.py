@@ -10,6 +10,9 @@ from .block_codes import ROUNDED, BlockCodes, BlockScales, CodeTable, as_they_ar
 from .packed_on_disk import NESTED_BLOCK, NUMBERS
 from .stored import QuantizedTensor, Tables
 
+# The encoder of nested scales for CPUs (0.50) looks a code up by the nearest of 65,536 places from -1 to 1.
+_PLACE = 1 / 65_535
+
 
 def numbers_of(table: torch.Tensor, kind: str) -> torch.Tensor:
     """Return the numbers of the 16 codes in float32, of a table that a weight keeps.
@@ -41,7 +44,7 @@ def _decoded(weight: QuantizedTensor, tables: Tables) -> BlockScales:
     table, offset = CodeTable(tables["nested_quant_map"]), float(weight.facts["nested_offset"])
     at, outer = table.ranks_of(tables["absmax"]), tables["nested_absmax"].double().reshape(-1)
     outer = outer.repeat_interleave(NESTED_BLOCK)[: len(at)]
-    slack = ROUNDED * (outer + abs(offset))
+    slack = ROUNDED * (outer + abs(offset)) + _PLACE * outer
     low, high = table.low[at].clamp(min=-1.0), table.high[at].clamp(max=1.0)
     return BlockScales(offset + outer * table.numbers[at], offset + outer * low - slack, offset + outer * high + slack)
 
@@ -53,6 +56,6 @@ def _rounded(table: CodeTable, largest: torch.Tensor) -> tuple[torch.Tensor, tor
         [(group - offset).abs().amax().expand(len(group)) for group in torch.split(largest, NESTED_BLOCK)]
     )
     unit = outer.where(outer > 0, 1.0)
-    places, slack = (largest - offset) / unit, ROUNDED * (1 + abs(offset) / unit)
+    places, slack = (largest - offset) / unit, ROUNDED * (1 + abs(offset) / unit) + _PLACE
     at, low, high = (table.numbers[table.nearest(each)] for each in (places, places - slack, places + slack))
     return offset + outer * at, outer * torch.maximum(at - low, high - at)
