@@ -12,7 +12,7 @@ from rank_server import RankServer
 SCRIPT = """
 import contextlib, functools, json, os, pathlib, signal, sys, time, warnings
 warnings.simplefilter("ignore")
-import torch, torch.distributed as dist
+import torch
 import torch.distributed.fsdp, torch.distributed.tensor
 from torch.distributed import device_mesh
 from transformers import logging as transformers_logging
@@ -68,8 +68,7 @@ def arm(kind, when, label):
     Ranks.together, Ranks.exchange = together, exchange
     if when.isdigit():
         owner, method = {"read": (reading._OpenFiles, "_descriptor"), "send": (scatter._ByteStream, "read"),
-                         "receive": (scatter._ByteStream, "write"), "group": (device_mesh, "new_group"),
-                         "broadcast": (dist, "broadcast")}[label]
+                         "receive": (scatter._ByteStream, "write"), "group": (device_mesh, "new_group")}[label]
         real, count = getattr(owner, method), iter(range(10**6))
         def counted(*arguments, **options):
             if next(count) == int(when):
@@ -141,7 +140,7 @@ SPECIAL = {
     "rank 0 of a mesh killed while its groups are made": Case(4, 0, "kill", "1", "group", mesh=(2, 2)),
     "one of a mesh raises while its groups are made": Case(4, 1, "raise", "3", "group", mesh=(2, 2)),
     "one of a mesh hangs while its groups are made": Case(4, 2, "hang", "0", "group", limit=1.5, mesh=(2, 2)),
-    "one of a mesh killed while it hands on": Case(4, 1, "kill", "2", "broadcast", None, mesh=(2, 2)),
+    "one of a mesh killed while it hands on": Case(4, 1, "kill", "2", "send", None, mesh=(2, 2)),
     "one of a mesh killed while it is handed its part": Case(4, 3, "kill", "2", "receive", None, mesh=(2, 2)),
     "one of a mesh raises while it is handed its part": Case(4, 2, "raise", "2", "receive", None, mesh=(2, 2)),
 }
@@ -172,10 +171,9 @@ OF_A_MESH = {
         f"rank {victim} of a mesh killed in the {label} {number}": Case(
             4, victim, "kill", str(number), label, None, mesh=(2, 2)
         )
-        for label in ("group", "broadcast")
+        for label in ("group", "send")
         for number in range(4)
-        for victim in range(4)
-        if (label, victim >= 2, number) not in {("broadcast", True, 3)}
+        for victim in range(4 if label == "group" else 2)  # the first replica alone sends
     },
 }
 _random = random.Random(20261121)
