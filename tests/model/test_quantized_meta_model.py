@@ -370,6 +370,11 @@ RULES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "blocks of auto-round": ({**AUTO_ROUND, "block_name_to_quantize": "model.layers.1.mlp"}, {"mlp"}),
     "blocks in lists": ({**AUTO_ROUND, "to_quant_block_names": [["model.layers.1.mlp"]]}, {"mlp"}),
     "extra_config by a pattern": ({**AUTO_ROUND, "extra_config": {".*self_attn.*": {"bits": 16}}}, {"mlp"}),
+    # as AutoRound publishes mixtures: a layer that it left in 16 bits has the type of its values, which are no codes
+    "extra_config with values": (
+        {**AUTO_ROUND, "extra_config": {".*self_attn.*": {"bits": 16, "data_type": "float"}}},
+        {"mlp"},
+    ),
     "extra_config outside of blocks": (
         {**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 8}}, "block_name_to_quantize": "model.layers.1.mlp"},
         {"mlp", "lm_head"},

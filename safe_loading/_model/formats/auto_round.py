@@ -33,9 +33,9 @@ def pack_auto_round(model: nn.Module, request: QuantizationRequest, card: Target
     in_awq = "awq" in layout
     _refuse_other_codes("", request.options)
     for path, changes in _changes_by_layer(model, request).items():
-        _refuse_other_codes(path, changes)
         rule = usual.changed(path, changes)
         if rule.bits <= _MOST_BITS or rule.bits > _LEFT_OUT["bits"]:
+            _refuse_other_codes(path, changes)
             layer: Any = model.get_submodule(path)
             model.set_submodule(path, (awq_layer if in_awq else gptq_layer)(layer, rule, card))
     slower = "its GEMM kernel" if in_awq else "its torch kernel"
