@@ -80,6 +80,21 @@ def test_choices_are_asked_for_and_their_mask_and_labels_follow() -> None:
     assert sizes == [2 * 4 * 16 * 8, 2 * 4 * 16 * 8, 2 * 8]
 
 
+def test_labels_are_numbers_for_each_class_where_the_loss_compares_numbers() -> None:
+    def labels(name: str, **changes: Any) -> int:
+        sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = transformers.AutoConfig.for_model(name, **sizes, intermediate_size=64, vocab_size=101, **changes)
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+        blocks = trace_step(model, TRAIN).allocations
+        return [block.bytes for block in blocks if block.component == "inputs"][2]
+
+    assert labels("bert", num_labels=3) == 2 * 8
+    for problem in ("multi_label_classification", "regression"):
+        assert labels("bert", num_labels=3, problem_type=problem) == 2 * 3 * 4
+    # a reward is one number, and the loss of DeBERTa has no mean of whole ones
+    assert labels("bert", num_labels=1) == labels("deberta-v2", num_labels=1) == 2 * 4
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_what_is_made_has_the_shape_of_what_is_given(rows: int) -> None:
     model = made("LlamaForCausalLM")

@@ -18,6 +18,7 @@ from safe_loading.errors import TraceError
 from .known_values import KnownValues
 
 _ONE_LABEL_PER_ROW = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")
+_NUMBERS_FOR_EACH_CLASS = ("regression", "multi_label_classification")
 _VISION_CONFIGS = ("vision_config", "encoder")  # where a config may describe the images
 _OF_TASKS = ("POLY", "MULTITASK_PROMPT_TUNING")  # methods of peft that are told the task of each row
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -233,11 +234,21 @@ class StepInputs:
         """Return the labels for the loss: one a row for classifiers of whole inputs, else one a token."""
         shape = self._token_shape(rows, columns)
         if self._class_name.endswith(_ONE_LABEL_PER_ROW):
-            return self.tokens(shape[0])
+            return self._labels_of_rows(shape[0])
         if self._is_encoder_decoder:
             decoder_ids = self._user_inputs.get("decoder_input_ids")
             shape = tuple(decoder_ids.shape) if decoder_ids is not None else (shape[0], columns)
         return self.tokens(*shape)
+
+    def _labels_of_rows(self, rows: int) -> torch.Tensor:
+        """Return the class of each row, or a number for each class where the loss compares numbers."""
+        classes = getattr(self._config, "num_labels", 0)
+        # transformers takes one class without a type for a number to be met, such as a reward
+        problem = getattr(self._config, "problem_type", None) or ("regression" if classes == 1 else "")
+        if problem not in _NUMBERS_FOR_EACH_CLASS or self._class_name.endswith("ForMultipleChoice"):
+            return self.tokens(rows)
+        is_one_number = problem == "regression" and classes == 1
+        return torch.empty((rows,) if is_one_number else (rows, classes), device=self._device)
 
     def _token_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """The shape of the user's tokens, else the workload's."""
