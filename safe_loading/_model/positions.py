@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedConfig
 
 from safe_loading._checkpoint.faults import note
 from safe_loading._core.report import Finding
 from safe_loading._core.workload import Workload
 
+from .text_config import text_config
+
 
 def positions_of(config: object) -> int | None:
     """Return a config's ``max_position_embeddings``, of its text model if it has several; None where it names none."""
-    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
-    found = getattr(text, "max_position_embeddings", None)
+    found = getattr(text_config(config), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None  # XLNet says -1: it has no limit
 
 

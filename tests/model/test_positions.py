@@ -9,11 +9,21 @@ from typing import Any
 import pytest
 import torch
 from models import SIZES
-from transformers import GPT2Config, LlamaConfig, MambaConfig, PreTrainedConfig, XLNetConfig
+from transformers import (
+    EncodecConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MusicgenConfig,
+    MusicgenDecoderConfig,
+    PreTrainedConfig,
+    T5Config,
+    XLNetConfig,
+)
 
 from safe_loading import Workload, largest_workload, plan_device_map, predict_memory
 from safe_loading.__main__ import main
-from safe_loading._model.positions import long_rows
+from safe_loading._model.positions import long_rows, positions_of
 
 CARD = {0: "1GB"}
 LIMITED: dict[str, Any] = {**SIZES, "max_position_embeddings": 64}
@@ -34,6 +44,11 @@ def test_rows_beyond_the_positions_are_told_and_shorter_ones_are_not(config: Pre
     assert predict_memory(config, Workload.train(1, most)).findings == ()
     assert plan_device_map(config, CARD, workload=Workload.generate(1, most), verify=False).findings == ()
     assert largest_workload(config, CARD).sequence_length == most
+
+
+def test_of_two_language_models_the_one_that_writes_counts() -> None:
+    config = MusicgenConfig(text_encoder=T5Config(), audio_encoder=EncodecConfig(), decoder=MusicgenDecoderConfig())
+    assert positions_of(config) == MusicgenDecoderConfig().max_position_embeddings
 
 
 def test_a_model_without_a_limit_has_none() -> None:

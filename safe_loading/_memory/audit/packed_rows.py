@@ -12,6 +12,7 @@ from transformers import masking_utils
 
 from safe_loading._core.report import Finding
 from safe_loading._core.thread_patches import patched
+from safe_loading._model.text_config import text_config
 
 from .audited_model import AuditedModel
 
@@ -44,8 +45,7 @@ def watching_rows() -> Iterator[RowsSeen]:
 
 def fills_cache(audited: AuditedModel, inputs: Mapping[str, torch.Tensor] | None) -> bool:
     """Whether the model fills a cache while it is trained with packed rows; a Trainer switches that off."""
-    config: Any = getattr(audited.base, "config", None)
-    text = config.get_text_config() if config is not None else None
+    text = text_config(getattr(audited.base, "config", None))
     return audited.trainer is None and _is_packed(inputs or {}) and bool(getattr(text, "use_cache", False))
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from safe_loading._core.names import method_name
 from safe_loading._core.report import Finding, counted
 from safe_loading._model.embeddings_and_head import embeddings_and_head_of
+from safe_loading._model.text_config import text_config
 from safe_loading._wrapping.transparent import mixins_of
 
 from .audited_model import AuditedModel, size_of
@@ -179,7 +180,7 @@ def _rows_of_checkpoint(base: PreTrainedModel) -> int | None:
         config = AutoConfig.from_pretrained(str(Path(str(path)).parent), local_files_only=True)
     except (OSError, ValueError, KeyError):
         return None
-    rows = getattr(config.get_text_config(), "vocab_size", None)
+    rows = getattr(text_config(config), "vocab_size", None)
     return rows if isinstance(rows, int) else None
 
 

@@ -12,11 +12,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 
-from transformers import PreTrainedConfig
-
 from safe_loading._core.names import ancestors, nearest
 from safe_loading._core.parse_size import HOST, Device
 from safe_loading._memory.trace.records import StepTrace
+from safe_loading._model.text_config import text_config
 
 from .costs import Cost
 from .map_keys import device_of, execution_devices
@@ -110,8 +109,7 @@ class OffloadedUnits:
     @cached_property
     def _share_of_experts(self) -> Fraction:
         """The share of a layer's experts that a batch is expected to reach."""
-        config = getattr(self._request.model, "config", None)
-        text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+        text = text_config(getattr(self._request.model, "config", None))
         chosen = next((value for name in _PER_TOKEN if isinstance(value := getattr(text, name, None), int)), 0)
         layers: dict[str, set[str]] = {}
         for unit in self._tree.units:

@@ -38,6 +38,7 @@ from safe_loading._model.layout.layout import CheckpointLayout, read_layout
 from safe_loading._model.layout.ties import UntiedPair, held_apart, untie, untied_finding
 from safe_loading._model.tensor_values import as_buffer
 from safe_loading._model.tensors import all_names
+from safe_loading._model.text_config import text_config
 from safe_loading.errors import MergeError
 
 from .base import MergeBase
@@ -169,7 +170,7 @@ def adapt_config(changes: Changes, output: OutputModel, base: MergeBase) -> None
     changes.findings += output.findings
     changes.findings += [untied_finding(base.folder, pair) for pair in output.untied]
     if output.resized:
-        text = config.get_text_config()
+        text = text_config(config)
         key = next((name for name, value in vars(config).items() if value is text), None)
         changes.config[f"{key}.vocab_size" if key else "vocab_size"] = max(output.resized.values())
         _cut_rows(changes, output, base)
