@@ -95,6 +95,14 @@ def test_labels_are_numbers_for_each_class_where_the_loss_compares_numbers() -> 
     assert labels("bert", num_labels=1) == labels("deberta-v2", num_labels=1) == 2 * 4
 
 
+def test_a_classifier_beside_a_decoder_answers_once_and_an_encoder_has_no_cache() -> None:
+    classifier = made("BartForSequenceClassification", BartConfig(**SMALL))
+    trace = trace_step(classifier, PROMPT)
+    assert trace.calls["classification_head"] == trace.calls["model.decoder"] == 1
+    config = transformers.T5Config(d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4, vocab_size=101)
+    assert trace_step(made("T5EncoderModel", config), PROMPT).calls["encoder"] == 1
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_what_is_made_has_the_shape_of_what_is_given(rows: int) -> None:
     model = made("LlamaForCausalLM")
@@ -124,6 +132,9 @@ def test_whisper_gets_sounds_of_the_length_that_it_takes() -> None:
     sound = {"input_features": torch.empty(2, 80, 200, device="meta")}
     for workload in (Workload.train(2, 8), Workload.generate(2, 8)):
         assert trace_step(model, workload).devices == trace_step(model, workload, inputs=sound).devices
+    model.half()  # as Whisper large-v3 is published: its convolutions take sounds of their own dtype alone
+    halves = {name: tensor.half() for name, tensor in sound.items()}
+    assert trace_step(model, workload).devices == trace_step(model, workload, inputs=halves).devices
     assert predict_memory(config, Workload.train(2, 8)).allocated_peak_bytes > 0
 
 

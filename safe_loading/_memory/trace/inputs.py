@@ -13,6 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from safe_loading._core.engines import drops_full_masks
 from safe_loading._core.names import method_name
 from safe_loading._core.thread_patches import patched
+from safe_loading._model.text_config import text_config
 from safe_loading.errors import TraceError
 
 from .known_values import KnownValues
@@ -38,7 +39,7 @@ def forward_arguments(model: torch.nn.Module) -> dict[str, bool]:
                 names.setdefault(name, parameter.default is inspect.Parameter.empty)
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             break
-        if hasattr(_text_config(model), "use_cache"):
+        if hasattr(text_config(getattr(model, "config", None)), "use_cache"):
             names.setdefault("use_cache", False)  # which the model inside it takes
         inner = _inner_model(model)
         if inner is None:
@@ -65,12 +66,6 @@ def engine_model(model: torch.nn.Module) -> torch.nn.Module:
     """Return the outermost model of transformers or peft in a user's wrappers; the model itself if there is none."""
     engine_models = (m for m in model.modules() if isinstance(m, PreTrainedModel) or hasattr(m, "get_base_model"))
     return next(engine_models, model)
-
-
-def _text_config(model: torch.nn.Module) -> object:
-    config: object = getattr(model, "config", None)
-    get_text_config = getattr(config, "get_text_config", None)
-    return get_text_config() if callable(get_text_config) else config
 
 
 class StepInputs:
@@ -136,7 +131,7 @@ class StepInputs:
         base: Any = self._base
         mixin: Any = GenerationMixin
         knows = getattr(base, "_supports_mm_encoder_outputs", None)
-        has_own = type(base).generate is not mixin.generate
+        has_own = getattr(type(base), "generate", None) is not mixin.generate  # as a classifier has none
         if knows is None or has_own or not knows() or not {"image", "video"} & {*base.input_modalities}:
             return arguments
         encoded: dict[str, Any] = base._prepare_multimodal_encoder_kwargs_for_generation({**arguments})
@@ -152,6 +147,11 @@ class StepInputs:
         can_generate = getattr(self._base, "can_generate", None)
         tokens = "input_ids" in self.names and "inputs_embeds" not in self._user_inputs
         return callable(can_generate) and bool(can_generate()) and tokens
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the model answers once for each row, whatever its decoder could write."""
+        return self._class_name.endswith(_ONE_LABEL_PER_ROW)
 
     def positions(
         self, ids: torch.Tensor, mask: torch.Tensor | None, others: Mapping[str, torch.Tensor]
@@ -233,7 +233,7 @@ class StepInputs:
     def labels(self, rows: int, columns: int) -> torch.Tensor:
         """Return the labels for the loss: one a row for classifiers of whole inputs, else one a token."""
         shape = self._token_shape(rows, columns)
-        if self._class_name.endswith(_ONE_LABEL_PER_ROW):
+        if self.classifies:
             return self._labels_of_rows(shape[0])
         if self._is_encoder_decoder:
             decoder_ids = self._user_inputs.get("decoder_input_ids")
@@ -267,7 +267,7 @@ class StepInputs:
         """End each text as a tokenizer does, for classifiers that read the decoder's state at that token."""
         eos = getattr(self._config, "eos_token_id", None)
         eos = eos[0] if isinstance(eos, (list, tuple)) else eos
-        reads_end = self._is_encoder_decoder and self._class_name.endswith(_ONE_LABEL_PER_ROW)
+        reads_end = self._is_encoder_decoder and self.classifies
         if reads_end and eos is not None and "input_ids" not in self._user_inputs:
             self._values.set_last(tokens, eos)
 
@@ -284,7 +284,7 @@ class StepInputs:
                 f"The config of {self._class_name} does not say how long its sounds are. Pass them, for example "
                 f"inputs={{'input_features': torch.empty({rows}, frames, bands, device='meta')}}."
             )
-        return torch.empty((rows, bands, 2 * positions), device=self._device)
+        return self._numbers(rows, bands, 2 * positions)
 
     def _images(self, rows: int) -> torch.Tensor:
         inner_configs = (getattr(self._config, name, None) for name in _VISION_CONFIGS)
@@ -296,4 +296,9 @@ class StepInputs:
                 f"inputs={{'pixel_values': torch.empty({rows}, {channels}, height, width, device='meta')}}."
             )
         height, width = (size, size) if isinstance(size, int) else size
-        return torch.empty((rows, channels, height, width), device=self._device)
+        return self._numbers(rows, channels, height, width)
+
+    def _numbers(self, *shape: int) -> torch.Tensor:
+        """Return images or sounds in the dtype of the weights, which most convolutions demand."""
+        dtypes = (p.dtype for p in self._base.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+        return torch.empty(shape, dtype=next(dtypes, None), device=self._device)

@@ -22,14 +22,15 @@ _CACHES = ("cache", "past_key_values", "cache_params", "state", "past_buckets_st
 def run_generation(model: torch.nn.Module, workload: Workload, inputs: StepInputs, ledger: Ledger) -> object:
     """Run the prompt, then the steps of one token each, as ``generate()`` calls the model; return the cache."""
     ledger.phase = "prefill"
-    options: dict[str, object] = {"use_cache": True} if "use_cache" in inputs.names else {}
+    name = next((name for name in _CACHES if name in inputs.names), "")
+    # the encoder of T5 refuses a cache, though its config speaks of one
+    options: dict[str, object] = {"use_cache": True} if "use_cache" in inputs.names and name else {}
     if "logits_to_keep" in inputs.names:
         options["logits_to_keep"] = 1  # as generate() asks for
-    name = next((name for name in _CACHES if name in inputs.names), "")
     with torch.no_grad(), autocast(workload):
         prompt = inputs.batch(workload.batch_size, workload.context_length)  # the caller's, who holds it until the end
         classify_inputs(prompt, ledger)
-        if not inputs.generates and "decoder_input_ids" not in prompt:
+        if inputs.classifies or (not inputs.generates and "decoder_input_ids" not in prompt):
             return _forward_passes(model, prompt, workload, inputs, ledger, options, name)
         encoder_decoder = "decoder_input_ids" in prompt
         sequences = GeneratedSequences(prompt, inputs, ledger)
@@ -72,7 +73,8 @@ def _forward_passes(
     output = None
     classify_cache(cache, ledger)
     ledger.phase = "decode"
-    for step in range(workload.decode_steps if cache is not None and name else 0):
+    goes_on = cache is not None and name and not inputs.classifies
+    for step in range(workload.decode_steps if goes_on else 0):
         ledger.begun.append(len(ledger.events))
         rows = inputs.rows(workload.batch_size)
         following = {"input_ids": inputs.tokens(rows, 1)}
