@@ -150,7 +150,7 @@ class StepInputs:
 
     @property
     def classifies(self) -> bool:
-        """Whether the model answers once for each row, whatever its decoder could write."""
+        """Whether the model answers once for each row, with or without a decoder that could write."""
         return self._class_name.endswith(_ONE_LABEL_PER_ROW)
 
     def positions(
