@@ -9,6 +9,7 @@ _CALL = f"{_ADVISED}test_a_call_works_once_the_advice_is_taken"
 _TRACED = f"{_ADVISED}test_a_step_is_traced_once_the_advice_is_taken"
 _EDITED = f"{_ADVISED}test_edits_of_a_map_are_mended"
 _PASSED = f"{_ADVISED}test_what_a_workload_does_not_describe_is_passed"
+_PART = f"{_ADVISED}test_the_part_is_passed_of_a_model_whose_parts_are_run_one_by_one"
 _OWN = "memory/test_audit_own_modules.py::"
 _MENDED = "memory/test_audit_round_trip.py::test_what_does_not_come_back_is_named_and_mended"
 _LOST = "memory/test_silent_troubles.py::test_what_is_lost_is_seen_after_three_steps"
@@ -188,6 +189,7 @@ TAKEN: dict[str, dict[str, str]] = {
         "Make each tensor where those are": f"{_OWN}test_a_tensor_made_on_the_host",
         "Use an operation with a fixed output shape": _TRACED,
         "Pass what else the model needs": _PASSED,
+        "Pass the part that the step runs": _PART,
     },
     "_memory/trace/zero_step.py": {"pass param_dtype=": "memory/test_forecast_zero.py::test_what_is_refused"},
     "_memory/trace/trace_step.py": {

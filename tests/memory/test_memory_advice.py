@@ -12,7 +12,14 @@ import torch
 from peft import LoraConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertForMultipleChoice, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    BertConfig,
+    BertForMultipleChoice,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from safe_loading import (
     ArgumentError,
@@ -232,6 +239,31 @@ def test_what_a_workload_does_not_describe_is_passed() -> None:
     with pytest.raises(TraceError, match=r"Pass what else the model needs, as inputs=\{'pixels': torch\.empty"):
         predict_memory(Pictures(), prompt)
     assert predict_memory(Pictures(), prompt, inputs={"pixels": torch.empty(2, 4, device="meta")}).total_bytes
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_images_are_passed_to_a_model_that_compares_them_with_texts(name: str) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes["intermediate_size"] = 32
+    config = AutoConfig.for_model(name, text_config=sizes, vision_config={**sizes, "image_size": 32, "patch_size": 16})
+    prompt = Workload.generate(2, 6)
+    with pytest.raises(TraceError, match=r"inputs=\{'pixel_values': torch\.empty"):
+        predict_memory(config, prompt)
+    assert predict_memory(config, prompt, inputs={"pixel_values": torch.empty(2, 3, 32, 32, device="meta")}).total_bytes
+
+
+def test_the_part_is_passed_of_a_model_whose_parts_are_run_one_by_one() -> None:
+    class Speaker(PreTrainedModel):  # as Qwen2.5-Omni and Bark are: generate() runs their parts
+        config_class = LlamaConfig
+
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.thinker = LlamaForCausalLM(config)
+
+    model, prompt = Speaker(LlamaConfig(**SIZES)), Workload.generate(2, 6)
+    with pytest.raises(TraceError, match=r"Pass the part that the step runs, such as meta_model\(\.\.\.\)\.thinker\."):
+        predict_memory(model, prompt)
+    assert predict_memory(model.thinker, prompt).total_bytes
 
 
 def test_edits_of_a_map_are_mended() -> None:

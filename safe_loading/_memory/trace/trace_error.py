@@ -13,6 +13,7 @@ import numpy
 import torch
 from peft import PeftConfig
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from transformers import PreTrainedModel
 
 from safe_loading._core.names import method_name
 from safe_loading._core.workload import Workload
@@ -31,6 +32,7 @@ _FIX_FOR_VALUES = (
     "no value that follows from weights. Use an operation with a fixed output shape (torch.where in place of x[mask]), "
     "or skip the line when its tensor is a torch._subclasses.FakeTensor."
 )
+_PICTURES_AND_SOUNDS = ("pixel_values", "input_features", "input_values")
 _SPARSE = {"SHIRA": "SHiRA", "FROD": "FRoD"}
 FIX_FOR_METHODS = (
     "Measure a step on the GPU (torch.cuda.max_memory_reserved()), or forecast another method: adapter=LoraConfig(...)."
@@ -79,12 +81,18 @@ def _fix(model: torch.nn.Module, error: Exception, inputs: Mapping[str, torch.Te
         return _FIX_FOR_VALUES
     if _devices_differ(error):
         return FIX_FOR_DEVICES
+    if type(model).forward is torch.nn.Module.forward:
+        parts = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
+        return f"Pass the part that the step runs, such as meta_model(...).{parts[0]}." if parts else ""
     missing_argument = "missing" in str(error) and "required" in str(error) and isinstance(error, TypeError)
     names = re.findall(r"'(\w+)'", str(error)) if missing_argument else []
     main = getattr(engine_model(model), "main_input_name", "input_ids")
     made = main == "input_ids" or (main == "pixel_values" and "input_ids" not in forward_arguments(model))
     if not names and not made and main not in inputs:
         names = [main]
+    if not names and "NoneType" in str(error):  # of a model that compares texts with images or sounds, such as CLIP
+        taken = forward_arguments(model)
+        names = [name for name in _PICTURES_AND_SOUNDS if name in taken and name not in inputs]
     if not names:
         return ""
     example = ", ".join(f"{name!r}: torch.empty(..., device='meta')" for name in names)
