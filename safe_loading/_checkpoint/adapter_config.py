@@ -54,8 +54,10 @@ def config_problems(config: Mapping[str, object]) -> list[str]:
                 "it is an adapter of AdapterHub, with modules that peft does not have; load it with the library "
                 "adapters (adapters.init(model), then model.load_adapter(folder))"
             ]
-        mend = 'add "peft_type": "LORA", whose r and lora_alpha it has' if {"r", "lora_alpha"} <= config.keys() else ""
-        return [f"peft_type is {method!r}; {mend or 'it must name the method, such as LORA'}"]
+        mend = 'it must name the method, such as "LORA"'
+        if {"r", "lora_alpha"} <= config.keys():
+            mend = 'add "peft_type": "LORA", whose r and lora_alpha it has'
+        return [f"peft_type is {method!r}; {mend}"]
     problems = [
         f"{name} is {value!r:.80}; it must be a list of names"
         for name in ("modules_to_save", "target_modules", "exclude_modules", "layers_pattern")

@@ -117,6 +117,14 @@ def test_a_search_opens_the_files_of_an_adapter_once(tiny_llama: Path, tiny_adap
     assert type(workload.adapter) is type(tiny_adapter)  # read anew when the answer is used
 
 
+def test_suggestions_open_the_files_of_an_adapter_once(tiny_llama: Path, tiny_adapter: Path) -> None:
+    model = meta_model(tiny_llama)  # which its forecast does not keep alive
+    forecast = predict_memory(model, Workload.train(8, 64, adapter=tiny_adapter), context_bytes=0)
+    less = forecast.reserved_peak_bytes - 1
+    counted = ours(openings(lambda: forecast.suggestions(less), (tiny_adapter,)))
+    assert counted == {ADAPTER: 1, WEIGHTS: 1}
+
+
 @pytest.mark.parametrize("verb", ["load_peft_on_rank", "merge_lora_checkpoint", "meta_model", "plan_device_map"])
 def test_a_dtype_that_only_the_headers_tell_costs_no_opening_more(
     tmp_path: Path, tiny_llama: Path, tiny_adapter: Path, verb: str

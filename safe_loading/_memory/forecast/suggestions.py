@@ -63,20 +63,25 @@ def suggestions_for(origin: Origin, forecast: MemoryForecast, memory: int) -> tu
         raise ArgumentError(MODEL_IS_GONE)
     if memory <= forecast.context_bytes:
         return ()  # no step at all runs there
-    kinds = list(_changes(with_read_adapter(forecast.workload), origin))
+    workload = with_read_adapter(forecast.workload)
+    kinds = list(_changes(workload, origin))
     shown = progress.bar_of_a_rank("suggesting", len(kinds) + 1, local_rank(), unit=" changes")
     with shown as bar, progress.without_bars():  # of the traces, of which a kind of change takes a few
-        return _search(kinds, origin, forecast, memory, bar)
+        return _search(kinds, workload, origin, forecast, memory, bar)
 
 
 def _search(
-    kinds: Sequence[Sequence[_Change]], origin: Origin, forecast: MemoryForecast, memory: int, bar: progress.Bar
+    kinds: Sequence[Sequence[_Change]],
+    workload: Workload,
+    origin: Origin,
+    forecast: MemoryForecast,
+    memory: int,
+    bar: progress.Bar,
 ) -> tuple[Suggestion, ...]:
     """Return the changes that help, one of each kind, and several together; the bar counts the kinds."""
     found: list[Suggestion] = []
     useful: list[_Change] = []
     cards: list[_Change] = []
-    workload = with_read_adapter(forecast.workload)
     for sizes in kinds:
         made = _first_that_fits(sizes, workload, origin, memory)
         bar.advance()
