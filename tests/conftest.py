@@ -103,6 +103,13 @@ def _of_the_process() -> dict[str, Any]:
     }
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Do so again after each file of tests: the engines import most of what they are made of when it is asked for."""
+    if nextitem is not None and nextitem.path != item.path:
+        pytest_collection_finish()
+
+
 @pytest.fixture
 def engines_objects() -> Iterator[None]:
     """The collector sees the objects of the engines too, as in a process that is no test."""

@@ -77,6 +77,9 @@ def unreadable(path: Path, error: Exception) -> Finding:
         return fault("unreadable", path, "this user may not read it", "run `chmod u+r` on it, or copy it")
     if isinstance(error, OSError) and error.errno == errno.ELOOP:
         return fault("broken-link", path, "its symbolic links form a circle", "download the file again")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        message = "this process may open no more files"
+        return fault("unreadable", path, message, "close others, or allow more with `ulimit -n 4096` before the start")
     # str() of an OSError repeats the path. A ValueError is about a NUL or half a surrogate in the name itself.
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return fault("unreadable", repr(str(path)), f"the system cannot read it: {reason}", "check the path and the disk")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from safe_loading._checkpoint.files import open_regular
 from safe_loading._checkpoint.header import TensorInfo
 from safe_loading._core.interrupts import signals_held
 from safe_loading._model.formats.stored import QuantizedTensor
@@ -23,6 +22,7 @@ from .compare_report import RIGHT, CheckedTensor
 from .compare_swaps import Judged, with_swaps
 from .compare_tensors import TensorComparer
 from .compare_verdicts import is_better, judge
+from .input_files import InputFiles
 from .output_plan import TensorPlan
 from .thread_buffers import Buffers
 from .write_files import one_torch_thread
@@ -42,7 +42,7 @@ class Pair:
     def files(self) -> tuple[Path, ...]:
         """The files that are read for it."""
         source = () if self.plan.path is None else (self.plan.path,)
-        return (self.file, *source, *(() if self.gathered is None else self.gathered.paths))
+        return tuple({self.file, *source, *(() if self.gathered is None else self.gathered.paths)})
 
     @property
     def stored_bytes(self) -> int:
@@ -60,18 +60,19 @@ class Pair:
 def compare_files(
     pairs: Sequence[Pair], folder: Path, threads: int, advance: Callable[[int], None]
 ) -> list[CheckedTensor]:
-    """Compare tensors, the largest first; ``advance`` is called with a number of compared bytes, in any thread."""
+    """Compare tensors, a file's largest first; ``advance`` is called with a number of compared bytes, in any thread."""
     memory, stop = threading.local(), threading.Event()
-    paths = {path for pair in pairs for path in pair.files}
-    with contextlib.ExitStack() as opened:
-        files = {path: opened.enter_context(open_regular(path)).fileno() for path in sorted(paths)}
+    with InputFiles(path for pair in pairs for path in pair.files) as inputs:
 
         def compare(pair: Pair) -> list[Judged]:
             if not hasattr(memory, "buffers"):
                 memory.buffers = Buffers()
-            return _compare(pair, files, folder, memory.buffers, stop, advance)
+            with contextlib.ExitStack() as opened:
+                files = {path: opened.enter_context(inputs.opened(path)) for path in pair.files}
+                return _compare(pair, files, folder, memory.buffers, stop, advance)
 
-        order = sorted(pairs, key=lambda pair: -pair.plan.target.nbytes)
+        # File by file, so that few are open at once.
+        order = sorted(pairs, key=lambda pair: (pair.file, -pair.plan.target.nbytes))
         with (
             one_torch_thread(),
             concurrent.futures.ThreadPoolExecutor(threads, "verify", torch.set_num_threads, (1,)) as pool,

@@ -16,20 +16,19 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
 from safe_loading._checkpoint.copy_bytes import clone, start_writing_back, write_from
-from safe_loading._checkpoint.files import open_regular
 from safe_loading._core.interrupts import signals_held
 from safe_loading._core.protocols import JsonObject
 from safe_loading._merging.weights.rounding_loss import RoundingLoss
 from safe_loading._output.stage import Stage
 
+from .input_files import InputFiles
 from .kept_format import CodesMerge
 from .output_plan import FilePlan, TensorPlan
 from .thread_buffers import Buffers
@@ -37,6 +36,8 @@ from .write_codes import CodesWriter, PartTarget, Role
 from .write_tensors import TensorWriter
 
 WRITE_BACK_BYTES = 16 << 20  # how much is handed to the disk at once
+PENDING_FILES = 8
+"""How many complete files may wait for the disk: each is open, and a process may have few files open."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ class WriteJob:
 
 def write_files(plans: Sequence[FilePlan], job: WriteJob, advance: Callable[[int], None]) -> dict[str, WrittenFile]:
     """Write files; ``advance`` is called with a number of bytes that were written, in any thread."""
-    memory, inputs = _ThreadMemory(), _Inputs(plans)
+    memory, inputs = _ThreadMemory(), InputFiles(path for plan in plans for path in _inputs_of(plan))
     # The pool's threads set torch's number of threads again, which OpenMP keeps for each thread apart.
     with (
         one_torch_thread(),
@@ -154,8 +155,10 @@ class _Disk:
         self._hints.submit(self._unless_stopped, lambda: start_writing_back(descriptor, at, count))
 
     def sync(self, work: Callable[[], None]) -> None:
-        """Do something that waits for the disk, after all that was asked for before."""
+        """Do something that waits for the disk, after all that was asked for before; wait if much is pending."""
         self._pending_syncs.append(self._syncs.submit(self._unless_stopped, work))
+        if len(self._pending_syncs) > PENDING_FILES:
+            self._pending_syncs[-PENDING_FILES - 1].result()
 
     def finish(self) -> None:
         """Wait until everything is on the disk; re-raises a thread's exception."""
@@ -182,46 +185,15 @@ class _Disk:
                 work()
 
 
-class _Inputs:
-    """The base's files: each is opened when a tensor of it is first needed, and closed after the last."""
-
-    def __init__(self, plans: Iterable[FilePlan]) -> None:
-        self._guard = threading.Lock()
-        self._open: dict[Path, BinaryIO] = {}
-        self._uses_left: dict[Path, int] = {}
-        for plan in plans:
-            for path in (*(tensor.path for tensor in plan.tensors), plan.same_as):
-                if path is not None:
-                    self._uses_left[path] = self._uses_left.get(path, 0) + 1
-
-    @contextmanager
-    def opened(self, path: Path | None) -> Iterator[int]:
-        """Inside, the descriptor of a file may be read; -1 for none."""
-        if path is None:
-            yield -1
-            return
-        with self._guard:
-            if path not in self._open:
-                self._open[path] = open_regular(path)
-            descriptor = self._open[path].fileno()
-        yield descriptor
-        with self._guard:
-            self._uses_left[path] -= 1
-            if not self._uses_left[path]:
-                self._open.pop(path).close()
-
-    def close(self) -> None:
-        """Close the files that an error left open."""
-        for file in self._open.values():
-            file.close()
-        self._open.clear()
+def _inputs_of(plan: FilePlan) -> Iterator[Path]:
+    yield from (path for path in (*(tensor.path for tensor in plan.tensors), plan.same_as) if path is not None)
 
 
 class _OutputFile:
     """One file of the output: opened by the first task, handed to the disk by the last."""
 
     def __init__(
-        self, plan: FilePlan, job: WriteJob, advance: Callable[[int], None], inputs: _Inputs, disk: _Disk
+        self, plan: FilePlan, job: WriteJob, advance: Callable[[int], None], inputs: InputFiles, disk: _Disk
     ) -> None:
         self.plan, self._job, self._advance, self._inputs, self._disk = plan, job, advance, inputs, disk
         self.written: WrittenFile = {}  # so far

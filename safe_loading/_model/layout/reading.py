@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 
@@ -30,6 +30,8 @@ from .read_blocks import AdjacentReads, staged
 from .window import Window
 
 _BATCH_BYTES = 64 * MiB
+_MOST_FILES = 16
+"""How many files are open at once: a model has hundreds, a process may have few."""
 
 
 class ShardTarget(NamedTuple):
@@ -259,15 +261,15 @@ class _OpenFiles:
 
     def __init__(self) -> None:
         self.bytes_read = 0
-        self._stack = contextlib.ExitStack()
-        self._descriptors: dict[Path, int] = {}
+        self._files: dict[Path, BinaryIO] = {}  # the last used at the end
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> _OpenFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        for file in self._files.values():
+            file.close()
 
     def fill(self, reads: Iterable[PlannedRead]) -> None:
         """Read blocks into their targets."""
@@ -308,10 +310,13 @@ class _OpenFiles:
         return value
 
     def _descriptor(self, path: Path) -> int:
-        descriptor = self._descriptors.get(path)
-        if descriptor is None:
-            descriptor = self._descriptors[path] = self._stack.enter_context(open_regular(path)).fileno()
-        return descriptor
+        file = self._files.pop(path, None)
+        if file is None:
+            if len(self._files) == _MOST_FILES:
+                self._files.pop(next(iter(self._files))).close()
+            file = open_regular(path)
+        self._files[path] = file
+        return file.fileno()
 
     def _room(self, nbytes: int) -> torch.Tensor:
         if len(self._staging) < nbytes:  # made on first use: most reads need none
